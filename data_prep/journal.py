@@ -55,7 +55,7 @@ class Journal:
         return manifest
 
     def __enter__(self) -> "Journal":
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        artifacts.make_folder(self.path.parent)
         self.file = self.path.open("ab")
         try:
             # Before it is read: another run's line half written would look like one that a kill left.

@@ -31,6 +31,14 @@ def explained(doing: str, remedy: str) -> Iterator[None]:
         raise UserError(f"cannot {doing} ({error.strerror or error}): {remedy}") from None
 
 
+def make_folder(path: Path) -> None:
+    """Make a folder and those above it, unless it is there; UserError where none can be, as under /proc."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except FileNotFoundError:  # what that says is of the folder above; other errors are `console.explained`'s
+        raise UserError(f"{path} cannot be made there: choose another folder") from None
+
+
 def fingerprint(value: Any) -> str:
     """16 hex digits that change whenever the JSON of `value` does."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
@@ -92,7 +100,7 @@ def building(folder: Path) -> Iterator[Path]:
     one is removed first."""
     temporary = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
+    make_folder(temporary)
     try:
         yield temporary
         commit(temporary, folder)
@@ -102,7 +110,7 @@ def building(folder: Path) -> Iterator[Path]:
 
 def write_bytes(path: Path, data: bytes) -> None:
     """Write a file whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         temporary.write_bytes(data)

@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
+from eagle31_train.artifacts import make_folder
 from eagle31_train.errors import UserError
 
 
@@ -40,7 +41,7 @@ def users_of(file: IO[Any]) -> list[int]:
 @contextmanager
 def alone(path: Path, who: str) -> Iterator[None]:
     """While this lasts, no other process holds `path`, a file for this alone, which stays; UserError as `hold`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     with path.open("a") as file:
         hold(file, who)
         yield

@@ -25,6 +25,7 @@ LAYOUTS = {
     "train": 3,
     "evaluate": 3,
     "workload": 2,
+    "suite": 2,
     "server": 1,
     "export": 1,
 }

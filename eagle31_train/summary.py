@@ -38,11 +38,14 @@ def summarise(config: Config) -> None:
     speed, depth = report["tokens_per_second"], report["draft_tokens"]
     length = bracket(report["by_depth"][str(depth)]["acceptance_length"])
     sources = [f"{name}: {bracket([of['acceptance_length'], None, None])}" for name, of in report["by_source"].items()]
+    timed = manifests["evaluate"].get("result", {}).get("workloads", [{}])[0].get("timed")  # which earlier ones lack
+    of = f" ({timed['prompts']} prompts, length {timed['by_depth'][str(depth)]:.2f})" if timed else ""
     rows = {
         "acceptance length": f"{length} at {depth} draft tokens, bonus token included ({LEVEL:.0%} interval)",
         "  by source": "   ".join(sources),
         "  measured on": f"{report['prompts']} prompts of {report['workload']}, {report['generated_tokens']:,} tokens",
-        "speed": f"{speed['speculative']:.1f} tokens/s with the drafter, {speed['plain']:.1f} without, for one user",
+        "speed": f"{speed['speculative']:.1f} tokens/s with the drafter, {speed['plain']:.1f} without, for one user"
+        + of,
         "trained on": f"{trained['tokens']:,} tokens ({trained['pairs']:,} predictions) in {trained['steps']} steps",
         "seconds": "   ".join(f"{stage} {manifests[stage]['seconds']:,.0f}" for stage in STAGES),
         "checkpoint": str(Path(config.run_dir) / "export"),

@@ -10,7 +10,7 @@ import made
 import pytest
 
 from eagle31_train import __main__ as console_script
-from eagle31_train import cli
+from eagle31_train import artifacts, cli
 from eagle31_train.cli import load_config, run
 from eagle31_train.config import RENAMED, Config
 from eagle31_train.errors import Stopped, UserError
@@ -205,3 +205,15 @@ def test_how_a_stage_ends_is_one_line_and_a_status(capsys, error, status, words)
     assert stopped.value.code == status
     (line,) = capsys.readouterr().err.splitlines()
     assert words in line
+
+
+def test_a_run_where_no_folder_can_be_made_is_one_line(capsys):
+    def stage(config):
+        with artifacts.building(Path(config.run_dir) / "data"):
+            pass
+
+    with pytest.raises(SystemExit) as stopped:
+        run(stage, "A stage.", [RECIPE, "run_dir=/proc/none"])
+    assert stopped.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "/proc/none/.data.tmp cannot be made there" in line

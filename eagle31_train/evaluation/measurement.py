@@ -7,6 +7,7 @@ first K tokens are those of a server that drafts K.
 
 import os
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -83,6 +84,12 @@ class Measurement:
     plain: float = 0.0
     speculative: float = 0.0
     machine: str = ""
+
+    @property
+    def timed(self) -> int:
+        """How many prompts were timed: the first ones, whose outputs have `tokens` tokens together."""
+        ends = accumulate(map(len, self.outputs))
+        return next((n for n, end in enumerate(ends, 1) if end >= self.tokens), 0) if self.tokens else 0
 
 
 _JSON = TypeAdapter(Measurement)

@@ -9,6 +9,7 @@ import string
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from eagle31_train import foreign
 from eagle31_train.config import is_hub_set
 from eagle31_train.errors import Refused, UserError, first_line
 from eagle31_train.locations import matching
-from eagle31_train.rows.files import kind_of, read
-from eagle31_train.rows.formats import Message, Tool
+from eagle31_train.rows.files import read
+from eagle31_train.rows.formats import Message, Tool, messages_of
 from eagle31_train.targets.chat import ChatTemplate
 
 OWN_FORMS = ("prompt", "turns", "messages")
@@ -184,7 +185,7 @@ def _rows(name: str, suite: Suite, option: str) -> Iterator[tuple[str, str, str,
     """Of each row: where it stands, an id and a source in case that it has none, and its columns."""
     if not Path(suite.path).is_dir() and not suite.is_hub_id:
         for file in files_of(suite.path, option):
-            for number, row in read(file, ".jsonl" if kind_of(file) == ".json" else None):
+            for number, row in read(file):
                 if not isinstance(row, dict):
                     raise UserError(f"{file}:{number} is no JSON object: mend or remove it")
                 yield f"{file}:{number}", f"{file.stem}-{number}", name or file.stem, row
@@ -216,7 +217,8 @@ def _is_saved(folder: str) -> bool:
 
 def _messages(prompt: str | None, row: dict[str, Any], where: str) -> tuple[list[Message], int]:
     """The messages of a row before the first answer, and how many turns it has; `prompt`: as of `Suite`."""
-    value: Any
+    value, turns = None, 1
+    system = row.get("system") if prompt in (None, *OWN_FORMS) else None
     try:
         if prompt is None:
             value = next((row[form] for form in OWN_FORMS if row.get(form)), None)
@@ -224,29 +226,16 @@ def _messages(prompt: str | None, row: dict[str, Any], where: str) -> tuple[list
             value = prompt.format_map(row) if "{" in prompt else row[prompt]
     except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
         raise UserError(f"{where}: prompt={prompt!r} cannot be filled in ({error!r}): mend it") from None
-    match value:
-        case str(text) if text.strip():
-            return [{"role": "user", "content": text}], 1
-        case [str(text), *_] if text.strip():
-            return [{"role": "user", "content": text}], len(value)
-        case [dict(), *_]:
-            return _before_answer(value, where), 1
-    column = prompt or "prompt, turns or messages"
-    raise UserError(f"{where}: {column} is no text, no texts and no messages: give such, or name another column")
-
-
-def _before_answer(messages: list[Any], where: str) -> list[Message]:
-    """The messages before the assistant's first."""
-    before: list[Message] = []
-    for message in messages:
-        match message:
-            case {"role": "assistant"} if before:
-                break
-            case {"role": str(role), "content": str(content)} if role != "assistant":
-                before.append({"role": role, "content": content})
-            case _:
-                raise UserError(f"{where} has a message without role or content text, or begins with the assistant")
-    return before
+    if isinstance(value, list) and value and isinstance(value[0], str):
+        value, turns = value[0], len(value)
+    if not value or not (value.strip() if isinstance(value, str) else isinstance(value, list)):
+        column = prompt or "prompt, turns or messages"
+        raise UserError(f"{where}: {column} is no text, no texts and no messages: give such, or name another column")
+    try:
+        said = messages_of({"prompt": value, "system": system}, "prompt")
+    except Refused as error:
+        raise UserError(f"{where} has a message that cannot be read ({error}): mend or remove it") from None
+    return list(takewhile(lambda message: message["role"] != "assistant", said)), turns
 
 
 def _rendered(

@@ -9,6 +9,7 @@ is a drafter's name:
         name, suite, perturbation (or null), temperature, top_p, prompts, notes
         verified    prompts that were decoded by real speculation with every drafter
         tokens_per_second  {"plain" or N: of real decoding, one prompt at a time}, of a drafter that was measured alone
+        timed       {prompts: how many of the first these are, by_depth: {K: their acceptance length}}, likewise
         drafters    {N: numbers}
         differences {N: {K: {difference: interval, ratio: interval}}}  of acceptance lengths, N - first and N / first;
                     of a perturbed workload kept_ratio: interval, too, which is kept of N / kept of the first
@@ -142,20 +143,25 @@ def _workload(workload: Workload, drafters: Drafters, plain: Drafters | None, de
         "prompts": len(keys),
         "verified": len(keys) - len(unseen),
         "notes": [*workload.remarks, *_other_machines(drafters)],
-        **_speeds(drafters),
+        **_speeds(drafters, depths),
         "drafters": numbers,
         "differences": differences,
         "verdict": {name: {"better": better(numbers, (first, name), differences[name])} for name in others},
     }
 
 
-def _speeds(drafters: Drafters) -> dict[str, Any]:
+def _speeds(drafters: Drafters, depths: Sequence[int]) -> dict[str, Any]:
     """Of one training alone: of several, measured with a few prompts each, it would be noise."""
     alone = [(name, one) for name, trainings in drafters.items() for one in trainings]
     if len(alone) > 1 or not alone[0][1].tokens:
         return {}
     ((name, one),) = alone
-    return {"tokens_per_second": {"plain": one.tokens / one.plain, name: one.tokens / one.speculative}}
+    counts = one.counts[: one.timed]
+    lengths = [value for value, _, _ in acceptance_lengths(counts, depths, _keys(counts)).intervals()]
+    return {
+        "tokens_per_second": {"plain": one.tokens / one.plain, name: one.tokens / one.speculative},
+        **({"timed": {"prompts": len(counts), "by_depth": _by_depth(depths, lengths)}} if counts else {}),
+    }
 
 
 def _other_machines(drafters: Drafters) -> list[str]:

@@ -20,6 +20,7 @@ from eagle31_train.evaluation import perturb
 from eagle31_train.evaluation.perturb import Context, Filler, Perturbation
 from eagle31_train.evaluation.prompts import Prompt, Suite, choose, files_of, from_heldout, from_suite, suite_of
 from eagle31_train.evaluation.trajectories import digest
+from eagle31_train.provenance import LAYOUTS
 from eagle31_train.targets.chat import ChatTemplate
 
 HELDOUT = "heldout"
@@ -128,11 +129,16 @@ def inputs(config: Config) -> dict[str, Any]:
         found["max_length"] = config.data.max_length
     for option, suite in suites.values():
         content: Any = suite.path
+        systems = True  # whether its rows may have system texts, which layout 1 left out
         if not suite.is_hub_id:
             folder = Path(suite.path)
             files = sorted(folder.rglob("*")) if folder.is_dir() else files_of(suite.path, option)
-            content = [artifacts.file_sha256(file)[:16] for file in files if file.is_file()]
+            files = [file for file in files if file.is_file()]
+            content = [artifacts.file_sha256(file)[:16] for file in files]
+            systems = any(file.suffix == ".gz" or re.search(rb"system|developer", file.read_bytes()) for file in files)
         found[option] = {**{key: value for key, value in vars(suite).items() if value}, "path": content}
+        if systems:
+            found[option]["layout"] = LAYOUTS["suite"]
     return found
 
 

@@ -11,6 +11,7 @@ from eagle31_train.config import SELF, Config
 from eagle31_train.errors import UserError, first_line
 from eagle31_train.planning.work import Work, count_work, made_mask
 from eagle31_train.rows.files import DAMAGE, count, find_files
+from eagle31_train.targets.chat import ChatTemplate
 from eagle31_train.targets.description import CHOSEN, EXPERTS, TargetDescription, description_of, read_raw, text_config
 
 EXAMPLE = 100_000_000  # tokens that are planned for where nobody has counted or said how many there are
@@ -99,6 +100,7 @@ def read_data(config: Config) -> Data:
     """As eagle31 data counted it, if it has run; else as plan.* says, or as many as there are prompts."""
     p, d = config.plan, config.data
     if not (config.data_folder / artifacts.MANIFEST).is_file():
+        _check_given(config)
         length = min(p.sample_tokens, d.max_length)
         tokens, origin = p.tokens, "as plan.* says"
         if tokens is None:
@@ -141,6 +143,18 @@ def conversations_at_hand(config: Config) -> int | None:
     rows, d = prompts_at_hand(config), config.data
     answered = config.regenerate or writes_prompts(config)
     return rows and rows * (d.generate.samples if answered else 1)
+
+
+def _check_given(config: Config) -> None:
+    """UserError, as of `eagle31 data`, for rows that are missing and for a tokenizer here without a chat template."""
+    option = "data.prompts" if config.regenerate else "data.conversations"
+    alone = config.data.prompts if config.regenerate else config.data.conversations
+    sources = config.data.source_paths
+    for spec in sources or filter(None, [alone]):
+        if spec != SELF:
+            find_files(spec, "data.sources: path" if sources else option)
+    if any(Path(config.target.path).glob("tokenizer*")):
+        ChatTemplate.load(config.target)
 
 
 def _rows(spec: str) -> int | None:

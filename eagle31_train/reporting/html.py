@@ -30,7 +30,7 @@ def draw(folder: Path, pictures: Sequence[Picture], earlier: Iterable[Path] = ()
         The files; and the pictures as the page shows them.
     """
     files, images = [], Images()
-    folder.mkdir(parents=True, exist_ok=True)
+    artifacts.make_folder(folder)
     for picture in Progress(pictures, desc="report", unit="picture", leave=False):
         png = picture.png()
         files.append(folder / f"{picture.name}.png")

@@ -98,7 +98,10 @@ def _remarks(workload: Result, draft_tokens: str) -> Iterator[str]:
     yield from workload["notes"]
     if speeds := workload.get("tokens_per_second"):
         ratios = ", ".join(f"{name} {speed:.1f} ({speed / speeds['plain']:.2f}x)" for name, speed in speeds.items())
-        yield f"tokens per second of one user, at {draft_tokens}: {ratios}"
+        timed = workload.get("timed", {})  # which earlier results lack
+        length = _number(timed.get("by_depth", {}).get(draft_tokens), "{:.2f}")
+        of = f", first {count(timed['prompts'], 'prompt')} (acceptance length {length})" if timed else ""
+        yield f"tokens per second of one user, at {draft_tokens}{of}: {ratios}"
 
 
 def _workload(workload: Result, draft_tokens: str) -> Iterator[Table]:

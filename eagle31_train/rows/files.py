@@ -55,13 +55,10 @@ class File:
         return _numbered(rows, place, self.name, Exception)  # the hub's client raises a dozen unrelated types
 
 
-def read(path: Path, kind: str | None = None) -> Iterator[tuple[int, Any]]:
-    """(number, JSON value) of every row of a file; a damaged one is a UserError that names its place.
-
-    kind: of READERS, in place of what the file's name tells.
-    """
+def read(path: Path) -> Iterator[tuple[int, Any]]:
+    """(number, JSON value) of every row of a file; a damaged one is a UserError that names its place."""
     place = Place()
-    return _numbered(READERS.get(kind or kind_of(path), _json_lines)(path, place), place, path, DAMAGE)
+    return _numbered(READERS.get(kind_of(path), _json_lines)(path, place), place, path, DAMAGE)
 
 
 def count(path: Path) -> int:
@@ -158,6 +155,19 @@ def _json_lines(path: Path, place: Place) -> Iterator[Any]:
         place.number += 1
 
 
+def _json(path: Path, place: Place) -> Iterator[Any]:
+    """A JSON list, or, as benchmarks often name them, JSON lines."""
+    with _opened(path) as file:
+        is_list = file.read(1 << 12).lstrip()[:1] in (b"[", b"")
+    if is_list:
+        yield from _json_list(path, place)
+        return
+    try:
+        yield from _json_lines(path, place)
+    except ValueError as error:
+        raise ValueError(f"{error}; it begins with no [, so it was read as JSON lines") from None
+
+
 def _json_list(path: Path, place: Place) -> Iterator[Any]:
     text = bytearray()
     with _opened(path) as file:
@@ -165,13 +175,7 @@ def _json_list(path: Path, place: Place) -> Iterator[Any]:
             text += part
             if len(text) >= LIST:
                 raise ValueError(f"a list of {LIST:,} bytes or more is too large: write JSON lines, .jsonl")
-    try:
-        rows = foreign.parse_json(text) if text.strip() else []
-    except ValueError as error:
-        raise ValueError(f"{error}; JSON lines are to be named .jsonl") from None
-    if not isinstance(rows, list):
-        raise ValueError("it holds no JSON list; JSON lines are to be named .jsonl")  # noqa: TRY004 (of the file)
-    for row in rows:
+    for row in foreign.parse_json(text) if text.strip() else []:
         yield row
         place.number += 1
 
@@ -208,7 +212,7 @@ def _dataset_rows(rows: Iterator[Any], place: Place) -> Iterator[Any]:
         place.number += 1
 
 
-READERS = dict(zip(ROW_FILES, (_json_lines, _json_list, _csv, _parquet), strict=True))
+READERS = dict(zip(ROW_FILES, (_json_lines, _json, _csv, _parquet), strict=True))
 
 
 def with_lists(row: dict[str, Any]) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def parse(value: Any, form: str, where: str, default_id: str) -> Row:
     # Refusals name the row by these two, so they are mended, and not refused themselves.
     row = Row(_as_text(identity), _as_text(source), where, sample=sample)
     try:
-        row.messages = _messages(value, form_here)
+        row.messages = messages_of(value, form_here)
         row.tools = _tools(value.get("tools"))
         check_text([row.messages, row.tools])
     except KeyError as error:
@@ -95,8 +95,8 @@ def _as_text(text: str) -> str:
 # ---------------------------------------------------------------- formats
 
 
-def _messages(value: dict[str, Any], form: str) -> list[Message]:
-    """The row's messages; its own `system` goes before them, unless they begin with one."""
+def messages_of(value: dict[str, Any], form: str) -> list[Message]:
+    """A row's messages; its own `system` goes before them, unless they begin with one. Refused: it has none of use."""
     if form == "messages":
         messages = _from_list(value["messages"], "messages")
     elif form == "sharegpt":

@@ -55,6 +55,7 @@ KINDS = {
     "a.jsonl": lambda path: write_jsonl(path, ROWS),
     "a.jsonl.gz": lambda path: write_jsonl(path, ROWS, gzip.open),
     "a.json": lambda path: path.write_text(json.dumps(ROWS)),
+    "lines.json": lambda path: write_jsonl(path, ROWS),
     "a.json.gz": lambda path: path.write_bytes(gzip.compress(json.dumps(ROWS).encode())),
     "a.csv": lambda path: write_csv(path, AS_TEXT),
     "a.CSV.gz": lambda path: write_csv(path, AS_TEXT, gzip.open, "utf-8-sig"),  # as spreadsheets write it
@@ -96,7 +97,8 @@ def test_rows_of_csv_are_known_by_their_first_line(tmp_path):
         ("a.jsonl", b'{"prompt": "a"}\n{"te\\nxt": "b"}\n', "a.jsonl:2: no known format (has te xt)"),
         ("a.jsonl", b'{"id": "x", "prompt": "a"}\n{"id": "x", "prompt": "b"}', ":2: id 'x' is also that of a.jsonl:1"),
         ("a.jsonl", b'{"messages": []}', "a.jsonl:1: data.format=alpaca needs the key 'instruction'"),
-        ("a.json", b'{"prompt": "0"}\n{"prompt": "1"}\n', "JSON lines are to be named .jsonl"),
+        ("a.json", b'{"prompt": "0"}\n{"prompt": "1"\n', "a.json:2 cannot be read"),
+        ("a.json", b'{\n"data": []}\n', "it begins with no [, so it was read as JSON lines"),
         ("a.csv", b'prompt,id\n"q\n\nr",1\nq,2,3\n', "a.csv:5 cannot be read (it has 3 cells"),
         ("a.csv", b"prompt;id\nq;1\n", "a.csv:2: no known format (has prompt;id)"),
         ("a.csv", b"prompt,prompt\nq,1\n", "a.csv:1 cannot be read (it names a column twice"),

@@ -93,6 +93,7 @@ LINES = b'{"id": "a", "prompt": "hello"}\n\n{"id": "b", "prompt": "world"}\n'
 FILES = {
     "own.jsonl": LINES,
     "own.json": LINES,
+    "list.json": b'[{"id": "a", "prompt": "hello"},\n\n{"id": "b", "prompt": "world"}]',
     "own.json.gz": gzip.compress(LINES),
     "own.csv": b"id,prompt\na,hello\nb,world\n",
 }
@@ -103,6 +104,35 @@ def test_a_file_of_rows_is_read_whatever_its_kind(place, name):
     (place.folder / name).write_bytes(FILES[name])
     _, found = place.workloads(f"evaluate.suites.s.path={place.folder / name}")
     assert (place.texts(found), [prompt.id for prompt in found.prompts]) == (["hello", "world"], ["a", "b"])
+
+
+SYSTEM, USER = {"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "hello", "system": "be brief"},
+        {"turns": ["hello", "world"], "system": "be brief"},
+        {"messages": [USER, {"role": "assistant", "content": "hi"}], "system": "be brief"},
+        {"messages": [SYSTEM, USER], "system": "be long"},
+        {"prompt": [{"role": "developer", "content": "be brief"}, USER]},
+    ],
+)
+def test_the_system_text_of_a_row_stands_before_its_question(place, row):
+    _, found = place.workloads(f"evaluate.suites.s.path={place.write('own.jsonl', row)}")
+    assert found.prompts[0].messages == [SYSTEM, USER]
+    assert "be brief" in place.tokenizer.decode(found.prompts[0].ids)
+    column = next(iter(row))  # named, it is read alike
+    _, named = place.workloads(f"evaluate.suites.s={{path: {place.folder / 'own.jsonl'}, prompt: {column}}}")
+    assert [prompt.ids for prompt in named.prompts] == [found.prompts[0].ids]
+
+
+def test_results_without_system_texts_stay_and_others_are_refused(place):
+    for number, (row, layout) in enumerate((({"prompt": "hello"}, None), ({"prompt": "hello", "system": "x"}, 2))):
+        file = place.write(f"own{number}.jsonl", row)
+        found = inputs(place.config(f"evaluate.suites.s.path={file}"))["evaluate.suites.s.path"]
+        assert found.get("layout") == layout
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 from pipeline import make_run, options, tiny_config
 from published_targets import recipe
 from safetensors.torch import load_file
+from talking import make_tokenizer
 
 from eagle31_train import cli
 from eagle31_train.errors import UserError
@@ -235,3 +237,19 @@ def test_options_have_the_effect_that_they_should():
 
     with pytest.raises(UserError, match="cannot share the target"):
         planned(*llama, "drafter.hidden_size=2048")
+
+
+def test_what_stage_1_would_refuse_is_refused_before_anything_is_spent(tmp_path):
+    shutil.copytree(ROOT / "tests" / "published" / "qwen3_8b", tmp_path / "target")
+    make_tokenizer().save_pretrained(tmp_path / "target")
+    target = ["+experiment=any", f"target.path={tmp_path / 'target'}", "name=x", "run_dir=/nowhere/at/all"]
+    with pytest.raises(UserError, match=r"data.prompts=absent.jsonl is missing"):
+        planned(*target, "regenerate=true", "data.prompts=absent.jsonl", "plan.tokens=1e6")
+    with pytest.raises(UserError, match=r"data.conversations=absent.jsonl is missing"):
+        planned(*target, "data.conversations=absent.jsonl")
+    with pytest.raises(UserError, match=r"data.sources: path=absent.jsonl is missing"):
+        planned(*target, "data.sources.a.path=absent.jsonl")
+    planned(*target)
+    (tmp_path / "target" / "chat_template.jinja").unlink()
+    with pytest.raises(UserError, match="has no chat template"):
+        planned(*target)

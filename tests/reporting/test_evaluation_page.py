@@ -8,10 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from plan_cases import shape_of
-from sample_results import DEPTHS, comparison
+from sample_results import CONDITIONS, DEPTHS, comparison, result, sheet
 
 from eagle31_train.cli import load_config
 from eagle31_train.evaluation.intervals import bracket
+from eagle31_train.evaluation.measurement import Counts, Measurement
+from eagle31_train.evaluation.prompts import Prompt
+from eagle31_train.evaluation.results import summarise
+from eagle31_train.evaluation.workloads import Workload
 from eagle31_train.reporting import card, evaluation_page
 from eagle31_train.reporting.card import CardResult, CardResults
 from eagle31_train.reporting.evaluation_page import pictures
@@ -64,6 +68,33 @@ def test_page_and_card_show_the_same_tables(whole):
         assert "<A>" not in part
     names = [workload["name"] for workload in whole["workloads"]]
     assert [section.title for section in sections(whole)] == ["Verdict", ALL, *names, SERVING]
+
+
+def test_one_drafters_page_explains_its_own_words_alone(whole):
+    page = text_of(evaluation_page.render(result(sheet("heldout", {"A": 0.5}), **CONDITIONS), {}))
+    assert "Acceptance length tokens" in page
+    assert "Better the interval" not in page
+    assert "Kept acceptance" not in page
+    both = text_of(evaluation_page.render(whole, {}))
+    assert "Better the interval" in both
+    assert "Kept acceptance" in both
+
+
+def test_speed_is_said_of_the_prompts_that_were_timed():
+    """Whose acceptance may be another than that of all."""
+    prompts = [Prompt(f"p{i}", "a", [1]) for i in range(4)]
+    counts = [Counts(f"p{i}", "a", 6, [accepted] * 5) for i, accepted in enumerate((0, 0, 2, 2))]
+    measurement = Measurement([[1] * 6] * 4, counts, tokens=12, plain=2.0, speculative=1.0)
+    workload = Workload("heldout", "heldout", None, prompts, 0, 1)
+    (line,) = [
+        line
+        for line in as_text(summarise([(workload, {"A": [measurement]})], [2], 2)).splitlines()
+        if "per second" in line
+    ]
+    assert line.strip() == (
+        "tokens per second of one user, at 2, first 2 prompts (acceptance length 1.00): "
+        "plain 6.0 (1.00x), A 12.0 (2.00x)"
+    )
 
 
 def test_tables_have_every_number_with_its_interval(whole):

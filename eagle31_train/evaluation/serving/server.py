@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from eagle31_train import artifacts
 from eagle31_train.errors import UserError
 
 MODULE = "vllm.entrypoints.openai.api_server"
@@ -45,7 +46,7 @@ class Server:
         self.log = log
 
     def __enter__(self) -> "Server":
-        self.log.parent.mkdir(parents=True, exist_ok=True)
+        artifacts.make_folder(self.log.parent)
         # A key that the shell has would be asked of every request.
         environment = {**ENVIRONMENT, **{k: v for k, v in os.environ.items() if k != "VLLM_API_KEY"}}
         keeper = Path(__file__).with_name("keeper.py")
