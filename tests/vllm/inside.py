@@ -256,6 +256,19 @@ def read_draft(target, folder):
     }
 
 
+def classes(architectures):
+    """Which of vLLM's classes for some architectures gives hidden states to an EAGLE 3 draft.
+
+    Returns:
+        {architecture: whether it does; null where vLLM has no class for it}
+    """
+    from vllm.model_executor.models.interfaces import supports_eagle3
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    known = ModelRegistry.models
+    return {name: supports_eagle3(known[name].load_model_cls()) if name in known else None for name in architectures}
+
+
 @cache
 def prepare_vllm():
     """What vLLM's worker does before it makes a model."""
@@ -319,7 +332,7 @@ def tokenizer_of(folder):
     return AutoTokenizer.from_pretrained(folder)
 
 
-TASKS = {"decode": decode, "states": states, "draft": draft, "text": text}
+TASKS = {"decode": decode, "states": states, "draft": draft, "classes": classes, "text": text}
 
 
 def main(task, requests_file, answers_file):
