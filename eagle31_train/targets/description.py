@@ -173,6 +173,8 @@ def description_of(raw: dict[str, Any], text: Any, where: str) -> TargetDescript
     try:
         text = _checked(text, where)
         theta, scaling = _rope(text)
+    except UserError:
+        raise
     except ValueError as error:
         raise UserError(f"{where}: its config.json gives {error}: copy it again") from None
     eps = next((e for name in ("rms_norm_eps", "norm_eps") if (e := getattr(text, name, None))), None)
