@@ -260,13 +260,18 @@ def classes(architectures):
     """Which of vLLM's classes for some architectures gives hidden states to an EAGLE 3 draft.
 
     Returns:
-        {architecture: whether it does; null where vLLM has no class for it}
+        {architecture: whether it does; null where vLLM has no class for it, or that lacks a package here}
     """
     from vllm.model_executor.models.interfaces import supports_eagle3
     from vllm.model_executor.models.registry import ModelRegistry
 
-    known = ModelRegistry.models
-    return {name: supports_eagle3(known[name].load_model_cls()) if name in known else None for name in architectures}
+    answer = dict.fromkeys(architectures)
+    for name in ModelRegistry.models.keys() & answer.keys():
+        try:
+            answer[name] = supports_eagle3(ModelRegistry.models[name].load_model_cls())
+        except ImportError:  # torchvision, which multimodal classes import
+            continue
+    return answer
 
 
 @cache
