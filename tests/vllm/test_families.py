@@ -71,4 +71,4 @@ def test_kinds_that_are_called_not_served_are_those_whose_classes_take_no_eagle3
     [found] = ask("classes", [{"architectures": sorted(set().union(*names.values()))}])
     given = {kind: answers for kind, of in names.items() if (answers := {found[name] for name in of} - {None})}
     assert given == {kind: {kind in SERVED} for kind in given}
-    assert given.keys() >= {*SERVED, "exaone", "gemma3_text", "glm4", "internlm2", "mixtral", "olmoe", "qwen2_moe"}
+    assert given.keys() >= {"gemma2", "mixtral", "qwen2_moe", "granite", "llama", "phi3", "smollm3"}  # of text alone
