@@ -69,7 +69,7 @@ def prepare(config: Config) -> None:
         # commit() replaces the folder, and without our manifest what it holds may be the user's own.
         raise UserError(f"{folder} exists and is no output of this stage: move it away or choose run_dir=…")
     note("\n".join([f"data: the drafter for {config.target.name}, as its config.json has it", *rows]))
-    if doubt := serving_doubt(config.target, target.model_type):
+    if doubt := serving_doubt(config.target):
         note(f"data: NOT SERVED: {doubt}")
     collected = collect(corpus.read(), template, data.max_length, data.heldout)
     collected.refused = answers.get("refused", []) + collected.refused

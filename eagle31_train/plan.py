@@ -23,7 +23,7 @@ def plan(config: Config) -> None:
     planned, rows = reckon(config)
     note("\n".join([f"TARGET   {config.target.name}: the drafter's shape follows from its config.json", *rows, ""]))
     note(sections.text(planned))
-    if doubt := serving_doubt(config.target, planned.target.description.model_type):
+    if doubt := serving_doubt(config.target):
         note(f"\nNOT SERVED   {doubt}")
 
 

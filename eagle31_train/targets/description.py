@@ -25,9 +25,17 @@ KNOWN_AS = {"kimi_k2": "deepseek_v3"}
 NO_EMBEDDINGS = {"deepseek_v2", "deepseek_v3", "kimi_k2"}
 # Kinds of targets whose classes in vLLM 0.32 lack SupportsEagle3: it starts with no EAGLE 3 draft for them.
 NO_EAGLE3 = {
-    "ernie4_5_moe", "exaone4", "exaone_moe", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n", "gemma3n_text",
-    "glm4", "glm4_moe", "glm4_moe_lite", "glm4v", "glm4v_moe", "granitemoe", "granitemoehybrid", "granitemoeshared",
-    "hy_v3", "internvl", "longcat_flash", "mixtral", "olmoe", "qwen2_moe", "qwen2_vl",
+    "aria", "axk1", "cohere2_vision", "ernie4_5_moe", "ernie4_5_vl_moe", "exaone", "exaone4", "exaone_moe", "gemma",
+    "gemma2", "gemma3", "gemma3_text", "gemma3n", "gemma3n_text", "glm4", "glm4_moe", "glm4_moe_lite", "glm4v",
+    "glm4v_moe", "glm_ocr", "granite4_vision", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared",
+    "hy_v3", "hy_v4", "hyperclovax", "idefics3", "internlm2", "internvl", "internvl_chat", "llava_next_video",
+    "llava_onevision", "longcat_flash", "mixtral", "molmo2", "olmo_hybrid", "olmoe", "paddleocr_vl", "paligemma",
+    "qianfan_ocr", "qwen2_moe", "qwen2_vl", "shieldgemma2", "smolvlm", "step3p7",
+}  # fmt: skip
+# Kinds without the parts that EAGLE reads (`.layers`, an RMSNorm `.norm` with a weight), of which an eps does not tell.
+NO_PARTS = {
+    "bamba", "falcon_h1", "hrm_text", "jamba", "lfm2", "lfm2_moe", "lfm3", "mllama", "mllama_text_model",
+    "modernbert-decoder", "nanochat", "nemotron", "phimoe", "recurrent_gemma", "xlstm", "zamba", "zamba2",
 }  # fmt: skip
 # Kinds whose layers (dense and of experts in turn, attention in chunks) nothing here was tried with.
 NOT_DERIVED = {"llama4", "llama4_text"}
@@ -160,13 +168,22 @@ def describe_target(target: TargetConfig) -> TargetDescription:
 
 def description_of(raw: dict[str, Any], text: Any, where: str) -> TargetDescription:
     """From config.json and transformers' reading of it; UserError, naming `where`, where a size is missing or none."""
-    if raw["model_type"] in NOT_DERIVED:
+    if NOT_DERIVED.intersection(kinds(raw)):
         raise UserError(f"{where} is a {raw['model_type']}, for which no drafter is made here: nothing of it was tried")
     try:
-        text = _checked(text)
+        text = _checked(text, where)
         theta, scaling = _rope(text)
+    except UserError:
+        raise
     except ValueError as error:
         raise UserError(f"{where}: its config.json gives {error}: copy it again") from None
+    eps = next((e for name in ("rms_norm_eps", "norm_eps") if (e := getattr(text, name, None))), None)
+    if eps is None or NO_PARTS.intersection(kinds(raw)):  # extraction would refuse it, after hours of answers
+        why = "its config.json names no rms_norm_eps" if eps is None else "transformers' class has none"
+        raise UserError(
+            f"{where} is a {raw['model_type']}, for which no drafter is made here: EAGLE reads the input of an RMSNorm "
+            f"before lm_head, named .norm beside .layers, and {why}"
+        )
 
     def size(name: str, *others: str) -> int:
         value = next((v for key in (name, *others) if isinstance(v := getattr(text, key, None), int)), None)
@@ -185,9 +202,9 @@ def description_of(raw: dict[str, Any], text: Any, where: str) -> TargetDescript
     elif not head_dim:
         head_dim, sources["head_dim"] = hidden // heads, "hidden_size / num_attention_heads"
     width, sources["intermediate_size"] = _mlp_width(text, size)
-    kinds = set(getattr(text, "layer_types", None) or ["sliding_attention"])
+    attentions = set(getattr(text, "layer_types", None) or ["sliding_attention"])
     return TargetDescription(
-        model_type=(raw.get("text_config") or raw).get("model_type") or raw["model_type"],
+        model_type=kinds(raw)[-1],
         hidden_size=hidden,
         vocab_size=size("vocab_size"),
         num_hidden_layers=size("num_hidden_layers"),
@@ -195,22 +212,27 @@ def description_of(raw: dict[str, Any], text: Any, where: str) -> TargetDescript
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=int(head_dim or 0),
-        rms_norm_eps=float(next((e for n in ("rms_norm_eps", "norm_eps") if (e := getattr(text, n, None))), 1e-5)),
+        rms_norm_eps=float(eps),
         rope_theta=theta,
         rope_scaling=scaling,
         max_position_embeddings=size("max_position_embeddings"),
         mla=mla,
         sources=sources,
         # As vLLM tells targets all of whose layers have a window.
-        sliding_window=getattr(text, "sliding_window", None) if kinds == {"sliding_attention"} else None,
+        sliding_window=getattr(text, "sliding_window", None) if attentions == {"sliding_attention"} else None,
     )
 
 
-def _checked(text: Any) -> SimpleNamespace:
-    """What is read of transformers' configuration, as far as it is there; ValueError for a value of another type."""
+def _checked(text: Any, where: str) -> SimpleNamespace:
+    """What is read of transformers' configuration, as far as it is there; ValueError for a value of another type, and
+    UserError, naming `where`, for one that differs among the layers (Gemma 4's head_dim)."""
     checked = SimpleNamespace()
     for name, kind in TYPES.items():
-        if (value := getattr(text, name, None)) is not None:
+        try:
+            value = getattr(text, name, None)
+        except RuntimeError:  # transformers', which has no one value then
+            raise UserError(f"{where}: its layers differ in {name}, and no drafter is made here for such") from None
+        if value is not None:
             try:
                 setattr(checked, name, foreign.typed(kind, value))
             except ValueError as error:
@@ -244,12 +266,20 @@ def _rope(text: Any) -> tuple[float, dict[str, Any]]:
     return float(theta), {} if name == "default" else {"rope_type": name, **rope}
 
 
-def serving_doubt(target: TargetConfig, model_type: str) -> str | None:
-    """What speaks against spending hours on a drafter for this target; None if nothing is known."""
-    if model_type not in NO_EAGLE3:
+def kinds(raw: dict[str, Any]) -> list[str]:
+    """A target's kind, and its text model's where that is another: of a multimodal one vLLM serves the whole."""
+    text = (raw.get("text_config") or raw).get("model_type") or raw["model_type"]
+    return [raw["model_type"]] + [text] * (text != raw["model_type"])
+
+
+def serving_doubt(target: TargetConfig) -> str | None:
+    """What speaks against spending hours on a drafter for this target; None if nothing is known. UserError: see
+    `read_raw`."""
+    refused = next((kind for kind in kinds(read_raw(target)) if kind in NO_EAGLE3), None)
+    if refused is None:
         return None
     return (
-        f"vLLM 0.32's own class for {model_type} takes no EAGLE 3 draft, so that a drafter for {target.path} can be "
+        f"vLLM 0.32's own class for {refused} takes no EAGLE 3 draft, so that a drafter for {target.path} can be "
         "trained and measured here, but not served; whether `vllm serve --model-impl transformers` serves it was not "
         "tried"
     )

@@ -201,8 +201,9 @@ def find_parts(model: Any) -> Parts:
 
 def norm_weight(norm: nn.Module) -> tuple[Tensor, str]:
     """A final norm's effective weight [H] fp32, and its kind by its answer to ones: "w", or "1+w" as in Gemma."""
-    weight = norm.weight
-    assert isinstance(weight, Tensor)
+    weight = getattr(norm, "weight", None)
+    if not isinstance(weight, Tensor):
+        raise UserError(f"the target's final norm ({type(norm).__name__}) has no weight, as an RMSNorm has")
     weight = weight.detach()
     with torch.no_grad():
         answer = norm(torch.ones_like(weight)[None])[0].float()

@@ -1,18 +1,34 @@
 """Shapes that follow from targets' config.json, beside published drafters' own, from cards and trainers' files;
 docs/targets.md shows both."""
 
+import copy
 import json
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from eagle31_train.cli import load_config
 from eagle31_train.config import DrafterConfig, TargetConfig
 from eagle31_train.errors import UserError
 from eagle31_train.planning.inputs import count_parameters
 from eagle31_train.targets.derive import complete, derive, planned_drafter
-from eagle31_train.targets.description import default_layers, describe_target, pick_layers, read_raw, text_config
+from eagle31_train.targets.description import (
+    NO_EAGLE3,
+    NO_PARTS,
+    NOT_DERIVED,
+    default_layers,
+    describe_target,
+    description_of,
+    pick_layers,
+    read_raw,
+    serving_doubt,
+    text_config,
+)
+from eagle31_train.targets.readout import find_parts, norm_eps, norm_weight
 
 pytestmark = pytest.mark.core
 PUBLISHED = Path(__file__).resolve().parent.parent / "published"
@@ -160,3 +176,75 @@ def test_a_training_that_goes_on_keeps_what_it_was_begun_with():
     assert complete(config, None, {**begun, "rms_norm_eps": 1e-4}).drafter.rms_norm_eps == 1e-4
     plain = load_config([f"target.path={PUBLISHED / 'gpt_oss_20b'}"])
     assert complete(plain, None, {**begun, "rope_scaling": {}}).drafter.rope_scaling == {}
+
+
+# ---------------------------------------------------------------- targets that would fail only after hours
+
+
+def written(folder, config):
+    (folder / "config.json").write_text(json.dumps(config))
+    return TargetConfig(path=str(folder))
+
+
+@pytest.mark.parametrize(("kind", "why"), [("cohere2", "names no rms_norm_eps"), ("lfm2", "class has none")])
+def test_a_target_without_an_rmsnorm_before_lm_head_is_refused_before_its_answers(tmp_path, kind, why):
+    """By plan and stage 1, and not by the extraction of what they made."""
+    with pytest.raises(UserError, match=f"is a {kind}, for which no drafter is made here: EAGLE reads .*{why}$"):
+        describe_target(written(tmp_path, {"model_type": kind}))
+
+
+def test_a_target_whose_layers_differ_in_a_size_is_refused_in_one_line(tmp_path):
+    """transformers raises what is no AttributeError for Gemma 4's head_dim, which is wider in every sixth layer."""
+    said = r"^target\.path=.*: its layers differ in head_dim, and no drafter is made here for such$"
+    with pytest.raises(UserError, match=said):
+        describe_target(written(tmp_path, {"model_type": "gemma4_text"}))
+
+
+@pytest.mark.slow
+def test_every_kind_whose_parts_cannot_be_read_is_refused_by_its_configuration_and_no_other():
+    """Of all causal LMs of transformers that can be made with their defaults, without weights."""
+    read, refused = set(), set()
+    for kind in sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} & {*CONFIG_MAPPING}):
+        try:
+            config = CONFIG_MAPPING[kind]()
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config)
+        except Exception:  # defaults that make no model
+            continue
+        try:
+            norm = copy.deepcopy(find_parts(model).norm).to_empty(device="cpu")
+            for parameter in norm.parameters():
+                torch.nn.init.normal_(parameter)
+            norm_weight(norm), norm_eps(norm)
+            read.add(kind)
+        except UserError:
+            refused.add(kind)
+    assert len(read) > 80
+    assert refused > NO_PARTS - {"mllama_text_model", "lfm2_moe", "nemotron"}  # whose defaults make no model
+    told = {kind: refusal(kind) for kind in read | refused}
+    assert {kind for kind in refused if not told[kind]} == set()
+    assert {kind for kind in read if "for which no drafter is made" in told[kind]} <= NOT_DERIVED
+
+
+def refusal(kind):
+    """What is said of a target of this kind; "" if nothing."""
+    raw = {"model_type": kind}
+    try:
+        description_of(raw, text_config(raw), "it")
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+WRAPPERS = {"internvl": "qwen2", "glm4v": "glm4v_text", "gemma3": "gemma3_text", "llava": "mixtral", "llama": None}
+WRAPPERS |= {"mistral3": "mistral", "qwen3_vl": "qwen3_vl_text"}
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_of_a_multimodal_target_vllm_serves_the_whole(tmp_path, kind):
+    """InternVL's text model is a Qwen 2, which vLLM serves with EAGLE 3, but not in InternVL."""
+    text = WRAPPERS[kind]
+    target = written(tmp_path, {"model_type": kind, **({"text_config": {"model_type": text}} if text else {})})
+    doubt = serving_doubt(target)
+    named = kind if kind in NO_EAGLE3 else text
+    assert doubt is None if kind in ("llama", "mistral3", "qwen3_vl") else f"class for {named} takes no" in doubt

@@ -15,6 +15,8 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    OlmoConfig,
+    OlmoForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -233,3 +235,9 @@ def test_the_readout_of_a_checkpoint_is_that_of_the_loaded_model(tmp_path, name,
     assert read.weights().keys() == {"embed_tokens", "norm"} | (set() if read.tied else {"lm_head"})
     rows = torch.randn(3, HIDDEN)
     assert torch.equal(read.logits(rows), loaded.logits(rows))
+
+
+def test_a_final_norm_without_a_weight_is_refused():
+    config = OlmoConfig(**{name: value for name, value in SIZES.items() if name != "head_dim"}, pad_token_id=None)
+    with pytest.raises(UserError, match=r"final norm \(OlmoLayerNorm\) has no weight"):
+        HiddenStateTarget(OlmoForCausalLM(config), [1]).readout  # noqa: B018

@@ -256,6 +256,24 @@ def read_draft(target, folder):
     }
 
 
+def classes(architectures):
+    """Which of vLLM's classes for some architectures gives hidden states to an EAGLE 3 draft.
+
+    Returns:
+        {architecture: whether it does; null where vLLM has no class for it, or that lacks a package here}
+    """
+    from vllm.model_executor.models.interfaces import supports_eagle3
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    answer = dict.fromkeys(architectures)
+    for name in ModelRegistry.models.keys() & answer.keys():
+        try:
+            answer[name] = supports_eagle3(ModelRegistry.models[name].load_model_cls())
+        except ImportError:  # torchvision, which multimodal classes import
+            continue
+    return answer
+
+
 @cache
 def prepare_vllm():
     """What vLLM's worker does before it makes a model."""
@@ -319,7 +337,7 @@ def tokenizer_of(folder):
     return AutoTokenizer.from_pretrained(folder)
 
 
-TASKS = {"decode": decode, "states": states, "draft": draft, "text": text}
+TASKS = {"decode": decode, "states": states, "draft": draft, "classes": classes, "text": text}
 
 
 def main(task, requests_file, answers_file):

@@ -4,9 +4,13 @@ import json
 
 import pytest
 import speaking
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from eagle31_train.config import TargetConfig
-from eagle31_train.targets.description import describe_target
+from eagle31_train.targets.description import NO_EAGLE3, describe_target
 
 pytestmark = pytest.mark.vllm
 
@@ -51,3 +55,20 @@ def test_vllm_limits_a_draft_to_the_window_of_a_target_all_of_whose_layers_slide
     assert {name: facts["window"] for name, facts in seen.items() if facts["window"]} == {"mistral-sliding": 16}
     described = {name: describe_target(TargetConfig(path=str(target))) for name, (target, _) in runs.items()}
     assert {name: of.sliding_window for name, of in described.items() if of.sliding_window} == {"mistral-sliding": 16}
+
+
+# Whose class vLLM names otherwise than transformers, or transformers lacks.
+ELSEWHERE = {"exaone": "ExaoneForCausalLM", "internlm2": "InternLM2ForCausalLM", "internvl_chat": "InternVLChatModel"}
+ELSEWHERE |= {"qwen2_vl": "Qwen2VLForConditionalGeneration"}
+SERVED = ["granite", "llama", "minimax_m2", "mistral3", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_5", "qwen3_next"]
+SERVED += ["deepseek_v3", "gpt_oss", "qwen3_vl", "seed_oss", "smollm3"]
+
+
+def test_kinds_that_are_called_not_served_are_those_whose_classes_take_no_eagle3_draft(ask):
+    tables = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    names = {kind: {table[kind] for table in tables if kind in table} for kind in {*NO_EAGLE3, *SERVED}}
+    names |= {kind: {name} for kind, name in ELSEWHERE.items()}
+    [found] = ask("classes", [{"architectures": sorted(set().union(*names.values()))}])
+    given = {kind: answers for kind, of in names.items() if (answers := {found[name] for name in of} - {None})}
+    assert given == {kind: {kind in SERVED} for kind in given}
+    assert given.keys() >= {"gemma2", "mixtral", "qwen2_moe", "granite", "llama", "phi3", "smollm3"}  # of text alone
