@@ -6,6 +6,7 @@ gets the signal itself and says so.
 
 import signal
 from importlib import import_module
+from subprocess import CalledProcessError
 
 from eagle31_train.console import note
 
@@ -24,10 +25,14 @@ def main() -> None:
         if pressed or getattr(error, "sigval", None) == signal.SIGINT:
             raise SystemExit(130) from None
         elastic = import_module("torch.distributed.elastic.multiprocessing.errors")
-        if not isinstance(error, elastic.ChildFailedError):
+        if isinstance(error, elastic.ChildFailedError):
+            rank, failure = error.get_first_failure()
+            status = failure.exitcode
+        elif isinstance(error, CalledProcessError):  # of one process
+            rank, status = 0, error.returncode
+        else:
             raise
-        rank, failure = error.get_first_failure()
-        if (status := failure.exitcode) < 0:  # else it has said why itself
+        if status < 0:  # else it has said why itself
             killer, reason = signal.Signals(-status), ", for want of memory perhaps"
             note(f"error: rank {rank} was killed by {killer.name}{reason * (killer == signal.SIGKILL)}", error=True)
         raise SystemExit(status if status > 0 else 128 - status) from None

@@ -3,6 +3,7 @@
 import json
 import signal
 import sys
+from subprocess import CalledProcessError
 from types import SimpleNamespace
 
 import pytest
@@ -141,6 +142,7 @@ def failed_ranks(**codes):
 @pytest.mark.parametrize(
     ("error", "status", "said"),
     [
+        (CalledProcessError(STOPPED, "train"), STOPPED, ""),
         (failed_ranks(rank0=2), 2, ""),
         (failed_ranks(rank3=-signal.SIGKILL), 137, "rank 3 was killed by SIGKILL, for want of memory perhaps"),
         (failed_ranks(rank1=STOPPED, rank0=-signal.SIGTERM), STOPPED, ""),

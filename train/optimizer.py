@@ -46,10 +46,12 @@ class Muon(torch.optim.Optimizer):
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         for first in range(0, len(learning), ranks):
             dealt = learning[first : first + ranks]  # one matrix for each rank
-            momenta = [self._momentum(parameter) for parameter, _ in dealt]
-            if rank < len(dealt):
-                momenta[rank].copy_(orthogonal(momenta[rank]))
-            for owner, ((parameter, group), direction) in enumerate(zip(dealt, momenta, strict=True)):
+            for owner, (parameter, _) in enumerate(dealt):
+                momentum = self._momentum(parameter)  # of a sharded matrix gathered by all, and kept by its owner
+                if owner == rank:
+                    mine = orthogonal(momentum).contiguous()
+            for owner, (parameter, group) in enumerate(dealt):
+                direction = mine if owner == rank else momentum.new_empty(parameter.shape)
                 if ranks > 1:
                     dist.broadcast(direction, owner)
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])

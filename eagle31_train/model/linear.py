@@ -48,8 +48,8 @@ def int8_rows(x: Tensor) -> Tensor:
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """x [..., inputs], weight [outputs, inputs] → x @ weight.T [..., outputs], with its gradient."""
     if spare := spare_rows(count := x.shape[:-1].numel(), x):
-        filled = F.linear(F.pad(x.reshape(count, -1), (0, 0, 0, spare)), weight)
-        return filled[:count].view(*x.shape[:-1], len(weight))
+        filled: Tensor = _FilledUp.apply(x.reshape(count, -1), weight, spare)
+        return filled.view(*x.shape[:-1], len(weight))
     if not _asks_onednn(x, weight) or torch.is_autocast_enabled("cpu"):
         return F.linear(x, weight)
     rows: Tensor = _Linear.apply(x.reshape(-1, x.shape[-1]), weight)
@@ -60,6 +60,11 @@ def spare_rows(count: int, x: Tensor) -> int:
     """How many rows to add to `count` rows like x, so that few shapes come up where each new one costs time."""
     many = count > 4 * ROWS and x.device.type == "cpu" and compute_dtype(x) == torch.bfloat16
     return -count % ROWS if many else 0
+
+
+def filled_up(x: Tensor, spare: int) -> Tensor:
+    """x [n, ...] with as many rows of zeros behind; x itself if none are wanted."""
+    return torch.cat([x, x.new_zeros(spare, *x.shape[1:])]) if spare else x
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -95,3 +100,24 @@ class _Linear(torch.autograd.Function):
         dx = product(dout, weight.T) if ctx.needs_input_grad[0] else None
         dweight = product(dout.T, x.T) if ctx.needs_input_grad[1] else None
         return dx, dweight
+
+
+class _FilledUp(torch.autograd.Function):
+    """F.linear as autocast has it, of rows that are filled up for the products alone: what is kept is x itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, spare: int) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.spare = spare
+        low = compute_dtype(x)  # not autocast's own cast: it would be cached without a gradient
+        return (filled_up(x.to(low), spare) @ weight.to(low).T)[: len(x)]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        dout, low = filled_up(grads[0], ctx.spare), grads[0].dtype
+        dx = (dout @ weight.to(low))[: len(x)].to(x.dtype) if ctx.needs_input_grad[0] else None
+        dweight = None
+        if ctx.needs_input_grad[1]:
+            dweight = (dout.T @ filled_up(x.to(low), ctx.spare)).to(weight.dtype)
+        return dx, dweight, None

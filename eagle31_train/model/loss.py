@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from eagle31_train.kernels.divergence import fused_divergence, teacher_sums
 from eagle31_train.model.batch import Batch
 from eagle31_train.model.drafter import Drafter
 from eagle31_train.model.largest import first_largest
 from eagle31_train.model.layer import Mlp
-from eagle31_train.model.linear import compute_dtype, linear, product, spare_rows
+from eagle31_train.model.linear import compute_dtype, filled_up, linear, product, spare_rows
 from eagle31_train.model.norm import RMSNorm, rms_norm
 
 
@@ -241,16 +240,17 @@ class _ChunkedDivergence(torch.autograd.Function):
                 rows, steps = batch.pair_row[begin:end], batch.pair_step[begin:end]
                 supervised = batch.pair_teacher[begin:end] - first
                 teacher = objective.teacher.logits(batch.teacher[first:last].decode())
-                count, spare = len(rows), (0, spare_rows(len(rows), z_low))
-                states = z_low.index_select(0, F.pad(rows, spare))
+                count, spare = len(rows), spare_rows(len(rows), z_low)
+                states = z_low.index_select(0, filled_up(rows, spare))
                 logits = product(states, head_low)  # overwritten by their gradient, which is 0 in spare rows
-                logits[count:] = 0
+                if spare:
+                    logits[count:] = 0
                 weight = weights.to(wide).index_select(0, steps)
                 if objective.fused:
                     value, best = fused_pairs(logits[:count], teacher, supervised, weight, objective)
                 else:
                     value, best = plain_pairs(logits[:count], teacher, supervised, objective)
-                outside = None if objective.fused else F.pad(weight, spare)  # the fused kernel has applied it
+                outside = None if objective.fused else filled_up(weight, spare)  # the fused kernel has applied it
                 del teacher
                 hits[rows] = objective.teacher.target_ids[best] == batch.top1[first:last][supervised]
                 sums.index_add_(0, steps, value)

@@ -102,11 +102,12 @@ def time(plan: Planned) -> list[str]:
     """Optimizer steps, FLOPs and hours."""
     p = plan.config.plan
     rate = p.devices * p.peak_tflops * 1e12 * p.utilisation
-    every_device = plan.steps * newton_schulz_flops(plan.orthogonal()) * p.devices
+    # Devices do a matrix each, in rounds of about equal ones, and wait for the first, which is the largest.
+    rounds = sorted(plan.orthogonal(), key=lambda shape: newton_schulz_flops([shape]), reverse=True)[:: p.devices]
     rows = {
         "extraction": (plan.extraction_flops(), 1.0),
         "training": (plan.training_flops(), plan.busy),
-        "Muon's updates": (every_device, 1.0),
+        "Muon's updates": (plan.steps * newton_schulz_flops(rounds) * p.devices, 1.0),
     }
     lines = [
         f"TIME   if {p.devices} x {p.peak_tflops:g} TFLOP/s are used at {p.utilisation:.0%}, which nobody has measured",

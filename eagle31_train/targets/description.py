@@ -34,11 +34,11 @@ NO_EAGLE3 = {
 }  # fmt: skip
 # Kinds without the parts that EAGLE reads (`.layers`, an RMSNorm `.norm` with a weight), of which an eps does not tell.
 NO_PARTS = {
-    "bamba", "falcon_h1", "hrm_text", "jamba", "lfm2", "lfm2_moe", "lfm3", "mllama", "mllama_text_model",
-    "modernbert-decoder", "nanochat", "nemotron", "phimoe", "recurrent_gemma", "xlstm", "zamba", "zamba2",
+    "bamba", "falcon_h1", "hrm_text", "jamba", "lfm2", "lfm2_moe", "lfm3", "modernbert-decoder",
+    "nanochat", "nemotron", "phimoe", "recurrent_gemma", "xlstm", "zamba", "zamba2",
 }  # fmt: skip
-# Kinds whose layers (dense and of experts in turn, attention in chunks) nothing here was tried with.
-NOT_DERIVED = {"llama4", "llama4_text"}
+# Kinds whose layers (dense and of experts in turn, attention in chunks or to images) nothing here was tried with.
+NOT_DERIVED = {"llama4", "llama4_text", "mllama", "mllama_text_model"}
 EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 CHOSEN = ("num_experts_per_tok", "experts_per_token", "moe_topk")
 EXPERT_WIDTH = ("moe_intermediate_size", "intermediate_size")

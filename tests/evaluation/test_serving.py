@@ -20,7 +20,7 @@ from eagle31_train.errors import UserError
 from eagle31_train.evaluation import serving
 from eagle31_train.evaluation.prompts import Prompt
 from eagle31_train.evaluation.serving import Engine, measure_serving, report, server
-from eagle31_train.evaluation.serving.engine import server_arguments
+from eagle31_train.evaluation.serving.engine import check, server_arguments
 from eagle31_train.evaluation.serving.server import Answer
 
 END = 40
@@ -63,6 +63,15 @@ def launch(asked, config, tmp_path):
         return measure_serving(config(*options), {"ours": draft}, prompts, [END], ENGINE)
 
     return run
+
+
+@pytest.mark.usefixtures("asked")
+def test_vllm_on_a_cpu_is_not_asked_to_sample(config, monkeypatch):
+    """0.32 divides logits by memory that nobody wrote: its answers to a drafter were token 0, again and again."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert check(config()).device
+    with pytest.raises(UserError, match=r"evaluate.temperature: vLLM 0.32 on a CPU samples wrong tokens"):
+        check(config("evaluate.temperature=0.7"))
 
 
 def drafter(folder, *tensors, **fields):

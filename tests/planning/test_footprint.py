@@ -13,6 +13,7 @@ from plan_cases import SMALL_MLA, measure, objective_and_batch, shape_of
 from benchmarks.shapes import turns
 from eagle31_train.checkpoint.contract import weight_shapes
 from eagle31_train.cli import CONFIGS
+from eagle31_train.model import linear
 from eagle31_train.model.drafter import Drafter
 from eagle31_train.model.loss import LOGITS
 from eagle31_train.model.packing import MOST_COPIES
@@ -41,8 +42,9 @@ TIERED = [(SMALL_MLA, BF16, True, "bf16", 3), *(pytest.param(*case, marks=pytest
 
 
 @pytest.mark.parametrize(("changes", "value", "recompute", "codec", "unroll"), TIERED)
-def test_activations_are_what_torch_allocates(changes, value, recompute, codec, unroll):
+def test_activations_are_what_torch_allocates(monkeypatch, changes, value, recompute, codec, unroll):
     """What is kept within 0.5 %, the worst moment within 10 %."""
+    monkeypatch.setattr(linear, "ROWS", 1)  # as on a GPU; filled up, products keep no copies of weights in 16 bits
     shape, masks = shape_of(**changes), [turns(512, 0.5), turns(300, 0.2), turns(200, 1.0)]
     low = torch.bfloat16 if value == BF16 else torch.float32
     objective, batch = objective_and_batch(shape, masks, unroll, low, codec)
