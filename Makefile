@@ -25,7 +25,7 @@ demo: install
 	$(BIN)/python -m eagle31_train.targets.embedded
 	$(BIN)/python -m data_prep $(STAGE_ARGS)
 	$(BIN)/python -m eagle31_train.extract $(STAGE_ARGS)
-	$(BIN)/accelerate launch --quiet --config_file configs/accelerate/cpu.yaml train.py $(STAGE_ARGS)
+	ACCELERATE_USE_CPU=true $(BIN)/accelerate launch --config_file configs/accelerate/ddp.yaml --num_processes 2 train.py $(STAGE_ARGS)
 	$(BIN)/python -m eagle31_train.evaluate $(STAGE_ARGS)
 	$(BIN)/python -m eagle31_train.export $(STAGE_ARGS)
 	$(BIN)/python -m eagle31_train.summary $(STAGE_ARGS)
