@@ -1,7 +1,7 @@
 """`python -m eagle31_train.launcher`: accelerate's launcher of several processes, which ends without a traceback.
 
-Its exit status is that of the process that failed first, or 130 after Ctrl-C. Then it ends after the training, which
-gets the signal itself and says so.
+Its exit status is that of the process that failed first. After Ctrl-C it waits for the training, which gets the signal
+itself and says so, and ends with 130.
 """
 
 import signal

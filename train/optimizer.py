@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from eagle31_train.config import TrainConfig
+from eagle31_train.planning.work import newton_schulz_flops
 
 ADAMW = ("exp_avg", "exp_avg_sq")  # its moments
 MOMENTS = (*ADAMW, "momentum_buffer")  # and Muon's
@@ -42,14 +43,17 @@ class Muon(torch.optim.Optimizer):
         """Update what has a gradient; a closure is not called. Every rank calls it, with the same matrices."""
         assert closure is None
         learning = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
-        learning.sort(key=lambda one: work(one[0].shape), reverse=True)  # so that those of a round take equally long
+        # Largest first, so that those of a round take about equally long.
+        learning.sort(key=lambda one: newton_schulz_flops([(len(one[0]), one[0].shape[1])]), reverse=True)
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         for first in range(0, len(learning), ranks):
             dealt = learning[first : first + ranks]  # one matrix for each rank
             for owner, (parameter, _) in enumerate(dealt):
                 momentum = self._momentum(parameter)  # of a sharded matrix gathered by all, and kept by its owner
                 if owner == rank:
-                    mine = orthogonal(momentum).contiguous()
+                    mine = momentum
+            if rank < len(dealt):  # after all is gathered, or each would wait for the one before
+                mine = orthogonal(mine).contiguous()
             for owner, (parameter, group) in enumerate(dealt):
                 direction = mine if owner == rank else momentum.new_empty(parameter.shape)
                 if ranks > 1:
@@ -75,12 +79,6 @@ def as_sharded(whole: Tensor, parameter: Tensor) -> Tensor:
         return whole
     # Everybody has the whole, so nobody need send: src_data_rank=None.
     return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-
-
-def work(shape: torch.Size) -> int:
-    """Of one iteration, in multiplications: [m, n] with m <= n takes 2 m²n + m³."""
-    m, n = sorted(shape)
-    return m * m * (2 * n + m)
 
 
 def nesterov(gradient: Tensor, mean: Tensor) -> Tensor:

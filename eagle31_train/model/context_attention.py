@@ -133,8 +133,8 @@ def _piece_backward(
     keys, values = _per_head(k, q), _per_head(v, q)
     if _flash_cpu(q) and band in (None, CAUSAL):
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        # In fp32: for 16 bits the kernel compiles its products anew for every shape, and takes twice as long.
-        wide = [x.to(lse.dtype) for x in _same_width(queries, keys, values, dout, out)]
+        # In fp32: for 16 bits the kernel compiles its products anew for every shape, which takes longer (docs/log.md).
+        wide = (x.to(lse.dtype) for x in _same_width(queries, keys, values, dout, out))
         queries, keys, values, dout, out = wide
         down = flash(dout, queries, keys, values, out, lse, 0.0, band is not None, attn_mask=None, scale=scale)
         down_q, down_k, down_v = down[0][..., :d], down[1][..., :d], down[2][..., :dv]
