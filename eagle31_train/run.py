@@ -1,7 +1,8 @@
 """Every stage in turn, from a target's name to a checkpoint that vLLM serves.
 
     eagle31 run target.path=Qwen/Qwen3-8B name=qwen
-    eagle31 run target.path=Qwen/Qwen3-8B name=qwen data.prompts=prompts.jsonl --from extract --until train
+    eagle31 run target.path=Qwen/Qwen3-8B name=qwen data.prompts=prompts.jsonl regenerate=true \\
+        --from extract --until train
 
 Each stage that is done is passed over, so the same command goes on after a stop. Without prompts the target writes
 them itself (data.prompts=self), and without a recipe +experiment=any is taken. Training uses every GPU of this machine,

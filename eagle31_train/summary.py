@@ -12,6 +12,7 @@ from eagle31_train.config import Config
 from eagle31_train.console import note
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation.intervals import LEVEL, bracket
+from eagle31_train.reporting.tables import count
 from eagle31_train.store import EXTRACT, read_manifest
 
 STAGES = ("data", "extract", "train", "evaluate", "export")
@@ -39,11 +40,12 @@ def summarise(config: Config) -> None:
     length = bracket(report["by_depth"][str(depth)]["acceptance_length"])
     sources = [f"{name}: {bracket([of['acceptance_length'], None, None])}" for name, of in report["by_source"].items()]
     timed = manifests["evaluate"].get("result", {}).get("workloads", [{}])[0].get("timed")  # which earlier ones lack
-    of = f" ({timed['prompts']} prompts, length {timed['by_depth'][str(depth)]:.2f})" if timed else ""
+    of = f" ({count(timed['prompts'], 'prompt')}, length {timed['by_depth'][str(depth)]:.2f})" if timed else ""
+    prompts = count(report["prompts"], "prompt")
     rows = {
         "acceptance length": f"{length} at {depth} draft tokens, bonus token included ({LEVEL:.0%} interval)",
         "  by source": "   ".join(sources),
-        "  measured on": f"{report['prompts']} prompts of {report['workload']}, {report['generated_tokens']:,} tokens",
+        "  measured on": f"{prompts} of {report['workload']}, {report['generated_tokens']:,} tokens",
         "speed": f"{speed['speculative']:.1f} tokens/s with the drafter, {speed['plain']:.1f} without, for one user"
         + of,
         "trained on": f"{trained['tokens']:,} tokens ({trained['pairs']:,} predictions) in {trained['steps']} steps",
