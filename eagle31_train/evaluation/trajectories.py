@@ -78,7 +78,9 @@ def decode(config: Config, engine: Engine, heldout: Dataset) -> list[Trajectory]
     prompts = choose_prompts(heldout_prompts, config.extract.trajectories, options.num_prompts, longest)
     limits = Limits(options.max_new_tokens, frozenset(end_ids))
     made: list[Trajectory] = []
-    for batch in batches_by_length(list(map(len, prompts)), 1 if target.alone else config.extract.batch_tokens):
+    # A batch more is an answer's length of passes more: full ones first.
+    tokens = 1 if target.alone else config.extract.batch_tokens
+    for batch in batches_by_length(list(map(len, prompts)), tokens, batch_cost=tokens):
         rows = [prompts[index] for index in batch]
         for prompt, one in zip(rows, decode_plain(target, rows, limits, beyond=beyond, states=True), strict=True):
             assert one.aux is not None

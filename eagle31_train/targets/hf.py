@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
@@ -31,6 +32,7 @@ from eagle31_train.transfers import to_device
 
 STRETCHED = {"linear", "dynamic"}  # RoPE of which max_position_embeddings is the length before its factor
 LENGTH_ROPES = {"longrope", "dynamic", "su"}  # that follow the length of a batch
+BATCH_COST = 128  # tokens in whose time a batch's operations start
 PADS = 8  # padding that makes the gate's own forward pass take the model's masked path
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -269,13 +271,22 @@ def rope_by_length(config: Any) -> bool:
     return any(each.get(key) in LENGTH_ROPES for each in found for key in ("rope_type", "type"))
 
 
-def batches_by_length(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
-    """Group samples of similar length so that padded batches stay under `batch_tokens`."""
+def batches_by_length(lengths: Sequence[int], batch_tokens: int, batch_cost: int = BATCH_COST) -> list[list[int]]:
+    """Group samples of similar length, so that batches stay under `batch_tokens` with padding, and take the least time.
+
+    Time is counted in tokens: padded ones, and `batch_cost` for every batch. A sample beyond `batch_tokens` runs alone.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
+    count = len(order)
+    # For the first samples, up to each end: the least time, and where their last batch begins.
+    least, begin = np.zeros(count + 1, np.int64), np.zeros(count + 1, np.int64)
+    for end in range(1, count + 1):
+        longest = lengths[order[end - 1]]  # sets the padded width
+        begins = np.arange(max(0, end - max(1, batch_tokens // longest)), end)
+        times = least[begins] + (end - begins) * longest + batch_cost
+        least[end], begin[end] = times.min(), begins[times.argmin()]
     batches: list[list[int]] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (lengths[i], i)):
-        # Ascending lengths: the newest sample is the longest, and sets the padded width.
-        if batches and (len(batches[-1]) + 1) * lengths[index] <= batch_tokens:
-            batches[-1].append(index)
-        else:
-            batches.append([index])
-    return batches
+    while count:
+        batches.append(order[begin[count] : count])
+        count = int(begin[count])
+    return batches[::-1]

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from pipeline import HIDDEN, LAYERS, VOCAB, save_quietly, tiny_llama
 from random_targets import SIZES, randomised
 from safetensors.torch import load_file, save_file
@@ -25,7 +27,13 @@ from eagle31_train.config import TargetConfig
 from eagle31_train.errors import UserError
 from eagle31_train.targets import hf
 from eagle31_train.targets.description import pick_layers
-from eagle31_train.targets.hf import HiddenStateTarget, TransformersEngine, load_model, rope_by_length
+from eagle31_train.targets.hf import (
+    HiddenStateTarget,
+    TransformersEngine,
+    batches_by_length,
+    load_model,
+    rope_by_length,
+)
 from eagle31_train.targets.readout import readout_from_checkpoint
 
 LENGTHS = [5, 13, 1, 8, 21, 13]
@@ -153,6 +161,24 @@ def test_where_rope_follows_the_length_neighbours_and_predecessors_do_not_change
         # And the gate's reference is of the same factors: not of a padded row, nor of the longest so far.
         own = engine.reference(row, torch.arange(len(row) - 1)).own
         torch.testing.assert_close(own, engine.readout.logits(last[:-1]), rtol=1e-4, atol=1e-3)
+
+
+@given(st.lists(st.integers(1, 40), max_size=7), st.integers(1, 100), st.integers(0, 50))
+def test_batches_take_the_least_time_of_all_that_keep_to_the_bound(lengths, batch_tokens, cost):
+    def time(batches):
+        sizes = [len(batch) * max(lengths[i] for i in batch) for batch in batches]
+        kept = all(size <= batch_tokens or len(batch) == 1 for size, batch in zip(sizes, batches, strict=True))
+        return sum(sizes) + cost * len(batches) if kept else float("inf")
+
+    def groupings(rows):
+        """Every way to cut sorted rows; none that mixes them is better."""
+        yield [rows] if rows else []
+        yield from ([rows[:n], *rest] for n in range(1, len(rows)) for rest in groupings(rows[n:]))
+
+    batches = batches_by_length(lengths, batch_tokens, cost)
+    rows = sorted(range(len(lengths)), key=lengths.__getitem__)
+    assert sorted(i for batch in batches for i in batch) == sorted(rows)
+    assert time(batches) == min(map(time, groupings(rows)))
 
 
 def test_the_gates_reference_is_the_models_ordinary_call_with_a_mask_at_the_wanted_positions(monkeypatch):
