@@ -57,7 +57,6 @@ class Split:
     rows: list[tuple[str, str, Sample]] = field(default_factory=list)
 
     def shuffle(self, seed: int) -> None:
-        """Put the samples in random order."""
         order = np.random.Generator(np.random.PCG64(seed)).permutation(len(self.rows)).tolist()
         self.rows = [self.rows[i] for i in order]
 
@@ -142,7 +141,6 @@ class Collected:
         )
 
     def total(self, what: str) -> int:
-        """A count over all sources."""
         return sum(counts[what] for counts in self.counts.values())
 
 

@@ -27,10 +27,8 @@ Request = TypeVar("Request")
 
 
 class Journal:
-    """Answers so far, one JSON line each, on disk as soon as they exist; of one run at a time.
-
-    Stands beside the file that is made of them, X.jsonl, as X.jsonl.partial; X.manifest.json is that file's record.
-    """
+    """Answers so far, one JSON line each; of one run at a time. Stands beside the file that is made of them, X.jsonl,
+    as X.jsonl.partial; X.manifest.json is that file's record."""
 
     def __init__(self, output: Path) -> None:
         self.output, self.manifest = output, output.with_suffix(".manifest.json")
@@ -84,7 +82,6 @@ class Journal:
         self.file.close()
 
     def add(self, key: str, answer: Answer) -> None:
-        """Write an answer."""
         self.answers[key] = answer
         self.file.write(json.dumps({"key": key, **asdict(answer)}, ensure_ascii=False).encode() + b"\n")
         self.file.flush()

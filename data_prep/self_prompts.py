@@ -44,10 +44,8 @@ class Written:
 
 
 def write_prompts(config: Config, template: ChatTemplate) -> Path:
-    """Have the target write `data.self_prompts.count` prompts; returns `run_dir/prompts.jsonl`.
-
-    UserError if the template writes nothing after a user's words, or too few texts are of use.
-    """
+    """Have the target write `data.self_prompts.count` prompts; returns `run_dir/prompts.jsonl`. UserError if the
+    template writes nothing after a user's words, or too few texts are of use."""
     output = Path(config.run_dir) / OUTPUT
     stop = user_stop(template)
     settings = _settings(config, template)
@@ -106,7 +104,6 @@ def _counted(refused: Counter[str]) -> str:
 
 
 def _settings(config: Config, template: ChatTemplate) -> dict[str, Any]:
-    """All that the prompts depend on."""
     generate, options = config.data.generate, asdict(config.data.self_prompts)
     answers = {"answers": [generate.max_new_tokens, generate.temperature, generate.top_p]}
     later = answers if options["turns"] > 1 else {}
@@ -114,8 +111,6 @@ def _settings(config: Config, template: ChatTemplate) -> dict[str, Any]:
 
 
 class Writer:
-    """Writes conversations' prompts, turn by turn."""
-
     def __init__(
         self, config: Config, template: ChatTemplate, stop: int | str, journal: Journal, fingerprint: str
     ) -> None:
@@ -181,10 +176,7 @@ class Writer:
         return self.engine.write(texts, self.options, self.stops, self.stop_text)
 
     def _request(self, one: Written) -> tuple[list[int], int]:
-        """Token ids up to where the user speaks, and a seed.
-
-        A space before that is the first word's: tokens begin with theirs.
-        """
+        """Token ids up to where the user speaks, and a seed. A space before that is the first word's."""
         messages = [*self.template.history(one.messages), {"role": "user", "content": MARK}]
         ids = self.template.encode(self.template.render(messages).partition(MARK)[0].rstrip(" "))
         return ids, int(artifacts.fingerprint([self.config.seed, one.number, len(ids)])[:8], 16)

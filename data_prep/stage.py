@@ -39,11 +39,9 @@ COUNTS = {  # of the manifest; the summary has those that are not 0
 
 
 def prepare(config: Config) -> None:
-    """Make `run_dir/data`: the data set, the draft vocabulary and the manifest.
-
-    UserError: see `Corpus`, `ChatTemplate.load`; also when a source or a split is left without conversations, or
-    `run_dir/data` holds something else.
-    """
+    """Make `run_dir/data`: the data set, the draft vocabulary and the manifest. UserError: see `Corpus`,
+    `ChatTemplate.load`; also when a source or a split is left without conversations, or `run_dir/data` holds something
+    else."""
     started = time.monotonic()
     data, folder = config.data, config.data_folder.resolve()
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:

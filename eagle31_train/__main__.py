@@ -30,7 +30,6 @@ COMMANDS = {
 
 
 def main() -> None:
-    """Entry point of the console script and of `python -m eagle31_train`."""
     command = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if command in ("-h", "--help"):
         with tidy():
@@ -46,7 +45,6 @@ def main() -> None:
 
 
 def usage() -> str:
-    """What `eagle31 --help` prints."""
     width = max(map(len, COMMANDS))
     return "\n".join(
         [__doc__ or "", "commands:", *(f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items())]

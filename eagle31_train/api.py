@@ -59,25 +59,15 @@ class OpenStore:
         return len(self.store.split(split))
 
     def sample(self, split: str, index: int) -> Sample:
-        """One sample, its states decoded.
-
-        Raises:
-            UserError: its shard is missing or damaged.
-        """
+        """One sample, its states decoded; UserError if its shard is missing or damaged."""
         document = self.store.split(split).read(index)
         aux, last = (as_encoded(states).decode() for states in (document.attended_states, document.supervised_states))
         return Sample(document.tokens, document.loss_mask, document.supervised, aux, last)
 
 
 def open_store(where: str | Path, cache_dir: str | Path = "store-cache", cache_bytes: int = 64 * 10**9) -> OpenStore:
-    """Open a complete store: a folder, or a URL as s3://bucket/store.
-
-    Args:
-        cache_dir, cache_bytes: where copies of a URL's shards are kept, and the most that these take.
-
-    Raises:
-        UserError: there is none, or it is not finished.
-    """
+    """Open a complete store: a folder, or a URL as s3://bucket/store, of which copies are kept in `cache_dir`, at most
+    `cache_bytes`. UserError if there is none, or it is not finished."""
     store = Store(open_storage(str(where), Path(cache_dir), cache_bytes))
     return OpenStore(store, store.states["aux_layers"])
 
@@ -153,10 +143,8 @@ class Speculator:
     def score(
         self, prompts: Sequence[Prompt], num_speculative_tokens: int = 3, max_new_tokens: int = 128
     ) -> dict[str, Any]:
-        """Acceptance length on some prompts, [value, low, high] with a 95 % interval over them, and at each depth.
-
-        Depth k is the share of drafts whose first k tokens were accepted.
-        """
+        """Acceptance length on some prompts, [value, low, high] with a 95 % interval over them, and at each depth k the
+        share of drafts whose first k tokens were accepted."""
         answers = [self.generate(prompt, num_speculative_tokens, max_new_tokens) for prompt in prompts]
         gained = [[sum(answer.accepted) + len(answer.accepted)] for answer in answers]
         accepted = [count for answer in answers for count in answer.accepted]

@@ -40,16 +40,13 @@ ANY = "+experiment=any"  # the recipe of a command line that names none
 def load_config(
     overrides: list[str], saved: Path | None = None, config_dir: Path | None = None, resolve: bool = True
 ) -> Config:
-    """Compose `configs/config.yaml` with the overrides and check it against the schema.
+    """Compose `configs/config.yaml` with the overrides and check it against the schema; UserError for what is none of
+    it.
 
     Args:
-        overrides: `key=value`, `+experiment=NAME`, or `+experiment=FILE.yaml` of a recipe of one's own.
         saved: a resolved configuration, as runs keep it, to begin with instead.
         config_dir: a folder with groups of one's own, like `configs/`: experiment/, target/, …
         resolve: give options that say `auto` of a precision the value that this machine, or a record, decides.
-
-    Raises:
-        UserError: an unknown key or group, a value of the wrong type, or a mandatory option that is missing or empty.
     """
     if config_dir is not None and not config_dir.is_dir():
         raise UserError(f"--config-dir {config_dir} is no folder")
@@ -211,10 +208,8 @@ def _set(config: DictConfig, override: str) -> None:
 
 
 def _parsed(override: str, value: str, kind: Any) -> Any:
-    """A value as Hydra's grammar reads it. Text that the grammar refuses, or takes for something else, is as it stands.
-
-    `kind`: the type of the option. Any: text is what nothing else can be.
-    """
+    """A value as Hydra's grammar reads it for an option of type `kind` (Any: text is what nothing else can be). Text
+    that the grammar refuses, or takes for something else, is as it stands."""
     try:
         read = OverridesParser.create().parse_override(f"key={value}")
         parsed = None if read.is_sweep_override() else read.value()
@@ -246,13 +241,8 @@ def run(
     resolve: bool = True,
     tells: str = "target.dtype",
 ) -> None:
-    """Parse the command line, compose the configuration, run the stage; exits as `console.explained` says.
-
-    Args:
-        saved, resolve: see `load_config`.
-        tells: the option of precision that the stage uses, of which a line says how it was resolved.
-        before: what the usage line has before the options; the caller reads it.
-    """
+    """Parse the command line, compose the configuration, run the stage; exits as `console.explained` says. tells: the
+    option of precision that the stage uses. before: what the usage line has before the options; the caller reads it."""
     parser = argparse.ArgumentParser(
         prog=_program(),
         usage=f"%(prog)s {before}[-h] [--cfg] [--config-dir DIR] [key=value ...]",
@@ -291,7 +281,6 @@ def with_recipe(words: list[str]) -> list[str]:
 
 
 def to_yaml(config: Config) -> str:
-    """The resolved configuration as YAML, for saving beside outputs."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
@@ -301,7 +290,6 @@ def choices(group: str, folders: Sequence[Path] = (CONFIGS,)) -> list[str]:
 
 
 def option_names() -> list[str]:
-    """Every option."""
     return [name for name, _, _ in _options(Config)]
 
 

@@ -17,7 +17,6 @@ complete -F _eagle31 eagle31"""
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Command line: print the script for a shell."""
     options = parser("completion", __doc__)
     options.add_argument("shell", choices=("bash", "zsh"))
     zsh = "autoload -U bashcompinit && bashcompinit\n" if options.parse_args(argv).shell == "zsh" else ""

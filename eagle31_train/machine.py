@@ -11,7 +11,6 @@ GIT_SECONDS = 10.0  # a checkout on a slow network disk is not waited for
 
 
 def processor() -> str:
-    """The name of the CPU."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
     models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -30,11 +29,8 @@ def versions(packages: Iterable[str]) -> dict[str, str | None]:
 
 
 def checkout(root: Path) -> dict[str, Any] | None:
-    """The commit of the checkout at `root`, and whether tracked files differ from it.
-
-    Returns:
-        {"commit": 40 hex digits, "changed": bool}; None if `root` is no checkout's top, or git does not answer.
-    """
+    """{"commit": 40 hex digits, "changed": whether tracked files differ from it} of the checkout at `root`; None if it
+    is no checkout's top, or git does not answer."""
     try:
         if Path(_git(root, "rev-parse", "--show-toplevel")).resolve() != root.resolve():
             return None

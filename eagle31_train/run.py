@@ -29,10 +29,8 @@ PROFILES = [*ALONE, "ddp", "fsdp2", "zero1", "zero2", "zero2_offload", "zero3", 
 
 
 def run(config: Config, overrides: list[str], first: str, last: str, profile: str | None = None) -> None:
-    """Run the stages from `first` to `last`, each in a process of its own; SystemExit if one fails, with its status.
-
-    `profile`: of the launch of training; by default the one that fits the devices here.
-    """
+    """Run the stages from `first` to `last`, each in a process of its own, training as `profile` says; SystemExit if
+    one fails, with its status."""
     from eagle31_train.checkpoint import hub  # half a second, which `--help` need not wait for
 
     hub.check(config.push and last in ("export", "summary"), config.repo)

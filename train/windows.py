@@ -27,7 +27,6 @@ def cut(split: StoreSplit, tokens: int | None) -> list[Window]:
 
 
 def samples(windows: Sequence[Window]) -> list[range]:
-    """The samples of each window."""
     return [range(window[0].first, window[-1].end) for window in windows]
 
 
@@ -54,12 +53,9 @@ def bounded(store: Store) -> bool:
 
 
 class Usage:
-    """Which shards later steps need: the others are unmapped, and removed from a bounded store.
-
-    Args:
-        schedule: every global batch, in order, made of `windows`; item i is trained by step i + 1.
-        fingerprint: of the training, which alone may use up a bounded store.
-    """
+    """Which shards later steps need: the others are unmapped, and removed from a bounded store, which the training of
+    this fingerprint alone may use up. schedule: every global batch, in order, made of `windows`; item i is step i +
+    1."""
 
     def __init__(
         self,

@@ -39,13 +39,9 @@ class Drift:
 
 @dataclass(frozen=True)
 class Counts:
-    """One drafter on one prompt.
-
-    tokens: of the output.
-    accepted: for each slot (each position of the output that a draft can start at) how many tokens of the draft made
-        there the target agrees with; empty where drafts are sampled.
-    seen: by number of draft tokens, the accepted tokens of each verification of a real decoding, where one was made.
-    """
+    """One drafter on one prompt. tokens: of the output. accepted: for each slot (each position of the output that a
+    draft can start at) how many tokens of the draft made there the target agrees with; empty where drafts are sampled.
+    seen: by number of draft tokens, the accepted tokens of each verification of a real decoding, where one was made."""
 
     id: str
     source: str
@@ -122,7 +118,6 @@ def read_measurement(file: Path) -> Measurement | None:
 
 
 def write_checked(file: Path, name: str, value: dict[str, Any], **more: Any) -> None:
-    """Write a value under a name beside its checksum."""
     artifacts.write_json(file, {**more, "sum": artifacts.fingerprint(value), name: value})
 
 

@@ -37,10 +37,8 @@ TIE = 1e-4  # scores that float32 may round either way
 
 @dataclass(frozen=True)
 class Candidate:
-    """A drafter in memory, beside its target.
-
-    identity: its checkpoint's. target_ids: [Vd] int64, on the drafter's device.
-    """
+    """A drafter in memory, beside its target. identity: its checkpoint's. target_ids: [Vd] int64, on the drafter's
+    device."""
 
     name: str
     identity: str
@@ -49,16 +47,13 @@ class Candidate:
 
     @property
     def aux_layers(self) -> list[int]:
-        """The auxiliary layers that it reads."""
         return self.drafter.shape.aux_layers
 
 
 @dataclass(frozen=True)
 class Measurer:
-    """What all workloads share.
-
-    model: the target, as `load_model` gives it. seed: of sampling; every prompt draws from one of its own.
-    """
+    """What all workloads share. model: the target, as `load_model` gives it. seed: of sampling, of every prompt
+    another."""
 
     model: Any
     limits: Limits
@@ -77,19 +72,9 @@ class Measurer:
     def measure(
         self, workload: Workload, candidates: list[Candidate], verified: int | None = None
     ) -> dict[str, Measurement]:
-        """Decode a workload.
-
-        Args:
-            candidates: the drafters, whose names differ.
-            verified: the first so many prompts are decoded with every drafter, too; default: all of them, and all
-                where drafts are sampled, since nothing else tells what is accepted then.
-
-        Returns:
-            The measurement of every drafter, by name.
-
-        Raises:
-            UserError: speculation changed an output, or the two ways of counting differ.
-        """
+        """Decode a workload; the measurement of every drafter, by name. UserError: speculation changed an output, or
+        the two ways of counting differ. verified: the first so many prompts are decoded with every drafter, too;
+        default: all of them, and all where drafts are sampled, since nothing else tells what is accepted then."""
         prompts, options, headline = workload.prompts, self.options, self.options.num_speculative_tokens
         one_output = self.one_output(workload)
         depths = [headline] if one_output else range(1, options.max_speculative_tokens + 1)
@@ -167,7 +152,6 @@ class Measurer:
         return counts
 
     def _refuse_difference(self, workload: Workload, prompt: Prompt, plain: list[int], speculative: list[int]) -> None:
-        """UserError: speculation changed the output."""
         at = agreeing(plain, speculative)
         ours, theirs = (tokens[at] if at < len(tokens) else None for tokens in (speculative, plain))
         gap = "one output is shorter"
@@ -186,11 +170,9 @@ class Measurer:
     def _refuse_other_counts(
         self, prompt: Prompt, candidate: Candidate, trajectory: Trajectory, counts: Counts
     ) -> None:
-        """UserError where a real decoding accepted otherwise than the run from every position.
-
-        Where two draft tokens score the same but for rounding, or rounding turns inputs of int8 products, either may be
-        drafted: that is printed and not refused.
-        """
+        """UserError where a real decoding accepted otherwise than the run from every position. Where two draft tokens
+        score the same but for rounding, or rounding turns inputs of int8 products, either may be drafted: that is
+        printed."""
         for depth, seen in counts.seen.items():
             expected = counts.rounds(depth)
             if seen == expected:
@@ -224,7 +206,6 @@ class Measurer:
 
 
 def _layers(candidates: list[Candidate]) -> list[int]:
-    """Every auxiliary layer that some drafter reads."""
     return sorted({layer for candidate in candidates for layer in candidate.aux_layers})
 
 

@@ -76,7 +76,6 @@ def find(name: str) -> Perturbation:
 
 
 def _template(messages: list[Message], prompt: Prompt, context: Context, template: str | None) -> list[int]:
-    """In another chat template, or in none."""
     if prompt.tools:
         raise Refused("its tools would be lost")
     if template is None:
@@ -97,17 +96,13 @@ def _system(messages: list[Message], prompt: Prompt, context: Context, text: str
 
 
 def _around(messages: list[Message], prompt: Prompt, context: Context, before: str = "", after: str = "") -> list[int]:
-    """Something before and after the last that the user says."""
     *earlier, last = messages
     return context.template.prompt_ids([*earlier, {**last, "content": before + last["content"] + after}], prompt.tools)
 
 
 def _long_context(messages: list[Message], prompt: Prompt, context: Context, length: Callable[[int], int]) -> list[int]:
-    """Texts before the question, cut so that the prompt has the length that was asked for, in tokens, of
-    data.max_length.
-
-    A character of several tokens at the cut may leave it that much shorter or longer.
-    """
+    """Texts before the question, cut so that the prompt has `length` of data.max_length tokens, or some more or less
+    where the cut is in a character of several."""
     wanted = length(context.max_length)
 
     def built(text: str) -> list[int]:

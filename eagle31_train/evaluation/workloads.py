@@ -73,9 +73,7 @@ def workloads(
         caveats: notes for all of them.
         measured_on: prompts, as `trajectories.digest` knows them.
 
-    Raises:
-        UserError: an unknown suite, perturbation or id to be left out, an unreadable or empty set, or a workload that
-            nothing fits.
+    Raises: UserError: an unknown suite, perturbation or id to be left out, or a set or workload without prompts.
     """
     options, perturbations, template = config.evaluate, _perturbations(config), ChatTemplate.load(config.target)
     # Asked of the manifest: `datasets` saves an empty split and then cannot load it.
@@ -153,7 +151,6 @@ def trained_prompts(dataset: Path) -> frozenset[str]:
 
 
 def longest_sample(dataset: Path) -> int:
-    """Tokens of the longest sample of the training split."""
     rows = Dataset.load_from_disk(str((dataset / "train").absolute())).select_columns(["input_ids"])
     batches = rows.with_format("arrow").iter(batch_size=1_000)
     return max(pc.max(pc.list_value_length(batch["input_ids"])).as_py() for batch in batches)
@@ -176,7 +173,6 @@ def _suites(config: Config) -> dict[str, tuple[str, Suite]]:
 
 
 def _plain(suite: str, prompts: list[Prompt], config: Config, longest: int, measured_on: Collection[str]) -> Workload:
-    """A suite as it is."""
     options = config.evaluate
     named = [prompt for prompt in prompts if prompt.id in options.leave_out]
     texts = {tuple(prompt.ids) for prompt in named}  # which others may have too: a question that was asked twice
@@ -193,7 +189,6 @@ def _plain(suite: str, prompts: list[Prompt], config: Config, longest: int, meas
 
 
 def _perturbed(plain: Workload, perturbation: Perturbation, context: Context, longest: int) -> Workload:
-    """A suite under a perturbation."""
     name = f"{plain.suite} · {perturbation.name}"
     perturbed: list[Prompt] = []
     left_out = {prompt: why for prompt, why in plain.left_out.items() if why in (LEFT_OUT, MEASURED)}

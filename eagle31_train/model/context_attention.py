@@ -90,10 +90,8 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[T
 
 
 def _pieces(run: Run, q: Tensor, left: int | None) -> Iterator[tuple[slice, slice, Band | None]]:
-    """(slots, keys, which of them each slot sees): blocks; None for all.
-
-    What precedes a block of slots is seen in full; the block itself causally. With a window both are one piece.
-    """
+    """(slots, keys, which of them each slot sees; None for all): what precedes a block of slots is seen in full, the
+    block itself causally; with a window both are one piece."""
     step = run.end - run.first if _flash_cpu(q) and left is None else BLOCK
     for first in range(run.first, run.end, step):
         end = min(first + step, run.end)

@@ -57,17 +57,9 @@ class DraftVocab:
 def choose(
     counts: NDArray[np.int64], always: list[int], size: int | None = None, coverage: float | None = None
 ) -> DraftVocab:
-    """Keep the most frequent tokens.
-
-    Args:
-        counts: [V] how often the assistant wrote each token.
-        always: ids that are kept whatever their count (special and end-of-turn tokens).
-        size: how many tokens to keep; None with no coverage keeps all V.
-        coverage: instead, keep the fewest tokens that make up this share of `counts`.
-
-    Raises:
-        UserError: both are given, or a value that cannot be met.
-    """
+    """Keep the most frequent tokens, and those of `always`: `size`, or the fewest that make up a share `coverage` of
+    counts [V], how often the assistant wrote each; all V with neither. UserError for both, or a value that cannot be
+    met."""
     V = len(counts)
     forced = np.unique(np.asarray(always, dtype=np.int64))
     if size is not None and coverage is not None:
@@ -108,7 +100,6 @@ def write(path: Path, vocab: DraftVocab) -> None:
 
 
 def read(path: Path) -> DraftVocab:
-    """Read a vocabulary written by `write`."""
     try:
         maps = load_file(path)
         return from_maps(maps["d2t"], maps["t2d"])

@@ -50,8 +50,6 @@ class Activations:
 
 @dataclass(frozen=True)
 class Step:
-    """How a step is worked out."""
-
     value: int = 2  # bytes of a value in the precision of the products
     decodes: bool = True  # the store's states become values of that precision on the device
     recompute: bool = False
@@ -241,8 +239,6 @@ PROFILES = (Profile("gpu", several=False), *(Profile(name, stage) for name, stag
 
 @dataclass(frozen=True)
 class State:
-    """What is trained."""
-
     groups: Sequence[Sequence[int]]  # parameters of each tensor in the order of the optimizer's groups
     frozen: int = 0  # parameters
     orthogonal: Sequence[tuple[int, int]] = ()  # sizes of the matrices that Muon updates
@@ -259,10 +255,8 @@ class State:
 
     @property
     def iterated(self) -> float:
-        """Bytes while Newton-Schulz iterates on the largest matrix [m, n], m <= n; see `work.newton_schulz_flops`.
-
-        The momentum in fp32; in bf16 the iterate and the next one, and two products [m, m].
-        """
+        """Bytes while Newton-Schulz iterates on the largest matrix [m, n], m <= n: the momentum in fp32; in bf16 the
+        iterate and the next one, and two products [m, m]."""
         sizes = [(min(size), max(size)) for size in self.orthogonal]
         return max((FP32 * m * n + 2 * (2 * m * n + 2 * m * m) for m, n in sizes), default=0.0)
 

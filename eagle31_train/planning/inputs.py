@@ -45,8 +45,6 @@ class Target:
 
 @dataclass(frozen=True)
 class Data:
-    """What there is to learn."""
-
     origin: str  # where the numbers are from, in words
     work: Work  # of one pass over the training split
     heldout: float  # tokens held out, as a share of these

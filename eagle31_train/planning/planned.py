@@ -38,8 +38,6 @@ class Answering:
 
 @dataclass(frozen=True)
 class Planned:
-    """What the sections print."""
-
     config: Config
     target: Target
     shape: DrafterShape
@@ -82,7 +80,6 @@ class Planned:
         return self.conversations / (replicas * math.ceil(self.conversations / replicas))
 
     def training_flops(self) -> float:
-        """FLOPs of all steps."""
         work = (self.data.work * (self.tokens / self.data.work.tokens)).of_slots(self.trained_share)
         return sum(training_flops(self.shape, work, self.config.drafter.train_lm_head).values())
 
@@ -206,12 +203,8 @@ def read_bucket(profile: Profile) -> tuple[int, bool]:
 
 
 def reckon(config: Config) -> tuple[Planned, list[str]]:
-    """The plan, and the table of where the drafter's options are from.
-
-    Raises:
-        UserError: the target cannot be read, no such drafter can be made for it, or train.context_parallel does not
-            divide plan.devices.
-    """
+    """The plan, and the table of where the drafter's options are from. UserError: the target cannot be read, no such
+    drafter can be made for it, or train.context_parallel does not divide plan.devices."""
     context, devices = config.train.context_parallel, config.plan.devices
     if devices % context:
         raise UserError(

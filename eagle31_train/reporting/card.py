@@ -43,7 +43,6 @@ class CardResult:
 
     @property
     def fingerprint(self) -> str:
-        """Changes with every word and picture."""
         drawn = [(name, artifacts.file_sha256(file)) for _, file, name in self.pictures]
         return artifacts.fingerprint([self.content, drawn])
 
@@ -58,7 +57,6 @@ class CardResults:
 
     @property
     def fingerprints(self) -> dict[str, Any]:
-        """Of each."""
         return {
             "evaluate": self.evaluation and self.evaluation.fingerprint,
             "serving": self.serving and self.serving.fingerprint,
@@ -67,17 +65,13 @@ class CardResults:
 
     @property
     def pictures(self) -> list[CardPicture]:
-        """Of all."""
         results = [self.evaluation, self.serving, *self.comparisons]
         return [picture for result in results if result for picture in result.pictures]
 
 
 def read_results(run: Path, identity: str, checkpoint: str, comparisons: Sequence[Path]) -> CardResults:
     """What was measured of the checkpoint in `run`; UserError where a result is damaged, or a comparison is of others.
-
-    Args:
-        identity: of what was trained. checkpoint: fingerprint of what is exported. comparisons: their folders.
-    """
+    identity: of what was trained. checkpoint: fingerprint of what is exported. comparisons: their folders."""
     compared = [_comparison(folder, number, identity) for number, folder in enumerate(comparisons, 1)]
     evaluation = _stage(run / "evaluate", "checkpoint", identity, "acceptance", f"{EVALUATE} …")
     serving = _stage(run / "serving", "export", checkpoint, "serving", f"{EVALUATE} … evaluate.backend=vllm")

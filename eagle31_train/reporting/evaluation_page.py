@@ -33,13 +33,9 @@ KINDS = ("sink", "prompt", "verified", "own")
 
 
 def write(folder: Path, result: dict[str, Any]) -> list[Path]:
-    """Draw a result, of acceptance, of serving, or both; the files that were written.
-
-    Args:
-        folder: gets PAGE, and a PNG of every picture; those that an earlier result there lists as its own go.
-        result: see `evaluation/results.py`, with title, and what else is known: machine, dtype, max_new_tokens,
-            command, serving.
-    """
+    """Draw a result, of acceptance, of serving, or both; the files that were written. folder: gets PAGE, and a PNG of
+    every picture; those that an earlier result there lists as its own go. result: see `evaluation/results.py`, with
+    title, and what else is known: machine, dtype, max_new_tokens, command, serving."""
     earlier = artifacts.read_json(folder / RESULT, "this command") if (folder / RESULT).is_file() else {}
     listed = [folder / name for name in earlier.get("files", {}) if name.endswith(".png")]
     files, images = html.draw(folder, list(pictures(result)), listed)
@@ -48,7 +44,6 @@ def write(folder: Path, result: dict[str, Any]) -> list[Path]:
 
 
 def render(result: dict[str, Any], images: html.Images) -> str:
-    """The page as text."""
     command = result.get("command") or result.get("serving", {}).get("command", "")
     sections = [Section("", [" · ".join(conditions(result))], []), *tables.sections(result)]
     return html.page(result["title"], sections, images, {"The command that repeats this": command}, glossary=True)
@@ -107,7 +102,6 @@ def _pictures(result: Result) -> Iterator[Picture]:
 
 
 def slug(name: str) -> str:
-    """A name as part of a file's name."""
     return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")
 
 

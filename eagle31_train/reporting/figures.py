@@ -50,7 +50,6 @@ class Picture:
     height: float = HEIGHT
 
     def figure(self) -> "Figure":
-        """The picture as a matplotlib figure."""
         from matplotlib import rc_context
         from matplotlib.figure import Figure
         from matplotlib.text import Text
@@ -68,7 +67,6 @@ class Picture:
             return figure
 
     def png(self) -> bytes:
-        """The picture's file."""
         from matplotlib import rc_context
 
         buffer = io.BytesIO()

@@ -39,7 +39,6 @@ def plain(value: Any) -> str:
 
 
 def code(text: str) -> str:
-    """A block of shell."""
     text = shown.clean(text)
     longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
@@ -47,6 +46,5 @@ def code(text: str) -> str:
 
 
 def grid(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of text."""
     lines = [list(map(plain, header)), ["---"] * len(header), *(list(map(plain, row)) for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

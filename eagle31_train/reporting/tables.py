@@ -144,7 +144,6 @@ def _columns(title: str, what: str, names: Sequence[str], columns: Columns) -> T
 
 
 def sampling(workload: Result) -> str:
-    """How its tokens were chosen."""
     if not workload["temperature"]:
         return "greedy"
     nucleus = f", top_p {workload['top_p']:g}" if workload["top_p"] < 1 else ""
@@ -180,7 +179,6 @@ def _serving(serving: Result) -> Iterator[Table]:
 
 
 def count(number: int, what: str) -> str:
-    """A number of things."""
     return f"{number:,} {what}{'s' * (number != 1)}"
 
 

@@ -51,7 +51,6 @@ class Document:
 
     @property
     def attended(self) -> int:
-        """See `attended_positions`."""
         return attended_positions(self.supervised)
 
     @property

@@ -55,7 +55,6 @@ def checksum(path: Path) -> str:
 
 
 def digest(data: bytes | memoryview) -> str:
-    """The same of bytes in memory."""
     return xxhash.xxh3_128_hexdigest(data)
 
 

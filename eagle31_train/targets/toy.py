@@ -45,15 +45,12 @@ REACH = 6  # how far ahead these are: some thirty words make a thought
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Command line: make the target in `--out`."""
     command(make, OUT, "Make the random target of +experiment=kimi_toy.", argv)
 
 
 def make(out: Path = OUT, seed: int = 0, **changes: Any) -> Path:
-    """Write the target to `out`: bf16 weights, tokenizer with chat template, configuration with `changes`.
-
-    Does nothing where `out` is that target already; UserError if it holds something else.
-    """
+    """Write the target to `out`: bf16 weights, tokenizer with chat template, configuration with `changes`; nothing
+    where `out` is that target already. UserError if it holds something else."""
     recipe = {"made_by": MADE_BY, "layout": LAYOUTS["toy_target"], "seed": seed, "changes": changes}
     recipe["files"] = [artifacts.file_sha256(file) for file in (*CORPUS, TEMPLATE)]
 

@@ -46,7 +46,6 @@ class StatesWorker(PlatformWorker):
             self._states = StatesWriter(Path(folder))
 
     def flush_states(self) -> None:
-        """Have all finished conversations' files written."""
         if self._states is not None:
             self._states.flush()
 
