@@ -145,7 +145,6 @@ class Collected:
 
 
 def collect(rows: Iterator[Row], template: ChatTemplate, max_length: int, heldout: float) -> Collected:
-    """Every row masked, split and counted; what is of no use is refused by name and reason."""
     result = Collected()
     for row in Progress(rows, desc="conversations", unit="row", leave=False):
         try:

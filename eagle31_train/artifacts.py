@@ -54,7 +54,6 @@ def file_sha256(path: Path) -> str:
 
 
 def fsync_path(path: Path) -> None:
-    """Force a file's bytes, or a folder's entries, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

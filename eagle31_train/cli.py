@@ -285,7 +285,6 @@ def to_yaml(config: Config) -> str:
 
 
 def choices(group: str, folders: Sequence[Path] = (CONFIGS,)) -> list[str]:
-    """Names in a group of configurations, such as the recipes in `experiment`."""
     return sorted(file.stem for folder in folders for file in (folder / group).glob("*.yaml"))
 
 
@@ -299,7 +298,6 @@ def _nearest(name: str, names: list[str]) -> str:
 
 
 def _options(cls: type, prefix: str = "") -> Iterator[tuple[str, Any, dataclasses.Field]]:
-    """Every option: dotted name, type, field."""
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         kind = hints[field.name]

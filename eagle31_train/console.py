@@ -33,7 +33,6 @@ STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again later
 
 
 def parser(command: str, description: str | None) -> argparse.ArgumentParser:
-    """Of a command that takes no recipe, described by its module's docstring."""
     shape = argparse.RawDescriptionHelpFormatter
     return argparse.ArgumentParser(prog=f"eagle31 {command}", description=description, formatter_class=shape)
 

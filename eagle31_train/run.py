@@ -101,7 +101,6 @@ def command(stage: str, profile: str | None = None) -> list[str]:
 
 
 def launch_profile() -> tuple[str, int]:
-    """The launch profile for this machine's devices, and how many GPUs these are."""
     import torch  # seconds, which `--help` need not wait for
 
     devices = torch.cuda.device_count()
@@ -109,7 +108,6 @@ def launch_profile() -> tuple[str, int]:
 
 
 def main() -> None:
-    """Command line: --from and --until beside the options of every stage."""
     parser = argparse.ArgumentParser("eagle31 run", add_help=False, allow_abbrev=False)
     parser.add_argument("--from", dest="first", choices=STAGES, default=STAGES[0])
     parser.add_argument("--until", dest="last", choices=STAGES, default=STAGES[-1])

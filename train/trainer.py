@@ -104,7 +104,6 @@ class Trainer:
         self.lengths = self.data.train_split.lengths
 
     def batches(self) -> Iterator[GlobalBatch]:
-        """This rank's part of every step that is left."""
         self.lap = time.perf_counter()
         split, seed, done = self.data.train_split, self.config.seed, self.state.step
         return load(
@@ -137,7 +136,6 @@ class Trainer:
         return StepResult(step, metrics, tokens, batch.waited, stop_requested)
 
     def log(self, result: StepResult) -> None:
-        """Report a step: its row of metrics, the progress line, and its timing."""
         metrics, now = result.metrics, time.perf_counter()
         loss, estimate = (metrics.get(name, math.nan) for name in ("loss", "acceptance_estimate"))
         self.reporter.log(result.step, metrics)

@@ -56,7 +56,6 @@ def weight_shapes(shape: DrafterShape) -> dict[str, tuple[int, ...]]:
 
 
 def layer_name(number: int, name: str, kind: str = "weight") -> str:
-    """The name in the file of a weight or bias of a layer's module `name`."""
     return f"layers.{number}.{name}.{kind}" if number else f"midlayer.{name}.{kind}"
 
 

@@ -107,7 +107,6 @@ def acceptance(drafts: int, per_position: list[int]) -> dict[str, Any]:
 
 
 def write_measurement(file: Path, measurement: Measurement, **more: Any) -> None:
-    """Write a measurement beside its checksum; `more`: what else the file says."""
     write_checked(file, "outcome", _JSON.dump_python(measurement, mode="json", by_alias=True), **more)
 
 

@@ -62,7 +62,6 @@ class Measurer:
 
     @property
     def machine(self) -> str:
-        """What is measured on, and with which versions."""
         return f"{machine(self.model.device)}, torch {torch.__version__}, transformers {version('transformers')}"
 
     def one_output(self, workload: Workload) -> bool:
@@ -132,7 +131,6 @@ class Measurer:
         candidate: Candidate,
         candidates: list[Candidate],
     ) -> Counts:
-        """What a drafter did with the prompt at an index."""
         prompt, plain = workload.prompts[at], decoded[PLAIN]
         real = {depth: answer for (name, depth), answer in decoded.items() if name == candidate.name}
         seen = {depth: answer.accepted for depth, answer in real.items()}
@@ -193,7 +191,6 @@ class Measurer:
             note(f"{problem}: rounding chose between equals")  # from here on the two decodings part
 
     def _advice(self, prompt: Prompt) -> str:
-        """What a difference may come from, and what to do."""
         if self.options.dtype != "float32":
             return (
                 f"evaluate.dtype={self.options.dtype} rounds otherwise for several tokens: use evaluate.dtype=float32"

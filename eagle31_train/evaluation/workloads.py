@@ -48,7 +48,6 @@ class Workload:
 
     @property
     def remarks(self) -> Iterator[str]:
-        """Its notes, and what it leaves out."""
         yield from self.notes
         for why in dict.fromkeys(self.left_out.values()):
             ids = [prompt for prompt, reason in self.left_out.items() if reason == why]

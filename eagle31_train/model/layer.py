@@ -160,7 +160,6 @@ class Mlp(nn.Module):
 
 
 def silu_times(gate: Tensor, up: Tensor, fused: bool = False) -> Tensor:
-    """silu(gate) * up of two tensors alike."""
     out: Tensor = _SiluTimes.apply(gate, up, fused)
     return out
 

@@ -60,7 +60,6 @@ class _Again:
 
 
 def _place(x: Tensor) -> tuple[Any, ...]:
-    """Where a tensor's values lie, and how."""
     return x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride()
 
 

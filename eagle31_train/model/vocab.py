@@ -38,7 +38,6 @@ class DraftVocab:
 
     @property
     def pruned(self) -> bool:
-        """Whether any target token is missing."""
         return len(self) < self.target_size
 
     @property

@@ -29,8 +29,6 @@ GROUP = 1_000_000_000  # DeepSpeed's own sub_group_size: elements that ZeRO-3 up
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes on the device while one micro-batch is worked out."""
-
     copies: float  # weights in the precision of the products
     kept: float  # what waits for the backward pass
     head: float  # lm_head's gradient in fp32, worked out with the loss
@@ -90,7 +88,6 @@ def activations(shape: DrafterShape, work: Work, step: Step) -> Activations:
 
 
 def matrices(shape: DrafterShape) -> dict[str, int]:
-    """Parameters of each matrix of a drafter."""
     return {name: math.prod(size) for name, size in weight_shapes(shape).items() if len(size) > 1}
 
 

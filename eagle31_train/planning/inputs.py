@@ -30,7 +30,6 @@ class Parameters:
 
     @property
     def active(self) -> float:
-        """That one token runs through."""
         return self.dense + self.experts * self.chosen
 
 

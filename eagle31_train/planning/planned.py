@@ -50,7 +50,6 @@ class Planned:
 
     @property
     def tokens(self) -> float:
-        """Tokens that the training reads, over all epochs."""
         t, all_epochs = self.config.train, self.config.train.epochs * self.data.work.tokens
         return all_epochs if t.max_steps is None else min(all_epochs, t.max_steps * t.batch_tokens)
 
@@ -120,7 +119,6 @@ class Planned:
         return Answering(batch, devices, prompts, written, answers, weights, cache, step, seconds, flops)
 
     def states(self) -> Shape:
-        """What decides the size of stored states."""
         s = self.config.store
         return Shape(self.shape.target_hidden_size, len(self.shape.aux_layers), s.aux_codec, s.last_codec)
 
@@ -152,7 +150,6 @@ class Planned:
         return [(s[0], s[1]) for name, s in sizes.items() if not name.startswith(others)]
 
     def profiles(self) -> list[Profile]:
-        """The launch profiles that can be used, whatever they take."""
         optimizer, several = self.config.train.optimizer, self.config.plan.devices > 1
         return [
             profile for profile in footprint.PROFILES if profile.takes(optimizer) and (several or not profile.several)
@@ -163,7 +160,6 @@ class Planned:
         return self.config.train.context_parallel if devices > 1 else 1
 
     def replicas(self, devices: int) -> int:
-        """Into how many groups that leaves the devices."""
         return devices // self.context(devices)
 
     def micro_tokens(self, devices: int) -> int:
@@ -185,7 +181,6 @@ class Planned:
         return footprint.activations(self.shape, work, step), (work.positions * aux + work.targets * last) / context
 
     def memory(self, profile: Profile) -> Memory:
-        """Of one device under a launch profile."""
         devices = self.config.plan.devices if profile.several else 1
         (micro, batch), (bucket, overlap) = self.micro(devices), read_bucket(profile)
         held = (self.state(), devices, self.target_pieces())

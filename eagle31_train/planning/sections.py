@@ -55,7 +55,6 @@ def data(plan: Planned) -> list[str]:
 
 
 def answering(plan: Planned) -> list[str]:
-    """Tokens that the target writes, and how long that takes: the largest part of most runs."""
     config, work = plan.config, plan.data.work
     own, d = writes_prompts(config), config.data
     if not (config.regenerate or own):

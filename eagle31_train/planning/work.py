@@ -43,7 +43,6 @@ class Work:
         return len(self.slots)
 
     def __mul__(self, factor: float) -> "Work":
-        """So many times the data."""
         names = [field.name for field in fields(self)]
         times = {name: np.multiply(getattr(self, name), factor).tolist() for name in names}
         return Work(**times)

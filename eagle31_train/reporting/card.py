@@ -165,14 +165,12 @@ def caveats_of(shape: DrafterShape, data: Mapping[str, Any] | None, weights: str
 
 
 def _kind(shape: DrafterShape) -> str:
-    """EAGLE 3 or 3.1."""
     if shape.fc_norm and shape.norm_output:
         return "EAGLE 3.1"
     return " with ".join(["EAGLE 3", *(name for name in ("fc_norm", "norm_output") if getattr(shape, name))])
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Nested values under dotted names."""
     for key, value in values.items():
         name = f"{prefix}{'acceptance_estimate' if key == 'tau' else key}"  # as earlier versions called it
         name = RENAMED.get(name, name)  # records keep the old names of options

@@ -50,7 +50,6 @@ def render(result: dict[str, Any], images: html.Images) -> str:
 
 
 def conditions(result: Mapping[str, Any]) -> list[str]:
-    """What was measured on and how, as far as it is known."""
     shown = [f"target {result['target']}"] if "target" in result else []
     shown += [str(result[key]) for key in ("machine", "dtype") if key in result]
     if "max_new_tokens" in result:
@@ -68,7 +67,6 @@ class Kind:
     even: float | None = None
 
     def scale(self, axes: "Axes", which: str) -> None:
-        """Scale an axis for such numbers; `which`: x or y."""
         if self.percent:
             figures.shares(axes, which)
         if self.even is not None:
@@ -106,7 +104,6 @@ def slug(name: str) -> str:
 
 
 def _curves(workload: Result, name: str, title: str, across: str, curves: Curves, kind: Kind) -> Picture:
-    """A curve for each drafter, over 1, 2, 3, …"""
 
     def draw(axes: "Axes") -> None:
         for drafter, intervals in curves.items():

@@ -95,7 +95,6 @@ def shares(axes: "Axes", which: str = "y") -> None:
 
 
 def whole_numbers(axes: "Axes", label: str) -> None:
-    """A horizontal axis of whole numbers."""
     from matplotlib.ticker import MaxNLocator
 
     axes.set_xlabel(label)

@@ -41,7 +41,6 @@ class ChatTemplate:
 
     @property
     def reads_tools(self) -> bool:
-        """Whether tools may change what is rendered."""
         return self.tools_template is not None or re.search(r"\btools\b", self.template) is not None
 
     def text(self, tools: list[Tool] | None) -> str:
@@ -49,7 +48,6 @@ class ChatTemplate:
         return self.tools_template if tools and self.tools_template is not None else self.template
 
     def writes_calls(self, tools: list[Tool] | None) -> bool:
-        """Whether the tool calls of a message may be in what is rendered."""
         return "tool_calls" in self.text(tools)
 
     @cached_property

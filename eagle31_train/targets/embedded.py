@@ -115,7 +115,6 @@ def load_tokenizer(source: Path) -> "PreTrainedTokenizerFast":
 
 
 def command(make: Callable[[Path], Any], out: Path, description: str, argv: list[str] | None = None) -> None:
-    """A command line with `--out`, by default `out`; exit status 2 on a user's mistake."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", type=Path, default=out, help=f"folder to make [{out}]")
     arguments = parser.parse_args(argv)

@@ -41,7 +41,6 @@ class StatesWorker(PlatformWorker):
         self.model_runner.use_aux_hidden_state_outputs = True
 
     def open_states(self, folder: str) -> None:
-        """From now on, write the states of conversations to files in a folder."""
         if self.rank == 0:  # after the all-reduce of tensor parallelism every rank has the same
             self._states = StatesWriter(Path(folder))
 

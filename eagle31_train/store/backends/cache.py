@@ -246,7 +246,6 @@ def _touch(path: Path) -> None:
 
 
 def _abandoned(part: Path) -> bool:
-    """Whether nobody holds the lock of a part file."""
     with part.open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -171,7 +171,6 @@ def lacks_bucket(error: Exception) -> bool:
 
 
 def describe(error: BaseException) -> str:
-    """An exception in one line of moderate length."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
