@@ -59,14 +59,17 @@ def evaluate(config: Config) -> None:
     checkpoints = {config.name: [checkpoint]}
     result, decoded, measurements = evaluating.evaluate(config, checkpoints, data, run_dir / "workloads")
     ((first,),) = measurements[0].values()
-    report = results.report(result, first, data, config.evaluate)
+    workload, sampled = decoded[0], any(one.temperature for one in decoded)
+    trained_on = data["splits"]["train"].get("by_source", {}) if workload.suite == workloads.HELDOUT else {}
+    missing = sorted(trained_on.keys() - {prompt.source for prompt in workload.prompts})
     result |= {"title": config.name, "target": config.target.name, "command": recipe.command(recipe.EVALUATE, config)}
     files = evaluation_page.write(folder, result)
     seconds = time.perf_counter() - began
     facts = {
-        "report": {**report, "seconds": seconds},
         "result": result,
-        "per_prompt": results.per_prompt(decoded[0], first, config.evaluate.num_speculative_tokens),
+        "identical": config.evaluate.draft_sampling == "greedy" or not sampled,  # or measuring would have refused
+        "not_measured": missing,  # sources
+        "per_prompt": results.per_prompt(workload, first, config.evaluate.num_speculative_tokens),
         "left_out": {workload.name: workload.left_out for workload in decoded},
         "end_ids": data["end_ids"],
         "files": artifacts.list_files(folder, files),
@@ -74,7 +77,7 @@ def evaluate(config: Config) -> None:
     }
     artifacts.write_json(folder / artifacts.MANIFEST, made_of.record(**facts))
     note(tables.as_text(result))
-    if missing := report["not_measured"]:
+    if missing:
         note(f"not measured: {', '.join(missing)} (no prompt of these sources was decoded)")
     note(f"evaluate: {folder / evaluation_page.PAGE}")
 
