@@ -56,9 +56,9 @@ class DraftVocab:
 def choose(
     counts: NDArray[np.int64], always: list[int], size: int | None = None, coverage: float | None = None
 ) -> DraftVocab:
-    """Keep the most frequent tokens, and those of `always`: `size`, or the fewest that make up a share `coverage` of
-    counts [V], how often the assistant wrote each; all V with neither. UserError for both, or a value that cannot be
-    met."""
+    """Keep the most frequent tokens, and those of `always`: `size` of them, or the fewest that make up a share
+    `coverage` of counts [V], how often the assistant wrote each; all V where that is fewer, or with neither. UserError
+    for both, or a value that cannot be met."""
     V = len(counts)
     forced = np.unique(np.asarray(always, dtype=np.int64))
     if size is not None and coverage is not None:
@@ -73,10 +73,8 @@ def choose(
         covered = np.cumsum(counts[order])
         size = max(len(forced), int(np.searchsorted(covered, coverage * counts.sum())) + 1)
     assert size is not None
-    if not len(forced) <= size <= V:
-        raise UserError(
-            f"data.draft_vocab_size={size} is not between {len(forced)} (the special tokens) and {V} (the target's)"
-        )
+    if size < len(forced):
+        raise UserError(f"data.draft_vocab_size={size} has no room for the {len(forced)} special tokens: raise it")
     return DraftVocab(np.sort(order[:size]), V)
 
 
