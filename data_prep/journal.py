@@ -15,8 +15,6 @@ from eagle31_train.rows.formats import Message
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer of the target, or a prompt that it wrote."""
-
     message: Message  # role and content, and perhaps reasoning_content, tool_calls and tokens
     finish_reason: str  # "stop", "tool_calls" or "length"
     tokens: int  # of the answer, as the engine counts them; 0 if unknown

@@ -35,8 +35,6 @@ REPETITIVE = 0.15  # zlib's size of a text of words that come again and again, a
 
 @dataclass
 class Written:
-    """One conversation's prompts on their way."""
-
     number: int  # of the try, which seeds its draws
     kind: str  # the name of its system prompt, "" without one
     messages: list[Message] = field(default_factory=list)

@@ -102,14 +102,12 @@ class Speculator:
     def load(
         cls, drafter: str | Path, target: str, *, dtype: str = "float32", device: str = "auto", **options: Any
     ) -> "Speculator":
-        """Load a drafter (a run, an exported or published checkpoint, a hub id) and its target (a folder or hub id).
+        """Load a drafter (a run, an exported or published checkpoint, a hub id) and its target (a folder or hub id);
+        UserError if one of them cannot be read, or they do not belong together.
 
         Args:
             dtype: of both. In float32 outputs equal the target's own greedy ones, token for token.
             options: further options of the target, as `target.*` of a recipe: revision, trust_remote_code, …
-
-        Raises:
-            UserError: one of them cannot be read, or they do not belong together.
         """
         config = TargetConfig(path=target, dtype=dtype, device=device, **options)
         model = load_model(config)

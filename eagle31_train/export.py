@@ -132,7 +132,7 @@ def write_checkpoint(checkpoint: DrafterCheckpoint, shape: DrafterShape, config:
     if config.export_format == "speculators":
         draft_tokens = config.evaluate.num_speculative_tokens
         fields = config_json.speculators_json(shape, dtype, config.target_name, draft_tokens)
-        tensors = {contract.speculators_name(name): tensor for name, tensor in tensors.items()}
+        tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
     elif config.export_format == "sglang":
         from eagle31_train.targets.description import describe_target  # imports transformers
 

@@ -79,9 +79,7 @@ class Provenance:
 
 def whole(folder: Path, record_path: Path, provenance: Provenance, overwrite: bool, made_by: str) -> bool:
     """Whether an output is there, whole, and made from these inputs, its card too; UserError: see `refuse_other`.
-
-    folder: below which the record's files lie. made_by: the command that makes it.
-    """
+    folder: below which the record's files lie. made_by: the command that makes it."""
     if not record_path.is_file():
         return False
     record = read_json(record_path, made_by)

@@ -146,10 +146,6 @@ def sglang_problems(shape: DrafterShape, target_type: str, target_layers: int) -
     return problems
 
 
-def speculators_name(name: str) -> str:
-    return "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
-
-
 def is_idle(name: str) -> bool:
     """Whether a tensor is no weight but a table that every reader makes for itself, or one that nobody reads."""
     above = name.startswith("layers.") and name.endswith(".hidden_norm.weight")  # of the first layer alone it is read

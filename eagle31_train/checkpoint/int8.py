@@ -53,15 +53,11 @@ def quantized(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A drafter's tensors as the checkpoint has them: q and s for every matrix but an embedding."""
     stored: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        if is_matrix(name, tensor):
+        if name.endswith(".weight") and tensor.dim() == 2 and name != "embed_tokens.weight":
             stored[name], stored[name.removesuffix(".weight") + SCALE] = _round(tensor)
         else:
             stored[name] = tensor
     return stored
-
-
-def is_matrix(name: str, tensor: Tensor) -> bool:
-    return name.endswith(".weight") and tensor.dim() == 2 and name != "embed_tokens.weight"
 
 
 def dequantized(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], frozenset[str]]:

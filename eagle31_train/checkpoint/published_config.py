@@ -299,11 +299,9 @@ def _sliding_window(layer: Fields, kind: str, plain: bool) -> int | None:
 def _aux_layers(
     config: Fields, flags: Fields, target_layers: Callable[[], int] | None, counted: str | None
 ) -> list[int]:
-    """The layer ids as inputs of layers, or vLLM's default.
-
-    vLLM looks at the top level first, then in eagle_config, and takes either for inputs. But in eagle_config SGLang,
-    SpecForge and ModelOpt have outputs, and TorchSpec has them anywhere: such a file does not tell.
-    """
+    """The layer ids as inputs of layers, or vLLM's default. vLLM takes those at the top level, then those in
+    eagle_config, for inputs. But in eagle_config SGLang, SpecForge and ModelOpt have outputs, and TorchSpec has them
+    anywhere."""
     eagle = flags.get("eagle_config") or {}
     top, inner = flags.get(LAYER_IDS), eagle.get(LAYER_IDS) or eagle.get("layer_ids")
     if ids := (inner or top if counted == "outputs" else top or inner):

@@ -36,16 +36,15 @@ def evaluate(
     folder: Path,
     verified: int | None = None,
 ) -> tuple[dict[str, Any], list[Workload], list[dict[str, list[Measurement]]]]:
-    """Decode all workloads with all drafters; what was loaded for it is free again afterwards.
+    """Decode all workloads with all drafters: the result (see `results.py`); what was decoded; and the measurements of
+    each, by drafter, of every training. UserError for missing or damaged input, no prompts, or an output that differs
+    from plain decoding.
 
     Args:
         checkpoints: of each drafter by name, its trainings; the others are compared with the first.
         data: stage 1's manifest.
         folder: keeps the measurements.
         verified: see `Measurer.measure`.
-
-    Returns: The result (see `results.py`); what was decoded; and the measurements of each, by drafter, of every
-    training. A UserError for missing or damaged input, no prompts, or an output that differs from plain decoding.
     """
     options, every = config.evaluate, [one for some in checkpoints.values() for one in some]
     chosen = choose_workloads(

@@ -85,15 +85,13 @@ class Step:
 def unroll(
     drafter: Drafter, target_ids: Tensor, trajectory: Trajectory, depth: int, drift: bool
 ) -> tuple[list[int], Drift | None]:
-    """Draft `depth` tokens greedily at every slot of a trajectory, in the dtype of the drafter's weights.
+    """Draft `depth` tokens greedily at every slot of a trajectory, in the dtype of the drafter's weights: for each
+    slot, how many tokens of the draft, from the first on, are what the target wrote there; and the drift (None without
+    `drift`, or without slots).
 
     Args:
         target_ids: [Vd] int64, the target's id of each draft token.
         trajectory: with its states on the drafter's device, and at least depth - 1 tokens beyond.
-        drift: whether to measure what changes from step to step.
-
-    Returns: For each slot, how many tokens of the draft, from the first on, are what the target wrote there; and the
-    drift (None without `drift`, or without slots).
     """
     slots, text = trajectory.slots, trajectory.text
     if slots == 0:

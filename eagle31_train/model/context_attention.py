@@ -35,10 +35,8 @@ CAUSAL: Band = (None, 0)
 def context_forward(
     q: Tensor, k0: Tensor, v0: Tensor, layout: Layout, scale: float, left: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """q [S, h, d] over k0 [N, g, d], v0 [N, g, dv] → output [S, h, dv] and log-sum-exp [S, h].
-
-    The log-sum-exp is fp32 or wider; so is the output, but for CUDA's kernel, which gives it in 16 bits.
-    """
+    """q [S, h, d] over k0 [N, g, d], v0 [N, g, dv] → output [S, h, dv] and log-sum-exp [S, h], fp32 or wider; but
+    CUDA's kernel gives the output in 16 bits."""
     wide = torch.promote_types(q.dtype, torch.float32)
     S, h, dv = len(q), q.shape[1], v0.shape[2]
     if left is not None and left < 0:

@@ -31,12 +31,9 @@ def most_likely(_step: int, logits: Tensor) -> Tensor:
 
 
 class DraftDecoder:
-    """Drafting for some sequences, one token at each depth, in the dtype of the drafter's weights.
-
-    Args:
-        target_ids: [Vd] int64, the target's id of each draft token.
-        capacity: most rows that a sequence's cache ever holds: its positions and the steps of one round.
-    """
+    """Drafting for some sequences, one token at each depth, in the dtype of the drafter's weights. target_ids: [Vd]
+    int64, the target's id of each draft token. capacity: most rows that a sequence's cache ever holds, one round's
+    steps included."""
 
     def __init__(self, drafter: Drafter, target_ids: Tensor, capacity: int, sequences: int = 1) -> None:
         self.drafter = drafter
@@ -107,11 +104,8 @@ class DraftDecoder:
     def _all_at_once(
         self, count: int, choose: Choose, x: Tensor, residual: Tensor, ends: Tensor
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """A parallel drafter's steps, in one pass: mask rows behind the newest row of every sequence.
-
-        Args:
-            x, residual: of the newest rows [B, ...]; ends: [B] int64, the position after each.
-        """
+        """A parallel drafter's steps, in one pass: mask rows behind the newest row of every sequence, of which x and
+        residual are [B, ...], ends: [B] int64, the position after each."""
         drafter, top, B, masks = self.drafter, self._caches[-1], len(x), count - 1
         steps = torch.arange(count, device=x.device)
         if masks:

@@ -258,11 +258,8 @@ class State:
         return max((FP32 * m * n + 2 * (2 * m * n + 2 * m * m) for m, n in sizes), default=0.0)
 
     def touched(self, parts: int) -> int:
-        """Parameters of whole tensors that a device's part lies in, of the device with most.
-
-        ZeRO-2 cuts each group, end to end, into `parts`, and keeps the gradient of every tensor that begins, ends or
-        lies in its part as a whole.
-        """
+        """Parameters of whole tensors that a device's part lies in, of the device with most: ZeRO-2 cuts each group,
+        end to end, into `parts`, and keeps whole the gradient of every tensor that begins, ends or lies in its part."""
         totals = [0] * parts
         for group in self.groups:
             size = math.ceil(sum(group) / (2 * parts)) * 2  # DeepSpeed aligns the whole group to two elements a part

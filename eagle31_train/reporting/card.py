@@ -48,8 +48,6 @@ class CardResult:
 
 @dataclass(frozen=True)
 class CardResults:
-    """Everything that was measured of a checkpoint."""
-
     evaluation: CardResult | None = None
     serving: CardResult | None = None
     comparisons: Sequence[CardResult] = ()

@@ -30,8 +30,6 @@ Tool = dict[str, Any]
 
 @dataclass
 class Row:
-    """One conversation or prompt, and where it stands."""
-
     id: str
     source: str
     where: str  # file:line

@@ -103,9 +103,7 @@ class SeededSampling(LogitsProcessor):
 
 def draw(logits_BV: Tensor, uniform_B: Tensor, top_p: float) -> Tensor:
     """Token ids [B] int64, sampled by inverse CDF over the nucleus: the fewest most likely tokens of mass `top_p`.
-
-    logits_BV: [B, V] float32, temperature applied. uniform_B: [B] float32 in [0, 1).
-    """
+    logits_BV: [B, V] float32, temperature applied. uniform_B: [B] float32 in [0, 1)."""
     V = logits_BV.shape[1]
     if top_p == 1.0:  # all tokens, in any order: nothing is sorted
         mass_BV = logits_BV.softmax(-1).cumsum(-1)

@@ -38,15 +38,12 @@ def measure_serving(
 ) -> dict[str, Any]:
     """Serve the target alone, then with every draft of evaluate.serve_speculative_tokens; `report.py` has the form.
     What each server did is recorded in `folder`, and none is started again whose record is there: a large target takes
-    an hour.
+    an hour. UserError: a server that does not start or breaks off, a damaged record.
 
     Args:
         drafts: exported checkpoints by the names under which they are reported.
         prompts: as token ids; they are sent several times over where they are too few to keep all users busy.
-        end_ids: tokens that end an answer.
         folder: of the records and of each server's log; default: run_dir/servers.
-
-    Raises: UserError: a server that does not start or breaks off, a damaged record.
     """
     options = config.evaluate
     folder = Path(config.run_dir) / "servers" if folder is None else folder

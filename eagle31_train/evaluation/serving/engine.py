@@ -95,8 +95,6 @@ def flags(arguments: Mapping[str, Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class Engine:
-    """vLLM's version, and what it computes on, in words."""
-
     version: str
     device: str
 
