@@ -15,7 +15,7 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker, TensorBoardTracker
 
-from eagle31_train import artifacts, cli
+from eagle31_train import artifacts
 from eagle31_train.config import Config
 from eagle31_train.console import note
 from eagle31_train.errors import UserError
@@ -71,6 +71,3 @@ def start(accelerator: Accelerator, config: Config, inputs: dict[str, Any], step
         run = accelerator.get_tracker("wandb", unwrap=True)
         where = f"offline: wandb sync {os.path.relpath(Path(run.dir).parent)}" if run.offline else run.url
         note(f"train: Weights & Biases, {where}")
-    if config.train.tensorboard and not step:
-        text = "```\n" + cli.to_yaml(config) + "```"
-        accelerator.get_tracker("tensorboard", unwrap=True).add_text("config", text, 0)

@@ -16,8 +16,6 @@ from eagle31_train.targets.vllm_states import LAYERS, Piece, StatesWriter, numbe
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
-elif current_platform.is_xpu():
-    from vllm.v1.worker.xpu_worker import XPUWorker as PlatformWorker
 else:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 
