@@ -140,9 +140,6 @@ class Collected:
             tools_unread=int(bool(row.tools) and not template.reads_tools),
         )
 
-    def total(self, what: str) -> int:
-        return sum(counts[what] for counts in self.counts.values())
-
 
 def collect(rows: Iterator[Row], template: ChatTemplate, max_length: int, heldout: float) -> Collected:
     result = Collected()

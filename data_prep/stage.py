@@ -146,7 +146,7 @@ def _write(
             "coverage_by_source": coverage["train"][1],
         },
         "refused": collected.refused,
-        **{what: collected.total(what) for what in COUNTS},
+        **{what: sum(counts[what] for counts in collected.counts.values()) for what in COUNTS},
     }
 
 

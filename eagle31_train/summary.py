@@ -29,11 +29,7 @@ def summarise(config: Config) -> None:
     if (store := read_manifest(config)) is None:
         raise UserError(f"there is no complete store in {config.store_location}: run `{EXTRACT}` first")
     manifests |= {"extract": store, "export": run_folder.read_export(run_dir)}
-    measured = run_folder.identity(manifests["train"])
-    smaller = config.export_sliding_window or config.export_vocab_size or config.export_weights != "target"
-    if smaller:
-        measured = served(config).identity
-    if manifests["evaluate"]["inputs"].get("checkpoint") != measured:
+    if manifests["evaluate"]["inputs"].get("checkpoint") != served(config).identity:
         raise UserError(f"evaluate was last run on another training: run `{evaluate}` again")
     result, trained = manifests["evaluate"]["result"], manifests["train"]
     workload, depth = result["workloads"][0], str(result["draft_tokens"])

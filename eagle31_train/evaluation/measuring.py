@@ -45,10 +45,6 @@ class Candidate:
     drafter: Drafter
     target_ids: Tensor
 
-    @property
-    def aux_layers(self) -> list[int]:
-        return self.drafter.shape.aux_layers
-
 
 @dataclass(frozen=True)
 class Measurer:
@@ -119,7 +115,7 @@ class Measurer:
             beyond = self.options.max_speculative_tokens - 1 if states else 0
             return decode_plain(target, ids, self.limits, sampling, seeds, beyond=beyond, states=states)
         (candidate,) = [one for one in candidates if one.name == way[0]]
-        target = CachedTarget(self.model, candidate.aux_layers)
+        target = CachedTarget(self.model, candidate.drafter.shape.aux_layers)
         drafter = candidate.drafter
         return decode_speculative(target, drafter, candidate.target_ids, ids, way[1], self.limits, sampling, seeds)
 
@@ -141,7 +137,7 @@ class Measurer:
                 self._refuse_difference(workload, prompt, plain.tokens, answer.tokens)
         assert plain.aux is not None
         layers = _layers(candidates)
-        aux = plain.aux[:, [layers.index(layer) for layer in candidate.aux_layers]]
+        aux = plain.aux[:, [layers.index(layer) for layer in candidate.drafter.shape.aux_layers]]
         trajectory = Trajectory(prompt.ids, plain.tokens, plain.beyond, aux)
         depths, drift = self.options.max_speculative_tokens, self.options.drift
         accepted = unroll(candidate.drafter, candidate.target_ids, trajectory, depths, drift)
@@ -203,7 +199,7 @@ class Measurer:
 
 
 def _layers(candidates: list[Candidate]) -> list[int]:
-    return sorted({layer for candidate in candidates for layer in candidate.aux_layers})
+    return sorted({layer for candidate in candidates for layer in candidate.drafter.shape.aux_layers})
 
 
 def batches(prompts: list[Prompt], options: EvaluateConfig, verified: int) -> Iterator[list[int]]:

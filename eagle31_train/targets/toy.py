@@ -18,7 +18,6 @@ from torch import Generator, Tensor
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
 from eagle31_train import artifacts, locations
-from eagle31_train.errors import UserError
 from eagle31_train.provenance import LAYOUTS
 from eagle31_train.targets.embedded import command, make_folder
 
@@ -139,8 +138,6 @@ def _grammar(tokenizer: PreTrainedTokenizerFast, generator: Generator) -> dict[i
     vocabulary = tokenizer.get_vocab()
     begins = _spelt(tokenizer, [t for t in vocabulary if re.fullmatch("[A-Z][a-z]+", t)])
     words = _spelt(tokenizer, [t for t in vocabulary if re.fullmatch("Ġ[a-z]+", t)])
-    if len(words) < 2 * WORDS or len(begins) < 2 * FOLLOWERS:
-        raise UserError(f"{PROMPTS} has too few words for a toy: restore its files")
     order = torch.randperm(len(words), generator=generator).tolist()
 
     def some(of: Sequence[int]) -> list[int]:
