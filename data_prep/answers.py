@@ -1,8 +1,5 @@
-"""Who answers: the target in this process, or an OpenAI-compatible server.
-
-Both give every request an `Answer`, or the reason why it has none. No journal keeps the reason: asking again costs
-little, and may fare better.
-"""
+"""Who answers: the target in this process, or an OpenAI-compatible server. Both give every request an `Answer`, or the
+reason why it has none, which no journal keeps: asking again costs little, and may fare better."""
 
 import hashlib
 import json

@@ -1,9 +1,8 @@
 """Answers from an OpenAI-compatible server, over plain HTTP.
 
-A server may take an answer apart (vLLM with a reasoning parser and a tool parser): its parts go into the message, and
-are put together again when it is made into tokens (masks.py). One that hands on plain text leaves special tokens out.
-Where a target's own markup is made of these, they are asked for (`skip_special_tokens: false`, which vLLM and SGLang
-know). The number of a prompt's tokens tells whether a server renders it as the target's template does here.
+A server may take an answer apart (vLLM with a reasoning parser and a tool parser): its parts go into the message. Where
+a target's own markup is made of special tokens, which plain text leaves out, they are asked for (`skip_special_tokens:
+false`). The number of a prompt's tokens tells whether a server renders it as the target's template does here.
 """
 
 import http.client

@@ -1,9 +1,8 @@
 """The target answers the prompts itself: a drafter must learn the target's own words.
 
-Every answer goes to a journal as soon as it exists, under a key made of all that it depends on, so the same command
-goes on where it was stopped. Conversations advance in rounds, one turn of all of them at a time, which makes full
-batches. A prompt that cannot be answered is refused by name. A conversation that has answers already ends with them,
-as it does where an answer calls a tool whose result its prompt does not have (see `dialogue`).
+Every answer goes to a journal as soon as it exists, under a key of all that it depends on. Conversations advance in
+rounds, one turn of all of them at a time, which makes full batches. One that has answers already ends with them where
+the next cannot be given (see `dialogue`).
 """
 
 import json

@@ -1,11 +1,8 @@
-"""Prompts that the target writes itself: it goes on from its chat template where a user would speak.
+"""Prompts that the target writes itself: it goes on from its chat template where a user would speak (Magpie, arXiv
+2406.08464), and ends it with the token, or text, that ends a user's turn; later turns likewise, after an answer.
 
-The method is Magpie's (arXiv 2406.08464). A chat model that is given its template up to the user's words, and nothing
-else, writes what a user might say, and ends it with the token (or text) that ends a user's turn. Later turns are
-written in the same way after an answer of the target's.
-
-What is of use goes to `run_dir/prompts.jsonl`, which is a file of prompts like any other; refusals are counted. A
-journal has each text as soon as it exists, and every text has its own seed, so a killed run ends in the same file.
+What is of use goes to `run_dir/prompts.jsonl`, a file of prompts like any other; refusals are counted. A journal has
+each text as soon as it exists, and every text has its own seed, so a killed run ends in the same file.
 """
 
 import json

@@ -1,12 +1,4 @@
-"""The library in a few calls: read stored states, draft, generate speculatively, score a drafter (docs/api.md).
-
-from eagle31_train.api import Speculator, open_store
-
-states = open_store("runs/smollm2/store").sample("train", 0)
-speculator = Speculator.load("runs/smollm2", target="models/SmolLM2-135M-Instruct")
-print(speculator.generate("Why is the sky blue?").text)
-print(speculator.score(["Why is the sky blue?", "Count to ten."]))
-"""
+"""The library in a few calls: read stored states, draft, generate speculatively, score a drafter (docs/api.md)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,9 +1,6 @@
-"""The order of the data: a pure function of (seed, epoch, lengths, windows), the same for any number of ranks.
-
-A global batch is a list of sample indices; `share` splits it into the micro-batches of ranks and
-accumulation steps. Splitting otherwise changes nothing but speed, since the loss is normalised over
-the whole global batch.
-"""
+"""The order of the data: a pure function of (seed, epoch, lengths, windows), the same for any number of ranks. A global
+batch is a list of sample indices; `share` splits it into micro-batches, which changes nothing but speed, since the loss
+is normalised over the whole global batch."""
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence

@@ -1,8 +1,6 @@
-"""Windows: the stretches of a split that are shuffled and trained one after another, and when each is used up.
-
-With windows a store need not be at hand as a whole: not in the cache of a remote one, and not on the disk
-of one that is trained while it is still being written.
-"""
+"""Windows: the stretches of a split that are shuffled and trained one after another, and when each is used up. So a
+store need not be at hand as a whole: not in the cache of a remote one, nor on the disk of one that is still being
+written."""
 
 from collections.abc import Sequence
 

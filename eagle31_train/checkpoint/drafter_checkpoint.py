@@ -1,11 +1,5 @@
-"""A drafter on disk, whoever wrote it: a run of this project, an exported folder, or a published EAGLE 3 or 3.1 draft.
-
-checkpoint = DrafterCheckpoint.open("runs/smollm2")              # the finished run's checkpoint
-checkpoint = DrafterCheckpoint.open("runs/smollm2/export")
-checkpoint = DrafterCheckpoint.open("owner/name", revision="main")
-checkpoint = DrafterCheckpoint.open("owner/name@outputs")        # its layer ids are outputs of layers, as SGLang's
-drafter = checkpoint.load(target, torch.bfloat16, torch.float32)
-"""
+"""A drafter on disk, whoever wrote it: a run of this project, an exported folder, or a published EAGLE 3 or 3.1
+draft."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,8 +1,5 @@
-"""Evaluate drafters of one target, alone or side by side: what the commands evaluate and compare share.
-
-Every drafter's measurement of every workload is kept in a file of its own, so that nothing is measured twice, under
-whatever name: a run that was stopped goes on with what is left, and one more drafter is decoded alone.
-"""
+"""Evaluate drafters of one target, alone or side by side. Every drafter's measurement of every workload is kept in a
+file of its own: a run that was stopped goes on with what is left, and one more drafter is decoded alone."""
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence

@@ -1,9 +1,6 @@
-"""What was measured: how many drafted tokens of one drafter the target accepts on the prompts of one workload.
-
-The target's output does not depend on the drafter, so one output serves every drafter and every number of draft tokens:
-the draft that a server makes while token i of the output is the newest does not depend on how it came there, and its
-first K tokens are those of a server that drafts K.
-"""
+"""What was measured: how many drafted tokens of one drafter the target accepts on the prompts of one workload. The
+target's output does not depend on the drafter, so one output serves every drafter and number of draft tokens: the first
+K tokens of the draft that a server makes while token i is the newest are those of a server that drafts K."""
 
 import os
 import platform

@@ -1,8 +1,5 @@
-"""Perturbations: named transforms of prompts, under which a drafter's acceptance is measured once more.
-
-Each makes other token ids of the same prompt, or has it sampled otherwise; each is a pure function of the prompt and of
-what is given around it. `find` knows them by name, `KNOWN` is what a user may read.
-"""
+"""Perturbations: named transforms of prompts, under which a drafter's acceptance is measured once more. Each is a pure
+function of the prompt and of what is given around it, and makes other token ids, or has it sampled otherwise."""
 
 import hashlib
 import re

@@ -1,8 +1,5 @@
-"""Prompts as token ids: of the held-out split, of JSON lines, of the Hugging Face hub, or as `datasets` saved them.
-
-A `Suite` says how a row becomes a question. Rows of our own forms, with prompt, turns or messages, need no such words:
-a file of them can stand in for any suite.
-"""
+"""Prompts as token ids: of the held-out split, of JSON lines, of the Hugging Face hub, or as `datasets` saved them. A
+`Suite` says how a row becomes a question; rows of our own forms, with prompt, turns or messages, need no such words."""
 
 import re
 import string

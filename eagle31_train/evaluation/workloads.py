@@ -1,7 +1,4 @@
-"""Workloads: the held-out prompts and further suites, each as it is and once under every perturbation.
-
-`configs/suite/` has the suites that the field reports.
-"""
+"""Workloads: the held-out prompts and further suites (`configs/suite/`), each as it is and under every perturbation."""
 
 import re
 import zlib

@@ -1,11 +1,6 @@
-"""The draft vocabulary: which of the target's tokens the drafter can propose, and the maps between them.
-
-`d2t` is what vLLM reads: an **offset**, target id = k + d2t[k]. `t2d` says per target id whether
-the draft vocabulary holds it. Draft ids are in ascending order of target ids, so d2t never
-decreases and both maps follow from either one.
-
-NumPy only: the data stage imports it, and no torch.
-"""
+"""The draft vocabulary: which of the target's tokens the drafter can propose. `d2t` is what vLLM reads: an **offset**,
+target id = k + d2t[k]. `t2d` says per target id whether the draft vocabulary holds it. Draft ids are in ascending order
+of target ids, so both maps follow from either one. NumPy only: the data stage imports it, and no torch."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,8 +1,5 @@
-"""The rows of files, of folders of them, and of hub data sets, one by one, each with its number.
-
-The number of the line in text files (of the row's first line in CSV), of the row in JSON lists, Parquet and hub data
-sets, from 1. With the name of the file it makes the row's default id.
-"""
+"""The rows of files, of folders of them, and of hub data sets, one by one, each with its number from 1: of the line in
+text files (the row's first in CSV), else of the row. With the name of the file it makes the row's default id."""
 
 import csv
 import gzip

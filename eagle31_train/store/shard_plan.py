@@ -1,8 +1,5 @@
-"""What a store will hold, worked out from the data alone: which samples each shard has, and how many bytes.
-
-So a killed extraction goes on at the first shard that is not committed, processes share the work without exchanging
-messages, and training knows every step before the first shard is there.
-"""
+"""What a store will hold, worked out from the data alone: which samples each shard has, and how many bytes. So a killed
+extraction goes on, processes share the work without exchanging messages, and training knows every step in advance."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
