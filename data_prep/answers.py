@@ -1,8 +1,5 @@
-"""Who answers: the target in this process, or an OpenAI-compatible server.
-
-Both give every request an `Answer`, or the reason why it has none. No journal keeps the reason: asking again costs
-little, and may fare better.
-"""
+"""Who answers: the target in this process, or an OpenAI-compatible server. Both give every request an `Answer`, or the
+reason why it has none, which no journal keeps: asking again costs little, and may fare better."""
 
 import hashlib
 import json
@@ -53,7 +50,6 @@ class Job:
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
 
     def add(self, answer: Answer) -> None:
-        """Go on with an answer."""
         self.answers += 1
         self.tokens += answer.tokens
         self.messages.append({**answer.message, "finish_reason": answer.finish_reason})
@@ -125,10 +121,7 @@ class Local:
             yield key, Answer({"role": "user", "content": text}, reason, 0)
 
     def _draw(self, requests: dict[str, Any], *how: Any) -> Iterator[tuple[str, Any]]:
-        """The tokens of each request, in batches of like length, the longest first: memory trouble shows at once.
-
-        `how` as in `Generator.answer`.
-        """
+        """The tokens of each request, in batches of like length, the longest first: memory trouble shows at once."""
         order = sorted(requests, key=lambda key: (-len(requests[key].ids), key))
         for start in range(0, len(order), self.at_once):
             keys = order[start : start + self.at_once]
@@ -136,7 +129,6 @@ class Local:
 
     @cached_property
     def generator(self) -> Any:
-        """The target's `Generator`."""
         from eagle31_train.targets.generate import Generator
 
         return Generator(self.config.target, self.template.end_ids)
@@ -175,7 +167,6 @@ class Remote:
         return self._all(jobs, self._answer)
 
     def write(self, texts: Texts, how: SelfPromptsConfig, stops: list[int], stop_text: str | None) -> Outcomes:
-        """See `Local.write`."""
         options = {"max_tokens": how.max_new_tokens, "temperature": how.temperature, "top_p": how.top_p}
 
         def ask(text: tuple[list[int], int]) -> Answer:
@@ -220,10 +211,8 @@ class Remote:
 
 
 def _whole_message(message: Message, finish_reason: str) -> Message:
-    """A server's answer up to its last whole character, where it was cut inside one.
-
-    Refused for bytes elsewhere that are no text: what tokens they were, the text cannot tell.
-    """
+    """A server's answer up to its last whole character, where it was cut inside one; Refused for bytes elsewhere that
+    are no text."""
     last = "content" if message["content"] else "reasoning_content"
     if finish_reason == "length" and message.get(last):
         message = {**message, last: message[last].rstrip(NO_CHARACTER)}

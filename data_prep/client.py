@@ -1,9 +1,8 @@
 """Answers from an OpenAI-compatible server, over plain HTTP.
 
-A server may take an answer apart (vLLM with a reasoning parser and a tool parser): its parts go into the message, and
-are put together again when it is made into tokens (masks.py). One that hands on plain text leaves special tokens out.
-Where a target's own markup is made of these, they are asked for (`skip_special_tokens: false`, which vLLM and SGLang
-know). The number of a prompt's tokens tells whether a server renders it as the target's template does here.
+A server may take an answer apart (vLLM with a reasoning parser and a tool parser): its parts go into the message. Where
+a target's own markup is made of special tokens, which plain text leaves out, they are asked for (`skip_special_tokens:
+false`). The number of a prompt's tokens tells whether a server renders it as the target's template does here.
 """
 
 import http.client
@@ -43,10 +42,8 @@ OPENER = urllib.request.build_opener(_NoRedirects)
 
 @dataclass
 class Server:
-    """A chat-completions endpoint, for answers of a target with this template.
-
-    url: ends with /v1; a key is taken from OPENAI_API_KEY. given_up: no request is repeated any more.
-    """
+    """A chat-completions endpoint. url: ends with /v1; a key is taken from OPENAI_API_KEY. given_up: nothing is
+    repeated."""
 
     url: str
     model: str
@@ -70,10 +67,7 @@ class Server:
             self.options["skip_special_tokens"] = False
 
     def answer(self, messages: list[Message], temperature: float, seed: int, tools: list[Tool] | None = None) -> Answer:
-        """Ask for one answer, with retries and back-off where the server is busy or away.
-
-        Raises UserError where no prompt will fare better, Refused where the server or the template refuses this one.
-        """
+        """Ask for one answer. UserError where no prompt will fare better, Refused where this one is refused."""
         body = {
             "model": self.model,
             "messages": list(map(_sent, self.template.history(messages))),
@@ -93,10 +87,8 @@ class Server:
         return answer
 
     def complete(self, **request: Any) -> tuple[str, str]:
-        """Go on from token ids: the text, and why it ended (stop, length); `request` as /v1/completions takes it.
-
-        Needs a server that takes token ids and `stop_token_ids`, as vLLM and SGLang do. Raises as `answer` does.
-        """
+        """Go on from token ids: the text, and why it ended (stop, length); `request` as /v1/completions takes it. Needs
+        a server that takes token ids and `stop_token_ids`, as vLLM and SGLang do. Raises as `answer` does."""
         content = self._ask(f"{self.base}/completions", {"model": self.model, **request})
         try:
             choice = foreign.parse_json(content)["choices"][0]

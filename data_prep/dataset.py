@@ -57,7 +57,6 @@ class Split:
     rows: list[tuple[str, str, Sample]] = field(default_factory=list)
 
     def shuffle(self, seed: int) -> None:
-        """Put the samples in random order."""
         order = np.random.Generator(np.random.PCG64(seed)).permutation(len(self.rows)).tolist()
         self.rows = [self.rows[i] for i in order]
 
@@ -141,13 +140,8 @@ class Collected:
             tools_unread=int(bool(row.tools) and not template.reads_tools),
         )
 
-    def total(self, what: str) -> int:
-        """A count over all sources."""
-        return sum(counts[what] for counts in self.counts.values())
-
 
 def collect(rows: Iterator[Row], template: ChatTemplate, max_length: int, heldout: float) -> Collected:
-    """Every row masked, split and counted; what is of no use is refused by name and reason."""
     result = Collected()
     for row in Progress(rows, desc="conversations", unit="row", leave=False):
         try:

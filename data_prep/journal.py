@@ -15,8 +15,6 @@ from eagle31_train.rows.formats import Message
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer of the target, or a prompt that it wrote."""
-
     message: Message  # role and content, and perhaps reasoning_content, tool_calls and tokens
     finish_reason: str  # "stop", "tool_calls" or "length"
     tokens: int  # of the answer, as the engine counts them; 0 if unknown
@@ -27,10 +25,8 @@ Request = TypeVar("Request")
 
 
 class Journal:
-    """Answers so far, one JSON line each, on disk as soon as they exist; of one run at a time.
-
-    Stands beside the file that is made of them, X.jsonl, as X.jsonl.partial; X.manifest.json is that file's record.
-    """
+    """Answers so far, one JSON line each; of one run at a time. Stands beside the file that is made of them, X.jsonl,
+    as X.jsonl.partial; X.manifest.json is that file's record."""
 
     def __init__(self, output: Path) -> None:
         self.output, self.manifest = output, output.with_suffix(".manifest.json")
@@ -84,7 +80,6 @@ class Journal:
         self.file.close()
 
     def add(self, key: str, answer: Answer) -> None:
-        """Write an answer."""
         self.answers[key] = answer
         self.file.write(json.dumps({"key": key, **asdict(answer)}, ensure_ascii=False).encode() + b"\n")
         self.file.flush()

@@ -73,8 +73,6 @@ def samples(
 
 @dataclass(frozen=True)
 class Span:
-    """An answer in rendered text."""
-
     start: int  # the first character
     end: int  # the one behind its end-of-turn token
     content: str
@@ -83,10 +81,8 @@ class Span:
 
 
 def masked(template: ChatTemplate, text: str, spans: list[Span], max_length: int, keep_rest: bool) -> Sample:
-    """Token ids and loss mask of a text with answers in it; with `keep_rest` it goes on after the last answer.
-
-    Refused if the mask cannot be known exactly, or would be empty; RewrittenError if an answer is not as it was.
-    """
+    """Token ids and loss mask of a text with answers in it; with `keep_rest` it goes on after the last answer. Refused
+    if the mask cannot be known exactly, or would be empty; RewrittenError if an answer is not as it was."""
     tokens = Tokens(template, text)
     mask = np.zeros(len(tokens.ids), dtype=np.bool_)
     end = respelt = 0
@@ -133,15 +129,15 @@ def _same(left: str, right: str) -> bool:
 
 
 class Tokens:
-    """Rendered text, its tokens, and the way from characters to tokens.
+    """Rendered text, its tokens, and the way from characters to tokens; Refused where decoding the ids gives another
+    text.
 
-    Fast tokenizers report where each token stands. For the others it is recovered from the ids: added tokens (turn
-    markers and the like) stand in the text as they are spelt, what lies between two of them is decoded as one piece,
-    and the pieces must add up to the text. A place inside a piece is found by encoding that piece up to it.
+    Fast tokenizers report where each token stands. For the others, added tokens (turn markers and the like) stand in
+    the text as they are spelt, what lies between two of them is decoded as one piece, and the pieces must add up to the
+    text. A place inside a piece is found by encoding that piece up to it.
     """
 
     def __init__(self, template: ChatTemplate, text: str) -> None:
-        """Raises: Refused, where decoding the ids gives another text."""
         self.template = template
         self.text = text
         self.offsets: list[tuple[int, int]] | None = None
@@ -223,11 +219,8 @@ class Tokens:
 def one_sample(
     template: ChatTemplate, messages: list[Message], max_length: int, tools: list[Tool] | None = None
 ) -> Sample:
-    """The whole conversation as it is rendered. Refused, RewrittenError: see `masked`.
-
-    Of an answer with `finish_reason` "length" the end-of-turn token is not supervised; the sample ends with such an
-    answer if it is the last message.
-    """
+    """The whole conversation as it is rendered; errors as of `masked`. Of an answer with `finish_reason` "length" the
+    end-of-turn token is not supervised; the sample ends with such an answer if it is the last message."""
     answers = [message for message in messages if message["role"] == "assistant"]
     if not answers:
         raise Refused(NO_ANSWER)
@@ -334,11 +327,8 @@ def read_turn(
 def to_message(
     template: ChatTemplate, messages: list[Message], text: str, finish_reason: str, tools: list[Tool] | None = None
 ) -> Message:
-    """The message of an answer that is known as text with all its markup: as a server would take it apart.
-
-    In its parts only where the template then writes the very same text; else the text is its content. Thoughts
-    in front of an answer stay there: `ChatTemplate.history` and `read_turn` know them.
-    """
+    """The message of an answer that is known as text with all its markup: as a server would take it apart. In its parts
+    only where the template then writes the very same text; else the text is its content."""
     prompt = template.render(template.history(messages), add_generation_prompt=True, tools=tools)
     message = markup.take_apart(text, prompt.rstrip().endswith(OPEN))
     with suppress(Refused):
@@ -364,10 +354,8 @@ def _check(message: Message, prompt: str, cut: bool) -> None:
 def _written(
     template: ChatTemplate, history: list[Message], message: Message, prompt: str, tools: list[Tool] | None
 ) -> tuple[str, str, bool]:
-    """The rendered conversation, the answer in it, and whether that begins with an empty thought.
-
-    Arguments of tool calls are in the target's own spelling where the template keeps it.
-    """
+    """The rendered conversation, the answer in it, and whether that begins with an empty thought. Arguments of tool
+    calls are in the target's own spelling where the template keeps it."""
     problem = Refused("")
     for verbatim in (True, False) if message.get("tool_calls") else (False,):
         whole = template.render([*history, message], tools=tools, verbatim=verbatim)
@@ -413,11 +401,9 @@ def _read_back(message: Message, prompt: str, body: str) -> tuple[str, bool]:
 def _body(
     template: ChatTemplate, history: list[Message], prompt: str, whole: str, tools: list[Tool] | None
 ) -> str | None:
-    """What `whole` has after the generation prompt; None if it does not go on as the prompt does.
-
-    A last answer may change how the turns before it are written (Kimi's and harmony's templates), so only the last
-    turn is taken from `whole`. Where it begins is found with a plain answer in its place.
-    """
+    """What `whole` has after the generation prompt; None if it does not go on as the prompt does. A last answer may
+    change how turns before it are written (Kimi's and harmony's templates), so its place is found with a plain answer
+    there."""
     if whole.startswith(prompt):
         return whole[len(prompt) :]
     base = template.render(history, tools=tools)
@@ -433,7 +419,6 @@ def _body(
 
 
 def _end_of_turn(template: ChatTemplate, whole: str) -> str:
-    """The end-of-turn token with which the template ends the last turn."""
     for token in template.end_ids:
         if (text := template.decode([token])) and whole.rstrip().endswith(text):
             return text

@@ -1,9 +1,8 @@
 """The target answers the prompts itself: a drafter must learn the target's own words.
 
-Every answer goes to a journal as soon as it exists, under a key made of all that it depends on, so the same command
-goes on where it was stopped. Conversations advance in rounds, one turn of all of them at a time, which makes full
-batches. A prompt that cannot be answered is refused by name. A conversation that has answers already ends with them,
-as it does where an answer calls a tool whose result its prompt does not have (see `dialogue`).
+Every answer goes to a journal as soon as it exists, under a key of all that it depends on. Conversations advance in
+rounds, one turn of all of them at a time, which makes full batches. One that has answers already ends with them where
+the next cannot be given (see `dialogue`).
 """
 
 import json
@@ -26,12 +25,8 @@ OUTPUT = "conversations.jsonl"
 
 
 def regenerate(config: Config, template: ChatTemplate) -> tuple[Path, dict[str, Any]]:
-    """Answer `data.prompts`, or the prompts of `data.sources`, with the target.
-
-    Returns `run_dir/conversations.jsonl` and its manifest. One answer per prompt is drawn at
-    `data.generate.temperature`; of several, the first is greedy and the others are drawn at it. Raises UserError
-    without a prompt that can be answered, and for an existing output of other inputs.
-    """
+    """Answer `data.prompts`, or those of `data.sources`; returns `run_dir/conversations.jsonl` and its manifest.
+    UserError without a prompt that can be answered, and for an existing output of other inputs."""
     output = Path(config.run_dir) / OUTPUT
     generate = config.data.generate
     if generate.samples > 1 and not generate.temperature:
@@ -84,7 +79,6 @@ def _prompts(corpus: Corpus) -> dict[str, Any]:
 
 
 def _settings(config: Config, template: ChatTemplate) -> dict[str, Any]:
-    """All that an answer depends on, beside its prompt."""
     generate = config.data.generate
     return {
         **target_inputs(config, template, "model"),
@@ -144,7 +138,6 @@ def answer_all(
 
 
 def _key(job: Job, settings: dict[str, Any]) -> str:
-    """The journal's key of the next answer."""
     question = [settings, job.row.id, job.sample, job.messages]
     return artifacts.fingerprint([*question, job.row.tools] if job.row.tools else question)
 

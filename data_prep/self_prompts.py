@@ -1,11 +1,8 @@
-"""Prompts that the target writes itself: it goes on from its chat template where a user would speak.
+"""Prompts that the target writes itself: it goes on from its chat template where a user would speak (Magpie, arXiv
+2406.08464), and ends it with the token, or text, that ends a user's turn; later turns likewise, after an answer.
 
-The method is Magpie's (arXiv 2406.08464). A chat model that is given its template up to the user's words, and nothing
-else, writes what a user might say, and ends it with the token (or text) that ends a user's turn. Later turns are
-written in the same way after an answer of the target's.
-
-What is of use goes to `run_dir/prompts.jsonl`, which is a file of prompts like any other; refusals are counted. A
-journal has each text as soon as it exists, and every text has its own seed, so a killed run ends in the same file.
+What is of use goes to `run_dir/prompts.jsonl`, a file of prompts like any other; refusals are counted. A journal has
+each text as soon as it exists, and every text has its own seed, so a killed run ends in the same file.
 """
 
 import json
@@ -35,8 +32,6 @@ REPETITIVE = 0.15  # zlib's size of a text of words that come again and again, a
 
 @dataclass
 class Written:
-    """One conversation's prompts on their way."""
-
     number: int  # of the try, which seeds its draws
     kind: str  # the name of its system prompt, "" without one
     messages: list[Message] = field(default_factory=list)
@@ -44,10 +39,8 @@ class Written:
 
 
 def write_prompts(config: Config, template: ChatTemplate) -> Path:
-    """Have the target write `data.self_prompts.count` prompts; returns `run_dir/prompts.jsonl`.
-
-    UserError if the template writes nothing after a user's words, or too few texts are of use.
-    """
+    """Have the target write `data.self_prompts.count` prompts; returns `run_dir/prompts.jsonl`. UserError if the
+    template writes nothing after a user's words, or too few texts are of use."""
     output = Path(config.run_dir) / OUTPUT
     stop = user_stop(template)
     settings = _settings(config, template)
@@ -106,7 +99,6 @@ def _counted(refused: Counter[str]) -> str:
 
 
 def _settings(config: Config, template: ChatTemplate) -> dict[str, Any]:
-    """All that the prompts depend on."""
     generate, options = config.data.generate, asdict(config.data.self_prompts)
     answers = {"answers": [generate.max_new_tokens, generate.temperature, generate.top_p]}
     later = answers if options["turns"] > 1 else {}
@@ -114,8 +106,6 @@ def _settings(config: Config, template: ChatTemplate) -> dict[str, Any]:
 
 
 class Writer:
-    """Writes conversations' prompts, turn by turn."""
-
     def __init__(
         self, config: Config, template: ChatTemplate, stop: int | str, journal: Journal, fingerprint: str
     ) -> None:
@@ -181,10 +171,7 @@ class Writer:
         return self.engine.write(texts, self.options, self.stops, self.stop_text)
 
     def _request(self, one: Written) -> tuple[list[int], int]:
-        """Token ids up to where the user speaks, and a seed.
-
-        A space before that is the first word's: tokens begin with theirs.
-        """
+        """Token ids up to where the user speaks, and a seed. A space before that is the first word's."""
         messages = [*self.template.history(one.messages), {"role": "user", "content": MARK}]
         ids = self.template.encode(self.template.render(messages).partition(MARK)[0].rstrip(" "))
         return ids, int(artifacts.fingerprint([self.config.seed, one.number, len(ids)])[:8], 16)

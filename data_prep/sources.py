@@ -41,10 +41,8 @@ class Source:
     weight: Fraction = Fraction(1)
 
     def read(self) -> Iterator[Row]:
-        """Its rows in order; of a named source with its name as their source and before their ids.
-
-        Raises UserError for a damaged line, a row of no known format, an id used twice, or no row at all.
-        """
+        """Its rows in order; of a named source with its name as their source and before their ids. UserError for a
+        damaged line, a row of no known format, an id used twice, or no row at all."""
         seen: dict[str, str] = {}
         for file in self.files:
             for number, value in file.values():
@@ -87,7 +85,6 @@ class Corpus:
         return cls(sources, bool(entries), config.seed, data.rows)
 
     def inputs(self) -> dict[str, Any]:
-        """All that the rows depend on."""
         if not self.mixed:
             return self.sources[0].inputs("sources")
         sources = {source.name: {**source.inputs("files"), "weight": str(source.weight)} for source in self.sources}
@@ -147,11 +144,9 @@ def rank(seed: int, name: str, identity: str) -> bytes:
 
 
 def quotas(weights: Mapping[str, Fraction], have: Mapping[str, int], rows: int | None) -> dict[str, int]:
-    """How many rows of each source: its weight's share, rounded by largest remainder, ties by name.
-
-    `have`: usable rows of each source. `rows`: how many in all; None for the most with which no share is larger than
-    its source. Raises UserError where a source has fewer than its share, or its share is no row at all.
-    """
+    """How many rows of each source: its weight's share, rounded by largest remainder, ties by name; UserError where it
+    has fewer, or that is none. `have`: usable rows. `rows`: of all; None for the most with which each share can be
+    filled."""
     whole = sum(weights.values())
     total = rows if rows is not None else min(have[name] * whole // weight for name, weight in weights.items())
     shares = {name: total * weight / whole for name, weight in weights.items()}
@@ -185,8 +180,6 @@ def _nothing_given(data: DataConfig, option: str) -> str:
 
 @dataclass(frozen=True)
 class SourceOptions:
-    """An entry of `data.sources`."""
-
     path: str
     format: str
     split: str

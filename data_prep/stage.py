@@ -39,11 +39,9 @@ COUNTS = {  # of the manifest; the summary has those that are not 0
 
 
 def prepare(config: Config) -> None:
-    """Make `run_dir/data`: the data set, the draft vocabulary and the manifest.
-
-    UserError: see `Corpus`, `ChatTemplate.load`; also when a source or a split is left without conversations, or
-    `run_dir/data` holds something else.
-    """
+    """Make `run_dir/data`: the data set, the draft vocabulary and the manifest. UserError: see `Corpus`,
+    `ChatTemplate.load`; also when a source or a split is left without conversations, or `run_dir/data` holds something
+    else."""
     started = time.monotonic()
     data, folder = config.data, config.data_folder.resolve()
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
@@ -148,7 +146,7 @@ def _write(
             "coverage_by_source": coverage["train"][1],
         },
         "refused": collected.refused,
-        **{what: collected.total(what) for what in COUNTS},
+        **{what: sum(counts[what] for counts in collected.counts.values()) for what in COUNTS},
     }
 
 

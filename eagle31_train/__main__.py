@@ -22,16 +22,13 @@ COMMANDS = {
     "evaluate": ("eagle31_train.evaluate", "stage 4: acceptance length by real decoding"),
     "export": ("eagle31_train.export", "stage 5: the checkpoint that vLLM serves, and its card"),
     "summary": ("eagle31_train.summary", "the table of a finished run"),
-    "report": ("eagle31_train.report", "a training's curves as a page"),
     "compare": ("eagle31_train.compare", "several drafters on the same prompts"),
-    "store": ("eagle31_train.store", "look into a store, verify it"),
+    "store": ("eagle31_train.store", "verify a store, every byte of it"),
     "new": ("eagle31_train.new", "write a commented recipe into this folder"),
-    "completion": ("eagle31_train.completion", "completion of commands and options for bash or zsh"),
 }
 
 
 def main() -> None:
-    """Entry point of the console script and of `python -m eagle31_train`."""
     command = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if command in ("-h", "--help"):
         with tidy():
@@ -47,7 +44,6 @@ def main() -> None:
 
 
 def usage() -> str:
-    """What `eagle31 --help` prints."""
     width = max(map(len, COMMANDS))
     return "\n".join(
         [__doc__ or "", "commands:", *(f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items())]

@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,6 @@ def fingerprint(value: Any) -> str:
 
 
 def file_sha256(path: Path) -> str:
-    """SHA-256 of a file's bytes, as hex."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(1 << 20):
@@ -55,7 +54,6 @@ def file_sha256(path: Path) -> str:
 
 
 def fsync_path(path: Path) -> None:
-    """Force a file's bytes, or a folder's entries, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -63,26 +61,10 @@ def fsync_path(path: Path) -> None:
         os.close(descriptor)
 
 
-def forget_pages(path: Path) -> None:
-    """Let the kernel drop its copy of a file, so that the disk is asked again: it may have erred for once."""
-    with suppress(OSError), path.open("rb") as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def matches(path: Path, expected: str, checksum: Callable[[Path], str]) -> bool:
-    """Whether a file has this checksum; where it seems not to, it is read from the disk once more."""
-    if checksum(path) == expected:
-        return True
-    forget_pages(path)
-    return checksum(path) == expected
-
-
 def commit(temporary: Path, final: Path) -> None:
-    """Give a finished file or folder its name, and make it survive a power cut.
-
-    A file replaces its predecessor atomically. A folder's predecessor is set aside as `.NAME.old` until the new one
-    has its name, so that a kill at any instant leaves one of them whole.
-    """
+    """Give a finished file or folder its name, and make it survive a power cut. A file replaces its predecessor
+    atomically. A folder's predecessor is set aside as `.NAME.old` meanwhile: a kill at any instant leaves one of them
+    whole."""
     for path in [temporary, *temporary.rglob("*")] if temporary.is_dir() else [temporary]:
         fsync_path(path)
     aside = final.with_name(f".{final.name}.old")
@@ -121,12 +103,10 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file whole or not at all."""
     write_bytes(path, text.encode())
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON whole or not at all."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
@@ -162,7 +142,7 @@ def first_damaged(
             return f"{file} is missing"
         if file.stat().st_size != entry["bytes"]:
             return f"{file} has {file.stat().st_size} bytes, not {entry['bytes']}: truncated or replaced"
-        if not matches(file, entry[key], checksum):
+        if checksum(file) != entry[key]:
             return f"{file} does not match its checksum: damaged or replaced"
     return None
 
@@ -176,10 +156,8 @@ def discard(folder: Path) -> None:
 
 
 def weights_fingerprint(path: str) -> str:
-    """What tells two targets apart: names, sizes and contents of a local directory's weights, config and code.
-
-    Of files past LARGE bytes, SAMPLES blocks spread over the file are read. Of a hub id it is the id alone.
-    """
+    """What tells two targets apart: names, sizes and contents of a local directory's weights, config and code; of files
+    past LARGE bytes, SAMPLES blocks spread over the file. Of a hub id it is the id alone."""
     kinds = ("*.safetensors", "*.bin", "config.json", "*.py")
     files = sorted(file for kind in kinds for file in Path(path).glob(kind)) if Path(path).is_dir() else []
     return fingerprint([(f.name, f.stat().st_size, _content_sha256(f)) for f in files] or path)

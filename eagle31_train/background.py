@@ -6,11 +6,7 @@ from typing import Any
 
 
 class Background:
-    """Works off one call after another while the main thread goes on; the next one waits until the last is done.
-
-    What a call raises, the next of these methods raises. The interpreter waits for the thread, whatever ends the main
-    one.
-    """
+    """Works off one call after another in a thread; the next waits for the last, and raises what that raised."""
 
     def __init__(self, name: str) -> None:
         self._thread = ThreadPoolExecutor(1, name)
@@ -26,7 +22,6 @@ class Background:
             self._thread.shutdown()
 
     def start(self, call: Callable[..., None], *arguments: Any) -> None:
-        """Wait for the call before, and begin this one."""
         self.wait()
         self._call = self._thread.submit(call, *arguments)
 
@@ -45,7 +40,6 @@ class Background:
             raise error
 
     def close(self) -> None:
-        """Wait, and end the thread."""
         try:
             self.wait()
         finally:

@@ -31,10 +31,8 @@ def opt(
     finite: bool = True,
     **bounds: float,
 ) -> Any:
-    """A configuration field: its default, its help, and which values it takes, alone or in a list.
-
-    bounds: above, at_least, at_most, below.
-    """
+    """A configuration field: default, help, and which values it takes, alone or in a list. bounds: above, at_least,
+    at_most, below."""
     metadata = {"help": help, "choices": choices, "bounds": bounds, "finite": finite}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: default.copy(), metadata=metadata)
@@ -124,7 +122,6 @@ class TargetConfig:
 
     @property
     def is_hub_id(self) -> bool:
-        """Whether the target is named by `owner/name` on the hub rather than by a folder here."""
         return is_hub_id(self.path)
 
     @property
@@ -177,24 +174,20 @@ class DataConfig:
 
     @property
     def given(self) -> bool:
-        """Whether any conversations or prompts are given, or are to be written by the target."""
         return bool(self.conversations or self.prompts or self.sources)
 
     @property
     def hub_sets(self) -> list[str]:
-        """The data sets of the hub among them."""
         named = [self.conversations, self.prompts, *self.source_paths, *self.sources.values()]
         return sorted({path for path in named if isinstance(path, str) and is_hub_set(path)})
 
     @property
     def source_paths(self) -> list[str]:
-        """Of the entries of data.sources that have one."""
         paths = [one.get("path") for one in self.sources.values() if isinstance(one, dict)]
         return [path for path in paths if isinstance(path, str)]
 
     @property
     def writes_prompts(self) -> bool:
-        """Whether the target is to write prompts itself."""
         return SELF in (self.prompts, *self.source_paths)
 
 
@@ -395,7 +388,6 @@ class Config:
 
     @property
     def data_folder(self) -> Path:
-        """Where stage 1 writes and the others read."""
         return Path(self.data_dir or Path(self.run_dir) / "data")
 
     @property
@@ -405,7 +397,6 @@ class Config:
 
     @property
     def cache_folder(self) -> Path:
-        """Where copies of a remote store's shards lie."""
         return Path(self.store.cache_dir or Path(self.run_dir) / "cache")
 
 
@@ -414,10 +405,8 @@ class Config:
 
 @dataclass(frozen=True)
 class DrafterShape:
-    """A drafter's architecture with nothing left to default: DrafterConfig joined with its target.
-
-    Saved as `drafter.json` beside trained weights; `contract.py` says what checkpoint it makes.
-    """
+    """A drafter's architecture with nothing left to default: DrafterConfig joined with its target; saved as
+    `drafter.json`."""
 
     architecture: str
     hidden_size: int  # D

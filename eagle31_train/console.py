@@ -33,7 +33,6 @@ STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again later
 
 
 def parser(command: str, description: str | None) -> argparse.ArgumentParser:
-    """Of a command that takes no recipe, described by its module's docstring."""
     shape = argparse.RawDescriptionHelpFormatter
     return argparse.ArgumentParser(prog=f"eagle31 {command}", description=description, formatter_class=shape)
 
@@ -68,10 +67,8 @@ def explained() -> Iterator[None]:
 
 @contextmanager
 def tidy() -> Iterator[None]:
-    """Around a command: its lines come in order, and `| head`, which has read enough, ends it without a traceback.
-
-    In a log libraries draw no bars; on a terminal those of downloads and of loading weights stay.
-    """
+    """Around a command: its lines come in order, and `| head`, which has read enough, ends it without a traceback. In a
+    log libraries draw no bars."""
     logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
     for module, (off, variable) in BARS.items():
         if module.startswith("datasets") or not sys.stderr.isatty():
@@ -113,7 +110,6 @@ class Progress(tqdm):
         super().__init__(*args, **options, dynamic_ncols=True)
 
     def display(self, msg: str | None = None, pos: int | None = None) -> None:
-        """Show how far it is."""
         if self.in_log:
             print(self, file=sys.stderr, flush=True)
         else:

@@ -34,12 +34,8 @@ from eagle31_train.store import read_manifest
 
 
 def evaluate(config: Config) -> None:
-    """Run the stage.
-
-    Raises:
-        UserError: missing or damaged input, output of other inputs, or an output that differs from
-            plain decoding.
-    """
+    """Run the stage. UserError: missing or damaged input, output of other inputs, or one that differs from plain
+    decoding."""
     began = time.perf_counter()
     check_options(config.evaluate)
     if config.evaluate.backend == "vllm":
@@ -57,20 +53,23 @@ def evaluate(config: Config) -> None:
         return
     checkpoint.check_data(data, config.data_folder)
     checkpoint.check_store(read_manifest(config), config.target)
-    data = evaluating.read_data(config)
+    data = provenance.read_data(config, whole=True)
 
     # Measurements stay outside the stage's folder, so that adding a suite does not decode the others again.
     checkpoints = {config.name: [checkpoint]}
     result, decoded, measurements = evaluating.evaluate(config, checkpoints, data, run_dir / "workloads")
     ((first,),) = measurements[0].values()
-    report = results.report(result, first, data, config.evaluate)
+    workload, sampled = decoded[0], any(one.temperature for one in decoded)
+    trained_on = data["splits"]["train"].get("by_source", {}) if workload.suite == workloads.HELDOUT else {}
+    missing = sorted(trained_on.keys() - {prompt.source for prompt in workload.prompts})
     result |= {"title": config.name, "target": config.target.name, "command": recipe.command(recipe.EVALUATE, config)}
     files = evaluation_page.write(folder, result)
     seconds = time.perf_counter() - began
     facts = {
-        "report": {**report, "seconds": seconds},
         "result": result,
-        "per_prompt": results.per_prompt(decoded[0], first, config.evaluate.num_speculative_tokens),
+        "identical": config.evaluate.draft_sampling == "greedy" or not sampled,  # or measuring would have refused
+        "not_measured": missing,  # sources
+        "per_prompt": results.per_prompt(workload, first, config.evaluate.num_speculative_tokens),
         "left_out": {workload.name: workload.left_out for workload in decoded},
         "end_ids": data["end_ids"],
         "files": artifacts.list_files(folder, files),
@@ -78,17 +77,14 @@ def evaluate(config: Config) -> None:
     }
     artifacts.write_json(folder / artifacts.MANIFEST, made_of.record(**facts))
     note(tables.as_text(result))
-    if missing := report["not_measured"]:
+    if missing:
         note(f"not measured: {', '.join(missing)} (no prompt of these sources was decoded)")
     note(f"evaluate: {folder / evaluation_page.PAGE}")
 
 
 def serve(config: Config) -> None:
-    """Measure the exported checkpoint as vLLM serves it.
-
-    Raises:
-        UserError: what is exported is not whole, or not what was trained, or vLLM cannot be run.
-    """
+    """Measure the exported checkpoint as vLLM serves it; UserError if it is not whole, not what was trained, or vLLM
+    cannot be run."""
     began = time.perf_counter()
     run_dir = Path(config.run_dir)
     exported = read_export(run_dir)

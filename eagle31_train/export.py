@@ -120,15 +120,8 @@ def write(
 
 
 def write_checkpoint(checkpoint: DrafterCheckpoint, shape: DrafterShape, config: Config, folder: Path) -> None:
-    """Write what vLLM serves.
-
-    Args:
-        shape: the checkpoint's; max_position_embeddings may be another one.
-        config: its target, to whose dtype the weights are rounded, and the export's format.
-
-    Raises:
-        UserError: the weights break the contract in this dtype, or the format has no such drafters.
-    """
+    """Write what vLLM serves, weights rounded to the target's dtype; UserError if they break the contract then, or the
+    format has no such drafters. shape: the checkpoint's; max_position_embeddings may be another one."""
     dtype, rounded = config.target.dtype, checkpoint.rounded
     tensors = dict(checkpoint.tensors)
     tensors |= {name: one.to(getattr(torch, dtype)) for name, one in tensors.items() if name not in rounded}
@@ -139,7 +132,7 @@ def write_checkpoint(checkpoint: DrafterCheckpoint, shape: DrafterShape, config:
     if config.export_format == "speculators":
         draft_tokens = config.evaluate.num_speculative_tokens
         fields = config_json.speculators_json(shape, dtype, config.target_name, draft_tokens)
-        tensors = {contract.speculators_name(name): tensor for name, tensor in tensors.items()}
+        tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
     elif config.export_format == "sglang":
         from eagle31_train.targets.description import describe_target  # imports transformers
 

@@ -17,7 +17,6 @@ from eagle31_train.targets import extraction
 
 
 def extract(config: Config) -> None:
-    """Run the stage; raises as `extraction.extract`."""
     extraction.extract(config, trajectories.record)
 
 

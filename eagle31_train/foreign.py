@@ -79,9 +79,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 def typed(kind: Any, value: Any) -> Any:
     """The value itself, known to be of a type; of a dataclass, made of an object that has its fields and no others.
-
-    ValueError names the first field that is missing or of another type.
-    """
+    ValueError names the first field that is missing or of another type."""
     try:
         _adapter(kind).validate_python(value, strict=True)
     except ValidationError as error:

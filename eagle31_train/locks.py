@@ -12,11 +12,8 @@ from eagle31_train.errors import UserError
 
 
 def hold(file: IO[Any], who: str) -> None:
-    """Lock an open file until it is closed; where the file system has no locks, nothing is locked.
-
-    UserError if another process holds it: says `who` ("another process trains in runs/a now"), and its number if it is
-    a process of this machine and ours.
-    """
+    """Lock an open file until it is closed; where the file system has no locks, nothing is locked. UserError if another
+    process holds it: says `who` ("another process trains in runs/a now"), and its number if it is ours and here."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -13,7 +13,6 @@ TEMPLATE = PACKAGE / "recipe.yaml"
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Command line: the recipe's name, a file that does not exist yet."""
     options = parser("new", __doc__)
     options.add_argument("name", help="of the recipe: letters, digits, - and _")
     name = options.parse_args(argv).name.removesuffix(".yaml")

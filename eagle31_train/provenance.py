@@ -47,12 +47,10 @@ class Provenance:
 
     @property
     def all_inputs(self) -> dict[str, Any]:
-        """As a record has them."""
         return self.inputs if self.card is None else {**self.inputs, "card": self.card}
 
     @property
     def fingerprint(self) -> str:
-        """16 hex digits that change with any input."""
         return fingerprint(self.all_inputs)
 
     def record(self, **facts: Any) -> dict[str, Any]:
@@ -81,9 +79,7 @@ class Provenance:
 
 def whole(folder: Path, record_path: Path, provenance: Provenance, overwrite: bool, made_by: str) -> bool:
     """Whether an output is there, whole, and made from these inputs, its card too; UserError: see `refuse_other`.
-
-    folder: below which the record's files lie. made_by: the command that makes it.
-    """
+    folder: below which the record's files lie. made_by: the command that makes it."""
     if not record_path.is_file():
         return False
     record = read_json(record_path, made_by)
@@ -142,7 +138,6 @@ DECODING_ONLY = {"depths", "batch_size", "timed_prompts", "drift"}
 
 
 def target_identity(target: TargetConfig) -> dict[str, Any]:
-    """What tells two targets apart."""
     weights = artifacts.weights_fingerprint(target.path)
     return {"name": target.name, "revision": target.revision, "weights": weights, "dtype": target.dtype}
 
@@ -211,12 +206,8 @@ def of_evaluation(
     sampled: bool,
     server: Mapping[str, Any] | None = None,
 ) -> Provenance:
-    """Stage 4's result.
-
-    Args:
-        data: stage 1's manifest. drafter: its identity. workloads: what the prompts depend on.
-        sampled: some tokens are drawn, by the seed. server: backend=vllm: its version and the target's arguments.
-    """
+    """Stage 4's result. drafter: its identity. workloads: what the prompts depend on. sampled: some tokens are drawn,
+    by the seed. server: with backend=vllm its version and the target's arguments."""
     options = recorded("evaluate", asdict(config.evaluate))
     left_out = CHOOSE_PROMPTS | (DECODING_ONLY if server else SERVING_ONLY)
     return Provenance(

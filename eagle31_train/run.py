@@ -29,17 +29,13 @@ PROFILES = [*ALONE, "ddp", "fsdp2", "zero1", "zero2", "zero2_offload", "zero3", 
 
 
 def run(config: Config, overrides: list[str], first: str, last: str, profile: str | None = None) -> None:
-    """Run the stages from `first` to `last`, each in a process of its own; SystemExit if one fails, with its status.
-
-    `profile`: of the launch of training; by default the one that fits the devices here.
-    """
+    """Run the stages from `first` to `last`, each in a process of its own, training as `profile` says; SystemExit if
+    one fails, with its status."""
     from eagle31_train.checkpoint import hub  # half a second, which `--help` need not wait for
 
     hub.check(config.push and last in ("export", "summary"), config.repo)
-    if ANY in overrides:
-        if ANY not in sys.argv:
-            note(f"run: no recipe is named: {ANY} (configs/experiment/any.yaml; or your own: `eagle31 new NAME`)")
-        overrides = [*overrides, *whole_vocabulary(config, overrides)]
+    if ANY in overrides and ANY not in sys.argv:
+        note(f"run: no recipe is named: {ANY} (configs/experiment/any.yaml; or your own: `eagle31 new NAME`)")
     if not config.data.given:
         note("run: no prompts are given (data.prompts=FILE): the target writes them itself, data.prompts=self")
         overrides = [*overrides, *WRITTEN]
@@ -71,19 +67,6 @@ def finished(words: list[str], environment: dict[str, str]) -> int:
             raise SystemExit(130) from None
 
 
-def whole_vocabulary(config: Config, overrides: list[str]) -> list[str]:
-    """The option that makes all tokens of a target draft tokens, where it has fewer than the recipe wants."""
-    from eagle31_train.targets.description import describe_target  # seconds, which `--help` need not wait for
-
-    size, option = config.data.draft_vocab_size, "data.draft_vocab_size"
-    if size is None or any(word.startswith(f"{option}=") for word in overrides):
-        return []
-    if size <= (V := describe_target(config.target).vocab_size):
-        return []
-    note(f"run: the target has {V:,} tokens, and all can be drafted: {option}=null")
-    return [f"{option}=null"]
-
-
 def command(stage: str, profile: str | None = None) -> list[str]:
     """The words that start a stage, without its options; training on all devices of this machine."""
     script = Path(sys.executable).with_name("eagle31")
@@ -103,7 +86,6 @@ def command(stage: str, profile: str | None = None) -> list[str]:
 
 
 def launch_profile() -> tuple[str, int]:
-    """The launch profile for this machine's devices, and how many GPUs these are."""
     import torch  # seconds, which `--help` need not wait for
 
     devices = torch.cuda.device_count()
@@ -111,7 +93,6 @@ def launch_profile() -> tuple[str, int]:
 
 
 def main() -> None:
-    """Command line: --from and --until beside the options of every stage."""
     parser = argparse.ArgumentParser("eagle31 run", add_help=False, allow_abbrev=False)
     parser.add_argument("--from", dest="first", choices=STAGES, default=STAGES[0])
     parser.add_argument("--until", dest="last", choices=STAGES, default=STAGES[-1])

@@ -29,25 +29,21 @@ def summarise(config: Config) -> None:
     if (store := read_manifest(config)) is None:
         raise UserError(f"there is no complete store in {config.store_location}: run `{EXTRACT}` first")
     manifests |= {"extract": store, "export": run_folder.read_export(run_dir)}
-    measured = run_folder.identity(manifests["train"])
-    smaller = config.export_sliding_window or config.export_vocab_size or config.export_weights != "target"
-    if smaller:
-        measured = served(config).identity
-    if manifests["evaluate"]["inputs"].get("checkpoint") != measured:
+    if manifests["evaluate"]["inputs"].get("checkpoint") != served(config).identity:
         raise UserError(f"evaluate was last run on another training: run `{evaluate}` again")
-    report, trained = manifests["evaluate"]["report"], manifests["train"]
-    speed, depth = report["tokens_per_second"], report["draft_tokens"]
-    length = bracket(report["by_depth"][str(depth)]["acceptance_length"])
-    sources = [f"{name}: {bracket([of['acceptance_length'], None, None])}" for name, of in report["by_source"].items()]
-    timed = manifests["evaluate"].get("result", {}).get("workloads", [{}])[0].get("timed")  # which earlier ones lack
-    of = f" ({count(timed['prompts'], 'prompt')}, length {timed['by_depth'][str(depth)]:.2f})" if timed else ""
-    prompts = count(report["prompts"], "prompt")
+    result, trained = manifests["evaluate"]["result"], manifests["train"]
+    workload, depth = result["workloads"][0], str(result["draft_tokens"])
+    (numbers,), (plain, speculative) = workload["drafters"].values(), workload["tokens_per_second"].values()
+    length = bracket(numbers["by_depth"][depth]["acceptance_length"])
+    lengths = {name: of["by_depth"][depth]["acceptance_length"][0] for name, of in numbers["by_source"].items()}
+    timed = workload.get("timed")  # which earlier ones lack
+    of = f" ({count(timed['prompts'], 'prompt')}, length {timed['by_depth'][depth]:.2f})" if timed else ""
+    prompts = count(workload["prompts"], "prompt")
     rows = {
         "acceptance length": f"{length} at {depth} draft tokens, bonus token included ({LEVEL:.0%} interval)",
-        "  by source": "   ".join(sources),
-        "  measured on": f"{prompts} of {report['workload']}, {report['generated_tokens']:,} tokens",
-        "speed": f"{speed['speculative']:.1f} tokens/s with the drafter, {speed['plain']:.1f} without, for one user"
-        + of,
+        "  by source": "   ".join(f"{name}: {bracket([one, None, None])}" for name, one in lengths.items()),
+        "  measured on": f"{prompts} of {workload['name']}, {numbers['generated_tokens']:,} tokens",
+        "speed": f"{speculative:.1f} tokens/s with the drafter, {plain:.1f} without, for one user{of}",
         "trained on": f"{trained['tokens']:,} tokens ({trained['pairs']:,} predictions) in {trained['steps']} steps",
         "seconds": "   ".join(f"{stage} {manifests[stage]['seconds']:,.0f}" for stage in STAGES),
         "checkpoint": str(Path(config.run_dir) / "export"),

@@ -95,7 +95,7 @@ def requests_of(evaluated: dict) -> list[dict]:
     First the evaluation itself; then its first accepted drafts again, with a limit or an end token
     placed so that the output ends inside what was accepted.
     """
-    end_ids, limit = evaluated["end_ids"], evaluated["report"]["max_new_tokens"]
+    end_ids, limit = evaluated["end_ids"], evaluated["result"]["max_new_tokens"]
     whole, inside = [], []
     for prompt in evaluated["per_prompt"]:
         output, start = prompt["output_ids"], 1

@@ -52,8 +52,8 @@ def evaluate(
 
 
 class AcceptanceMeter:
-    """Measures the drafter that `parallel` trains, on every rank with a share of the trajectories: at least one,
-    which go on for at least evaluate.num_speculative_tokens - 1 tokens."""
+    """Measures the drafter that `parallel` trains, on every rank with a share of the trajectories, at least one, which
+    go on for at least evaluate.num_speculative_tokens - 1 tokens."""
 
     def __init__(self, config: Config, parallel: Parallel, store: Store, trajectories: list[Trajectory]) -> None:
         self.parallel, device, shape = parallel, parallel.accelerator.device, parallel.objective.drafter.shape

@@ -77,19 +77,12 @@ def damage(path: Path, fingerprint: str) -> str | None:
 
 
 class Saver:
-    """Writes the checkpoints of a run in a background thread, and keeps the newest ones, and the best.
-
-    A full disk, or another error of the file system, does not stop the run: it is said in one line, the older
-    checkpoints stay, and the next save tries again.
+    """Writes the checkpoints of a run in a background thread, and keeps the newest `keep`, and the best. A full disk,
+    or another error of the file system, does not stop the run: it is said, and the next save tries again.
 
     Args:
-        folder, fingerprint: of the run's checkpoints, and of the run.
-        keep: how many checkpoints stay, beside the best.
         say: prints a line; called from the background thread.
         committed, best: the checkpoint that the run goes on from, as `newest` has just returned it; and the best.
-
-    Attributes:
-        committed, best: the newest checkpoint that was written whole, and the newest that was saved as the best.
     """
 
     def __init__(
@@ -110,7 +103,7 @@ class Saver:
 
     @property
     def committed(self) -> Path | None:
-        """See the class."""
+        """The newest checkpoint that was written whole."""
         return self._whole[-1] if self._whole else None
 
     def save(self, snapshot: Snapshot, required: bool = False, best: bool = False) -> None:
@@ -159,7 +152,6 @@ class Saver:
 
 
 def _write(snapshot: Snapshot, path: Path, fingerprint: str) -> None:
-    """Write a checkpoint, whole or not at all."""
     folder = path.parent
     if not folder.is_dir():
         folder.mkdir(parents=True)

@@ -140,10 +140,8 @@ def _same_rope(there: DrafterShape, here: DrafterShape) -> bool:
 def copy_initial_weights(
     source: DrafterCheckpoint, vocab: DraftVocab, store: Store, drafter: Drafter, say: Callable[[str], None]
 ) -> None:
-    """Copy the source's weights into a drafter that has its own initial weights and is not wrapped yet.
-
-    Every rank reads them for itself, to the same bits. What they lack keeps its value, and `say` is told.
-    """
+    """Copy the source's weights into a drafter that has its own initial weights and is not wrapped yet, on every rank,
+    to the same bits. What they lack keeps its value, and `say` is told."""
     say(f"train: starts with the weights of {source.folder}")
     rms = None
     if drafter.shape.fc_norm and not source.shape.fc_norm:

@@ -14,17 +14,12 @@ from train.prepare import prepare
 
 
 def main() -> None:
-    """Entry point of train.py."""
     cli.run(train, __doc__ or "", tells="train.precision")
 
 
 def train(config: Config) -> None:
-    """Run the stage.
-
-    Raises:
-        UserError: missing, damaged or mismatched input, or a launch that this trainer cannot serve.
-        Stopped: SIGTERM or the time limit came; a checkpoint was saved.
-    """
+    """Run the stage. UserError: missing, damaged or mismatched input, or a launch that this trainer cannot serve.
+    Stopped: SIGTERM or the time limit came; a checkpoint was saved."""
     with ExitStack() as resources:  # closed however training ends
         trainer = prepare(config, resources)
         if trainer is None:

@@ -54,7 +54,6 @@ def _shares(sums: Tensor, counts: Tensor) -> list[float | None]:
 
 
 def reduce_sums(accelerator: Accelerator, value: Tensor) -> Tensor:
-    """Add a tensor up over all ranks."""
     reduced = accelerator.reduce(value, reduction="sum")
     assert isinstance(reduced, torch.Tensor)
     return reduced
@@ -77,14 +76,9 @@ class Rows:
         self.path = path
 
     def cut(self, step: int, say: Callable[[str], None] = note) -> int:
-        """Take away rows past `step` and a torn last line, which a kill after the checkpoint left.
-
-        Rows lie in the order of their steps, so the file is only shortened: that needs no room, and a
-        kill meanwhile does no harm. `say` names a damaged line before them, which stays.
-
-        Returns:
-            The step of the last row that stays; 0 without any.
-        """
+        """Take away rows past `step` and a torn last line, which a kill after the checkpoint left; the step of the last
+        row that stays, 0 without any. The file is only shortened: that needs no room, and a kill meanwhile does no
+        harm. `say` names a damaged line before them, which stays."""
         size = last = 0
         if not self.path.exists():
             return last
@@ -107,7 +101,6 @@ class Rows:
             file.write(json.dumps(plain(row), allow_nan=False) + "\n")
 
     def close(self) -> None:
-        """Force the file to the disk."""
         if self.path.exists():
             artifacts.fsync_path(self.path)
 
@@ -130,11 +123,8 @@ def plain(value: Any) -> Any:
 
 
 class Reporter:
-    """Writes metrics on the main process; other ranks' calls do nothing.
-
-    A row of metrics.jsonl is the same bit for bit in a run that was stopped and went on; what the clock or the machine
-    says goes into timings.jsonl. Rows of both in `folder` past `step`, which a kill left, are cut off.
-    """
+    """Writes metrics on the main process; other ranks' calls do nothing. A row of metrics.jsonl is the same bit for bit
+    in a run that was stopped and went on; what the clock or the machine says goes into timings.jsonl."""
 
     def __init__(self, accelerator: Accelerator, folder: Path, step: int, total: int) -> None:
         self.accelerator, self.main = accelerator, accelerator.is_main_process
@@ -172,7 +162,6 @@ class Reporter:
         self.bar.update(1)
 
     def note(self, text: str) -> None:
-        """A line above the progress line."""
         if self.main:
             note(text)
 

@@ -82,7 +82,6 @@ def as_sharded(whole: Tensor, parameter: Tensor) -> Tensor:
 
 
 def nesterov(gradient: Tensor, mean: Tensor) -> Tensor:
-    """The mean of gradients, one step ahead."""
     return gradient.lerp(mean, MOMENTUM)
 
 
@@ -111,16 +110,13 @@ class MuonAndAdamW:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Of both."""
         return [group for optimizer in self._both for group in optimizer.param_groups]
 
     def step(self) -> None:
-        """Update what has a gradient."""
         for optimizer in self._both:
             optimizer.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients."""
         for optimizer in self._both:
             optimizer.zero_grad(set_to_none)
 

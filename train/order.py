@@ -1,9 +1,6 @@
-"""The order of the data: a pure function of (seed, epoch, lengths, windows), the same for any number of ranks.
-
-A global batch is a list of sample indices; `share` splits it into the micro-batches of ranks and
-accumulation steps. Splitting otherwise changes nothing but speed, since the loss is normalised over
-the whole global batch.
-"""
+"""The order of the data: a pure function of (seed, epoch, lengths, windows), the same for any number of ranks. A global
+batch is a list of sample indices; `share` splits it into micro-batches, which changes nothing but speed, since the loss
+is normalised over the whole global batch."""
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
@@ -19,13 +16,10 @@ def global_batches(
 ) -> list[list[int]]:
     """One epoch: window by window, the samples of each in random order, packed, the batches shuffled again.
 
-    A batch holds at most `batch_tokens` tokens, and so must every sample (`build.check_samples` tells the
-    user). Every sample occurs exactly once. Packing keeps steps equally large; PACKED batches' worth of
-    samples are packed together, so that who meets whom stays nearly random.
-
-    Args:
-        windows: stretches of samples that are trained one after another: in order in the first epoch, which may
-            follow a store that is still being written, in random order later. All samples are one without.
+    A batch holds at most `batch_tokens` tokens, and so must every sample (`build.check_samples`). Every sample occurs
+    exactly once. PACKED batches' worth of samples are packed together, so that who meets whom stays nearly random.
+    Windows are stretches of samples that are trained one after another: in order in the first epoch, which may follow a
+    store that is still being written, in random order later.
     """
     assert max(lengths, default=0) <= batch_tokens, "a sample is longer than the budget of a batch"
     random = np.random.Generator(np.random.PCG64([seed, epoch]))

@@ -11,10 +11,10 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from eagle31_train import artifacts, locks, provenance
+from eagle31_train import artifacts, cli, locks, provenance
 from eagle31_train.checkpoint.contract import unserved
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
-from eagle31_train.checkpoint.run_folder import CHECKPOINTS, RECORD, in_order, name_of
+from eagle31_train.checkpoint.run_folder import CHECKPOINTS, CONFIG, RECORD, in_order, name_of
 from eagle31_train.config import Config, byte_count
 from eagle31_train.console import is_main, note
 from eagle31_train.errors import UserError
@@ -38,14 +38,8 @@ LOCK = ".training"  # beside train/, which may be replaced as a whole
 
 
 def prepare(config: Config, resources: ExitStack) -> Trainer | None:
-    """Check all that a run needs and make it ready to train, from its newest checkpoint if it has one.
-
-    Args:
-        resources: is given what must be closed, however training ends.
-
-    Returns:
-        The run; None if it is finished already. A UserError says which option, input or launch is not as it must be.
-    """
+    """Check all that a run needs and make it ready to train, from its newest checkpoint if it has one; None if it is
+    finished already. `resources` is given what must be closed, however training ends. UserError: see the parts."""
     t, folder = config.train, Path(config.run_dir) / "train"
     deadline = resources.enter_context(Deadline(parse_limit(t.time_limit)))
     source = initial_weights.open_source(config)
@@ -64,15 +58,7 @@ def prepare(config: Config, resources: ExitStack) -> Trainer | None:
     usage.begin(state.step, remove=main, ended=state.stale(t.early_stop))
     tracking.start(accelerator, config, data.made_from.inputs, state.step)
     if main:
-        facts = {
-            "profile": parallel.kind,
-            "processes": accelerator.num_processes,
-            "device": str(accelerator.device),
-            "after_step": state.step,
-            "steps": steps,
-            "store": data.store.fingerprint,
-        }
-        tracking.record_launch(config, facts)
+        artifacts.write_text(folder / CONFIG, cli.to_yaml(config))
     reporter = resources.enter_context(closing(Reporter(accelerator, folder, state.step, steps)))
     saver = Saver(folder / CHECKPOINTS, data.made_from.fingerprint, t.keep_checkpoints, reporter.note, newest, best)
     resources.callback(saver.close)  # never in the middle of a save
@@ -245,6 +231,5 @@ def make_meter(config: Config, data: Inputs, parallel: Parallel, state: State) -
 
 
 def _say(text: str) -> None:
-    """A line, of one process alone."""
     if is_main():
         note(text)

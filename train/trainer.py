@@ -79,11 +79,8 @@ class Inputs:
 
 @dataclass
 class Trainer:
-    """A run that is ready to train; `train.prepare.prepare` makes it.
-
-    Attributes:
-        last_step: of the run, which ends with the schedule, or earlier (`train.early_stop`).
-    """
+    """A run that is ready to train; `train.prepare.prepare` makes it. last_step: of the run, which ends with the
+    schedule, or earlier (`train.early_stop`)."""
 
     config: Config
     data: Inputs
@@ -107,7 +104,6 @@ class Trainer:
         self.lengths = self.data.train_split.lengths
 
     def batches(self) -> Iterator[GlobalBatch]:
-        """This rank's part of every step that is left."""
         self.lap = time.perf_counter()
         split, seed, done = self.data.train_split, self.config.seed, self.state.step
         return load(
@@ -115,11 +111,8 @@ class Trainer:
         )
 
     def train_step(self, batch: GlobalBatch) -> StepResult:
-        """Update the weights, unless the step has nothing to train, or a loss or gradient that is not finite.
-
-        Raises:
-            SharedError: more than `train.skip_nonfinite` steps were not finite.
-        """
+        """Update the weights, unless the step has nothing to train, or a loss or gradient that is not finite: a
+        SharedError after more than `train.skip_nonfinite` of these."""
         self.aside = time.perf_counter() - self.lap - batch.waited
         if self.deadline.reason is not None:
             batch.totals.request_stop()
@@ -143,7 +136,6 @@ class Trainer:
         return StepResult(step, metrics, tokens, batch.waited, stop_requested)
 
     def log(self, result: StepResult) -> None:
-        """Report a step: its row of metrics, the progress line, and its timing."""
         metrics, now = result.metrics, time.perf_counter()
         loss, estimate = (metrics.get(name, math.nan) for name in ("loss", "acceptance_estimate"))
         self.reporter.log(result.step, metrics)
@@ -155,11 +147,9 @@ class Trainer:
         self.reporter.timing(result.step, {**timing, "memory_bytes": memory_bytes(self.accelerator.device)})
 
     def maybe_evaluate(self, step: int) -> None:
-        """Evaluate the held-out split every `train.eval_every` steps and after the last one.
-
-        Curves use the same `train.eval_samples` conversations at every step, the final metrics all of them. With
-        `train.early_stop` this evaluation may make the step the last one.
-        """
+        """Evaluate the held-out split every `train.eval_every` steps and after the last one, on the same
+        `train.eval_samples` conversations, at the end on all. With `train.early_stop` this may make the step the last
+        one."""
         if not len(self.heldout) or not (step == self.last_step or step % self.t.eval_every == 0):
             return
         measured = self.meter.measure() if self.meter else {}
@@ -180,12 +170,8 @@ class Trainer:
 
     def maybe_save(self, step: int, stop_requested: bool) -> None:
         """Save every `train.checkpoint_every` steps, at the end or a stop, before shards are removed, and, with
-        `train.keep_best`, at the best evaluation so far.
-
-        Raises:
-            SharedError: ranks do not hold the same weights, or no step of the whole run had anything to train.
-            UserError: the run cannot go on without this checkpoint, and it cannot be written.
-        """
+        `train.keep_best`, at the best evaluation so far. SharedError: ranks do not hold the same weights, or no step
+        had anything to train; UserError: the run cannot go on without this checkpoint, and it cannot be written."""
         final = step == self.last_step
         best = self.t.keep_best and self.state.best is not None and self.state.best["step"] == step
         required = final or stop_requested or self.usage.frees_shards(step)

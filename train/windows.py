@@ -1,8 +1,6 @@
-"""Windows: the stretches of a split that are shuffled and trained one after another, and when each is used up.
-
-With windows a store need not be at hand as a whole: not in the cache of a remote one, and not on the disk
-of one that is trained while it is still being written.
-"""
+"""Windows: the stretches of a split that are shuffled and trained one after another, and when each is used up. So a
+store need not be at hand as a whole: not in the cache of a remote one, nor on the disk of one that is still being
+written."""
 
 from collections.abc import Sequence
 
@@ -27,7 +25,6 @@ def cut(split: StoreSplit, tokens: int | None) -> list[Window]:
 
 
 def samples(windows: Sequence[Window]) -> list[range]:
-    """The samples of each window."""
     return [range(window[0].first, window[-1].end) for window in windows]
 
 
@@ -54,12 +51,9 @@ def bounded(store: Store) -> bool:
 
 
 class Usage:
-    """Which shards later steps need: the others are unmapped, and removed from a bounded store.
-
-    Args:
-        schedule: every global batch, in order, made of `windows`; item i is trained by step i + 1.
-        fingerprint: of the training, which alone may use up a bounded store.
-    """
+    """Which shards later steps need: the others are unmapped, and removed from a bounded store, which the training of
+    this fingerprint alone may use up. schedule: every global batch, in order, made of `windows`; item i is step i +
+    1."""
 
     def __init__(
         self,

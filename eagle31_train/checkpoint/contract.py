@@ -56,7 +56,6 @@ def weight_shapes(shape: DrafterShape) -> dict[str, tuple[int, ...]]:
 
 
 def layer_name(number: int, name: str, kind: str = "weight") -> str:
-    """The name in the file of a weight or bias of a layer's module `name`."""
     return f"layers.{number}.{name}.{kind}" if number else f"midlayer.{name}.{kind}"
 
 
@@ -83,7 +82,6 @@ def _layer_shapes(shape: DrafterShape, first: bool) -> dict[str, tuple[int, ...]
 
 
 def _llama_shapes(shape: DrafterShape, inputs: int) -> dict[str, tuple[int, ...]]:
-    """Grouped-query attention; as in Qwen3 with norms of the heads."""
     d = shape.head_dim
     queries, keys = shape.num_attention_heads * d, shape.num_key_value_heads * d
     return {
@@ -111,30 +109,23 @@ def _mla_shapes(shape: DrafterShape, inputs: int) -> dict[str, tuple[int, ...]]:
 
 
 def map_tensors(shape: DrafterShape) -> dict[str, tuple[int, ...]]:
-    """The vocabulary maps of a checkpoint: `d2t` int64 offsets, `t2d` bool.
-
-    None with the whole vocabulary: vLLM then has no parameter to put d2t into, and refuses it.
-    """
+    """The vocabulary maps of a checkpoint: `d2t` int64 offsets, `t2d` bool. None with the whole vocabulary: vLLM then
+    has no parameter to put d2t into, and refuses it."""
     if shape.draft_vocab_size == shape.vocab_size:
         return {}
     return {"d2t": (shape.draft_vocab_size,), "t2d": (shape.vocab_size,)}
 
 
 def canonical_name(name: str) -> str:
-    """The name this project writes for a name that vLLM accepts: `layers.0.` means `midlayer.`.
-
-    Trainers that write for SGLang put `model.` before it, which vLLM refuses, but which means nothing else.
-    """
+    """The name this project writes for one that vLLM accepts: `layers.0.` means `midlayer.`. Trainers that write for
+    SGLang put `model.` before it, which vLLM refuses, but which means nothing else."""
     name = name.removeprefix("model.")
     return "midlayer." + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name
 
 
 def sglang_problems(shape: DrafterShape, target_type: str, target_layers: int) -> list[str]:
-    """What SGLang 0.5.23 would leave out or read otherwise, most of it in silence, one line each.
-
-    Args:
-        target_type, target_layers: the target's model_type, and its number of layers.
-    """
+    """What SGLang 0.5.23 would leave out or read otherwise, most of it in silence, one line each. target_type: the
+    target's model_type."""
     first, last = min(shape.aux_layers), max(shape.aux_layers)
     lacking = ["qk_norm", "norm_before_residual", "attention_bias", "mlp_bias", "sliding_window", "parallel"]
     problems = [f"it has no drafters with {name}" for name in lacking if getattr(shape, name)]
@@ -153,11 +144,6 @@ def sglang_problems(shape: DrafterShape, target_type: str, target_layers: int) -
             f"it miscounts the layers of a {target_type} unless the first is 2: aux_layers={shape.aux_layers}"
         )
     return problems
-
-
-def speculators_name(name: str) -> str:
-    """The name that the library `speculators` reads, and vLLM too."""
-    return "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
 
 
 def is_idle(name: str) -> bool:
@@ -186,11 +172,8 @@ def separate(tensors: Mapping[str, torch.Tensor], shape: DrafterShape) -> dict[s
 
 
 def check(tensors: Mapping[str, TensorOrShape], shape: DrafterShape) -> list[str]:
-    """Every way in which a checkpoint of this shape breaks the contract, one line each; empty if it keeps it.
-
-    Args:
-        tensors: name in the file → tensor, or only its shape (then values and types are not checked).
-    """
+    """Every way in which a checkpoint of this shape breaks the contract, one line each. tensors: name in the file →
+    tensor, or only its shape (then values and types are not checked)."""
     expected = weight_shapes(shape) | map_tensors(shape)
     problems = check_shape(shape)
     prefixed = [name for name in sorted(tensors) if name.startswith("model.")]
@@ -252,16 +235,9 @@ def check_shape(shape: DrafterShape) -> list[str]:
 def drafter_shape(
     d: DrafterConfig, hidden_size: int, vocab_size: int, draft_vocab_size: int, aux_layers: list[int]
 ) -> DrafterShape:
-    """The drafter's architecture, joined with its target.
-
-    Args:
-        d: the options, with all that the target decides (`targets.derive.complete`).
-        hidden_size, vocab_size: H and V of the target.
-        aux_layers: as inputs of layer i, in the order of their states.
-
-    Raises:
-        UserError: options that make no drafter, or one that vLLM could not serve.
-    """
+    """The drafter's architecture: options with all that the target decides (`targets.derive.complete`), joined with the
+    target's H and V and its aux_layers, as inputs of layer i. UserError for options of which vLLM could serve no
+    drafter."""
     for field in fields(d):
         check_value(f"drafter.{field.name}", getattr(d, field.name), field.metadata)
     if missing := [name for name in REQUIRED if getattr(d, name) is None]:
@@ -299,12 +275,8 @@ def drafter_shape(
 
 
 def caveats(shape: DrafterShape, target_positions: int | None = None, target_window: int | None = None) -> list[str]:
-    """What can be trained and exported but does not run everywhere, a sentence each.
-
-    Args:
-        target_positions: of the longest context of the target, if that is known: what is beyond it concerns nobody.
-        target_window: tokens that every layer of the target sees, if each has a sliding window.
-    """
+    """What can be trained and exported but does not run everywhere, a sentence each. target_positions: of the longest
+    context of the target, if known; target_window: tokens that every layer of the target sees, if each has a window."""
     found = []
     if shape.parallel:
         found.append("vLLM 0.32 drafts in parallel on its V1 runner alone: leave VLLM_USE_V2_MODEL_RUNNER unset")

@@ -53,24 +53,16 @@ def quantized(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A drafter's tensors as the checkpoint has them: q and s for every matrix but an embedding."""
     stored: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        if is_matrix(name, tensor):
+        if name.endswith(".weight") and tensor.dim() == 2 and name != "embed_tokens.weight":
             stored[name], stored[name.removesuffix(".weight") + SCALE] = _round(tensor)
         else:
             stored[name] = tensor
     return stored
 
 
-def is_matrix(name: str, tensor: Tensor) -> bool:
-    """Whether it is the weight of a product."""
-    return name.endswith(".weight") and tensor.dim() == 2 and name != "embed_tokens.weight"
-
-
 def dequantized(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], frozenset[str]]:
-    """The tensors of a checkpoint, with q s in float32 for every q; and the names of these.
-
-    Raises:
-        UserError: int8 numbers without their scales, or scales without numbers.
-    """
+    """The tensors of a checkpoint, with q s in float32 for every q, and the names of these; UserError for q without
+    s."""
     scales = {name.removesuffix(SCALE) + ".weight" for name in tensors if name.endswith(SCALE)}
     numbers = {name for name, tensor in tensors.items() if tensor.dtype == torch.int8}
     for name in scales ^ numbers:
@@ -91,11 +83,8 @@ def dequantized(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], froze
 
 def serve_rounded(drafter: nn.Module, tensors: Mapping[str, Tensor], names: Collection[str]) -> None:
     """Make a drafter compute as vLLM does with int8 weights: numbers and scales are multiplied in float32 and the sum
-    is rounded to the drafter's dtype, never q s, of which bfloat16 would drop most.
-
-    Args:
-        tensors: its weights, q s in float32. names: of those that are int8.
-    """
+    is rounded to the drafter's dtype, never q s. tensors: its weights, q s in float32; names: of those that are
+    int8."""
     for name in names:
         layer = drafter.get_submodule(name.removesuffix(".weight"))
         assert isinstance(layer, Linear)

@@ -108,18 +108,14 @@ def shape_from_config(
     target_layers: Callable[[], int] | None = None,
     counted: str | None = None,
 ) -> DrafterShape:
-    """Read a checkpoint's config.json as vLLM does: its spellings, and its defaults for what is missing.
-
-    Of an MLA draft the fields of DeepSeek's experts are passed over, as vLLM does: the draft is dense.
+    """Read a checkpoint's config.json as vLLM does, of this project, other EAGLE 3 trainers or `speculators`: its
+    spellings, and its defaults for what is missing. UserError: no EAGLE 3 drafter of a known kind, or a field is
+    missing or impossible.
 
     Args:
-        config: of this project, of other EAGLE 3 trainers, or in the format of `speculators`.
         tensor_names: the checkpoint's tensors, canonical; they alone say whether it has an embedding.
         target_layers: gives the layers of the target, for a config that leaves the auxiliary layers to vLLM.
         counted: one of COUNTED, for a config that does not tell which.
-
-    Raises:
-        UserError: no EAGLE 3 drafter of a known kind, or a field is missing, of another type, or beyond all real sizes.
     """
     _check_types(config)
     layer, flags, residual_default = _flatten(config)
@@ -235,7 +231,6 @@ def _flatten(config: Fields) -> tuple[Fields, Fields, bool]:
 
 
 def _kind(layer: Fields) -> str:
-    """Which of `NAMES`; UserError for other models."""
     name = (layer.get("architectures") or [""])[0]
     registered = name if name.startswith("Eagle3") or name.endswith("Eagle3") else f"Eagle3{name}"
     for kind, names in NAMES.items():
@@ -304,11 +299,9 @@ def _sliding_window(layer: Fields, kind: str, plain: bool) -> int | None:
 def _aux_layers(
     config: Fields, flags: Fields, target_layers: Callable[[], int] | None, counted: str | None
 ) -> list[int]:
-    """The layer ids as inputs of layers, or vLLM's default.
-
-    vLLM looks at the top level first, then in eagle_config, and takes either for inputs. But in eagle_config SGLang,
-    SpecForge and ModelOpt have outputs, and TorchSpec has them anywhere: such a file does not tell.
-    """
+    """The layer ids as inputs of layers, or vLLM's default. vLLM takes those at the top level, then those in
+    eagle_config, for inputs. But in eagle_config SGLang, SpecForge and ModelOpt have outputs, and TorchSpec has them
+    anywhere."""
     eagle = flags.get("eagle_config") or {}
     top, inner = flags.get(LAYER_IDS), eagle.get(LAYER_IDS) or eagle.get("layer_ids")
     if ids := (inner or top if counted == "outputs" else top or inner):

@@ -22,7 +22,7 @@ from eagle31_train.config import DrafterShape
 from eagle31_train.errors import UserError
 from eagle31_train.model import vocab
 from eagle31_train.model.vocab import DraftVocab
-from eagle31_train.store.sealed import DamagedError, checksum, read_sealed
+from eagle31_train.store.sealed import DamagedError, checksum, unseal
 
 TRAIN, EXPORT = "eagle31 train", "eagle31 export"
 EXPORTED = "export.json"  # beside RUN/export/, of which every file is for vLLM or the hub
@@ -38,20 +38,16 @@ def in_order(folder: Path) -> list[Path]:
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step that a checkpoint's folder is named after."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
 def name_of(step: int) -> str:
-    """What the checkpoint of a step is called."""
     return f"step-{step:06d}"
 
 
 def identity(manifest: dict[str, Any]) -> str:
-    """What tells two trainings apart, given training's manifest.
-
-    Its fingerprint alone does not: training again from the same inputs need not give the same weights.
-    """
+    """What tells two trainings apart, given training's manifest: also two of the same inputs, which its fingerprint
+    does not."""
     return artifacts.fingerprint([manifest["fingerprint"], manifest.get("files", {})])
 
 
@@ -72,7 +68,7 @@ def sealed_manifest(checkpoint: Path) -> dict[str, Any]:
     damaged."""
     file = checkpoint / artifacts.MANIFEST
     try:
-        return read_sealed(file)
+        return unseal(file.read_bytes())
     except (OSError, DamagedError) as error:
         raise UserError(f"{file} is missing or damaged ({error}): give another checkpoint") from None
 
@@ -108,11 +104,9 @@ def option(train: Path, name: str) -> Any:
 
 
 def find_vocab(train: Path, inputs: dict[str, Any], shape: DrafterShape, data_folder: Path | None) -> DraftVocab:
-    """What the rows of lm_head mean: the file is known by its hash, and may lie in any of three folders.
-
-    Another vocabulary of the same size would change the meaning of the rows in silence. A UserError if it is in none:
-    `data_folder`, the one beside train/, and the one that the run's options name.
-    """
+    """What the rows of lm_head mean: the file is known by its hash, and may lie in `data_folder`, beside train/, or
+    where the run's options say. UserError if it is in none: another one of the same size would change the rows in
+    silence."""
     V = shape.vocab_size
     if shape.draft_vocab_size == V:
         return DraftVocab(np.arange(V, dtype=np.int64), V)

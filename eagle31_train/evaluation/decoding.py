@@ -42,13 +42,9 @@ class Limits:
 
 @dataclass
 class Decoded:
-    """One output and what it took.
-
-    seconds: the batch's wall time until its last output ended, the prompts' own forward pass included, shared out
-    evenly; accepted: for each draft, in order, how many of its tokens the target agreed with.
-    beyond: what the target would have gone on with; aux: [len(prompt) + len(tokens) - 2, A, H] its auxiliary states.
-    Both where they were asked for.
-    """
+    """One output and what it took. seconds: the batch's wall time until its last output ended, shared out evenly;
+    accepted: for each draft, in order, how many of its tokens the target agreed with. Where asked for, beyond: what the
+    target would have gone on with; aux: [len(prompt) + len(tokens) - 2, A, H] its auxiliary states."""
 
     tokens: list[int] = field(default_factory=list)
     seconds: float = 0.0
@@ -66,11 +62,9 @@ def decode_plain(
     beyond: int = 0,
     states: bool = False,
 ) -> list[Decoded]:
-    """Decode one token of every prompt per forward pass.
+    """Decode one token of every prompt (token ids, at least one prompt) per forward pass.
 
     Args:
-        target: read together, so that one of several prompts must be able to (`CachedTarget.alone`).
-        prompts: token ids, at least one prompt.
         seeds: of each prompt's draws.
         beyond: how many tokens past its end each output is followed.
         states: whether to keep the target's auxiliary states, in its own dtype.
@@ -118,12 +112,8 @@ def decode_speculative(
     sampling: Sampling = GREEDY,
     seeds: Sequence[int] | None = None,
 ) -> list[Decoded]:
-    """Decode by verifying `draft_tokens` proposals of every prompt per forward pass.
-
-    Args:
-        drafter, target_ids: [Vd] int64, the target's id of each of the drafter's tokens.
-        others: as `decode_plain`'s.
-    """
+    """Decode by verifying `draft_tokens` proposals of every prompt per forward pass. target_ids: [Vd] int64, the
+    target's id of each of the drafter's tokens; others as `decode_plain`'s."""
     capacity = max(len(prompt) for prompt in prompts) + limits.max_new_tokens + draft_tokens
     drafts = DraftDecoder(drafter, target_ids, capacity, len(prompts))
     began = _now(target)

@@ -1,8 +1,5 @@
-"""Evaluate drafters of one target, alone or side by side: what the commands evaluate and compare share.
-
-Every drafter's measurement of every workload is kept in a file of its own, so that nothing is measured twice, under
-whatever name: a run that was stopped goes on with what is left, and one more drafter is decoded alone.
-"""
+"""Evaluate drafters of one target, alone or side by side. Every drafter's measurement of every workload is kept in a
+file of its own: a run that was stopped goes on with what is left, and one more drafter is decoded alone."""
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -29,11 +26,6 @@ from eagle31_train.targets.hf import DTYPES, load_model, pick_device, read_confi
 Inputs = dict[str, Any]  # what a training was made from
 
 
-def read_data(config: Config) -> dict[str, Any]:
-    """Stage 1's manifest; UserError where its files are missing or damaged."""
-    return provenance.read_data(config, whole=True)
-
-
 def evaluate(
     config: Config,
     checkpoints: Mapping[str, Sequence[DrafterCheckpoint]],
@@ -41,19 +33,15 @@ def evaluate(
     folder: Path,
     verified: int | None = None,
 ) -> tuple[dict[str, Any], list[Workload], list[dict[str, list[Measurement]]]]:
-    """Decode all workloads with all drafters. What was loaded for it is free again afterwards.
+    """Decode all workloads with all drafters: the result (see `results.py`); what was decoded; and the measurements of
+    each, by drafter, of every training. UserError for missing or damaged input, no prompts, or an output that differs
+    from plain decoding.
 
     Args:
         checkpoints: of each drafter by name, its trainings; the others are compared with the first.
         data: stage 1's manifest.
         folder: keeps the measurements.
         verified: see `Measurer.measure`.
-
-    Returns:
-        The result (see `results.py`); what was decoded; and the measurements of each, by drafter, of every training.
-
-    Raises:
-        UserError: missing or damaged input, no prompts, or an output that differs from plain decoding.
     """
     options, every = config.evaluate, [one for some in checkpoints.values() for one in some]
     chosen = choose_workloads(
@@ -100,11 +88,8 @@ def decode(
 
 
 def load(checkpoint: DrafterCheckpoint, name: str, target: CachedTarget, config: Config) -> Candidate:
-    """The drafter as it is served: weights rounded to the target's dtype, and run in evaluate.dtype.
-
-    Raises:
-        UserError: damaged weights, or a drafter that was made for another target.
-    """
+    """The drafter as it is served: weights rounded to the target's dtype, and run in evaluate.dtype; errors as of its
+    `load`."""
     drafter = checkpoint.load(target, DTYPES[config.target.dtype], DTYPES[config.evaluate.dtype])
     ids = torch.from_numpy(checkpoint.vocab.target_ids).to(target.embedding.weight.device)
     return Candidate(name, checkpoint.identity, drafter, ids)
@@ -135,10 +120,7 @@ def choose_workloads(
 
 def longest_prompt(config: Config, positions: Iterable[int | None], drafted: Iterable[int] = ()) -> int:
     """How many tokens a prompt may have, so that vLLM takes it and drafts every time: near the last position it drafts
-    less. With evaluate.backend=vllm, its own limit and its depths count, too.
-
-    UserError where a limit of vLLM's is no number.
-    """
+    less. UserError where a limit of vLLM's is no number."""
     options = config.evaluate
     limits = [*positions, getattr(read_config(config.target), "max_position_embeddings", None)]
     if options.backend == "vllm":
@@ -179,15 +161,9 @@ def measure(
     inputs: Inputs,
     verified: int | None = None,
 ) -> list[dict[str, Measurement]]:
-    """Every workload's measurements by drafter; what `folder` has of them is read.
-
-    Args:
-        inputs: what a measurement depends on beside its workload and its drafter (`provenance.of_workload`).
-        verified: see `Measurer.measure`.
-
-    Raises:
-        UserError: as `Measurer.measure`; a damaged file; or drafters beside which the target wrote different outputs.
-    """
+    """Every workload's measurements by drafter; what `folder` has of them is read. inputs: what a measurement depends
+    on beside its workload and its drafter. UserError as of `Measurer.measure`; for a damaged file; or for drafters
+    beside which the target wrote different outputs."""
     measurements: list[dict[str, Measurement]] = []
     here, warm = measurer.machine, not measurer.options.warmup
     for workload in chosen:

@@ -1,11 +1,9 @@
-"""What was measured: how many drafted tokens of one drafter the target accepts on the prompts of one workload.
-
-The target's output does not depend on the drafter, so one output serves every drafter and every number of draft tokens:
-the draft that a server makes while token i of the output is the newest does not depend on how it came there, and its
-first K tokens are those of a server that drafts K.
-"""
+"""What was measured: how many drafted tokens of one drafter the target accepts on the prompts of one workload. The
+target's output does not depend on the drafter, so one output serves every drafter and number of draft tokens: the first
+K tokens of the draft that a server makes while token i is the newest are those of a server that drafts K."""
 
 import os
+import platform
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -16,7 +14,6 @@ from pydantic import Field, TypeAdapter
 
 from eagle31_train import artifacts
 from eagle31_train.errors import UserError
-from eagle31_train.machine import processor
 
 
 @dataclass(frozen=True)
@@ -39,13 +36,9 @@ class Drift:
 
 @dataclass(frozen=True)
 class Counts:
-    """One drafter on one prompt.
-
-    tokens: of the output.
-    accepted: for each slot (each position of the output that a draft can start at) how many tokens of the draft made
-        there the target agrees with; empty where drafts are sampled.
-    seen: by number of draft tokens, the accepted tokens of each verification of a real decoding, where one was made.
-    """
+    """One drafter on one prompt. tokens: of the output. accepted: for each slot (each position of the output that a
+    draft can start at) how many tokens of the draft made there the target agrees with; empty where drafts are sampled.
+    seen: by number of draft tokens, the accepted tokens of each verification of a real decoding, where one was made."""
 
     id: str
     source: str
@@ -111,7 +104,6 @@ def acceptance(drafts: int, per_position: list[int]) -> dict[str, Any]:
 
 
 def write_measurement(file: Path, measurement: Measurement, **more: Any) -> None:
-    """Write a measurement beside its checksum; `more`: what else the file says."""
     write_checked(file, "outcome", _JSON.dump_python(measurement, mode="json", by_alias=True), **more)
 
 
@@ -122,7 +114,6 @@ def read_measurement(file: Path) -> Measurement | None:
 
 
 def write_checked(file: Path, name: str, value: dict[str, Any], **more: Any) -> None:
-    """Write a value under a name beside its checksum."""
     artifacts.write_json(file, {**more, "sum": artifacts.fingerprint(value), name: value})
 
 
@@ -143,3 +134,10 @@ def machine(device: torch.device, threads: bool = True) -> str:
         return torch.cuda.get_device_name(device)
     count, unit = (torch.get_num_threads(), "thread") if threads else (os.cpu_count() or 1, "core")
     return f"{processor()}, {count} {unit}{'s' if count > 1 else ''}"
+
+
+def processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(models, platform.processor() or platform.machine())

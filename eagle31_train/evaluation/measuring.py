@@ -37,28 +37,19 @@ TIE = 1e-4  # scores that float32 may round either way
 
 @dataclass(frozen=True)
 class Candidate:
-    """A drafter in memory, beside its target.
-
-    identity: its checkpoint's. target_ids: [Vd] int64, on the drafter's device.
-    """
+    """A drafter in memory, beside its target. identity: its checkpoint's. target_ids: [Vd] int64, on the drafter's
+    device."""
 
     name: str
     identity: str
     drafter: Drafter
     target_ids: Tensor
 
-    @property
-    def aux_layers(self) -> list[int]:
-        """The auxiliary layers that it reads."""
-        return self.drafter.shape.aux_layers
-
 
 @dataclass(frozen=True)
 class Measurer:
-    """What all workloads share.
-
-    model: the target, as `load_model` gives it. seed: of sampling; every prompt draws from one of its own.
-    """
+    """What all workloads share. model: the target, as `load_model` gives it. seed: of sampling, of every prompt
+    another."""
 
     model: Any
     limits: Limits
@@ -67,7 +58,6 @@ class Measurer:
 
     @property
     def machine(self) -> str:
-        """What is measured on, and with which versions."""
         return f"{machine(self.model.device)}, torch {torch.__version__}, transformers {version('transformers')}"
 
     def one_output(self, workload: Workload) -> bool:
@@ -77,19 +67,9 @@ class Measurer:
     def measure(
         self, workload: Workload, candidates: list[Candidate], verified: int | None = None
     ) -> dict[str, Measurement]:
-        """Decode a workload.
-
-        Args:
-            candidates: the drafters, whose names differ.
-            verified: the first so many prompts are decoded with every drafter, too; default: all of them, and all
-                where drafts are sampled, since nothing else tells what is accepted then.
-
-        Returns:
-            The measurement of every drafter, by name.
-
-        Raises:
-            UserError: speculation changed an output, or the two ways of counting differ.
-        """
+        """Decode a workload; the measurement of every drafter, by name. UserError: speculation changed an output, or
+        the two ways of counting differ. verified: the first so many prompts are decoded with every drafter, too;
+        default: all of them, and all where drafts are sampled, since nothing else tells what is accepted then."""
         prompts, options, headline = workload.prompts, self.options, self.options.num_speculative_tokens
         one_output = self.one_output(workload)
         depths = [headline] if one_output else range(1, options.max_speculative_tokens + 1)
@@ -135,7 +115,7 @@ class Measurer:
             beyond = self.options.max_speculative_tokens - 1 if states else 0
             return decode_plain(target, ids, self.limits, sampling, seeds, beyond=beyond, states=states)
         (candidate,) = [one for one in candidates if one.name == way[0]]
-        target = CachedTarget(self.model, candidate.aux_layers)
+        target = CachedTarget(self.model, candidate.drafter.shape.aux_layers)
         drafter = candidate.drafter
         return decode_speculative(target, drafter, candidate.target_ids, ids, way[1], self.limits, sampling, seeds)
 
@@ -147,7 +127,6 @@ class Measurer:
         candidate: Candidate,
         candidates: list[Candidate],
     ) -> Counts:
-        """What a drafter did with the prompt at an index."""
         prompt, plain = workload.prompts[at], decoded[PLAIN]
         real = {depth: answer for (name, depth), answer in decoded.items() if name == candidate.name}
         seen = {depth: answer.accepted for depth, answer in real.items()}
@@ -158,7 +137,7 @@ class Measurer:
                 self._refuse_difference(workload, prompt, plain.tokens, answer.tokens)
         assert plain.aux is not None
         layers = _layers(candidates)
-        aux = plain.aux[:, [layers.index(layer) for layer in candidate.aux_layers]]
+        aux = plain.aux[:, [layers.index(layer) for layer in candidate.drafter.shape.aux_layers]]
         trajectory = Trajectory(prompt.ids, plain.tokens, plain.beyond, aux)
         depths, drift = self.options.max_speculative_tokens, self.options.drift
         accepted = unroll(candidate.drafter, candidate.target_ids, trajectory, depths, drift)
@@ -167,7 +146,6 @@ class Measurer:
         return counts
 
     def _refuse_difference(self, workload: Workload, prompt: Prompt, plain: list[int], speculative: list[int]) -> None:
-        """UserError: speculation changed the output."""
         at = agreeing(plain, speculative)
         ours, theirs = (tokens[at] if at < len(tokens) else None for tokens in (speculative, plain))
         gap = "one output is shorter"
@@ -186,11 +164,9 @@ class Measurer:
     def _refuse_other_counts(
         self, prompt: Prompt, candidate: Candidate, trajectory: Trajectory, counts: Counts
     ) -> None:
-        """UserError where a real decoding accepted otherwise than the run from every position.
-
-        Where two draft tokens score the same but for rounding, or rounding turns inputs of int8 products, either may be
-        drafted: that is printed and not refused.
-        """
+        """UserError where a real decoding accepted otherwise than the run from every position. Where two draft tokens
+        score the same but for rounding, or rounding turns inputs of int8 products, either may be drafted: that is
+        printed."""
         for depth, seen in counts.seen.items():
             expected = counts.rounds(depth)
             if seen == expected:
@@ -211,7 +187,6 @@ class Measurer:
             note(f"{problem}: rounding chose between equals")  # from here on the two decodings part
 
     def _advice(self, prompt: Prompt) -> str:
-        """What a difference may come from, and what to do."""
         if self.options.dtype != "float32":
             return (
                 f"evaluate.dtype={self.options.dtype} rounds otherwise for several tokens: use evaluate.dtype=float32"
@@ -224,8 +199,7 @@ class Measurer:
 
 
 def _layers(candidates: list[Candidate]) -> list[int]:
-    """Every auxiliary layer that some drafter reads."""
-    return sorted({layer for candidate in candidates for layer in candidate.aux_layers})
+    return sorted({layer for candidate in candidates for layer in candidate.drafter.shape.aux_layers})
 
 
 def batches(prompts: list[Prompt], options: EvaluateConfig, verified: int) -> Iterator[list[int]]:

@@ -1,8 +1,5 @@
-"""Perturbations: named transforms of prompts, under which a drafter's acceptance is measured once more.
-
-Each makes other token ids of the same prompt, or has it sampled otherwise; each is a pure function of the prompt and of
-what is given around it. `find` knows them by name, `KNOWN` is what a user may read.
-"""
+"""Perturbations: named transforms of prompts, under which a drafter's acceptance is measured once more. Each is a pure
+function of the prompt and of what is given around it, and makes other token ids, or has it sampled otherwise."""
 
 import hashlib
 import re
@@ -76,7 +73,6 @@ def find(name: str) -> Perturbation:
 
 
 def _template(messages: list[Message], prompt: Prompt, context: Context, template: str | None) -> list[int]:
-    """In another chat template, or in none."""
     if prompt.tools:
         raise Refused("its tools would be lost")
     if template is None:
@@ -97,17 +93,13 @@ def _system(messages: list[Message], prompt: Prompt, context: Context, text: str
 
 
 def _around(messages: list[Message], prompt: Prompt, context: Context, before: str = "", after: str = "") -> list[int]:
-    """Something before and after the last that the user says."""
     *earlier, last = messages
     return context.template.prompt_ids([*earlier, {**last, "content": before + last["content"] + after}], prompt.tools)
 
 
 def _long_context(messages: list[Message], prompt: Prompt, context: Context, length: Callable[[int], int]) -> list[int]:
-    """Texts before the question, cut so that the prompt has the length that was asked for, in tokens, of
-    data.max_length.
-
-    A character of several tokens at the cut may leave it that much shorter or longer.
-    """
+    """Texts before the question, cut so that the prompt has `length` of data.max_length tokens, or some more or less
+    where the cut is in a character of several."""
     wanted = length(context.max_length)
 
     def built(text: str) -> list[int]:

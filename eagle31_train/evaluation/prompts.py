@@ -1,8 +1,5 @@
-"""Prompts as token ids: of the held-out split, of JSON lines, of the Hugging Face hub, or as `datasets` saved them.
-
-A `Suite` says how a row becomes a question. Rows of our own forms, with prompt, turns or messages, need no such words:
-a file of them can stand in for any suite.
-"""
+"""Prompts as token ids: of the held-out split, of JSON lines, of the Hugging Face hub, or as `datasets` saved them. A
+`Suite` says how a row becomes a question; rows of our own forms, with prompt, turns or messages, need no such words."""
 
 import re
 import string
@@ -61,7 +58,6 @@ class Suite:
 
     @property
     def columns(self) -> set[str]:
-        """The columns that the question is made of."""
         if self.prompt is None or "{" not in self.prompt:
             return {self.prompt} if self.prompt else set()
         try:
@@ -87,14 +83,8 @@ def suite_of(name: str, given: Any) -> Suite:
 
 
 def choose(prompts: list[Prompt], count: int, longest: int) -> tuple[list[Prompt], list[str]]:
-    """`count` distinct prompts of at most `longest` tokens, in turns of every source, in its order; also the ids of
-    those passed over as longer.
-
-    A source that runs out leaves its turns to the others.
-
-    Raises:
-        UserError: none is left.
-    """
+    """`count` distinct prompts of at most `longest` tokens, in turns of every source (one that runs out leaves its
+    turns to the others), and the ids of those passed over as longer; UserError if none is left."""
     by_source: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         by_source.setdefault(prompt.source, []).append(prompt)
@@ -116,11 +106,8 @@ def choose(prompts: list[Prompt], count: int, longest: int) -> tuple[list[Prompt
 
 
 def from_heldout(dataset: Path, template: ChatTemplate | None = None) -> list[Prompt]:
-    """Of every held-out conversation what stands before the assistant's first word, in the split's order.
-
-    The data have tokens alone; with `template` the messages are read off them, where they are the user's, perhaps
-    after a system message.
-    """
+    """Of every held-out conversation what stands before the assistant's first word, in the split's order; with
+    `template` the messages are read off the tokens, where they are the user's, perhaps after a system message."""
     prompts = [prompt_of(row) for row in DatasetDict.load_from_disk(str(dataset.absolute()))["heldout"]]
     return [replace(one, messages=template.messages_of(one.ids)) for one in prompts] if template else prompts
 
@@ -131,13 +118,8 @@ def prompt_of(row: Mapping[str, Any]) -> Prompt:
 
 
 def from_suite(name: str, suite: Suite, option: str, template: ChatTemplate) -> tuple[list[Prompt], list[str]]:
-    """The prompts of a suite, and notes for readers of their numbers.
-
-    `name` is the source of those that have none; without one, each file is a source.
-
-    Raises:
-        UserError: it cannot be read, a row lacks its columns, an id stands there twice, or no row is left.
-    """
+    """The prompts of a suite, and notes for readers of their numbers; UserError for what cannot be read, or is none.
+    `name` is the source of those that have none; without one, each file is a source."""
     prompts: dict[str, Prompt] = {}
     seen: Counter[str] = Counter()
     named = {key: column for key in ("tools", "id", "source") if (column := getattr(suite, key))}

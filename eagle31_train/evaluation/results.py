@@ -33,11 +33,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eagle31_train.config import EvaluateConfig
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation.intervals import Estimate, Interval, ratios
-from eagle31_train.evaluation.measurement import Counts, Drift, Measurement, acceptance
-from eagle31_train.evaluation.workloads import HELDOUT, Workload
+from eagle31_train.evaluation.measurement import Counts, Drift, Measurement
+from eagle31_train.evaluation.workloads import Workload
 
 Key = tuple[str, str]  # of a prompt: its source and id
 Drafters = Mapping[str, Sequence[Measurement]]  # by name: one measurement for each training
@@ -46,13 +45,8 @@ Drafters = Mapping[str, Sequence[Measurement]]  # by name: one measurement for e
 def summarise(
     measured: Sequence[tuple[Workload, Drafters]], depths: Sequence[int], draft_tokens: int
 ) -> dict[str, Any]:
-    """The result of some workloads.
-
-    Args:
-        measured: every workload with the same drafters, each with as many trainings everywhere.
-        depths: numbers of draft tokens, ascending.
-        draft_tokens: that of the headline.
-    """
+    """The result of some workloads. measured: every workload with the same drafters, each with as many trainings
+    everywhere. depths: numbers of draft tokens, ascending; draft_tokens: that of the headline."""
     plain = {workload.suite: drafters for workload, drafters in measured if workload.perturbation is None}
     return {
         "draft_tokens": draft_tokens,
@@ -61,42 +55,6 @@ def summarise(
             _workload(workload, drafters, plain.get(workload.suite) if workload.perturbation else None, depths)
             for workload, drafters in measured
         ],
-    }
-
-
-def headline(numbers: dict[str, Any], draft_tokens: int) -> dict[str, Any]:
-    """Counts and shares at one number of draft tokens, as the manifest's report has them."""
-    counted = numbers["by_depth"][str(draft_tokens)]
-    shares = acceptance(counted["drafts"], counted["accepted_per_position"])
-    return {"prompts": numbers["prompts"], "generated_tokens": numbers["generated_tokens"], **shares}
-
-
-def report(
-    result: dict[str, Any], measurement: Measurement, data: dict[str, Any], options: EvaluateConfig
-) -> dict[str, Any]:
-    """The manifest's report of one drafter on the first workload, whose `measurement` it is; `identical` speaks of all
-    workloads. `data`: stage 1's manifest."""
-    workload = result["workloads"][0]
-    (numbers,) = workload["drafters"].values()
-    whole = headline(numbers, options.num_speculative_tokens)
-    sampled_drafts = options.draft_sampling != "greedy" and any(each["temperature"] for each in result["workloads"])
-    trained_on = data["splits"]["train"].get("by_source", {}) if workload["suite"] == HELDOUT else {}
-    return {
-        **whole,
-        "draft_tokens": options.num_speculative_tokens,
-        "by_source": {name: headline(of, options.num_speculative_tokens) for name, of in numbers["by_source"].items()},
-        **{key: numbers[key] for key in ("by_depth", "cumulative", "conditional", "drift")},
-        "max_new_tokens": options.max_new_tokens,
-        "draft_tokens_proposed": options.num_speculative_tokens * whole["drafts"],
-        "tokens_per_second": {
-            "speculative": measurement.tokens / measurement.speculative,
-            "plain": measurement.tokens / measurement.plain,
-        },
-        "identical": not sampled_drafts,  # or measuring would have refused
-        "workload": workload["name"],
-        "dtype": options.dtype,
-        "machine": result["machine"],
-        "not_measured": sorted(trained_on.keys() - numbers["by_source"].keys()),  # sources
     }
 
 
@@ -256,12 +214,8 @@ def _by_depth(depths: Sequence[int], values: Sequence[Any]) -> dict[str, Any]:
 
 
 def better(numbers: Mapping[str, Any], names: tuple[str, str], differences: Mapping[str, Any]) -> dict[str, str | None]:
-    """By number of draft tokens, which of two drafters the interval of their difference favours, if each of its
-    trainings is ahead of each of the other's.
-
-    Args:
-        numbers: of the drafters. names: the two. differences: second - first.
-    """
+    """By number of draft tokens, which of two drafters `names` the interval of their difference (second - first)
+    favours, if each of its trainings is ahead of each of the other's."""
     better: dict[str, str | None] = {}
     for depth, each in differences.items():
         _, low, high = each["difference"]

@@ -36,22 +36,15 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Whether the target's tokens are its most likely ones; drafts are then, too."""
         return self.temperature == 0
 
     @property
     def drawn_drafts(self) -> bool:
-        """Whether drafts are drawn from the drafter's distribution."""
         return self.drafts == "probabilistic" and not self.greedy
 
 
 class Chooser:
-    """Chooses the tokens of some sequences, each by its own seed and by how many it has.
-
-    Args:
-        sampling: how.
-        seeds: one for each sequence.
-    """
+    """Chooses the tokens of some sequences, each by its own seed and by how many it has."""
 
     def __init__(self, sampling: Sampling, seeds: Sequence[int]) -> None:
         self.sampling = sampling
@@ -60,7 +53,6 @@ class Chooser:
         self._drafted: list[Tensor] = []  # [B, Vd] each: what the drafts under way were drawn from
 
     def select(self, sequences: Sequence[int]) -> None:
-        """Keep these sequences alone, in this order."""
         self.seeds = [self.seeds[row] for row in sequences]
         self.numbers = [self.numbers[row] for row in sequences]
 
@@ -79,13 +71,9 @@ class Chooser:
         return self._draw(q, DRAFT, step)
 
     def verify(self, logits: Tensor, proposed: Tensor, target_ids: Tensor) -> list[list[int]]:
-        """What each sequence goes on with: the drafts that the target accepts, and a token of its own.
-
-        Args:
-            logits: [B, K+1, V] the target's, before each proposed token and after the last.
-            proposed: [B, K] int64, target ids.
-            target_ids: [Vd] int64, the target's id of each draft token.
-        """
+        """What each sequence goes on with: the drafts `proposed` [B, K] (int64, target ids) that the target accepts,
+        and a token of its own. logits: [B, K+1, V] the target's; target_ids: [Vd] int64, the target's id of each draft
+        token."""
         if self.sampling.drawn_drafts:
             tokens = self._reject(logits, proposed, target_ids)
         else:

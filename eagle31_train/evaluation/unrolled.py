@@ -62,7 +62,6 @@ class Trajectory:
         return [*self.output, *self.beyond]
 
     def at(self, slot: int) -> "Trajectory":
-        """That of one slot alone."""
         return Trajectory([*self.prompt, *self.text[:slot]], self.text[slot : slot + 2], [], self.aux)
 
 
@@ -86,17 +85,13 @@ class Step:
 def unroll(
     drafter: Drafter, target_ids: Tensor, trajectory: Trajectory, depth: int, drift: bool
 ) -> tuple[list[int], Drift | None]:
-    """Draft `depth` tokens greedily at every slot of a trajectory.
+    """Draft `depth` tokens greedily at every slot of a trajectory, in the dtype of the drafter's weights: for each
+    slot, how many tokens of the draft, from the first on, are what the target wrote there; and the drift (None without
+    `drift`, or without slots).
 
     Args:
-        drafter: any drafter module; drafts in the dtype of its weights.
         target_ids: [Vd] int64, the target's id of each draft token.
         trajectory: with its states on the drafter's device, and at least depth - 1 tokens beyond.
-        drift: whether to measure what changes from step to step.
-
-    Returns:
-        For each slot, how many tokens of the draft, from the first on, are what the target wrote there; and the drift
-        (None without `drift`, or without slots).
     """
     slots, text = trajectory.slots, trajectory.text
     if slots == 0:
@@ -116,10 +111,8 @@ def unroll(
 
 @torch.no_grad()
 def narrowest(drafter: Drafter, target_ids: Tensor, trajectory: Trajectory, slot: int, depth: int) -> float:
-    """The least gap between the two best scores of any step of the draft at one slot.
-
-    So much, or so little, would have to be rounded otherwise for another draft: in fp32, under 1e-4 it may be.
-    """
+    """The least gap between the two best scores of any step of the draft at one slot; in fp32 rounding makes under
+    1e-4."""
     gaps = []
     for step in steps(drafter, target_ids, trajectory.at(slot), depth, drift=False):
         best, second = drafter.lm_head(step.written[0]).double().topk(2).values.tolist()
@@ -129,10 +122,8 @@ def narrowest(drafter: Drafter, target_ids: Tensor, trajectory: Trajectory, slot
 
 @torch.no_grad()
 def turns(drafter: Drafter, target_ids: Tensor, trajectory: Trajectory, slot: int, depth: int, accepted: int) -> bool:
-    """Whether noise of float32's size in the target's states can give a slot's draft `accepted` accepted tokens.
-
-    Where products round their inputs to int8 (`checkpoint/int8.py`), such noise may move an input by a whole step.
-    """
+    """Whether noise of float32's size in the target's states, by which int8 products may round an input otherwise, can
+    give a slot's draft `accepted` accepted tokens."""
     there, generator = trajectory.at(slot), torch.Generator().manual_seed(0)
     for _ in range(DRAWS):
         noise = NOISE * torch.randn(there.aux.shape, generator=generator).to(there.aux.device)
@@ -188,14 +179,8 @@ def steps(drafter: Drafter, target_ids: Tensor, trajectory: Trajectory, depth: i
 
 
 class MarkedLayer(AttendingLayer):
-    """A layer whose values tell of what kind their keys are.
-
-    Args:
-        kind: [N] int64, of every position; None marks nothing.
-
-    Attributes:
-        shares: [S, h, KINDS], what the newest step's attention gave each kind; [S, h, 0] where nothing is marked.
-    """
+    """A layer whose values tell of what `kind` [N] int64 their keys are; None marks nothing. shares: [S, h, KINDS],
+    what the newest step's attention gave each; [S, h, 0] where nothing is marked."""
 
     def __init__(self, layer: Layer, kind: Tensor | None) -> None:
         super().__init__(layer, call)
@@ -229,10 +214,7 @@ def _beside(drafter: Drafter, tokens: Tensor) -> Read:
 
 def kinds(positions: Tensor, prompt: int) -> Tensor:
     """Positions [N] → [N] int64, of what kind their step-0 keys are: 0 sink, 1 prompt, 2 verified (own keys are 3).
-
-    A key is where its state is. That of the prompt's last position, beside which the first token stands that the
-    target wrote, is the prompt's.
-    """
+    That of the prompt's last position, beside which the first token stands that the target wrote, is the prompt's."""
     return (positions >= SINKS).long() + (positions >= max(SINKS, prompt)).long()
 
 
@@ -248,10 +230,8 @@ def _marked(values: Tensor, kind: Tensor) -> Tensor:
 
 
 def _read_out(drafter: Drafter, z: Tensor, entropies: bool) -> tuple[Tensor, Tensor]:
-    """Outputs z [S, D] → the best draft token [S] of each, and the entropy [S] of its distribution, if asked for.
-
-    Some rows at a time: the scores of all slots over a vocabulary may not fit.
-    """
+    """Outputs z [S, D] → the best draft token [S] of each, and the entropy [S] of its distribution, if asked for; some
+    rows at a time, since all scores may not fit."""
     choice, entropy = [], []
     for rows in z.split(max(1, SCORES // drafter.shape.draft_vocab_size)):
         scores = drafter.lm_head(rows)

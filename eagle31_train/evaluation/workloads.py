@@ -1,7 +1,4 @@
-"""Workloads: the held-out prompts and further suites, each as it is and once under every perturbation.
-
-`configs/suite/` has the suites that the field reports.
-"""
+"""Workloads: the held-out prompts and further suites (`configs/suite/`), each as it is and under every perturbation."""
 
 import re
 import zlib
@@ -32,10 +29,8 @@ LOOPING = 0.3  # compressed share of a text; of the demo's held-out answers 14 %
 
 @dataclass(frozen=True)
 class Workload:
-    """Prompts that are reported together, and how they are decoded.
-
-    left_out: ids of prompts that do not belong, and why. notes: what a reader of its numbers should know.
-    """
+    """Prompts that are reported together, and how they are decoded. left_out: ids of prompts that do not belong, and
+    why. notes: what a reader of its numbers should know."""
 
     name: str
     suite: str
@@ -48,7 +43,6 @@ class Workload:
 
     @property
     def remarks(self) -> Iterator[str]:
-        """Its notes, and what it leaves out."""
         yield from self.notes
         for why in dict.fromkeys(self.left_out.values()):
             ids = [prompt for prompt, reason in self.left_out.items() if reason == why]
@@ -62,20 +56,16 @@ def workloads(
     caveats: Sequence[str] = (),
     measured_on: Collection[str] = (),
 ) -> list[Workload]:
-    """Everything that the configuration wants decoded, the held-out prompts (or evaluate.prompts) first.
-
-    A suite's prompts are chosen as they are, of those that evaluate.leave_out does not name and no training was
-    measured on; its perturbed forms are of the same prompts, less those that do not fit.
+    """Everything that the configuration wants decoded, the held-out prompts (or evaluate.prompts) first. A suite's
+    prompts are chosen as they are, of those that evaluate.leave_out does not name and no training was measured on; its
+    perturbed forms are of the same prompts, less those that do not fit. UserError: an unknown suite, perturbation or
+    id, or none left.
 
     Args:
         data: stage 1's manifest.
         longest: tokens that a prompt may have.
         caveats: notes for all of them.
         measured_on: prompts, as `trajectories.digest` knows them.
-
-    Raises:
-        UserError: an unknown suite, perturbation or id to be left out, an unreadable or empty set, or a workload that
-            nothing fits.
     """
     options, perturbations, template = config.evaluate, _perturbations(config), ChatTemplate.load(config.target)
     # Asked of the manifest: `datasets` saves an empty split and then cannot load it.
@@ -153,7 +143,6 @@ def trained_prompts(dataset: Path) -> frozenset[str]:
 
 
 def longest_sample(dataset: Path) -> int:
-    """Tokens of the longest sample of the training split."""
     rows = Dataset.load_from_disk(str((dataset / "train").absolute())).select_columns(["input_ids"])
     batches = rows.with_format("arrow").iter(batch_size=1_000)
     return max(pc.max(pc.list_value_length(batch["input_ids"])).as_py() for batch in batches)
@@ -176,7 +165,6 @@ def _suites(config: Config) -> dict[str, tuple[str, Suite]]:
 
 
 def _plain(suite: str, prompts: list[Prompt], config: Config, longest: int, measured_on: Collection[str]) -> Workload:
-    """A suite as it is."""
     options = config.evaluate
     named = [prompt for prompt in prompts if prompt.id in options.leave_out]
     texts = {tuple(prompt.ids) for prompt in named}  # which others may have too: a question that was asked twice
@@ -193,7 +181,6 @@ def _plain(suite: str, prompts: list[Prompt], config: Config, longest: int, meas
 
 
 def _perturbed(plain: Workload, perturbation: Perturbation, context: Context, longest: int) -> Workload:
-    """A suite under a perturbation."""
     name = f"{plain.suite} · {perturbation.name}"
     perturbed: list[Prompt] = []
     left_out = {prompt: why for prompt, why in plain.left_out.items() if why in (LEFT_OUT, MEASURED)}

@@ -100,7 +100,6 @@ class _MergedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of q, k0, v0, and of the own keys and values."""
         q, k0, v0, out, lse, *own = ctx.saved_tensors
         scale, heads, rest = ctx.scale, ctx.layout.heads, (None,) * 4
         dout = grads[0].to(q.dtype).contiguous()
@@ -135,7 +134,6 @@ class _MergedAttention(torch.autograd.Function):
 
 
 def _halves(own: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """k keys, then k values, of the slots."""
     return own[: len(own) // 2], own[len(own) // 2 :]
 
 

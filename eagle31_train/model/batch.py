@@ -45,7 +45,6 @@ class Subset:
     scale: float  # 1 / that chance
 
     def of(self, documents: Sequence[int]) -> "Subset":
-        """The same choice, for some of the documents."""
         return Subset([self.taken[i] for i in documents], self.scale)
 
 
@@ -212,15 +211,9 @@ def build_batch(
 
 
 def _contexts(slot: Tensor, edges: Tensor, owner: Tensor) -> tuple[Tensor, Tensor]:
-    """The context of every document: its positions up to its last slot.
-
-    Args:
-        slot: [S] int64, among the tokens of all documents; edges: where each document begins, and the end of the last;
-            owner: the document of each token.
-
-    Returns:
-        Where each document's context begins among the C positions, and C; the positions among the tokens, [C].
-    """
+    """The context of every document: its positions up to its last slot. slot [S] int64, among the tokens of all
+    documents; edges: where each document begins, and the end of the last; owner: the document of each token. Returns
+    where each document's context begins among the C positions, and C; the positions among the tokens, [C]."""
     counts = torch.zeros(len(edges) - 1, dtype=torch.int64)
     counts.scatter_reduce_(0, owner[slot], slot - edges[owner[slot]] + 1, "amax")
     within = torch.cat([torch.arange(count) for count in counts.tolist()])
@@ -228,10 +221,8 @@ def _contexts(slot: Tensor, edges: Tensor, owner: Tensor) -> tuple[Tensor, Tenso
 
 
 def _by_supervisor(trained: Tensor, slot: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The trained pairs (row of `slot`, step, position that supervises it), [P] each, sorted by that position.
-
-    trained: [N, K] bool, of every token and step; slot: [S] int64.
-    """
+    """The trained pairs (row of `slot`, step, position that supervises it), [P] each, sorted by that position. trained:
+    [N, K] bool, of every token and step; slot: [S] int64."""
     rows, steps = trained[slot].nonzero(as_tuple=True)
     supervised = slot[rows] + 1 + steps
     order = torch.argsort(supervised, stable=True)

@@ -35,10 +35,8 @@ CAUSAL: Band = (None, 0)
 def context_forward(
     q: Tensor, k0: Tensor, v0: Tensor, layout: Layout, scale: float, left: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """q [S, h, d] over k0 [N, g, d], v0 [N, g, dv] → output [S, h, dv] and log-sum-exp [S, h].
-
-    The log-sum-exp is fp32 or wider; so is the output, but for CUDA's kernel, which gives it in 16 bits.
-    """
+    """q [S, h, d] over k0 [N, g, d], v0 [N, g, dv] → output [S, h, dv] and log-sum-exp [S, h], fp32 or wider; but
+    CUDA's kernel gives the output in 16 bits."""
     wide = torch.promote_types(q.dtype, torch.float32)
     S, h, dv = len(q), q.shape[1], v0.shape[2]
     if left is not None and left < 0:
@@ -90,10 +88,8 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[T
 
 
 def _pieces(run: Run, q: Tensor, left: int | None) -> Iterator[tuple[slice, slice, Band | None]]:
-    """(slots, keys, which of them each slot sees): blocks; None for all.
-
-    What precedes a block of slots is seen in full; the block itself causally. With a window both are one piece.
-    """
+    """(slots, keys, which of them each slot sees; None for all): what precedes a block of slots is seen in full, the
+    block itself causally; with a window both are one piece."""
     step = run.end - run.first if _flash_cpu(q) and left is None else BLOCK
     for first in range(run.first, run.end, step):
         end = min(first + step, run.end)

@@ -82,9 +82,7 @@ def make_places(owner: Tensor, ranks: int) -> Places:
 
 def deals_heads(shape: DrafterShape, ranks: int) -> bool:
     """Whether ranks that share documents deal out heads: where keys have as many as queries, and the ranks divide them.
-
-    With fewer, all keys are little beside the queries and outputs that would have to be sent at every step.
-    """
+    With fewer, all keys are little beside the queries and outputs that would have to be sent at every step."""
     return shape.num_key_value_heads == shape.num_attention_heads and shape.num_attention_heads % ranks == 0
 
 

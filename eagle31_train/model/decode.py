@@ -27,17 +27,13 @@ Choose = Callable[[int, Tensor], Tensor]  # step and logits [B, Vd] → which dr
 
 
 def most_likely(_step: int, logits: Tensor) -> Tensor:
-    """Greedy drafting."""
     return logits.argmax(-1)
 
 
 class DraftDecoder:
-    """Drafting for some sequences, one token at each depth, in the dtype of the drafter's weights.
-
-    Args:
-        target_ids: [Vd] int64, the target's id of each draft token.
-        capacity: most rows that a sequence's cache ever holds: its positions and the steps of one round.
-    """
+    """Drafting for some sequences, one token at each depth, in the dtype of the drafter's weights. target_ids: [Vd]
+    int64, the target's id of each draft token. capacity: most rows that a sequence's cache ever holds, one round's
+    steps included."""
 
     def __init__(self, drafter: Drafter, target_ids: Tensor, capacity: int, sequences: int = 1) -> None:
         self.drafter = drafter
@@ -49,14 +45,9 @@ class DraftDecoder:
 
     @torch.no_grad()
     def extend(self, aux: Tensor, next_tokens: Tensor, counts: Sequence[int] | None = None) -> None:
-        """Take in what the target has verified.
-
-        Args:
-            aux: [n, A, H] the target's states of every sequence's next positions, one sequence after the other.
-            next_tokens: [n] int64, the token that follows each of them; the last of a sequence is its newest
-                token, which the target has not read yet.
-            counts: how many rows each sequence has, at least one; default: all are those of the only one.
-        """
+        """Take in what the target has verified: its states aux [n, A, H] of every sequence's next positions, one
+        sequence after the other; the token [n] int64 that follows each, which of a sequence's last the target has not
+        read yet; and how many rows each sequence has, at least one (default: all are of the only one)."""
         counts, device = [len(aux)] if counts is None else list(counts), aux.device
         rows = torch.cat([torch.full((count,), row, device=device) for row, count in enumerate(counts)])
         starts = zip(self.lengths, counts, strict=True)
@@ -73,7 +64,6 @@ class DraftDecoder:
         self._newest = x[last], residual[last]
 
     def select(self, sequences: Sequence[int]) -> None:
-        """Keep these sequences alone, in this order."""
         rows = list(sequences)
         self.lengths = [self.lengths[row] for row in rows]
         if self._newest is not None:
@@ -114,11 +104,8 @@ class DraftDecoder:
     def _all_at_once(
         self, count: int, choose: Choose, x: Tensor, residual: Tensor, ends: Tensor
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """A parallel drafter's steps, in one pass: mask rows behind the newest row of every sequence.
-
-        Args:
-            x, residual: of the newest rows [B, ...]; ends: [B] int64, the position after each.
-        """
+        """A parallel drafter's steps, in one pass: mask rows behind the newest row of every sequence, of which x and
+        residual are [B, ...], ends: [B] int64, the position after each."""
         drafter, top, B, masks = self.drafter, self._caches[-1], len(x), count - 1
         steps = torch.arange(count, device=x.device)
         if masks:
@@ -146,10 +133,8 @@ class DraftDecoder:
         positions: Tensor,
         attend: Callable[["Cache", Tensor], Tensor],
     ) -> tuple[Tensor, Tensor]:
-        """Run embeddings and states [n, D] through the layers below the last, and keep keys and values in all.
-
-        Returns: the last layer's attention input [n, I] and residual [n, D].
-        """
+        """Run embeddings and states [n, D] through the layers below the last, and keep keys and values in all; the last
+        layer's attention input [n, I] and residual [n, D]."""
         *below, top = self._caches
         for cache in below:
             x, residual = cache.layer.attention_input(embedded, state)
@@ -171,7 +156,6 @@ class Cache:
         self._values: Tensor | None = None  # [B, capacity, g, dv]
 
     def select(self, rows: list[int]) -> None:
-        """Keep these sequences alone, in this order."""
         self._sequences = len(rows)
         if self._keys is not None and self._values is not None:
             self._keys, self._values = self._keys[rows], self._values[rows]

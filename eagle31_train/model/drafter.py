@@ -49,12 +49,9 @@ class Unrolled:
 
 
 class Drafter(nn.Module):
-    """A drafter of one layer or more. Parameters carry the checkpoint's names.
-
-    Args:
-        embedding: [V, D] the target's embedding rows; frozen and left out of the checkpoint with
-            `shape.share_embedding`, the initial value of the drafter's own otherwise.
-    """
+    """A drafter of one layer or more. Parameters carry the checkpoint's names. embedding: [V, D] the target's embedding
+    rows; frozen and left out of the checkpoint with `shape.share_embedding`, the initial value of the drafter's own
+    otherwise."""
 
     # Activation checkpointing: keep only states and the attention, and recompute the rest for the gradient.
     recompute = False
@@ -91,7 +88,6 @@ class Drafter(nn.Module):
 
     @property
     def stack(self) -> list[Layer]:
-        """All layers, the first one first."""
         return [self.midlayer, *(layer for layer in self.layers.values() if isinstance(layer, Layer))]
 
     def embed(self, tokens: Tensor) -> Tensor:

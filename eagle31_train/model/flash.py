@@ -65,7 +65,6 @@ def switch_flash(shape: DrafterShape, device: torch.device) -> str | None:
 
 
 def restore_flash() -> None:
-    """Switch back to torch's own flash kernel."""
     if context_attention.replaced():
         attention.restore_flash_attention_impl()
 

@@ -109,12 +109,10 @@ class LatentAttention(nn.Module):
 
     @property
     def query_inputs(self) -> list[Linear]:
-        """The projections of the attention's input that queries need."""
         return [self.q_a_proj if self.low_rank else self.q_proj]
 
     @property
     def key_inputs(self) -> list[Linear]:
-        """Those that keys and values need."""
         return [self.kv_a_proj_with_mqa]
 
     def queries(self, project: Project, positions: Tensor) -> Tensor:
@@ -136,7 +134,6 @@ class LatentAttention(nn.Module):
         return torch.cat([still, shared], -1), v.contiguous()
 
     def output(self, o: Tensor) -> Tensor:
-        """o [n, h, dv] → [n, D]."""
         return self.o_proj(o.flatten(-2))
 
 
@@ -163,7 +160,6 @@ class Mlp(nn.Module):
 
 
 def silu_times(gate: Tensor, up: Tensor, fused: bool = False) -> Tensor:
-    """silu(gate) * up of two tensors alike."""
     out: Tensor = _SiluTimes.apply(gate, up, fused)
     return out
 

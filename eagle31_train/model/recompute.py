@@ -51,7 +51,6 @@ class _Again:
         return None
 
     def unpack(self, packed: Tensor | None) -> Tensor:
-        """The tensor that was packed."""
         if packed is not None:
             return packed
         out = self._function() if self._out is None else self._out
@@ -61,7 +60,6 @@ class _Again:
 
 
 def _place(x: Tensor) -> tuple[Any, ...]:
-    """Where a tensor's values lie, and how."""
     return x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride()
 
 

@@ -1,11 +1,6 @@
-"""The draft vocabulary: which of the target's tokens the drafter can propose, and the maps between them.
-
-`d2t` is what vLLM reads: an **offset**, target id = k + d2t[k]. `t2d` says per target id whether
-the draft vocabulary holds it. Draft ids are in ascending order of target ids, so d2t never
-decreases and both maps follow from either one.
-
-NumPy only: the data stage imports it, and no torch.
-"""
+"""The draft vocabulary: which of the target's tokens the drafter can propose. `d2t` is what vLLM reads: an **offset**,
+target id = k + d2t[k]. `t2d` says per target id whether the draft vocabulary holds it. Draft ids are in ascending order
+of target ids, so both maps follow from either one. NumPy only: the data stage imports it, and no torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +33,6 @@ class DraftVocab:
 
     @property
     def pruned(self) -> bool:
-        """Whether any target token is missing."""
         return len(self) < self.target_size
 
     @property
@@ -57,17 +51,9 @@ class DraftVocab:
 def choose(
     counts: NDArray[np.int64], always: list[int], size: int | None = None, coverage: float | None = None
 ) -> DraftVocab:
-    """Keep the most frequent tokens.
-
-    Args:
-        counts: [V] how often the assistant wrote each token.
-        always: ids that are kept whatever their count (special and end-of-turn tokens).
-        size: how many tokens to keep; None with no coverage keeps all V.
-        coverage: instead, keep the fewest tokens that make up this share of `counts`.
-
-    Raises:
-        UserError: both are given, or a value that cannot be met.
-    """
+    """Keep the most frequent tokens, and those of `always`: `size` of them, or the fewest that make up a share
+    `coverage` of counts [V], how often the assistant wrote each; all V where that is fewer, or with neither. UserError
+    for both, or a value that cannot be met."""
     V = len(counts)
     forced = np.unique(np.asarray(always, dtype=np.int64))
     if size is not None and coverage is not None:
@@ -82,10 +68,8 @@ def choose(
         covered = np.cumsum(counts[order])
         size = max(len(forced), int(np.searchsorted(covered, coverage * counts.sum())) + 1)
     assert size is not None
-    if not len(forced) <= size <= V:
-        raise UserError(
-            f"data.draft_vocab_size={size} is not between {len(forced)} (the special tokens) and {V} (the target's)"
-        )
+    if size < len(forced):
+        raise UserError(f"data.draft_vocab_size={size} has no room for the {len(forced)} special tokens: raise it")
     return DraftVocab(np.sort(order[:size]), V)
 
 
@@ -108,7 +92,6 @@ def write(path: Path, vocab: DraftVocab) -> None:
 
 
 def read(path: Path) -> DraftVocab:
-    """Read a vocabulary written by `write`."""
     try:
         maps = load_file(path)
         return from_maps(maps["d2t"], maps["t2d"])

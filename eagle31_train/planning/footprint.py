@@ -29,8 +29,6 @@ GROUP = 1_000_000_000  # DeepSpeed's own sub_group_size: elements that ZeRO-3 up
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes on the device while one micro-batch is worked out."""
-
     copies: float  # weights in the precision of the products
     kept: float  # what waits for the backward pass
     head: float  # lm_head's gradient in fp32, worked out with the loss
@@ -50,8 +48,6 @@ class Activations:
 
 @dataclass(frozen=True)
 class Step:
-    """How a step is worked out."""
-
     value: int = 2  # bytes of a value in the precision of the products
     decodes: bool = True  # the store's states become values of that precision on the device
     recompute: bool = False
@@ -92,7 +88,6 @@ def activations(shape: DrafterShape, work: Work, step: Step) -> Activations:
 
 
 def matrices(shape: DrafterShape) -> dict[str, int]:
-    """Parameters of each matrix of a drafter."""
     return {name: math.prod(size) for name, size in weight_shapes(shape).items() if len(size) > 1}
 
 
@@ -241,8 +236,6 @@ PROFILES = (Profile("gpu", several=False), *(Profile(name, stage) for name, stag
 
 @dataclass(frozen=True)
 class State:
-    """What is trained."""
-
     groups: Sequence[Sequence[int]]  # parameters of each tensor in the order of the optimizer's groups
     frozen: int = 0  # parameters
     orthogonal: Sequence[tuple[int, int]] = ()  # sizes of the matrices that Muon updates
@@ -259,19 +252,14 @@ class State:
 
     @property
     def iterated(self) -> float:
-        """Bytes while Newton-Schulz iterates on the largest matrix [m, n], m <= n; see `work.newton_schulz_flops`.
-
-        The momentum in fp32; in bf16 the iterate and the next one, and two products [m, m].
-        """
+        """Bytes while Newton-Schulz iterates on the largest matrix [m, n], m <= n: the momentum in fp32; in bf16 the
+        iterate and the next one, and two products [m, m]."""
         sizes = [(min(size), max(size)) for size in self.orthogonal]
         return max((FP32 * m * n + 2 * (2 * m * n + 2 * m * m) for m, n in sizes), default=0.0)
 
     def touched(self, parts: int) -> int:
-        """Parameters of whole tensors that a device's part lies in, of the device with most.
-
-        ZeRO-2 cuts each group, end to end, into `parts`, and keeps the gradient of every tensor that begins, ends or
-        lies in its part as a whole.
-        """
+        """Parameters of whole tensors that a device's part lies in, of the device with most: ZeRO-2 cuts each group,
+        end to end, into `parts`, and keeps whole the gradient of every tensor that begins, ends or lies in its part."""
         totals = [0] * parts
         for group in self.groups:
             size = math.ceil(sum(group) / (2 * parts)) * 2  # DeepSpeed aligns the whole group to two elements a part

@@ -30,7 +30,6 @@ class Parameters:
 
     @property
     def active(self) -> float:
-        """That one token runs through."""
         return self.dense + self.experts * self.chosen
 
 
@@ -45,8 +44,6 @@ class Target:
 
 @dataclass(frozen=True)
 class Data:
-    """What there is to learn."""
-
     origin: str  # where the numbers are from, in words
     work: Work  # of one pass over the training split
     heldout: float  # tokens held out, as a share of these

@@ -38,8 +38,6 @@ class Answering:
 
 @dataclass(frozen=True)
 class Planned:
-    """What the sections print."""
-
     config: Config
     target: Target
     shape: DrafterShape
@@ -52,7 +50,6 @@ class Planned:
 
     @property
     def tokens(self) -> float:
-        """Tokens that the training reads, over all epochs."""
         t, all_epochs = self.config.train, self.config.train.epochs * self.data.work.tokens
         return all_epochs if t.max_steps is None else min(all_epochs, t.max_steps * t.batch_tokens)
 
@@ -82,7 +79,6 @@ class Planned:
         return self.conversations / (replicas * math.ceil(self.conversations / replicas))
 
     def training_flops(self) -> float:
-        """FLOPs of all steps."""
         work = (self.data.work * (self.tokens / self.data.work.tokens)).of_slots(self.trained_share)
         return sum(training_flops(self.shape, work, self.config.drafter.train_lm_head).values())
 
@@ -123,7 +119,6 @@ class Planned:
         return Answering(batch, devices, prompts, written, answers, weights, cache, step, seconds, flops)
 
     def states(self) -> Shape:
-        """What decides the size of stored states."""
         s = self.config.store
         return Shape(self.shape.target_hidden_size, len(self.shape.aux_layers), s.aux_codec, s.last_codec)
 
@@ -155,7 +150,6 @@ class Planned:
         return [(s[0], s[1]) for name, s in sizes.items() if not name.startswith(others)]
 
     def profiles(self) -> list[Profile]:
-        """The launch profiles that can be used, whatever they take."""
         optimizer, several = self.config.train.optimizer, self.config.plan.devices > 1
         return [
             profile for profile in footprint.PROFILES if profile.takes(optimizer) and (several or not profile.several)
@@ -166,7 +160,6 @@ class Planned:
         return self.config.train.context_parallel if devices > 1 else 1
 
     def replicas(self, devices: int) -> int:
-        """Into how many groups that leaves the devices."""
         return devices // self.context(devices)
 
     def micro_tokens(self, devices: int) -> int:
@@ -188,7 +181,6 @@ class Planned:
         return footprint.activations(self.shape, work, step), (work.positions * aux + work.targets * last) / context
 
     def memory(self, profile: Profile) -> Memory:
-        """Of one device under a launch profile."""
         devices = self.config.plan.devices if profile.several else 1
         (micro, batch), (bucket, overlap) = self.micro(devices), read_bucket(profile)
         held = (self.state(), devices, self.target_pieces())
@@ -206,12 +198,8 @@ def read_bucket(profile: Profile) -> tuple[int, bool]:
 
 
 def reckon(config: Config) -> tuple[Planned, list[str]]:
-    """The plan, and the table of where the drafter's options are from.
-
-    Raises:
-        UserError: the target cannot be read, no such drafter can be made for it, or train.context_parallel does not
-            divide plan.devices.
-    """
+    """The plan, and the table of where the drafter's options are from. UserError: the target cannot be read, no such
+    drafter can be made for it, or train.context_parallel does not divide plan.devices."""
     context, devices = config.train.context_parallel, config.plan.devices
     if devices % context:
         raise UserError(

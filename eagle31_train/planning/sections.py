@@ -29,7 +29,6 @@ COLUMNS = ("weights", "moments", "copies", "target", "step", "update", "peak", "
 
 
 def drafter(plan: Planned) -> list[str]:
-    """Parameters by part."""
     shape, state = plan.shape, plan.state()
     sizes = dict.fromkeys([*PARTS.values(), "norms"], 0.0)
     for name, size in weight_shapes(shape).items():
@@ -46,7 +45,6 @@ def drafter(plan: Planned) -> list[str]:
 
 
 def data(plan: Planned) -> list[str]:
-    """Tokens, conversations, and the assistant's share."""
     work = plan.data.work
     return [
         f"DATA   {plan.data.origin}",
@@ -57,7 +55,6 @@ def data(plan: Planned) -> list[str]:
 
 
 def answering(plan: Planned) -> list[str]:
-    """Tokens that the target writes, and how long that takes: the largest part of most runs."""
     config, work = plan.config, plan.data.work
     own, d = writes_prompts(config), config.data
     if not (config.regenerate or own):
@@ -86,7 +83,6 @@ def answering(plan: Planned) -> list[str]:
 
 
 def store(plan: Planned) -> list[str]:
-    """Bytes on disk."""
     states = plan.states()
     size, kinds = plan.store_bytes(states), f"{states.aux_codec}, {states.last_codec}"
     each = size / plan.data.work.tokens
@@ -99,7 +95,6 @@ def store(plan: Planned) -> list[str]:
 
 
 def time(plan: Planned) -> list[str]:
-    """Optimizer steps, FLOPs and hours."""
     p = plan.config.plan
     rate = p.devices * p.peak_tflops * 1e12 * p.utilisation
     # Devices do a matrix each, in rounds of about equal ones, and wait for the first, which is the largest.
@@ -123,7 +118,6 @@ def time(plan: Planned) -> list[str]:
 
 
 def profiles(plan: Planned) -> list[str]:
-    """Memory of one device under every launch profile."""
     rows = {}
     for profile in plan.profiles():
         m = plan.memory(profile)
@@ -203,7 +197,6 @@ def _time(seconds: float) -> str:
 
 
 def text(plan: Planned) -> str:
-    """The whole plan."""
     title = [f"Plan of {plan.config.name}: a drafter for {plan.config.target.name}"]
     blocks = [section(plan) for section in (drafter, data, answering, store, time, profiles, which)]
     return "\n\n".join("\n".join(block) for block in [title, *blocks])

@@ -43,7 +43,6 @@ class Work:
         return len(self.slots)
 
     def __mul__(self, factor: float) -> "Work":
-        """So many times the data."""
         names = [field.name for field in fields(self)]
         times = {name: np.multiply(getattr(self, name), factor).tolist() for name in names}
         return Work(**times)
@@ -170,10 +169,8 @@ def training_flops(shape: DrafterShape, work: Work, train_lm_head: bool = True) 
 
 
 def newton_schulz_flops(sizes: Iterable[tuple[int, int]]) -> float:
-    """FLOPs of one update by Muon of matrices [m, n], m <= n (or transposed): 5 · (4·m²·n + 2·m³) each.
-
-    Each of five steps works out X·Xᵀ, the square of that, and its product with X.
-    """
+    """FLOPs of one update by Muon of matrices [m, n], m <= n (or transposed), 5 · (4·m²·n + 2·m³) each: each of five
+    steps works out X·Xᵀ, the square of that, and its product with X."""
     shorter_first = ((min(size), max(size)) for size in sizes)
     return float(sum(5 * (4 * m * m * n + 2 * m**3) for m, n in shorter_first))
 

@@ -23,8 +23,7 @@ from eagle31_train.evaluation.intervals import bracket
 from eagle31_train.reporting import tables
 from eagle31_train.reporting.evaluation_page import RESULT, conditions, pictures
 from eagle31_train.reporting.figures import Picture
-from eagle31_train.reporting.html import escape
-from eagle31_train.reporting.markdown import code, grid, plain, scrubbed
+from eagle31_train.reporting.markdown import code, escape, grid, plain, scrubbed
 from eagle31_train.reporting.recipe import PROGRAMS, command, serve_command, sglang_command
 from eagle31_train.reporting.tables import ALL, SERVING
 
@@ -43,22 +42,18 @@ class CardResult:
 
     @property
     def fingerprint(self) -> str:
-        """Changes with every word and picture."""
         drawn = [(name, artifacts.file_sha256(file)) for _, file, name in self.pictures]
         return artifacts.fingerprint([self.content, drawn])
 
 
 @dataclass(frozen=True)
 class CardResults:
-    """Everything that was measured of a checkpoint."""
-
     evaluation: CardResult | None = None
     serving: CardResult | None = None
     comparisons: Sequence[CardResult] = ()
 
     @property
     def fingerprints(self) -> dict[str, Any]:
-        """Of each."""
         return {
             "evaluate": self.evaluation and self.evaluation.fingerprint,
             "serving": self.serving and self.serving.fingerprint,
@@ -67,17 +62,13 @@ class CardResults:
 
     @property
     def pictures(self) -> list[CardPicture]:
-        """Of all."""
         results = [self.evaluation, self.serving, *self.comparisons]
         return [picture for result in results if result for picture in result.pictures]
 
 
 def read_results(run: Path, identity: str, checkpoint: str, comparisons: Sequence[Path]) -> CardResults:
     """What was measured of the checkpoint in `run`; UserError where a result is damaged, or a comparison is of others.
-
-    Args:
-        identity: of what was trained. checkpoint: fingerprint of what is exported. comparisons: their folders.
-    """
+    identity: of what was trained. checkpoint: fingerprint of what is exported. comparisons: their folders."""
     compared = [_comparison(folder, number, identity) for number, folder in enumerate(comparisons, 1)]
     evaluation = _stage(run / "evaluate", "checkpoint", identity, "acceptance", f"{EVALUATE} …")
     serving = _stage(run / "serving", "export", checkpoint, "serving", f"{EVALUATE} … evaluate.backend=vllm")
@@ -171,14 +162,12 @@ def caveats_of(shape: DrafterShape, data: Mapping[str, Any] | None, weights: str
 
 
 def _kind(shape: DrafterShape) -> str:
-    """EAGLE 3 or 3.1."""
     if shape.fc_norm and shape.norm_output:
         return "EAGLE 3.1"
     return " with ".join(["EAGLE 3", *(name for name in ("fc_norm", "norm_output") if getattr(shape, name))])
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Nested values under dotted names."""
     for key, value in values.items():
         name = f"{prefix}{'acceptance_estimate' if key == 'tau' else key}"  # as earlier versions called it
         name = RENAMED.get(name, name)  # records keep the old names of options

@@ -18,10 +18,8 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float64]
 WIDTH, HEIGHT, ROW = 5.6, 3.25, 0.25  # inches: of a picture, and of one row of a chart that has rows
-MEANS = 64  # points of a noisy curve's mean
 MARKERS = "os^Dvp"
 STYLE: Any = {
-    # The colour-blind tell training (C0) from held-out (C1) by brightness, too.
     "axes.prop_cycle": "cycler('color', ['#2563c9', '#d9650b', '#0e8a6a', '#a8379b', '#8a6d00', '#5d6873'])",
     "font.size": 8,
     "axes.titlesize": 7.5,
@@ -52,7 +50,6 @@ class Picture:
     height: float = HEIGHT
 
     def figure(self) -> "Figure":
-        """The picture as a matplotlib figure."""
         from matplotlib import rc_context
         from matplotlib.figure import Figure
         from matplotlib.text import Text
@@ -70,27 +67,12 @@ class Picture:
             return figure
 
     def png(self) -> bytes:
-        """The picture's file."""
         from matplotlib import rc_context
 
         buffer = io.BytesIO()
         with rc_context(STYLE):
             self.figure().savefig(buffer, format="png")
         return buffer.getvalue()
-
-
-def noisy(axes: "Axes", steps: Floats, values: Floats, label: str, colour: Any, form: str = "{:.3g}") -> None:
-    """A curve [N], pale, and its mean, whose last value the label tells. NaN is left out."""
-    valid = np.isfinite(values)
-    if not valid.any():
-        return
-    steps, values = steps[valid], values[valid]
-    parts = np.array_split(np.arange(len(steps)), min(MEANS, len(steps)))
-    means = [values[part].mean() for part in parts]
-    centres = [steps[part].mean() for part in parts]
-    marker = "o" if len(steps) == 1 else ""
-    axes.plot(steps, values, color=colour, alpha=0.25, linewidth=0.5)
-    axes.plot(centres, means, color=colour, marker=marker, label=f"{label}  {form.format(means[-1])}")
 
 
 def columns(intervals: Iterable["Interval"]) -> tuple[Floats, Floats, Floats]:
@@ -105,16 +87,6 @@ def within(axes: "Axes", low: float, high: float = np.inf, which: str = "y") -> 
     getattr(axes, f"set_{which}lim")(max(bottom, low), min(top, high))
 
 
-def logarithmic(axes: "Axes") -> None:
-    """A logarithmic vertical axis of plain numbers: matplotlib's own are formulas, which STYLE does not parse."""
-    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
-
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
-
-
 def shares(axes: "Axes", which: str = "y") -> None:
     """An axis of shares of one, as percentages."""
     from matplotlib.ticker import PercentFormatter
@@ -123,7 +95,6 @@ def shares(axes: "Axes", which: str = "y") -> None:
 
 
 def whole_numbers(axes: "Axes", label: str) -> None:
-    """A horizontal axis of whole numbers."""
     from matplotlib.ticker import MaxNLocator
 
     axes.set_xlabel(label)

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from html import escape as escaped
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,12 @@ def plain(value: Any) -> str:
     return re.sub(r"([\\`*_\[\]|<>#&~$!])", r"\\\1", line)
 
 
+def escape(text: str) -> str:
+    """Text as HTML shows it."""
+    return escaped(shown.clean(text))
+
+
 def code(text: str) -> str:
-    """A block of shell."""
     text = shown.clean(text)
     longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
@@ -47,6 +52,5 @@ def code(text: str) -> str:
 
 
 def grid(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of text."""
     lines = [list(map(plain, header)), ["---"] * len(header), *(list(map(plain, row)) for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -16,16 +16,12 @@ Columns = dict[str, list[Any]]  # of intervals or text
 
 
 class Table(NamedTuple):
-    """Cells of text."""
-
     title: str
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
 
 
 class Section(NamedTuple):
-    """What is said of one workload, of all, or of serving."""
-
     title: str
     remarks: list[str]
     tables: list[Table]
@@ -81,7 +77,6 @@ def _verdicts(workloads: Sequence[Result], depth: str) -> Table:
 
 
 def _overview(workloads: Sequence[Result], depth: str) -> Iterator[Table]:
-    """The headline of every workload."""
     rows = [workload["name"] for workload in workloads]
     of = {name: [workload["drafters"][name] for workload in workloads] for name in workloads[0]["drafters"]}
     columns: Columns = {"prompts": [f"{workload['prompts']:,}" for workload in workloads]}
@@ -144,7 +139,6 @@ def _columns(title: str, what: str, names: Sequence[str], columns: Columns) -> T
 
 
 def sampling(workload: Result) -> str:
-    """How its tokens were chosen."""
     if not workload["temperature"]:
         return "greedy"
     nucleus = f", top_p {workload['top_p']:g}" if workload["top_p"] < 1 else ""
@@ -180,7 +174,6 @@ def _serving(serving: Result) -> Iterator[Table]:
 
 
 def count(number: int, what: str) -> str:
-    """A number of things."""
     return f"{number:,} {what}{'s' * (number != 1)}"
 
 

@@ -1,8 +1,5 @@
-"""The rows of files, of folders of them, and of hub data sets, one by one, each with its number.
-
-The number of the line in text files (of the row's first line in CSV), of the row in JSON lists, Parquet and hub data
-sets, from 1. With the name of the file it makes the row's default id.
-"""
+"""The rows of files, of folders of them, and of hub data sets, one by one, each with its number from 1: of the line in
+text files (the row's first in CSV), else of the row. With the name of the file it makes the row's default id."""
 
 import csv
 import gzip
@@ -83,18 +80,15 @@ def _numbered(
 
 
 def open_files(spec: str, split: str, option: str, stream_rows: int | None = None) -> list[File]:
-    """The files that `spec` names: a file, a folder, a glob, or a hub data set such as `org/name`.
-
-    split, stream_rows: of a hub data set; see `DataConfig`. option: holds `spec`, for the errors. UserError if there is
-    nothing of that name, or a folder holds no data files, or others too.
-    """
+    """The files that `spec` names: a file, a folder, a glob, or a hub data set such as `org/name`, of which `split` and
+    `stream_rows` are. UserError, naming `option`, if there is nothing of that name, or a folder holds others too."""
     files = [_open_file(path, name) for name, path in find_files(spec, option)]
     return files or [_open_hub(spec, split, option, stream_rows)]
 
 
 def find_files(spec: str, option: str) -> list[tuple[str, Path]]:
-    """The files here that `spec` names, each after its name as errors and records have it; none of a hub data set.
-    UserError: see `open_files`."""
+    """The files here that `spec` names, each after its name as records have it; none of a hub data set; else a
+    UserError."""
     if Path(spec).is_file():
         return [(Path(spec).name, Path(spec))]
     if Path(spec).is_dir():

@@ -1,7 +1,5 @@
-"""One row of a file as a conversation: the formats in which people keep them, and the messages that come out.
-
-A row of no known format ends the run. One that is of no use for training has a `problem`, and is counted.
-"""
+"""One row of a file as a conversation, of the formats in which people keep them. A row of no known format ends the run.
+One that is of no use for training has a `problem`, and is counted."""
 
 import json
 from dataclasses import dataclass, field
@@ -30,8 +28,6 @@ Tool = dict[str, Any]
 
 @dataclass
 class Row:
-    """One conversation or prompt, and where it stands."""
-
     id: str
     source: str
     where: str  # file:line

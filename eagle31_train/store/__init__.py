@@ -1,7 +1,7 @@
 """The store of hidden states: sharded safetensors, written once by any number of processes, and checked when read.
 
-The files are described in `format.py`. Reading starts at `reader.py`, writing at `writer.py`; `eagle31 store --help`
-looks into a store.
+The files are described in `format.py`. Reading starts at `reader.py`, writing at `writer.py`; `eagle31 store verify`
+checks a store.
 """
 
 import os
@@ -34,7 +34,6 @@ __all__ = [
 
 
 def storage_of(config: Config) -> Storage:
-    """Where the configuration's store lies."""
     most = byte_count(config.store.cache_bytes, "store.cache_bytes")
     sharers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # processes of this machine that use the cache
     return open_storage(config.store_location, config.cache_folder, most, sharers)

@@ -64,11 +64,9 @@ class Encoded:
 
     @property
     def device(self) -> torch.device:
-        """Where the rows are."""
         return self.values.device
 
     def __getitem__(self, rows: "slice | Tensor") -> "Encoded":
-        """Some of the rows, by slice or index."""
         values = self.values
         if values.dtype == torch.float8_e4m3fn:  # which torch 2.9 does not index on a CPU
             values = values.view(torch.uint8)[rows].view(values.dtype)
@@ -78,7 +76,6 @@ class Encoded:
 
     @property
     def finite(self) -> bool:
-        """Whether no state is NaN or infinite."""
         values = self.values
         if values.dtype == torch.float8_e4m3fn:  # it has no infinity, and torch compares none of its values
             values = torch.where((values.view(torch.uint8) & 127) == 127, torch.nan, 0.0)

@@ -9,10 +9,8 @@ from eagle31_train.transfers import to_device
 
 
 def supervised_positions(loss_mask: Tensor) -> Tensor:
-    """[M] int64, ascending: positions whose next token is the assistant's, with a position before for a slot.
-
-    loss_mask: [T] bool.
-    """
+    """[M] int64, ascending: positions whose next token is the assistant's by loss_mask [T] bool, with a position before
+    for a slot."""
     return loss_mask[2:].nonzero()[:, 0] + 1
 
 
@@ -51,7 +49,6 @@ class Document:
 
     @property
     def attended(self) -> int:
-        """See `attended_positions`."""
         return attended_positions(self.supervised)
 
     @property

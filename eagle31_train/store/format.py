@@ -48,8 +48,6 @@ REMAKE = f"run `{EXTRACT}` again, which makes what is damaged or missing anew"
 
 
 class Entry(TypedDict):
-    """What a manifest lists of a file."""
-
     bytes: int
     checksum: str
 
@@ -79,16 +77,12 @@ class States(TypedDict):
 
 
 class Origin(TypedDict):
-    """Of provenance.json."""
-
     fingerprint: str
     inputs: dict[str, Any]
     states: States
 
 
 class Bound(TypedDict):
-    """Of stream.json."""
-
     max_bytes: Positions | None
     processes: NotRequired[Count]
 
@@ -118,29 +112,17 @@ def line_name(name: str) -> str:
 
 
 def read_record(storage: Storage, name: str, parse: Callable[[Any], T], store: str | None = None) -> T | None:
-    """A small file of a store, as `parse_record` reads it, once more where it is damaged; None if it is missing."""
-
-    def once() -> T | None:
-        try:
-            data = storage.read(name)
-        except FileNotFoundError:
-            return None
-        return parse_record(data, f"{storage.location}/{name}", parse, store)
-
+    """A small file of a store, as `parse_record` reads it; None if it is missing."""
     try:
-        return once()
-    except DamagedError:
-        storage.forget(name)
-        return once()
+        data = storage.read(name)
+    except FileNotFoundError:
+        return None
+    return parse_record(data, f"{storage.location}/{name}", parse, store)
 
 
 def parse_record(data: bytes, where: str, parse: Callable[[Any], T], store: str | None = None) -> T:
-    """A sealed JSON object, made a T by `parse`, which raises ValueError if it cannot.
-
-    store: fingerprint of the store that it must belong to; earlier versions did not record it in every file.
-
-    DamagedError, naming `where`, if it is torn, altered, of another type, or of another store.
-    """
+    """A sealed JSON object, made a T by `parse`; DamagedError, naming `where`, if it is torn, altered, of another type,
+    or of another store than `store`, a fingerprint that earlier versions did not record in every file."""
     try:
         value = unseal(data)
         record = parse(value)
@@ -161,9 +143,7 @@ def read_line(storage: Storage, name: str, store: str) -> Line | None:
 
 def open_checked(storage: Storage, name: str, size: int, expected: str | None, opener: Callable[[Path], T]) -> T:
     """`opener` of a file of this size and checksum (None if that is known); one that is not is read once more.
-
-    ContentError if the file is another, FileNotFoundError if it is missing.
-    """
+    ContentError if the file is another, FileNotFoundError if it is missing."""
 
     def checked(path: Path) -> T:
         if (found := path.stat().st_size) != size:

@@ -27,10 +27,8 @@ class Problem:
 
 @dataclass
 class Head:
-    """What the small files of a store say, as far as they are there and whole.
-
-    lines: of committed shards, by shard. consumed: names of shards that a training has used up.
-    """
+    """What the small files of a store say, as far as they are there and whole. lines: of committed shards, by shard.
+    consumed: names of shards that a training has used up."""
 
     storage: Storage
     manifest: dict[str, Any] | None = None
@@ -41,10 +39,8 @@ class Head:
 
 
 def read_head(storage: Storage, every_line: bool = False) -> tuple[Head, list[Problem]]:
-    """The small files, and what is wrong with them; missing files are not.
-
-    every_line: also those that have files of their own, as many as there are shards, while a store is written.
-    """
+    """The small files, and what is wrong with them; missing files are not. every_line: also those that have files of
+    their own, as many as there are shards, while a store is written."""
     problems: list[Problem] = []
 
     def read(name: str, parse: Callable[[Any], Any], store: str | None = None) -> Any:
@@ -96,9 +92,6 @@ def read_lines(
     where = f"{storage.location}/{files.SHARDS}"
     try:
         merged, damaged = _merged_lines(storage, where, store)
-        if damaged:
-            storage.forget(files.SHARDS)
-            merged, damaged = _merged_lines(storage, where, store)
     except FileNotFoundError:
         return lines, problems
     problems += damaged
@@ -156,11 +149,8 @@ def damage_of(storage: Storage, name: str, store: str, by_size: bool = False) ->
 
 
 def finished(storage: Storage, provenance: Provenance, overwrite: bool) -> dict[str, Any] | None:
-    """The manifest of a complete store of these inputs; None if there is work to do.
-
-    Of shards only sizes are compared; `eagle31 store verify` reads every byte. A damaged store loses its manifest.
-    UserError if the storage holds a store of other inputs and `overwrite` is off.
-    """
+    """The manifest of a complete store of these inputs, of whose shards only sizes are compared; None if there is work
+    to do. A damaged store loses its manifest. UserError for a store of other inputs, unless `overwrite`."""
     if storage.size(artifacts.MANIFEST) is None:
         return None
     head, problems = read_head(storage)

@@ -25,15 +25,9 @@ OPEN = {"local": 1024, "remote": 8}  # mapped shards: a cached copy that is evic
 
 
 class Store:
-    """A store, opened for reading.
-
-    Args:
-        storage: where it lies, or its folder.
-        follow: read it while it is being written, waiting for shards that are not there yet.
-        patience: seconds to wait for one.
-
-    UserError if the store is missing, incomplete (without `follow`) or damaged, or, while reading, a shard is.
-    """
+    """A store, opened for reading: with `follow` while it is being written, waiting for shards that are not there yet,
+    `patience` seconds for one. UserError if it is missing, incomplete (without `follow`) or damaged, now or while
+    reading."""
 
     def __init__(self, storage: Storage | Path, follow: bool = False, patience: float = 3600.0) -> None:
         self.storage = open_storage(str(storage), Path(), 0) if isinstance(storage, Path) else storage
@@ -108,7 +102,6 @@ class Store:
         self.storage.close()
 
     def split(self, name: str) -> "StoreSplit":
-        """The samples of one split, in the order of the data set."""
         return StoreSplit(self, name)
 
     def wait_for(self, shards: Iterable[PlannedShard]) -> None:
@@ -184,7 +177,6 @@ class StoreSplit:
         return len(self.lengths)
 
     def shard_of(self, index: int) -> PlannedShard:
-        """The shard that holds a sample."""
         return self._where[index][0]
 
     def wait_for(self, indices: Iterable[int]) -> None:
@@ -197,5 +189,4 @@ class StoreSplit:
         return self.store.open(shard).read(i, states)
 
     def read_all(self, indices: Iterable[int]) -> list[Document]:
-        """Several samples, in the order asked for."""
         return [self.read(index) for index in indices]

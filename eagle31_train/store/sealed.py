@@ -6,7 +6,7 @@ from typing import Any
 
 import xxhash
 
-from eagle31_train import artifacts, foreign
+from eagle31_train import foreign
 
 CHECK = "check"
 CHUNK = 1 << 22
@@ -36,15 +36,6 @@ def unseal(data: bytes) -> dict[str, Any]:
     return value
 
 
-def read_sealed(path: Path) -> dict[str, Any]:
-    """What `unseal` makes of a file, which is read from the disk once more where it is damaged."""
-    try:
-        return unseal(path.read_bytes())
-    except DamagedError:
-        artifacts.forget_pages(path)
-        return unseal(path.read_bytes())
-
-
 def checksum(path: Path) -> str:
     """XXH3-128 of a file's bytes, as hex: finds any accident as surely as SHA-256 does, at the memory's speed."""
     digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(CHUNK))
@@ -55,7 +46,6 @@ def checksum(path: Path) -> str:
 
 
 def digest(data: bytes | memoryview) -> str:
-    """The same of bytes in memory."""
     return xxhash.xxh3_128_hexdigest(data)
 
 

@@ -28,10 +28,8 @@ NONE = torch.empty(0)
 
 
 def write_shard(path: Path, documents: Sequence[Document], shape: Shape) -> None:
-    """Write samples into a file; states that are not encoded yet (of any float dtype) are.
-
-    UserError if a state cannot be encoded.
-    """
+    """Write samples into a file; states (of any float dtype) that are not encoded yet are. UserError if one cannot
+    be."""
     aux = [encoded(document.attended_states, shape.aux_codec) for document in documents]
     last = [encoded(document.supervised_states, shape.last_codec) for document in documents]
     tensors = {
@@ -52,9 +50,7 @@ def encoded(states: Tensor | Encoded, codec: str) -> Encoded:
 
 class ShardFile:
     """A shard of samples of these lengths, mapped into memory: what is read is copied only when it is used.
-
-    ContentError if the file is no shard, or not one of such samples and states, or holds ids beyond `vocab_size`.
-    """
+    ContentError if the file is no shard, or not one of such samples and states, or holds ids beyond `vocab_size`."""
 
     def __init__(self, path: Path, lengths: Sequence[int], shape: Shape, vocab_size: int) -> None:
         try:
@@ -128,9 +124,7 @@ def open_shard(
     storage: Storage, line: Line, lengths: Sequence[int], shape: Shape, vocab_size: int, verified: bool = False
 ) -> ShardFile:
     """A shard's file, if it is what its line says; its checksum is compared unless it is `verified` already.
-
-    ContentError if it is damaged, FileNotFoundError if it is missing.
-    """
+    ContentError if it is damaged, FileNotFoundError if it is missing."""
     expected = None if verified else line.checksum
     return open_checked(
         storage, line.name, line.size, expected, lambda path: ShardFile(path, lengths, shape, vocab_size)

@@ -1,8 +1,5 @@
-"""What a store will hold, worked out from the data alone: which samples each shard has, and how many bytes.
-
-So a killed extraction goes on at the first shard that is not committed, processes share the work without exchanging
-messages, and training knows every step before the first shard is there.
-"""
+"""What a store will hold, worked out from the data alone: which samples each shard has, and how many bytes. So a killed
+extraction goes on, processes share the work without exchanging messages, and training knows every step in advance."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,7 +39,6 @@ class Shape:
 
 
 def shape_of(states: dict[str, Any]) -> Shape:
-    """What decides the size of a state, from a provenance's `states`."""
     return Shape(states["hidden_size"], len(states["aux_layers"]), states["aux_codec"], states["last_codec"])
 
 
@@ -59,12 +55,10 @@ class PlannedShard:
     bytes: int
 
     def samples(self) -> str:
-        """Its samples, for messages."""
         return f"samples {self.first} to {self.end - 1} of {self.split}"
 
     @property
     def line(self) -> str:
-        """Name of the file that commits the shard."""
         return line_name(self.name)
 
 
@@ -82,15 +76,12 @@ class Plan:
 
     @property
     def tokens(self) -> int:
-        """Of all samples."""
         return sum(shard.tokens for shard in self.shards)
 
     def of(self, split: str) -> list[PlannedShard]:
-        """The shards of one split, in order."""
         return [shard for shard in self.shards if shard.split == split]
 
     def lengths_of(self, shard: PlannedShard) -> list[int]:
-        """Tokens of each of a shard's samples."""
         return self.lengths[shard.split][shard.first : shard.end]
 
     def share(self, rank: int, ranks: int) -> list[PlannedShard]:

@@ -27,9 +27,7 @@ NAMES = {
 
 def save_file(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
     """Write tensors of the CPU at `path`: the same bytes for the same tensors. OSError, such as for a full disk.
-
-    `metadata`: of the whole file, for its readers; transformers refuses a file without {"format": "pt"}.
-    """
+    `metadata`: of the whole file; transformers refuses one without {"format": "pt"}."""
     # Wide elements first, so that each stands at a multiple of its size, where it can be mapped.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     entries: dict[str, dict[str, Any]] = {"__metadata__": metadata} if metadata else {}

@@ -25,20 +25,15 @@ from eagle31_train.store.tensors import save_file
 
 
 class StoreWriter:
-    """Writes a store shard by shard.
+    """Writes a store shard by shard; one of the same provenance that an earlier run began is continued.
 
     Args:
-        storage: where; a store of the same provenance that an earlier run began is continued.
         provenance: what the states are of: {"fingerprint", "inputs", "states"}.
-        plan: what the store will hold.
         rank, ranks: which of several writing processes this is. Rank 0 prepares and finishes the store, the
             others wait for it; they meet through files alone. Another number may go on with a begun store.
-        overwrite: replace a store of another provenance.
         max_bytes: keep no more than this; shards wait until a training has used up earlier ones.
         patience: seconds to wait for another process, or for free bytes.
-        remedy: what to do about a begun store of another provenance, given that.
-
-    UserError if the storage holds a begun store of another provenance, or the bound is too small for any training.
+        remedy: what to do about a begun store of another provenance, given that; a UserError unless `overwrite`.
     """
 
     def __init__(

@@ -17,8 +17,6 @@ from eagle31_train.transfers import to_host
 
 
 class Arriving:
-    """The samples of one shard."""
-
     def __init__(self, shape: Shape, shard: PlannedShard) -> None:
         self._shape, self._shard = shape, shard
         self._documents: dict[int, Document] = {}

@@ -56,10 +56,8 @@ class CachedTarget(HiddenStateTarget):
         return "cache" if "cache" in inspect.signature(self.model.forward).parameters else "past_key_values"
 
     def reset(self, rows: int = 1) -> None:
-        """Forget everything; `rows` sequences come.
-
-        UserError for more than one of a target that decodes alone, or for a target that cannot forget.
-        """
+        """Forget everything; `rows` sequences come. UserError for more than one of a target that decodes alone, or
+        cannot forget."""
         if states := self._types & RECURRENT:
             raise UserError(
                 f"the target has layers of type {', '.join(sorted(states))}, whose states cannot go back over tokens "
@@ -74,11 +72,8 @@ class CachedTarget(HiddenStateTarget):
 
     @torch.no_grad()
     def read(self, rows: Sequence[Sequence[int]], logit_rows: int) -> tuple[Tensor, Tensor]:
-        """Read new tokens of every sequence: as many of each, but for the first time.
-
-        Returns aux [B, n, A, H] of the new tokens and logits [B, logit_rows, V] fp32 of the last of them. A row with
-        fewer tokens than others is meaningless on its left.
-        """
+        """Read new tokens of every sequence, as many of each, but for the first time: aux [B, n, A, H] of them, and
+        logits [B, logit_rows, V] fp32 of the last. A row with fewer tokens than others is meaningless on its left."""
         with self._tapped(self._taps) as caught:
             logits = self._forward(rows, logit_rows)
         return self._stacked(caught), logits

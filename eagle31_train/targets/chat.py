@@ -23,10 +23,8 @@ MARK = "the-{}-says"  # what stands in for a message, to see what the template p
 
 @dataclass(eq=False)
 class ChatTemplate:
-    """A target's tokenizer, chat template and end-of-turn tokens.
-
-    `end_ids`: where the target stops. `tools_template`: another template, for conversations with tools.
-    """
+    """A target's tokenizer and chat template. `end_ids`: where the target stops. `tools_template`: another template,
+    for conversations with tools."""
 
     tokenizer: PreTrainedTokenizerBase
     end_ids: list[int]
@@ -43,7 +41,6 @@ class ChatTemplate:
 
     @property
     def reads_tools(self) -> bool:
-        """Whether tools may change what is rendered."""
         return self.tools_template is not None or re.search(r"\btools\b", self.template) is not None
 
     def text(self, tools: list[Tool] | None) -> str:
@@ -51,7 +48,6 @@ class ChatTemplate:
         return self.tools_template if tools and self.tools_template is not None else self.template
 
     def writes_calls(self, tools: list[Tool] | None) -> bool:
-        """Whether the tool calls of a message may be in what is rendered."""
         return "tool_calls" in self.text(tools)
 
     @cached_property
@@ -61,7 +57,6 @@ class ChatTemplate:
 
     @cached_property
     def special(self) -> list[str]:
-        """How special tokens are spelt."""
         added = self.tokenizer.added_tokens_decoder.values()
         return sorted({token.content for token in added if token.special} | set(self.tokenizer.all_special_tokens))
 
@@ -92,11 +87,9 @@ class ChatTemplate:
         verbatim: bool = False,
         template: str | None = None,
     ) -> str:
-        """The conversation as text, as servers render it, with the arguments of tool calls as objects.
-
-        `verbatim`: those of the last message as they are. `template`: another family's. Raises Refused where the
-        template does not accept it.
-        """
+        """The conversation as text, as servers render it, with the arguments of tool calls as objects (`verbatim`:
+        those of the last message as they are), or in another family's `template`; Refused where the template does not
+        accept it."""
         if not messages:  # what a conversation that begins with an answer has before it
             raise Refused("no turn before the answer")
         try:
@@ -143,10 +136,8 @@ class ChatTemplate:
         return re.sub("|".join(broken), r"\g<0> ", text) if broken else text
 
     def messages_of(self, ids: list[int]) -> list[Message] | None:
-        """The messages that a prompt was rendered from: the user's, perhaps after a system message.
-
-        None if it is no such prompt. What is returned renders to the very same ids.
-        """
+        """The messages that a prompt was rendered from: the user's, perhaps after a system message, which render to the
+        very same ids; None if it is no such prompt."""
         text = self.decode(ids)
         for roles in (("user",), ("system", "user")):
             marks = [MARK.format(role) for role in roles]
@@ -167,11 +158,8 @@ class ChatTemplate:
         return None
 
     def without_system(self, messages: list[Message], tools: list[Tool] | None = None) -> str:
-        """The conversation without any system turn, be it its own or one that the template puts in by itself.
-
-        Raises:
-            Refused: a user's turn cannot be told from what stands before it.
-        """
+        """The conversation without any system turn, be it its own or one that the template puts in by itself; Refused
+        where a user's turn cannot be told from what stands before it."""
         said = [message for message in messages if message["role"] != "system"]
         text = self.render(said, add_generation_prompt=True, tools=tools)
         mark = {"role": "user", "content": MARK.format("user")}

@@ -26,9 +26,7 @@ TRIED: list[list[dict[str, Any]]] = [
 
 def templates_of(target: TargetConfig, tokenizer: Any) -> dict[str, str]:
     """A target's templates by name, `default` and perhaps `tool_use`: target.chat_template, or its tokenizer's own.
-
-    UserError if there is none, it is no template, or it takes too much to render a word.
-    """
+    UserError if there is none, it is no template, or it takes too much to render a word."""
     try:
         if target.chat_template is not None:
             where = f"target.chat_template={target.chat_template}"

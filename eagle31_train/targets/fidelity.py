@@ -45,10 +45,8 @@ class Gate:
         self.sampled = {k * shards // config.gate_batches for k in range(config.gate_batches)}
 
     def check(self, documents: Sequence[Document]) -> Figures:
-        """Compare some supervised positions, in some of a shard's documents, as they are stored.
-
-        UserError, naming the likely cause, if they are not what the target says there.
-        """
+        """Agreement, KL in nats and number of some supervised positions, in some of a shard's documents, as they are
+        stored; UserError, naming the likely cause, if they are not what the target says there."""
         own, states, top1 = [], [], []
         for document in choose(documents):
             supervised, stored = document.supervised, as_encoded(document.supervised_states)

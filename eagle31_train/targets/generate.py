@@ -33,8 +33,6 @@ class Answer:
 
 
 class Generator:
-    """A target in memory that answers batches of prompts."""
-
     def __init__(self, target: TargetConfig, end_ids: list[int]) -> None:
         """Load the target; `end_ids` are token ids that end an answer. UserError if it cannot be loaded."""
         self.model = load_model(target)
@@ -51,10 +49,8 @@ class Generator:
     def answer(
         self, requests: list[Request], max_new_tokens: int, top_p: float, end_ids: list[int] | None = None
     ) -> list[Answer]:
-        """Answer one batch of prompts that `refusal` does not refuse; those of like length waste least.
-
-        A row's draws come from its own seed, so they do not depend on which rows share its batch.
-        """
+        """Answer one batch of prompts that `refusal` does not refuse; those of like length waste least. A row's draws
+        come from its own seed, whichever rows share its batch."""
         longest = max(len(request.ids) for request in requests)
         device, end_ids = self.model.device, end_ids or self.end_ids
         pad = end_ids[0]
@@ -78,9 +74,7 @@ class Generator:
 
 class SeededSampling(LogitsProcessor):
     """Nucleus sampling with a seed per row, as a processor under greedy search: only the drawn token stays finite.
-
-    `generate` has one global random state, with which a row's answer would depend on the rows beside it.
-    """
+    `generate` has one global random state, with which a row's answer would depend on the rows beside it."""
 
     def __init__(self, requests: list[Request], prompt_length: int, max_new_tokens: int, top_p: float) -> None:
         self.prompt_length = prompt_length
@@ -109,9 +103,7 @@ class SeededSampling(LogitsProcessor):
 
 def draw(logits_BV: Tensor, uniform_B: Tensor, top_p: float) -> Tensor:
     """Token ids [B] int64, sampled by inverse CDF over the nucleus: the fewest most likely tokens of mass `top_p`.
-
-    logits_BV: [B, V] float32, temperature applied. uniform_B: [B] float32 in [0, 1).
-    """
+    logits_BV: [B, V] float32, temperature applied. uniform_B: [B] float32 in [0, 1)."""
     V = logits_BV.shape[1]
     if top_p == 1.0:  # all tokens, in any order: nothing is sorted
         mass_BV = logits_BV.softmax(-1).cumsum(-1)

@@ -63,9 +63,7 @@ def meant(message: Message) -> Parts:
 
 def parse(text: str, opened: bool = False, calls: bool = False) -> Parts:
     """An answer's text, without its end-of-turn token, in its parts; Refused for damaged or unknown tool calls.
-
-    `opened`: the prompt ends inside a thought. `calls`: look for tool calls; else they are part of the answer.
-    """
+    `opened`: the prompt ends inside a thought. `calls`: look for tool calls; else they are part of the answer."""
     if text.lstrip().startswith((CHANNEL, "to=")) and "<|message|>" in text:
         return _harmony(text)
     match = re.match(r"(.*?)</think>" if opened else r"\s*<think>(.*?)</think>", text, re.DOTALL)

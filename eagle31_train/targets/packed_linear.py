@@ -1,8 +1,5 @@
-"""Linear layers of a target that runs on a CPU.
-
-torch lays a weight out anew for every product of more than one row, so that verifying four tokens costs half as much
-again as decoding one (docs/log.md). Laid out once, as oneDNN reads it, the numbers are the same to rounding.
-"""
+"""Linear layers of a target on a CPU, laid out once as oneDNN reads them: torch lays a weight out anew for every
+product of more than one row, so that verifying four tokens costs half as much again as decoding one (docs/log.md)."""
 
 from typing import Any
 

@@ -15,10 +15,8 @@ NOT_WHOLE = "a file is cut short, or only git-lfs's pointer to one (`git lfs pul
 
 
 def from_pretrained(kind: Any, target: TargetConfig, **options: Any) -> Any:
-    """`kind`, one of transformers' classes that load by a name, as the target has it.
-
-    UserError if there is none at target.path, or its code lacks a package or the permission to run.
-    """
+    """`kind`, one of transformers' classes that load by a name, as the target has it; UserError if there is none at
+    target.path, or its code lacks a package or the permission to run."""
     require_path(target)
     where = {"revision": target.revision, "trust_remote_code": target.trust_remote_code}
     try:

@@ -18,7 +18,6 @@ from torch import Generator, Tensor
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
 from eagle31_train import artifacts, locations
-from eagle31_train.errors import UserError
 from eagle31_train.provenance import LAYOUTS
 from eagle31_train.targets.embedded import command, make_folder
 
@@ -45,15 +44,12 @@ REACH = 6  # how far ahead these are: some thirty words make a thought
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Command line: make the target in `--out`."""
     command(make, OUT, "Make the random target of +experiment=kimi_toy.", argv)
 
 
 def make(out: Path = OUT, seed: int = 0, **changes: Any) -> Path:
-    """Write the target to `out`: bf16 weights, tokenizer with chat template, configuration with `changes`.
-
-    Does nothing where `out` is that target already; UserError if it holds something else.
-    """
+    """Write the target to `out`: bf16 weights, tokenizer with chat template, configuration with `changes`; nothing
+    where `out` is that target already. UserError if it holds something else."""
     recipe = {"made_by": MADE_BY, "layout": LAYOUTS["toy_target"], "seed": seed, "changes": changes}
     recipe["files"] = [artifacts.file_sha256(file) for file in (*CORPUS, TEMPLATE)]
 
@@ -142,8 +138,6 @@ def _grammar(tokenizer: PreTrainedTokenizerFast, generator: Generator) -> dict[i
     vocabulary = tokenizer.get_vocab()
     begins = _spelt(tokenizer, [t for t in vocabulary if re.fullmatch("[A-Z][a-z]+", t)])
     words = _spelt(tokenizer, [t for t in vocabulary if re.fullmatch("Ġ[a-z]+", t)])
-    if len(words) < 2 * WORDS or len(begins) < 2 * FOLLOWERS:
-        raise UserError(f"{PROMPTS} has too few words for a toy: restore its files")
     order = torch.randperm(len(words), generator=generator).tolist()
 
     def some(of: Sequence[int]) -> list[int]:

@@ -40,12 +40,9 @@ class _Growing:
 
 
 class StatesWriter:
-    """Sorts the states of steps by conversation, and writes each conversation's once it is whole.
-
-    The engine goes on meanwhile: a thread does it. On a GPU copies are queued behind the step that made the states,
-    into pinned memory, and the thread waits for them. `folder` gets NAME.safetensors with `hidden_states` [L, T, H] and
-    `token_ids` [T]; a file is whole as soon as it is there.
-    """
+    """Sorts the states of steps by conversation, and writes each conversation's once it is whole: NAME.safetensors in
+    `folder` with `hidden_states` [L, T, H] and `token_ids` [T], whole as soon as it is there. A thread does it while
+    the engine goes on; on a GPU it waits for copies into pinned memory, queued behind the step that made the states."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -54,11 +51,9 @@ class StatesWriter:
         self._pending: deque[Future[None]] = deque()
 
     def add(self, layers: Sequence[Tensor], tokens: Tensor, pieces: Sequence[Piece]) -> None:
-        """Take one step: L states [≥ n, H] and the tokens [≥ n] that the model was given, row by row.
-
-        The tensors may be written over, by work on the current stream, as soon as this returns. RuntimeError if earlier
-        states cannot be written, or positions were left out.
-        """
+        """Take one step: L states [≥ n, H] and the tokens [≥ n] that the model was given, row by row, which may be
+        written over on the current stream afterwards. RuntimeError if earlier states cannot be written, or positions
+        were left out."""
         count = sum(piece.count for piece in pieces)
         cuda = layers[0].is_cuda
         states = torch.empty((len(layers), count, layers[0].shape[1]), dtype=layers[0].dtype, pin_memory=cuda)

@@ -16,8 +16,6 @@ from eagle31_train.targets.vllm_states import LAYERS, Piece, StatesWriter, numbe
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
-elif current_platform.is_xpu():
-    from vllm.v1.worker.xpu_worker import XPUWorker as PlatformWorker
 else:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 
@@ -41,12 +39,10 @@ class StatesWorker(PlatformWorker):
         self.model_runner.use_aux_hidden_state_outputs = True
 
     def open_states(self, folder: str) -> None:
-        """From now on, write the states of conversations to files in a folder."""
         if self.rank == 0:  # after the all-reduce of tensor parallelism every rank has the same
             self._states = StatesWriter(Path(folder))
 
     def flush_states(self) -> None:
-        """Have all finished conversations' files written."""
         if self._states is not None:
             self._states.flush()
 

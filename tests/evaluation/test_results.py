@@ -10,8 +10,8 @@ from sample_results import measured
 
 from eagle31_train.evaluation import intervals
 from eagle31_train.evaluation.intervals import ratios
-from eagle31_train.evaluation.measurement import Counts, Drift
-from eagle31_train.evaluation.results import better, headline, summarise
+from eagle31_train.evaluation.measurement import Counts, Drift, acceptance
+from eagle31_train.evaluation.results import better, summarise
 
 DEPTHS = range(1, 9)
 HEADLINE = 3
@@ -74,7 +74,7 @@ def test_every_depth_is_that_of_a_server_which_drafts_so_many(pair, compared):
         value, low, high = found["acceptance_length"]
         assert value == pytest.approx(1 + sum(counts) / drafts)
         assert 1 < low < value < high < depth + 1
-        whole = headline(numbers, depth)
+        whole = acceptance(found["drafts"], found["accepted_per_position"])
         assert whole["acceptance_at_depth"] == [count / drafts for count in counts]
         assert whole["conditional_acceptance"] == [
             count / reached for reached, count in zip([drafts, *counts], counts, strict=False)

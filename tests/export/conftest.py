@@ -16,7 +16,7 @@ from eagle31_train.checkpoint import run_folder
 from eagle31_train.cli import load_config
 from eagle31_train.config import Config, DrafterShape
 from eagle31_train.evaluation.measurement import Counts
-from eagle31_train.evaluation.results import headline, summarise
+from eagle31_train.evaluation.results import summarise
 from eagle31_train.model import vocab
 from eagle31_train.reporting.evaluation_page import pictures
 
@@ -154,9 +154,8 @@ class FakeRun:
     def evaluate(self, rate: float = 0.5) -> None:
         """An evaluation of the checkpoint with intervals, a perturbation and pictures."""
         folder, told = self.folder / "evaluate", self.result(rate, "ours")
-        report = headline(told["workloads"][0]["drafters"]["ours"], 3) | {"identical": True}
         inputs = {"train": "e" * 16, "checkpoint": self.identity}
-        manifest = {"fingerprint": "a" * 16, "inputs": inputs, "report": report, "result": told}
+        manifest = {"fingerprint": "a" * 16, "inputs": inputs, "identical": True, "result": told}
         artifacts.write_json(folder / "manifest.json", {**manifest, "files": self.draw(folder, told)})
 
     def result(self, rate: float, *names: str) -> dict:

@@ -85,9 +85,10 @@ def test_the_recipe_trains_a_drafter_by_the_commands_that_a_user_types(target, t
     assert answers
     assert all(answer.count("</think>") == 1 for answer in answers if len(answer.split()) > 50)
     assert data["no_end_of_turn"] < len(answers) / 2  # most end by themselves, and are learnt to
-    report = manifest(run, "evaluate")["report"]
-    assert report["identical"]
-    assert report["acceptance_length"] > 2
+    evaluated = manifest(run, "evaluate")
+    assert evaluated["identical"]
+    (numbers,) = evaluated["result"]["workloads"][0]["drafters"].values()
+    assert numbers["by_depth"][str(evaluated["result"]["draft_tokens"])]["acceptance_length"][0] > 2
     config = json.loads((run / "export" / "config.json").read_text())
     assert (config["model_type"], config["architectures"]) == ("kimi_k2", ["Eagle3DeepseekV2ForCausalLM"])
     assert (config["kv_lora_rank"], config["qk_rope_head_dim"], config["rope_theta"]) == (512, 64, 50000.0)

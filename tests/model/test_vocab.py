@@ -53,12 +53,16 @@ def test_coverage_is_reached_and_no_token_too_many(counts, coverage, forced):
     ("options", "message"),
     [
         ({"size": 4, "coverage": 0.9}, "exclude each other"),
-        ({"size": 9}, "and 8"),
+        ({"size": 0}, "no room for the 1 special"),
     ],
 )
 def test_what_cannot_be_met_is_refused(options, message):
     with pytest.raises(UserError, match=message):
         choose(COUNTS, [7], **options)
+
+
+def test_a_target_with_fewer_tokens_drafts_them_all():
+    assert choose(COUNTS, [7], size=9).target_ids.tolist() == list(range(8))
 
 
 def test_file_round_trip_and_dtypes(tmp_path):

@@ -97,9 +97,9 @@ def evaluated(finished_run) -> dict:
     manifest = json.loads((finished_run / "evaluate" / "manifest.json").read_text())
     exported = json.loads((finished_run / "export.json").read_text())
     assert manifest["inputs"]["train"] == exported["inputs"]["train"], "evaluated and exported are different drafters"
-    assert manifest["report"]["dtype"] == "float32", "evaluate with evaluate.dtype=float32"
-    assert manifest["report"]["draft_tokens"] == DEPTH, f"evaluate with evaluate.num_speculative_tokens={DEPTH}"
-    assert manifest["report"]["prompts"] >= 20, "evaluate with evaluate.num_prompts=20 or more"
+    assert manifest["result"]["dtype"] == "float32", "evaluate with evaluate.dtype=float32"
+    assert manifest["result"]["draft_tokens"] == DEPTH, f"evaluate with evaluate.num_speculative_tokens={DEPTH}"
+    assert manifest["result"]["workloads"][0]["prompts"] >= 20, "evaluate with evaluate.num_prompts=20 or more"
     return manifest
 
 

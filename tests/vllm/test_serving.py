@@ -36,16 +36,22 @@ def test_outputs_are_the_evaluators_with_the_drafter_and_without(draft_tokens, r
     assert named(asked, found) == named(asked, [one["output"] for one in asked])
 
 
+def headline(evaluated: dict) -> dict:
+    """Counts at DEPTH draft tokens."""
+    (numbers,) = evaluated["result"]["workloads"][0]["drafters"].values()
+    return numbers["by_depth"][str(DEPTH)]
+
+
 def test_counts_are_the_evaluators(evaluated, requests, answers):
     counted = answers[DEPTH]["counters"]
     assert named(requests, counted) == named(requests, [one["counters"] for one in requests])
-    report, prompts = evaluated["report"], len(evaluated["per_prompt"])
-    assert sum(c["drafts"] for c in counted[:prompts]) == report["drafts"]
-    assert sum(c["proposed"] for c in counted[:prompts]) == report["draft_tokens_proposed"]
+    told, prompts = headline(evaluated), len(evaluated["per_prompt"])
+    assert sum(c["drafts"] for c in counted[:prompts]) == told["drafts"]
+    assert sum(c["proposed"] for c in counted[:prompts]) == DEPTH * told["drafts"]
     per_position = [
         sum(column) for column in zip(*(c["accepted_per_position"] for c in counted[:prompts]), strict=True)
     ]
-    assert per_position == report["accepted_per_position"]
+    assert per_position == told["accepted_per_position"]
 
 
 @pytest.mark.parametrize("draft_tokens", [DEPTH, *OTHER_DEPTHS])
@@ -61,13 +67,14 @@ def test_counts_at_every_depth_are_told_from_one_output_of_the_target(
 
 
 def test_the_drafter_is_of_use(evaluated, answers, tell):
-    assert evaluated["report"]["acceptance_length"] > 1.02  # an untrained drafter has 1.0
+    (length, _, _) = headline(evaluated)["acceptance_length"]
+    assert length > 1.02  # an untrained drafter has 1.0
     prompts, speeds = AT_OTHER_DEPTHS, []
     for answer in (answers[DEPTH], answers[0]):
         speeds.append(sum(map(len, answer["outputs"][:prompts])) / sum(answer["seconds"][:prompts]))
     tell(
         f"vLLM, float32, one request at a time, {prompts} prompts: {speeds[0]:.1f} tokens/s with the drafter, "
-        f"{speeds[1]:.1f} without; acceptance length {evaluated['report']['acceptance_length']:.3f}"
+        f"{speeds[1]:.1f} without; acceptance length {length:.3f}"
     )
 
 

@@ -1,10 +1,9 @@
-"""Keeps a server no longer than whoever asked for it. Run as a file of its own, with nothing but the standard library:
+"""Keeps a server no longer than whoever asked for it; with nothing but the standard library: python keeper.py GRACE
+COMMAND …
 
-    python keeper.py GRACE COMMAND ARGUMENT …
-
-The command runs in a process group of its own until the other end of this process's standard input is closed. The
-kernel closes it whichever way its holder ends, by SIGKILL too; then the whole group ends, first asked, and after GRACE
-seconds made to. Exit status: the command's.
+The command runs in a process group of its own until the other end of this process's standard input is closed, as the
+kernel does whichever way its holder ends; then the whole group ends, first asked, and after GRACE seconds made to. Exit
+status: the command's.
 """
 
 import os

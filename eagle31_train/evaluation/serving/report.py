@@ -62,13 +62,8 @@ def row(
     plain: Sequence[Answer] | None,
     reference: Sequence[Answer] | None,
 ) -> Row:
-    """One line of the report.
-
-    Args:
-        counted: what vLLM counted meanwhile.
-        plain: the same questions without a drafter at this concurrency; None for that itself.
-        reference: the answers that these are compared with, by prompt; None where they need not be equal.
-    """
+    """One line of the report. counted: what vLLM counted meanwhile. plain: the same questions without a drafter at this
+    concurrency; None for that itself. reference: the answers that these must equal; None where they need not."""
     tokens = sum(len(answer.tokens) for answer in answers)
     seconds = max(answer.last for answer in answers) - min(answer.sent for answer in answers)
     expected = {answer.prompt: answer.tokens for answer in reference or ()}
@@ -104,10 +99,8 @@ def _spread(values: list[float]) -> dict[str, float | None]:
 
 
 def best(rows: Sequence[Row]) -> list[Row]:
-    """The number of draft tokens with the greatest speed-up, for each drafter and concurrency; 0 where none pays.
-
-    It pays where all of its interval is above one. One that pays is better than a greater speed-up that may be none.
-    """
+    """The number of draft tokens with the greatest speed-up, for each drafter and concurrency; 0 where none pays: where
+    none has all of its interval above one."""
     tried: dict[tuple[str, int], list[Row]] = {}
     for one in rows:
         if one["speedup"] is not None and one["speedup"][0] is not None:
@@ -129,10 +122,7 @@ def _pays(speedup: Interval) -> bool:
 
 def schedule(rows: Sequence[Row], drafter: str) -> dict[str, Any] | None:
     """Options with which vLLM drafts by load: at every measured concurrency as many tokens, or none, as gave the most
-    tokens/s/user there; between two of them as with the more users. None where drafting is slower everywhere.
-
-    Unlike `best` it does not ask whether a gain is shown: what is drafted must be some number.
-    """
+    tokens/s/user there; between two of them as with the more users. None where drafting is slower everywhere."""
     ranges: list[list[int]] = []  # first and last number of users, draft tokens
     end = 0
     for users in sorted({one["concurrency"] for one in rows}):

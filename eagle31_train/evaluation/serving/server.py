@@ -28,7 +28,6 @@ ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "PYTHONSAFEPATH": "1"}  # where nobod
 
 
 def pick_port() -> int:
-    """A port of loopback that nobody listens on."""
     with closing(socket.socket()) as free:
         free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         free.bind(("127.0.0.1", 0))
@@ -73,7 +72,6 @@ class Server:
         self.close()
 
     def close(self) -> None:
-        """End the server and everything that it started."""
         assert self._keeper.stdin is not None
         self._keeper.stdin.close()
         try:
@@ -110,7 +108,6 @@ class Server:
             return response.status, response.read().decode(errors="replace")
 
     def connect(self, timeout: float) -> http.client.HTTPConnection:
-        """A new connection."""
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
 
     def last_words(self) -> str:

@@ -22,11 +22,8 @@ __all__ = ["LocalStorage", "RemoteStorage", "Storage", "open_storage"]
 
 
 def open_storage(location: str, cache_dir: Path, cache_bytes: int, sharers: int = 1) -> Storage:
-    """The storage at a local path, a `file://` URL, or any other URL that fsspec has a driver for.
-
-    The other arguments are `RemoteStorage`'s. UserError for a driver that is unknown or not installed, and for an
-    address that cannot be reached or listed.
-    """
+    """The storage at a local path, a `file://` URL, or any other URL that fsspec has a driver for; the other arguments
+    are `RemoteStorage`'s. UserError for a driver that is not there, and an address that cannot be reached or listed."""
     protocol, separator, rest = location.partition("://")
     if not separator:
         return LocalStorage(location, Path(location))

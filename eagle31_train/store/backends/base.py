@@ -11,11 +11,9 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT})  # this machine's disk, or a quot
 
 
 class Storage(ABC):
-    """Named files under one address. Names are relative and use `/`: "shards/train-00000.json".
-
-    Every method raises UserError, in one line, for what the user can mend: no permission, no
-    credentials, no bucket, a full disk, a host that cannot be reached.
-    """
+    """Named files under one address. Names are relative and use `/`: "shards/train-00000.json". Every method raises
+    UserError for what the user can mend: no permission, credentials or bucket, a full disk, a host that cannot be
+    reached."""
 
     location: str  # as the user wrote it, for messages
     remote: bool
@@ -42,13 +40,10 @@ class Storage(ABC):
 
     @abstractmethod
     def sizes(self, folder: str) -> dict[str, int]:
-        """Every visible file directly in a folder ("" is the storage itself) with its bytes, from one fresh listing.
-
-        Names are relative to the storage. A folder that is absent, or is a file, has none.
-        """
+        """Every visible file directly in a folder ("" is the storage itself) with its bytes, from one fresh listing, by
+        names relative to the storage. A folder that is absent, or is a file, has none."""
 
     def names(self, folder: str) -> list[str]:
-        """The names in `sizes(folder)`, sorted."""
         return sorted(self.sizes(folder))
 
     @abstractmethod
@@ -61,10 +56,8 @@ class Storage(ABC):
 
     @abstractmethod
     def local(self, name: str) -> Path:
-        """A file of this machine with the content of `name`: itself, or a copy in the bounded cache.
-
-        Use `opened`: copies leave the cache while others are fetched. FileNotFoundError if it is absent.
-        """
+        """A file of this machine with the content of `name`: itself, or a copy in the bounded cache. Use `opened`:
+        copies leave the cache while others are fetched. FileNotFoundError if it is absent."""
 
     def opened(self, name: str, opener: Callable[[Path], T]) -> T:
         """`opener(local(name))`, again where another fetch evicted the copy before it was open."""
@@ -78,7 +71,7 @@ class Storage(ABC):
         return opener(self.local(name))
 
     def forget(self, name: str) -> None:  # noqa: B027
-        """Drop the copy of a file in a cache, or in the kernel's memory, so that it is read where it lies."""
+        """Drop the copy of a file in a cache, so that it is read where it lies."""
 
     def prefetch(self, sizes: Mapping[str, int]) -> None:  # noqa: B027
         """Fetch these, given with their bytes, in this order in the background; and no others any more."""

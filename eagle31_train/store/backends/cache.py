@@ -67,10 +67,8 @@ class CachedStorage(Storage):
         """Put a file's content at `path`, or raise."""
 
     def local(self, name: str) -> Path:
-        """The file on this machine, fetched if it is not there with its right size.
-
-        FileNotFoundError if it is absent where it comes from; UserError if it does not fit, or fetching failed.
-        """
+        """The file on this machine, fetched if it is not there with its right size. FileNotFoundError if it is absent
+        where it comes from; UserError if it does not fit, or fetching failed."""
         with self._changed:  # sooner here than there
             self._queue.pop(name, None)
             self._changed.notify_all()
@@ -82,13 +80,11 @@ class CachedStorage(Storage):
         return self.folder / name
 
     def forget(self, name: str) -> None:
-        """Drop the copy, and what is known of the file."""
         self._sizes.pop(name, None)
         (self.folder / name).unlink(missing_ok=True)
         self._used(name)
 
     def scratch(self, name: str) -> Path:
-        """Where to build a file that is then sent away."""
         path = self.folder / name
         with self._explained():
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -125,10 +121,8 @@ class CachedStorage(Storage):
     # ---------------------------------------------------------------- the bound
 
     def _make_room(self, path: Path, size: int) -> bool:
-        """Remove what was not used for longest until a file fits, if it is wanted and can fit now.
-
-        UserError if it never will.
-        """
+        """Remove what was not used for longest until a file fits, if it is wanted and can fit now; UserError if it
+        never will."""
         files, parts, building = self._scan()
         path.parent.mkdir(parents=True, exist_ok=True)
         if path in parts or _holds(path, size):
@@ -185,10 +179,8 @@ class CachedStorage(Storage):
     # ---------------------------------------------------------------- ahead of use
 
     def prefetch(self, sizes: Mapping[str, int]) -> None:
-        """Fetch these, given with the bytes that they take at most, in order in the background, and no others any more.
-
-        No more than `ahead` bytes, or one file, are fetched and not yet used. What is not obtained is left to `local`.
-        """
+        """Fetch these, given with the bytes that they take at most, in order in the background, and no others any more:
+        no more than `ahead` bytes, or one file, that are not yet used. What is not obtained is left to `local`."""
         with self._changed:
             if self._stopped:
                 return
@@ -200,7 +192,6 @@ class CachedStorage(Storage):
                     worker.start()
 
     def close(self) -> None:
-        """Fetch nothing more in the background; wait a moment for what is under way."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
@@ -249,14 +240,12 @@ def _holds(path: Path, size: int) -> bool:
 
 
 def _touch(path: Path) -> None:
-    """Note that a file is used now."""
     # Not utime's own "now": that is the kernel's coarse clock, too coarse to tell two uses apart.
     now = time.time_ns()
     os.utime(path, ns=(now, now))
 
 
 def _abandoned(part: Path) -> bool:
-    """Whether nobody holds the lock of a part file."""
     with part.open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

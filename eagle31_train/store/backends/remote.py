@@ -23,10 +23,7 @@ NO_BUCKET = re.compile(r"NoSuchBucket|bucket does not exist", re.IGNORECASE)
 
 
 class RemoteStorage(CachedStorage):
-    """A folder of any fsspec file system, with a bounded cache of its files on this machine.
-
-    fs is an instance of our own, root the address within it; the cache is described in `CachedStorage`.
-    """
+    """A folder `root` of any fsspec file system, an instance of our own, with a bounded cache on this machine."""
 
     def __init__(self, location: str, fs: Any, root: str, cache_dir: Path, cache_bytes: int, sharers: int = 1) -> None:
         # fsspec remembers listings; what another process has just written would be missing from them.
@@ -88,10 +85,8 @@ class RemoteStorage(CachedStorage):
             self.forget(name)
 
     def discard(self) -> None:
-        """Remove every file, the manifest first: what a kill leaves is never taken for a complete store.
-
-        What stands beside the shards says whose they are, and goes last: the same command goes on after a kill.
-        """
+        """Remove every file, the manifest first, and last what stands beside the shards, which says whose they are:
+        what a kill leaves is never taken for complete, and the same command goes on."""
         self.remove(artifacts.MANIFEST)
 
         def call() -> None:
@@ -176,7 +171,6 @@ def lacks_bucket(error: Exception) -> bool:
 
 
 def describe(error: BaseException) -> str:
-    """An exception in one line of moderate length."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
@@ -191,10 +185,8 @@ def unreachable(error: BaseException | None) -> bool:
 
 
 def retry(what: str, where: str, call: Callable[[], T], reached: bool) -> T:
-    """The result of `call()`, tried TRIES times in all where it fails for a passing reason.
-
-    `what` and `where` are for messages, such as "reading" and an address. Not `reached`: no call has succeeded yet, so
-    that an endpoint where nobody answers is a wrong one, and not one that is down.
+    """The result of `call()`, tried TRIES times in all where it fails for a passing reason. Not `reached`: no call has
+    succeeded yet, so that an endpoint where nobody answers is a wrong one, and not one that is down.
 
     FileNotFoundError if nothing is there; OSError with an errno of FULL if a disk is full, and only the caller knows
     which; UserError for anything else that stays.
