@@ -12,7 +12,7 @@ import pytest
 from eagle31_train import shown
 from eagle31_train.console import Progress, explained, note, tidy
 from eagle31_train.errors import UserError
-from eagle31_train.reporting import evaluation_page, markdown
+from eagle31_train.reporting import html, markdown
 from eagle31_train.reporting.figures import Picture
 from eagle31_train.reporting.tables import Section, Table
 
@@ -77,7 +77,7 @@ def test_what_libraries_log_and_warn_of_is_cleaned_too(capsys):
 
 def test_pages_and_cards_show_it_spelt():
     section = Section(HOSTILE, [HOSTILE], [Table(HOSTILE, [HOSTILE], [[HOSTILE]])] * 2)
-    page = evaluation_page.page(HOSTILE, [section], {HOSTILE: [(HOSTILE, "data:")]}, HOSTILE)
+    page = html.page(HOSTILE, [section], {HOSTILE: [(HOSTILE, "data:")]}, {HOSTILE: HOSTILE})
     card = "".join([markdown.plain(HOSTILE), markdown.code(HOSTILE), markdown.grid([HOSTILE], [[HOSTILE]])])
     for text in (page, card):
         assert shown.clean(text) == text
@@ -93,7 +93,7 @@ def test_nothing_else_prints_or_makes_html_and_markdown_of_text():
         for file in sorted((ROOT / folder).rglob("*.py")):
             for node in ast.walk(ast.parse(file.read_text())):
                 if isinstance(node, ast.ImportFrom) and node.module == "html":
-                    assert file.name == "markdown.py"
+                    assert file.name == "html.py"
                 if isinstance(node, ast.Attribute) and node.attr == "write" and file.name != "console.py":
                     assert ast.unparse(node.value) not in ("sys.stdout", "sys.stderr", "tqdm")
                 if isinstance(node, ast.Attribute) and node.attr == "print":

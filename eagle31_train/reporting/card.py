@@ -23,7 +23,8 @@ from eagle31_train.evaluation.intervals import bracket
 from eagle31_train.reporting import tables
 from eagle31_train.reporting.evaluation_page import RESULT, conditions, pictures
 from eagle31_train.reporting.figures import Picture
-from eagle31_train.reporting.markdown import code, escape, grid, plain, scrubbed
+from eagle31_train.reporting.html import escape
+from eagle31_train.reporting.markdown import code, grid, plain, scrubbed
 from eagle31_train.reporting.recipe import PROGRAMS, command, serve_command, sglang_command
 from eagle31_train.reporting.tables import ALL, SERVING
 

@@ -4,22 +4,19 @@
 they stay as they are.
 """
 
-import base64
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from jinja2 import Environment
 
-from eagle31_train import artifacts, shown
-from eagle31_train.console import Progress
+from eagle31_train import artifacts
 from eagle31_train.evaluation.intervals import NOTHING, Interval
-from eagle31_train.reporting import figures, tables
+from eagle31_train.reporting import figures, html, tables
 from eagle31_train.reporting.figures import MARKERS, ROW, Picture
 from eagle31_train.reporting.tables import ALL, SERVING, Section
 
@@ -29,7 +26,6 @@ if TYPE_CHECKING:
 PAGE = "index.html"
 RESULT = "result.json"  # of a comparison: what was drawn, and the files of that
 Result = dict[str, Any]
-Images = dict[str, list[tuple[str, str]]]  # by section: what a picture shows, and its data: URL
 Curves = dict[str, list[Interval]]  # by drafter
 Rows = dict[str, dict[str, Interval]]  # by row, then by drafter
 WIDE = 0.5  # a share whose interval is wider is not worth a point
@@ -41,40 +37,24 @@ def write(folder: Path, result: dict[str, Any]) -> list[Path]:
     every picture; those that an earlier result there lists as its own go. result: see `evaluation/results.py`, with
     title, and what else is known: machine, dtype, max_new_tokens, command, serving."""
     earlier = artifacts.read_json(folder / RESULT, "this command") if (folder / RESULT).is_file() else {}
-    files, images = [], Images()
-    artifacts.make_folder(folder)
-    for picture in Progress(list(pictures(result)), desc="report", unit="picture", leave=False):
-        png = picture.png()
-        files.append(folder / f"{picture.name}.png")
-        artifacts.write_bytes(files[-1], png)
-        source = "data:image/png;base64," + base64.b64encode(png).decode()
-        images.setdefault(picture.section, []).append((f"{picture.title}: {picture.section}", source))
-    for name in earlier.get("files", {}):
-        if name.endswith(".png") and folder / name not in files:
-            (folder / name).unlink(missing_ok=True)
+    listed = [folder / name for name in earlier.get("files", {}) if name.endswith(".png")]
+    files, images = html.draw(folder, list(pictures(result)), listed)
     artifacts.write_text(folder / PAGE, render(result, images))
     return [*files, folder / PAGE]
 
 
-def render(result: dict[str, Any], images: Images) -> str:
+def render(result: dict[str, Any], images: html.Images) -> str:
     command = result.get("command") or result.get("serving", {}).get("command", "")
     sections = [Section("", [" · ".join(conditions(result))], []), *tables.sections(result)]
-    return page(result["title"], sections, images, command)
-
-
-def page(title: str, sections: Sequence[Section], images: Images, command: str) -> str:
-    """HTML that stands alone, of each section its remarks, pictures, first table, and the others folded."""
-    environment = Environment(autoescape=True, finalize=shown.clean, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string(Path(__file__).with_name("page.jinja").read_text(encoding="utf-8"))
-    return template.render(title=title, sections=sections, images=images, command=command)
+    return html.page(result["title"], sections, images, {"The command that repeats this": command}, glossary=True)
 
 
 def conditions(result: Mapping[str, Any]) -> list[str]:
-    words = [f"target {result['target']}"] if "target" in result else []
-    words += [str(result[key]) for key in ("machine", "dtype") if key in result]
+    shown = [f"target {result['target']}"] if "target" in result else []
+    shown += [str(result[key]) for key in ("machine", "dtype") if key in result]
     if "max_new_tokens" in result:
-        words.append(f"at most {result['max_new_tokens']:,} tokens per answer")
-    return words
+        shown.append(f"at most {result['max_new_tokens']:,} tokens per answer")
+    return shown
 
 
 @dataclass(frozen=True)
@@ -229,12 +209,12 @@ def _forest(
     name: str, section: str, title: str, rows: Rows, names: list[str], kind: Kind, left: float | None = None
 ) -> Picture:
     """A row for each of `rows`, and in it a point with its interval for each of `names` that it has."""
-    drawn = [name for name in names if any(name in row for row in rows.values())]
+    shown = [name for name in names if any(name in row for row in rows.values())]
 
     def draw(axes: "Axes") -> None:
-        for place, name in enumerate(drawn):
+        for place, name in enumerate(shown):
             values, low, high = figures.columns(row.get(name, NOTHING) for row in rows.values())
-            at = np.arange(len(values)) + ((place + 0.5) / len(drawn) - 0.5) * 0.7
+            at = np.arange(len(values)) + ((place + 0.5) / len(shown) - 0.5) * 0.7
             bars, index = np.nan_to_num([values - low, high - values]), names.index(name)
             marker = MARKERS[index % len(MARKERS)]
             axes.errorbar(values, at, xerr=bars, fmt=marker, color=f"C{index}", label=name)
@@ -243,5 +223,5 @@ def _forest(
         kind.scale(axes, "x")
         axes.set_xlim(left=left)
 
-    height = 1.1 + ROW * max(len(rows) * (1 + len(drawn)) / 2, 2)
+    height = 1.1 + ROW * max(len(rows) * (1 + len(shown)) / 2, 2)
     return Picture(name, section, title, draw, "95 % intervals", height)

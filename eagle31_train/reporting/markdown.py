@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Sequence
-from html import escape as escaped
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +36,6 @@ def plain(value: Any) -> str:
     line = shown.clean(" ".join(str(value).split()))
     line = Path(line).name if line.startswith("/") else scrubbed(line)
     return re.sub(r"([\\`*_\[\]|<>#&~$!])", r"\\\1", line)
-
-
-def escape(text: str) -> str:
-    """Text as HTML shows it."""
-    return escaped(shown.clean(text))
 
 
 def code(text: str) -> str:

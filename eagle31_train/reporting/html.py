@@ -1,0 +1,45 @@
+"""Pages of HTML that stand alone: no other file, no network, no script."""
+
+import base64
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape as escaped
+from pathlib import Path
+
+from jinja2 import Environment
+
+from eagle31_train import artifacts, shown
+from eagle31_train.console import Progress
+from eagle31_train.reporting.figures import Picture
+from eagle31_train.reporting.tables import Section
+
+Images = dict[str, list[tuple[str, str]]]  # by section: what a picture shows, and its data: URL
+
+
+def escape(text: str) -> str:
+    return escaped(shown.clean(text))
+
+
+def draw(folder: Path, pictures: Sequence[Picture], earlier: Iterable[Path] = ()) -> tuple[list[Path], Images]:
+    """Write every picture as a PNG file, whole or not at all: the files, and the pictures as the page shows them.
+    earlier: files of an earlier result, which go if this one does not have them."""
+    files, images = [], Images()
+    artifacts.make_folder(folder)
+    for picture in Progress(pictures, desc="report", unit="picture", leave=False):
+        png = picture.png()
+        files.append(folder / f"{picture.name}.png")
+        artifacts.write_bytes(files[-1], png)
+        source = "data:image/png;base64," + base64.b64encode(png).decode()
+        images.setdefault(picture.section, []).append((f"{picture.title}: {picture.section}", source))
+    for file in set(earlier) - set(files):
+        file.unlink(missing_ok=True)
+    return files, images
+
+
+def page(
+    title: str, sections: Iterable[Section], images: Images, texts: Mapping[str, str], glossary: bool = False
+) -> str:
+    """A page: of each section its remarks, pictures, first table, and the others folded. texts: shown as they are,
+    folded, at the end. glossary: explain the words of evaluation."""
+    environment = Environment(autoescape=True, finalize=shown.clean, trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string(Path(__file__).with_name("page.jinja").read_text(encoding="utf-8"))
+    return template.render(title=title, sections=sections, images=images, texts=texts, glossary=glossary)
