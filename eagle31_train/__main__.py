@@ -25,6 +25,7 @@ COMMANDS = {
     "compare": ("eagle31_train.compare", "several drafters on the same prompts"),
     "store": ("eagle31_train.store", "verify a store, every byte of it"),
     "new": ("eagle31_train.new", "write a commented recipe into this folder"),
+    "completion": ("eagle31_train.completion", "completion of commands and options for bash or zsh"),
 }
 
 

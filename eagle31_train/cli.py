@@ -301,6 +301,10 @@ def choices(group: str, folders: Sequence[Path] = (CONFIGS,)) -> list[str]:
     return sorted(file.stem for folder in folders for file in (folder / group).glob("*.yaml"))
 
 
+def option_names() -> list[str]:
+    return [name for name, _, _ in _options(Config)]
+
+
 def _nearest(name: str, names: list[str]) -> str:
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
     close = close or [n for n in names if n.split(".")[-1] == name.split(".")[-1]]

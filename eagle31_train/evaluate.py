@@ -53,7 +53,7 @@ def evaluate(config: Config) -> None:
         return
     checkpoint.check_data(data, config.data_folder)
     checkpoint.check_store(read_manifest(config), config.target)
-    data = provenance.read_data(config, whole=True)
+    data = evaluating.read_data(config)
 
     # Measurements stay outside the stage's folder, so that adding a suite does not decode the others again.
     checkpoints = {config.name: [checkpoint]}

@@ -54,7 +54,7 @@ def test_libraries_draw_no_bars_in_a_log():
     assert (done.stdout, done.stderr) == ("", "")
 
 
-@pytest.mark.parametrize("command", [["--help"], ["data", "+experiment=kimi_toy", "--cfg"]])
+@pytest.mark.parametrize("command", [["completion", "bash"], ["data", "+experiment=kimi_toy", "--cfg"]])
 def test_a_reader_who_has_enough_ends_a_command_without_a_traceback(command):
     read, write = os.pipe()
     os.close(read)

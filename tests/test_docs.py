@@ -18,7 +18,7 @@ import pytest
 from eagle31_train import cli, new
 from eagle31_train.__main__ import COMMANDS
 from eagle31_train.compare import is_drafter
-from eagle31_train.config import RENAMED, Config
+from eagle31_train.config import RENAMED
 from eagle31_train.errors import UserError
 from eagle31_train.reporting.recipe import sglang_command
 
@@ -28,8 +28,7 @@ BUILT = [*PAGES_ELSEWHERE, "CITATION.cff", "LICENSE", "docs"]
 PAGES = [ROOT / name for name in PAGES_ELSEWHERE]
 PAGES += sorted(ROOT.glob("docs/*.md"))
 TEXTS = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES if page.name != "log.md"}
-OPTIONS = [name for name, _, _ in cli._options(Config)]
-SECTIONS = {name.partition(".")[0] for name in OPTIONS if "." in name}
+SECTIONS = {name.partition(".")[0] for name in cli.option_names() if "." in name}
 
 # ---------------------------------------------------------------- the site
 
@@ -152,7 +151,7 @@ def check_module(name, words):
 
 def check_command(command, words):
     assert command in COMMANDS, f"no command {command}"
-    if command in ("new", "store"):  # of their own arguments
+    if command in ("new", "completion", "store"):  # of their own arguments
         file = module_file(COMMANDS[command][0])
         flags = [word for word in words if word.startswith("--")]
         assert all(f'"{flag}"' in file.read_text() for flag in flags), f"{command} has no {flags}"
@@ -213,7 +212,7 @@ def test_commands_are_taken_by_their_programs(page, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("page", TEXTS)
 def test_options_and_paths_exist(page):
-    names, codes = OPTIONS, re.findall(r"`([^`\n]+)`", TEXTS[page])
+    names, codes = cli.option_names(), re.findall(r"`([^`\n]+)`", TEXTS[page])
     option = re.compile(rf"(?<![\w./-])(?:{'|'.join(SECTIONS)})\.(?!py|json|safetensors)[a-z_0-9.]+(?=[=\s]|$)")
     wrong = [
         option
