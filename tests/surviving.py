@@ -34,7 +34,7 @@ STEPS = (
     ("train.checkpoint.Saver.save", 2),
     ("train.windows.Usage.let_go", 3),
 )
-START = ("train.prepare.claim", "train.tracking.start", "train.checkpoint.load")
+START = ("train.prepare.claim", "train.tracking.record_launch", "train.checkpoint.load")
 TIMED = ("seconds", "waited", "files")  # a checkpoint's own manifest, which is listed, says seconds too
 STAGES = {"train": "train.loop.train", "extract": "eagle31_train.extract.extract"}
 SERVED = ["deepspeed", "accelerate.commands.launch", "torch.distributed.launcher.api", "train.loop"]  # imported once

@@ -70,7 +70,7 @@ def stages(disk):
 def contents(folder: Path) -> dict[str, bytes]:
     """Files by name, without what tells the time, or where a run was stopped."""
     files = {str(file.relative_to(folder)): file for file in sorted(folder.rglob("*")) if file.is_file()}
-    skipped = re.compile(r"metrics\.jsonl|\.png$|\.html$|config\.yaml|\.lock$|/wandb/|state\.json$")
+    skipped = re.compile(r"metrics\.jsonl|launches|\.png$|\.html$|config\.yaml|\.lock$|/wandb/|state\.json$")
     return {
         name: file.read_bytes() if name.endswith((".safetensors", ".arrow")) else b""
         for name, file in files.items()

@@ -11,10 +11,10 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from eagle31_train import artifacts, cli, locks, provenance
+from eagle31_train import artifacts, locks, provenance
 from eagle31_train.checkpoint.contract import unserved
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
-from eagle31_train.checkpoint.run_folder import CHECKPOINTS, CONFIG, RECORD, in_order, name_of
+from eagle31_train.checkpoint.run_folder import CHECKPOINTS, RECORD, in_order, name_of
 from eagle31_train.config import Config, byte_count
 from eagle31_train.console import is_main, note
 from eagle31_train.errors import UserError
@@ -58,7 +58,15 @@ def prepare(config: Config, resources: ExitStack) -> Trainer | None:
     usage.begin(state.step, remove=main, ended=state.stale(t.early_stop))
     tracking.start(accelerator, config, data.made_from.inputs, state.step)
     if main:
-        artifacts.write_text(folder / CONFIG, cli.to_yaml(config))
+        facts = {
+            "profile": parallel.kind,
+            "processes": accelerator.num_processes,
+            "device": str(accelerator.device),
+            "after_step": state.step,
+            "steps": steps,
+            "store": data.store.fingerprint,
+        }
+        tracking.record_launch(config, facts)
     reporter = resources.enter_context(closing(Reporter(accelerator, folder, state.step, steps)))
     saver = Saver(folder / CHECKPOINTS, data.made_from.fingerprint, t.keep_checkpoints, reporter.note, newest, best)
     resources.callback(saver.close)  # never in the middle of a save

@@ -1,26 +1,39 @@
-"""Where a run is followed: trackers through accelerate. trackers.json has the ids under which they know the run.
+"""Where a run is followed and what is known of it afterwards: trackers through accelerate, and its launches.
+
+    config.yaml      the resolved configuration of the newest launch
+    launches.jsonl   one line per launch: when, how, from which commit, with which versions, on what
+    trackers.json    the ids under which the trackers know the run
 
 Weights & Biases knows a run by its id, which the run keeps over all its launches, and ignores steps that it was sent
-before; offline, `wandb sync` joins the folders of one id. Of each launch it records when, how, from which commit, with
-which versions and on what. TensorBoard is told from which step on earlier events do not count.
+before; offline, `wandb sync` joins the folders of one id. TensorBoard is told from which step on earlier events do not
+count.
 """
 
 import importlib.util
+import json
 import os
+import platform
 import re
+import sys
 import uuid
+from collections.abc import Mapping
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker, TensorBoardTracker
 
-from eagle31_train import artifacts
+from eagle31_train import artifacts, cli, locations, machine
+from eagle31_train.checkpoint.run_folder import CONFIG
 from eagle31_train.config import Config
 from eagle31_train.console import note
 from eagle31_train.errors import UserError
+from train.metrics import plain
 
-TRACKERS = "trackers.json"
+LAUNCHES, TRACKERS = "launches.jsonl", "trackers.json"
+PACKAGES = ("eagle31", "torch", "accelerate", "deepspeed", "transformers", "datasets", "numpy", "wandb")
 
 
 def loggers(config: Config) -> list[str | GeneralTracker]:
@@ -71,3 +84,31 @@ def start(accelerator: Accelerator, config: Config, inputs: dict[str, Any], step
         run = accelerator.get_tracker("wandb", unwrap=True)
         where = f"offline: wandb sync {os.path.relpath(Path(run.dir).parent)}" if run.offline else run.url
         note(f"train: Weights & Biases, {where}")
+
+
+def record_launch(config: Config, facts: Mapping[str, Any]) -> None:
+    """Save the resolved configuration and add a line on this launch; the main process calls it, once. `facts`: as JSON;
+    reports show all of it, and draw `after_step` (0 for the first launch) and `steps` of the run."""
+    folder = Path(config.run_dir) / "train"
+    artifacts.write_text(folder / CONFIG, cli.to_yaml(config))
+    cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    launch = {
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "argv": sys.argv,
+        "git": machine.checkout(locations.ROOT),
+        "versions": {"python": platform.python_version(), **machine.versions(PACKAGES)},
+        "host": {
+            "name": platform.node(),
+            "system": platform.platform(),
+            "cpu": machine.processor(),
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+            "devices": [torch.cuda.get_device_name(index) for index in range(cuda)],
+            "cuda": torch.version.cuda,
+        },
+        "facts": dict(facts),
+    }
+    path = folder / LAUNCHES
+    before = path.read_text() if path.exists() else ""
+    artifacts.write_text(path, before + json.dumps(plain(launch), ensure_ascii=False, allow_nan=False) + "\n")

@@ -3,7 +3,6 @@ target's output does not depend on the drafter, so one output serves every draft
 K tokens of the draft that a server makes while token i is the newest are those of a server that drafts K."""
 
 import os
-import platform
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -14,6 +13,7 @@ from pydantic import Field, TypeAdapter
 
 from eagle31_train import artifacts
 from eagle31_train.errors import UserError
+from eagle31_train.machine import processor
 
 
 @dataclass(frozen=True)
@@ -134,10 +134,3 @@ def machine(device: torch.device, threads: bool = True) -> str:
         return torch.cuda.get_device_name(device)
     count, unit = (torch.get_num_threads(), "thread") if threads else (os.cpu_count() or 1, "core")
     return f"{processor()}, {count} {unit}{'s' if count > 1 else ''}"
-
-
-def processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
-    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(models, platform.processor() or platform.machine())

@@ -53,3 +53,7 @@ def test_a_relay_of_all_profiles_has_the_golden_losses(tmp_path, precision):
     results = run_in(tmp_path, trainings)
     assert [ranks[0][0] for ranks in results] == ["stopped"] * (len(PROFILES) - 1) + ["done"]
     assert losses(run) == pytest.approx(KEPT, rel=TOLERANCE[precision])
+    launches = [
+        json.loads(line)["facts"] for line in (run.folder / "train" / "launches.jsonl").read_text().splitlines()
+    ]
+    assert all(facts["device"].startswith("cuda") for facts in launches)

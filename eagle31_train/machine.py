@@ -1,0 +1,45 @@
+"""What a record says of where it was made: processor, versions of packages, commit."""
+
+import platform
+import subprocess
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+GIT_SECONDS = 10.0  # a checkout on a slow network disk is not waited for
+
+
+def processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(models, platform.processor() or platform.machine())
+
+
+def versions(packages: Iterable[str]) -> dict[str, str | None]:
+    """Of these packages; None for one that is not installed."""
+    result: dict[str, str | None] = {}
+    for name in packages:
+        try:
+            result[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            result[name] = None
+    return result
+
+
+def checkout(root: Path) -> dict[str, Any] | None:
+    """{"commit": 40 hex digits, "changed": whether tracked files differ from it} of the checkout at `root`; None if it
+    is no checkout's top, or git does not answer."""
+    try:
+        if Path(_git(root, "rev-parse", "--show-toplevel")).resolve() != root.resolve():
+            return None
+        changed = _git(root, "status", "--porcelain", "--untracked-files=no")
+        return {"commit": _git(root, "rev-parse", "HEAD"), "changed": bool(changed)}
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(root: Path, *words: str) -> str:
+    command = ["git", "--no-optional-locks", "-C", str(root), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=GIT_SECONDS).stdout.strip()
