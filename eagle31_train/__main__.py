@@ -23,7 +23,7 @@ COMMANDS = {
     "export": ("eagle31_train.export", "stage 5: the checkpoint that vLLM serves, and its card"),
     "summary": ("eagle31_train.summary", "the table of a finished run"),
     "compare": ("eagle31_train.compare", "several drafters on the same prompts"),
-    "store": ("eagle31_train.store", "verify a store, every byte of it"),
+    "store": ("eagle31_train.store", "look into a store, verify it"),
     "new": ("eagle31_train.new", "write a commented recipe into this folder"),
     "completion": ("eagle31_train.completion", "completion of commands and options for bash or zsh"),
 }

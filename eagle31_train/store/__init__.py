@@ -1,7 +1,7 @@
 """The store of hidden states: sharded safetensors, written once by any number of processes, and checked when read.
 
-The files are described in `format.py`. Reading starts at `reader.py`, writing at `writer.py`; `eagle31 store verify`
-checks a store.
+The files are described in `format.py`. Reading starts at `reader.py`, writing at `writer.py`; `eagle31 store --help`
+looks into a store.
 """
 
 import os

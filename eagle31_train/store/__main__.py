@@ -1,19 +1,23 @@
-"""Verify a store of hidden states.
+"""Look into a store of hidden states: is it whole, and what does it hold?
 
 eagle31 store verify runs/smollm2/store
-eagle31 store verify s3://bucket/store
+eagle31 store info s3://bucket/store
 
-It compares every byte with the checksums that were written with it, and reads every shard. It works for a store
+verify compares every byte with the checksums that were written with it, and reads every shard. It works for a store
 that is still being written, too: what is committed is checked. It prints what was checked and exits with 0, or
 everything that is wrong, a line each, and exits with 1.
 """
 
+import argparse
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
+
+from tqdm import tqdm
 
 from eagle31_train import artifacts
 from eagle31_train.config import byte_count
@@ -27,19 +31,26 @@ from eagle31_train.store.shard_plan import Plan, shape_of
 from eagle31_train.store.stream import read_consumed
 
 
+def inspect(storage: Storage) -> tuple[Head, list[Problem]]:
+    """The head of a store, and what is wrong or missing; UserError if there is no store."""
+    head, problems = read_head(storage, every_line=True)
+    if not problems and head.manifest is head.provenance is None and not storage.names("shards"):
+        raise UserError(f"there is no store in {storage.location}: correct the address")  # a plan alone is none yet
+    if head.manifest is None and storage.size(files.SHARDS) is not None and storage.size(artifacts.MANIFEST) is None:
+        problems.append(Problem(f"{storage.location}/{artifacts.MANIFEST} is missing, though all shards were there"))
+    if head.provenance is None or head.plan is None:
+        what = f"{files.PROVENANCE} or {files.PLAN}"
+        problems.append(Problem(f"{storage.location} lacks a whole {what}, without which no shard can be checked"))
+    return head, problems
+
+
 def check(storage: Storage, checked: Counter[str]) -> Iterator[Problem]:
     """Everything that is wrong with a store, complete or begun; UserError if there is none. On the way `checked` counts
     the shards, tokens and bytes that are whole; shards that are coming; those consumed; and `complete` where the store
     is."""
-    head, problems = read_head(storage, every_line=True)
-    if not problems and head.manifest is head.provenance is None and not storage.names("shards"):
-        raise UserError(f"there is no store in {storage.location}: correct the address")  # a plan alone is none yet
+    head, problems = inspect(storage)
     yield from problems
-    if head.manifest is None and storage.size(files.SHARDS) is not None and storage.size(artifacts.MANIFEST) is None:
-        yield Problem(f"{storage.location}/{artifacts.MANIFEST} is missing, though all shards were there")
     if head.plan is None or head.provenance is None:
-        what = f"{files.PROVENANCE} or {files.PLAN}"
-        yield Problem(f"{storage.location} lacks a whole {what}, without which no shard can be checked")
         return
     if head.manifest is not None:
         checked["complete"] = 1
@@ -105,22 +116,17 @@ def _strays(head: Head, plan: Plan) -> Iterator[Problem]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status: 0, 1 for a damaged store, 2 for what the user can mend."""
-    words = parser("store", __doc__)
-    words.add_argument("command", choices=["verify"])
-    words.add_argument("store", help="its folder, or its URL, such as s3://bucket/store")
-    words.add_argument("--cache-dir", type=Path, help="where copies of a remote store's files lie for a while")
-    words.add_argument("--cache-bytes", default="8GB", help="most that these copies may take (default: 8GB)")
-    words.add_argument(
-        "--remove", action="store_true", help="take damaged shards away, so that extraction makes them anew"
-    )
-    options = words.parse_args(arguments)
+    options = _parser().parse_args(arguments)
     try:
         most = byte_count(options.cache_bytes, "--cache-bytes")
         # A folder of its own: what is checked is the store, and not copies that were made of it earlier.
         with tidy(), tempfile.TemporaryDirectory(prefix="eagle31-", dir=options.cache_dir) as folder:
             storage = open_storage(options.store, Path(folder), most)
             try:
-                return _verify(storage, options.remove)
+                if options.command == "verify":
+                    return _verify(storage, options.remove)
+                note(_describe(storage))
+                return 0
             finally:
                 storage.close()
     except (UserError, FileNotFoundError) as error:  # the latter where there is no --cache-dir
@@ -148,6 +154,42 @@ def _verify(storage: Storage, remove: bool) -> int:
     elif problems:
         note(f"remove what is damaged by `eagle31 store verify {storage.location} --remove`, then {files.REMAKE}")
     return 1 if problems else 0
+
+
+def _describe(storage: Storage) -> str:
+    """What a store holds, some twenty lines; UserError if there is none, or its small files are damaged."""
+    head, problems = inspect(storage)
+    verify = f"see `eagle31 store verify {storage.location}`"
+    if head.plan is None or head.provenance is None:
+        raise UserError(f"{problems[0].text}: {verify}")
+    done = [shard for shard in head.plan.shards if shard.name in head.lines]
+    state = f"{len(done)} of {len(head.plan.shards)} committed, {len(head.consumed)} of them used up by a training"
+    rows: dict[str, Any] = {
+        "store": f"{storage.location}, fingerprint {head.provenance['fingerprint']}",
+        "shards": state if head.manifest else f"{state}; unfinished, `{files.EXTRACT}` goes on with it",
+    }
+    for split, lengths in head.plan.lengths.items():
+        rows[split] = f"{len(lengths):,} samples, {sum(lengths):,} tokens"
+        if lengths:
+            rows[split] += f"; of a sample: {min(lengths):,} to {max(lengths):,}, median {median(lengths):,.0f}"
+    if tokens := sum(shard.tokens for shard in done):
+        size = sum(head.lines[shard.name].size for shard in done)
+        rows["bytes"] = f"{tqdm.format_sizeof(size, 'B')}, {size / tokens:,.0f} per token"
+    rows |= {**head.provenance["inputs"], **head.provenance["states"]}
+    rows |= {"fidelity": (head.manifest or {}).get("fidelity"), "damaged": verify if problems else None}
+    return "\n".join(f"{name:<17}  {value}" for name, value in rows.items() if value not in (None, {}))
+
+
+def _parser() -> argparse.ArgumentParser:
+    words = parser("store", __doc__)
+    words.add_argument("command", choices=["verify", "info"])
+    words.add_argument("store", help="its folder, or its URL, such as s3://bucket/store")
+    words.add_argument("--cache-dir", type=Path, help="where copies of a remote store's files lie for a while")
+    words.add_argument("--cache-bytes", default="8GB", help="most that these copies may take (default: 8GB)")
+    words.add_argument(
+        "--remove", action="store_true", help="verify takes damaged shards away, so that extraction makes them anew"
+    )
+    return words
 
 
 if __name__ == "__main__":

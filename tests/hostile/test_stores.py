@@ -12,7 +12,7 @@ from mutating import UNREADABLE, cases, documents, outcome, spoil, torn
 from eagle31_train.artifacts import MANIFEST
 from eagle31_train.errors import UserError
 from eagle31_train.store import Store, stream
-from eagle31_train.store.__main__ import check
+from eagle31_train.store.__main__ import _describe, check
 from eagle31_train.store.backends import LocalStorage
 from eagle31_train.store.format import CONSUMED, PLAN, PROVENANCE, SHARDS, STREAM, TARGET, TARGET_LINE
 from eagle31_train.store.sealed import digest, seal, unseal
@@ -119,6 +119,7 @@ def test_stores(case, stores, tmp_path, monkeypatch):
     storage = LocalStorage(str(folder), folder)
     outcome(lambda: read(folder, follow=begun, patience=-1))
     outcome(lambda: list(check(storage, Counter())))
+    outcome(lambda: _describe(storage))
     if begun:
         outcome(lambda: MADE.write(folder, patience=-1))
     assert outside.read_bytes() == b"somebody else's"
