@@ -22,7 +22,7 @@ from eagle31_train.config import DrafterShape
 from eagle31_train.errors import UserError
 from eagle31_train.model import vocab
 from eagle31_train.model.vocab import DraftVocab
-from eagle31_train.store.sealed import DamagedError, checksum, unseal
+from eagle31_train.store.sealed import DamagedError, checksum, read_sealed
 
 TRAIN, EXPORT = "eagle31 train", "eagle31 export"
 EXPORTED = "export.json"  # beside RUN/export/, of which every file is for vLLM or the hub
@@ -68,7 +68,7 @@ def sealed_manifest(checkpoint: Path) -> dict[str, Any]:
     damaged."""
     file = checkpoint / artifacts.MANIFEST
     try:
-        return unseal(file.read_bytes())
+        return read_sealed(file)
     except (OSError, DamagedError) as error:
         raise UserError(f"{file} is missing or damaged ({error}): give another checkpoint") from None
 

@@ -112,12 +112,20 @@ def line_name(name: str) -> str:
 
 
 def read_record(storage: Storage, name: str, parse: Callable[[Any], T], store: str | None = None) -> T | None:
-    """A small file of a store, as `parse_record` reads it; None if it is missing."""
+    """A small file of a store, as `parse_record` reads it, once more where it is damaged; None if it is missing."""
+
+    def once() -> T | None:
+        try:
+            data = storage.read(name)
+        except FileNotFoundError:
+            return None
+        return parse_record(data, f"{storage.location}/{name}", parse, store)
+
     try:
-        data = storage.read(name)
-    except FileNotFoundError:
-        return None
-    return parse_record(data, f"{storage.location}/{name}", parse, store)
+        return once()
+    except DamagedError:
+        storage.forget(name)
+        return once()
 
 
 def parse_record(data: bytes, where: str, parse: Callable[[Any], T], store: str | None = None) -> T:

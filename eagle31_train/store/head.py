@@ -92,6 +92,9 @@ def read_lines(
     where = f"{storage.location}/{files.SHARDS}"
     try:
         merged, damaged = _merged_lines(storage, where, store)
+        if damaged:
+            storage.forget(files.SHARDS)
+            merged, damaged = _merged_lines(storage, where, store)
     except FileNotFoundError:
         return lines, problems
     problems += damaged

@@ -4,12 +4,14 @@ import os
 import random
 import shutil
 from collections import Counter
+from functools import partial
 
 import pytest
 from dying import Kill, Killed, Machine, running
 from made import Made, read_whole, right_so_far
 from pipeline import contents
 
+from eagle31_train import artifacts
 from eagle31_train.artifacts import MANIFEST
 from eagle31_train.errors import UserError
 from eagle31_train.store.__main__ import check
@@ -191,6 +193,39 @@ def test_faults_of_a_begun_store_are_found(stores, tmp_path, seeds):
     folder, whole = stores
     for seed in seeds:
         one(BEGUN, Begun, folder / "begun", tmp_path / "copy", whole, seed, **FOLLOWING)
+
+
+# ---------------------------------------------------------------- a disk that errs
+
+
+@pytest.mark.parametrize(("kind", "reading"), [("complete", {}), ("begun", FOLLOWING)], ids=["complete", "begun"])
+def test_what_a_disk_reads_wrongly_once_is_read_again_and_what_it_always_does_is_named(
+    stores, tmp_path, monkeypatch, kind, reading
+):
+    """Until the kernel is told to forget its copy, a file has a wrong bit."""
+    wrong, right = tmp_path / "store", stores[0] / kind
+    shutil.copytree(right, wrong)
+    expected, _ = read_whole(right, **reading)
+    whole = {split: len(documents) for split, documents in expected.items()}
+    for path in [path for path in wrong.rglob("*") if path.is_file()]:
+        name = path.relative_to(wrong)
+        for look in (problems, partial(read_whole, **reading)):
+            bits = bytearray((right / name).read_bytes())
+            bits[len(bits) // 2] ^= 4
+            path.write_bytes(bits)
+            always = look(wrong)
+            with monkeypatch.context() as patch:
+                patch.setattr(
+                    artifacts, "forget_pages", lambda file: shutil.copy(right / file.relative_to(wrong), file)
+                )
+                once = look(wrong)
+            if look is problems:
+                assert any(str(name) in text for text in always), name
+                assert once == [], name
+            else:
+                assert {split: len(documents) for split, documents in once[0].items()} == whole, (name, once[1])
+                assert right_so_far(once[0], expected)
+            shutil.copy(right / name, path)
 
 
 # ---------------------------------------------------------------- a writer that dies

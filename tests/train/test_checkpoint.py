@@ -10,6 +10,7 @@ import torch
 from checkpointing import FILES, FINGERPRINT, failing, names, newest, same, save, saver, snapshot, step
 from pipeline import contents, flip_bit
 
+from eagle31_train import artifacts
 from eagle31_train.checkpoint import run_folder
 from eagle31_train.errors import UserError
 from eagle31_train.store import tensors as store_tensors
@@ -74,6 +75,15 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(two, tmp_path,
     assert same(newest(folder, said), snapshot(1))
     (line,) = said
     assert line.startswith(f"checkpoint {step(folder, 2)} is not used: {file} ")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_checkpoint_that_a_disk_reads_wrongly_once_is_used(two, tmp_path, monkeypatch, name):
+    """Until the kernel is told to forget its copy, a file has a wrong bit."""
+    copy = shutil.copytree(two, tmp_path / "copy")
+    flip_bit(step(copy, 2) / name)
+    monkeypatch.setattr(artifacts, "forget_pages", lambda file: shutil.copy(two / file.relative_to(copy), file))
+    assert same(newest(copy), snapshot(2))
 
 
 def test_a_checkpoint_of_another_run_is_passed_over(two):

@@ -71,7 +71,7 @@ class Storage(ABC):
         return opener(self.local(name))
 
     def forget(self, name: str) -> None:  # noqa: B027
-        """Drop the copy of a file in a cache, so that it is read where it lies."""
+        """Drop the copy of a file in a cache, or in the kernel's memory, so that it is read where it lies."""
 
     def prefetch(self, sizes: Mapping[str, int]) -> None:  # noqa: B027
         """Fetch these, given with their bytes, in this order in the background; and no others any more."""

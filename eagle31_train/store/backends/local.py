@@ -80,6 +80,9 @@ class LocalStorage(Storage):
             raise FileNotFoundError(f"{self.folder / name} is missing")
         return self.folder / name
 
+    def forget(self, name: str) -> None:
+        artifacts.forget_pages(self.folder / name)
+
     def discard(self) -> None:
         with self._explained("remove", ""):
             if self.folder.is_dir():
