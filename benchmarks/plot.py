@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import machine
-from eagle31_train.reporting.figures import MARKERS, STYLE
+from eagle31_train.reporting.figures import MARKERS, STYLE, logarithmic
 
 LABELS = {"length": "tokens", "share": "share of supervised tokens", "unroll": "unroll depth", "vocab": "vocabulary"}
 Row = dict[str, Any]
@@ -77,14 +77,9 @@ def growth(results: list[Row], info: dict[str, Any], path: Path) -> None:
 
 def _scale(axis: Any, x: str, ticks: list[float]) -> None:
     """Length and vocabulary span decades, so both axes are logarithmic; time by share and depth starts at zero."""
-    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
-
     if x in ("length", "vocab"):
         axis.set_xscale("log")
-        axis.set_yscale("log")
-        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))  # its own are formulas, which STYLE does not parse
-        axis.yaxis.set_minor_formatter(NullFormatter())
+        logarithmic(axis)
     else:
         axis.set_ylim(bottom=0)
     axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])

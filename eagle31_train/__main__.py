@@ -22,6 +22,7 @@ COMMANDS = {
     "evaluate": ("eagle31_train.evaluate", "stage 4: acceptance length by real decoding"),
     "export": ("eagle31_train.export", "stage 5: the checkpoint that vLLM serves, and its card"),
     "summary": ("eagle31_train.summary", "the table of a finished run"),
+    "report": ("eagle31_train.report", "a training's curves as a page"),
     "compare": ("eagle31_train.compare", "several drafters on the same prompts"),
     "store": ("eagle31_train.store", "look into a store, verify it"),
     "new": ("eagle31_train.new", "write a commented recipe into this folder"),

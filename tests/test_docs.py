@@ -151,7 +151,7 @@ def check_module(name, words):
 
 def check_command(command, words):
     assert command in COMMANDS, f"no command {command}"
-    if command in ("new", "completion", "store"):  # of their own arguments
+    if command in ("new", "completion", "report", "store"):  # of their own arguments
         file = module_file(COMMANDS[command][0])
         flags = [word for word in words if word.startswith("--")]
         assert all(f'"{flag}"' in file.read_text() for flag in flags), f"{command} has no {flags}"

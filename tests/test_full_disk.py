@@ -13,7 +13,7 @@ import pytest
 import speaking
 
 HERE = Path(__file__).resolve().parent
-STAGES = ("data", "extract", "train", "evaluate", "export")
+STAGES = ("data", "extract", "train", "evaluate", "export", "report")
 FEW = 3  # operations that `make test` tries of a stage
 
 
@@ -36,7 +36,7 @@ class Disk:
 
     def run(self, stage: str, folder: Path, at: int = 0) -> tuple[int, int, str]:
         """Exit status, number of operations, and what was said."""
-        words = [stage, *self.words]
+        words = [stage, "runs/full"] if stage == "report" else [stage, *self.words]
         log = self.folder / "log"
         job = {"words": words, "folder": str(folder), "at": at, "log": str(log)}
         self.process.stdin.write(json.dumps(job) + "\n")
@@ -90,7 +90,7 @@ def fill(disk: Disk, stages: dict, stage: str, at: int, folder: Path) -> None:
         assert status == 2, f"{where}:\n{said}"
         assert said.strip().splitlines()[-1].startswith("error: "), f"{where}:\n{said}"
         ours, whole = (place / "runs" / "full" / stage for place in (folder, after))
-        if stage == "export" and ours.exists():  # no manifest would tell whether they are whole
+        if stage in ("export", "report") and ours.exists():  # no manifest would tell whether they are whole
             names = [sorted(file.name for file in place.rglob("*")) for place in (ours, whole)]
             assert names[0] == names[1], f"{where}: a part stays"
             assert contents(ours) == contents(whole), f"{where}: something half-written stays"
@@ -102,7 +102,7 @@ def fill(disk: Disk, stages: dict, stage: str, at: int, folder: Path) -> None:
     assert not differ, f"{where}: {differ}"
 
 
-SOME = [(stage, FEW) for stage in ("extract", "export")]
+SOME = [(stage, FEW) for stage in ("extract", "export", "report")]
 
 
 @pytest.mark.parametrize(("stage", "few"), [*SOME, *(pytest.param(s, None, marks=pytest.mark.slow) for s in STAGES)])

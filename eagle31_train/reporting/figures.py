@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float64]
 WIDTH, HEIGHT, ROW = 5.6, 3.25, 0.25  # inches: of a picture, and of one row of a chart that has rows
+MEANS = 64  # points of a noisy curve's mean
 MARKERS = "os^Dvp"
 STYLE: Any = {
+    # The colour-blind tell training (C0) from held-out (C1) by brightness, too.
     "axes.prop_cycle": "cycler('color', ['#2563c9', '#d9650b', '#0e8a6a', '#a8379b', '#8a6d00', '#5d6873'])",
     "font.size": 8,
     "axes.titlesize": 7.5,
@@ -75,6 +77,20 @@ class Picture:
         return buffer.getvalue()
 
 
+def noisy(axes: "Axes", steps: Floats, values: Floats, label: str, colour: Any, form: str = "{:.3g}") -> None:
+    """A curve [N], pale, and its mean, whose last value the label tells. NaN is left out."""
+    valid = np.isfinite(values)
+    if not valid.any():
+        return
+    steps, values = steps[valid], values[valid]
+    parts = np.array_split(np.arange(len(steps)), min(MEANS, len(steps)))
+    means = [values[part].mean() for part in parts]
+    centres = [steps[part].mean() for part in parts]
+    marker = "o" if len(steps) == 1 else ""
+    axes.plot(steps, values, color=colour, alpha=0.25, linewidth=0.5)
+    axes.plot(centres, means, color=colour, marker=marker, label=f"{label}  {form.format(means[-1])}")
+
+
 def columns(intervals: Iterable["Interval"]) -> tuple[Floats, Floats, Floats]:
     """Values, lows and highs, each [N], NaN where there is none."""
     table = np.array([[np.nan if part is None else part for part in each] for each in intervals], dtype=float)
@@ -85,6 +101,16 @@ def within(axes: "Axes", low: float, high: float = np.inf, which: str = "y") -> 
     """Cut an axis to the values that there can be."""
     bottom, top = getattr(axes, f"get_{which}lim")()
     getattr(axes, f"set_{which}lim")(max(bottom, low), min(top, high))
+
+
+def logarithmic(axes: "Axes") -> None:
+    """A logarithmic vertical axis of plain numbers: matplotlib's own are formulas, which STYLE does not parse."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def shares(axes: "Axes", which: str = "y") -> None:

@@ -1,0 +1,29 @@
+"""Draw a training run: pictures, and one HTML page that needs nothing else.
+
+eagle31 report runs/smollm2
+eagle31 report runs/smollm2 --out /somewhere/else
+
+The run may still be going on. The page shows loss, acceptance and state per depth, the optimizer, the
+speed and the numbers at the end; it stands alone and can be mailed.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from eagle31_train.console import explained, note, parser, tidy
+from eagle31_train.reporting.training_page import write
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command; exits with 2 on what the user can mend."""
+    words = parser("report", __doc__)
+    words.add_argument("run", type=Path, help="the run's folder, such as runs/smollm2, or the folder train in it")
+    words.add_argument("--out", type=Path, help="where page and pictures go (default: the folder report in the run's)")
+    options = words.parse_args(arguments)
+    with explained(), tidy():
+        page, notes = write(options.run, options.out)
+        note("\n".join([*notes, str(page)]))
+
+
+if __name__ == "__main__":
+    main()

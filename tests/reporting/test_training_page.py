@@ -1,0 +1,120 @@
+"""The report of a run: what it reads, what it draws and what the page says, for a whole run and a running one."""
+
+import errno
+import json
+import random
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from eagle31_train import artifacts
+from eagle31_train.report import main
+from eagle31_train.reporting import figures
+from eagle31_train.reporting.training_page import ESTIMATE, PLOTS, write
+
+DEPTHS = 3
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setitem(figures.STYLE, "savefig.dpi", 25)
+
+
+def metrics(steps, left_out=()):
+    """Rows as training writes them, with numbers that say where they come from."""
+    rng = random.Random(0)
+    for step in range(1, steps + 1):
+        common = {"lr": 1e-4 * step / steps, "tokens": 100 * step}
+        if step in left_out:
+            yield {"step": step, "left_out": True, **common}
+        else:
+            depths = [rng.uniform(0.4, 0.6) / (depth + 1) for depth in range(DEPTHS)]
+            loss = rng.uniform(2, 3)
+            row = {"step": step, "loss": loss, ESTIMATE: 1 + sum(depths), "oov_share": 0.01, **common}
+            row |= {f"{name}_at_depth": depths for name in ("loss", "accuracy", "prefix", "rms")}
+            yield {**row, "grad_norm": loss / 3}
+        if step % 5 == 0:
+            measured = {"loss": 3.0 + step / 1000, "tau": 1.5 + step / 1000, "oov_share": 0.02}  # an earlier name
+            measured |= {"acceptance_length": 1.9 - abs(step - 25) / 100, "acceptance_at_depth": [0.5, 0.25]}
+            yield {"step": step, **{f"heldout_{name}": value for name, value in measured.items()}}
+
+
+def lines(rows):
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def make_run(folder, steps=40, **options):
+    train = folder / "train"
+    train.mkdir(parents=True)
+    (train / "metrics.jsonl").write_text(lines(metrics(steps, **options)))
+    timing = {"seconds": 2.0, "waited": 0.5, "tokens": 100, "memory_bytes": 2**31}
+    (train / "timings.jsonl").write_text(lines({"step": step, **timing} for step in range(1, steps + 1)))
+    (train / "launches.jsonl").write_text(lines({"facts": {"after_step": step}} for step in (0, 12, 30)))
+    (train / "config.yaml").write_text("name: <b>mine</b>\n")
+    (train / "manifest.json").write_text(json.dumps({"steps": steps, "seconds": 90, "files": {"a": {"bytes": 1}}}))
+    return folder
+
+
+def text_of(page):
+    """What a reader sees of a page."""
+    return re.sub(r"\s+", " ", re.sub(r"<style>.*?</style>|<[^>]+>", " ", page, flags=re.DOTALL))
+
+
+def test_the_page_stands_alone_and_says_where_the_curves_ended(tmp_path):
+    run = make_run(tmp_path / "run", left_out=[7])
+    page, notes = write(run)
+    assert (page, notes) == (run / "report" / "report.html", [])
+    assert {path.stem for path in page.parent.glob("*.png")} == {plot.name for plot in PLOTS}
+    html = page.read_text()
+    for word in ("http:", "https:", "<script", "<link", "@import", "url(", "<b>mine"):
+        assert word not in html
+    loss = np.mean([row["loss"] for row in metrics(40, left_out=[7]) if "loss" in row])
+    for words in (
+        f"loss {loss:.4g} 3.04 3.005 (step 5)",
+        "acceptance_length 1.75 1.9 (step 25)",
+        "acceptance_at_depth 0.5, 0.25",
+        "1.54 1.54 (step 40)",
+        "tokens per second 50",
+        "waiting for data 25.0%",
+        "steps left out 1",
+    ):
+        assert words in text_of(html), words
+
+
+def test_a_disk_that_fills_up_leaves_no_half_of_a_report(tmp_path, monkeypatch):
+    run = make_run(tmp_path / "run", steps=5)
+    write_bytes, written = artifacts.write_bytes, []
+
+    def full(path, data):
+        if len(written) == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written.append(path)
+        write_bytes(path, data)
+
+    monkeypatch.setattr(artifacts, "write_bytes", full)
+    with pytest.raises(OSError, match="No space"):
+        write(run)
+    assert [path.name for path in run.iterdir()] == ["train"]
+
+
+def test_a_logarithmic_axis_shows_numbers_and_no_formulas():
+    picture = figures.Picture("p", "", "", lambda axes: (axes.plot([0.2, 3.0]), figures.logarithmic(axes)))
+    figure = picture.figure()
+    figure.canvas.draw()
+    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert {"0.2", "1", "2"} <= set(labels)
+    assert not any("$" in label for label in labels)
+
+
+def test_the_torn_last_line_of_a_running_training_is_left_out_and_said(tmp_path, capsys):
+    run = make_run(tmp_path / "run")
+    with (run / "train" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 41, "lo')
+    main([str(run), "--out", str(tmp_path / "out")])
+    said, page = capsys.readouterr().out.splitlines()
+    assert said.startswith(f"{run / 'train' / 'metrics.jsonl'}:49 is only half written and was left out")
+    assert page == str(tmp_path / "out" / "report.html")
+    assert said in text_of(Path(page).read_text())
+    assert not (run / "report").exists()
