@@ -79,7 +79,7 @@ class Generation:
         return 1 + sum(self.accepted) / max(len(self.accepted), 1)
 
 
-@dataclass
+@dataclass(repr=False)
 class Speculator:
     """A drafter beside its target in memory; made by `load`. target_ids: [Vd] int64, the target's token of each row of
     the drafter's lm_head. ends: tokens that end an answer."""

@@ -13,7 +13,7 @@ SCRIPT = """{zsh}_eagle31() {{
   else compopt -o nospace 2>/dev/null; COMPREPLY=($(compgen -W "{options}" -- "$word")); fi
 }}
 COMP_WORDBREAKS="${{COMP_WORDBREAKS//=/}}"
-complete -F _eagle31 eagle31"""
+complete -o default -F _eagle31 eagle31"""
 
 
 def main(argv: list[str] | None = None) -> None:

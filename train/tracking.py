@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import sys
 import uuid
 from collections.abc import Mapping
@@ -82,7 +83,7 @@ def start(accelerator: Accelerator, config: Config, inputs: dict[str, Any], step
         raise UserError(f"Weights & Biases does not start: {error} (train.wandb=offline needs no network)") from None
     if mode != "disabled":
         run = accelerator.get_tracker("wandb", unwrap=True)
-        where = f"offline: wandb sync {os.path.relpath(Path(run.dir).parent)}" if run.offline else run.url
+        where = f"offline: wandb sync {shlex.quote(os.path.relpath(Path(run.dir).parent))}" if run.offline else run.url
         note(f"train: Weights & Biases, {where}")
 
 

@@ -295,7 +295,7 @@ def caveats(shape: DrafterShape, target_positions: int | None = None, target_win
     if shape.share_embedding:
         # V1 then leaves embed_tokens as its memory was, and accepts nothing; V2 stops where the embedding is elsewhere.
         found.append(
-            "vLLM 0.32 cannot share the target's embedding with pipeline parallelism: to be served so, train with "
+            "for pipeline parallelism, where vLLM 0.32 cannot share the target's embedding, train with "
             "drafter.share_embedding=false"
         )
     return [*found, *window_caveat(shape, target_window, target_positions), *unserved(shape)]

@@ -23,7 +23,7 @@ from eagle31_train.targets.chat import ChatTemplate
 HELDOUT = "heldout"
 PROMPTS = "prompts"  # those of evaluate.prompts
 LEFT_OUT = "evaluate.leave_out names it"
-MEASURED = "acceptance was measured on it during training"
+MEASURED = "used to measure acceptance during training"
 LOOPING = 0.3  # compressed share of a text; of the demo's held-out answers 14 % are under it
 
 

@@ -112,7 +112,7 @@ def _curves(workload: Result, name: str, title: str, across: str, curves: Curves
             at, valid, index = np.arange(1.0, len(values) + 1), np.isfinite(values), drafters.index(drafter)
             marker, label = MARKERS[index % len(MARKERS)], "  ".join([drafter, *last[-1:]])
             axes.fill_between(at, low, high, color=f"C{index}", alpha=0.16, linewidth=0)
-            axes.plot(at[valid], values[valid], color=f"C{index}", marker=marker, label=label, zorder=3)
+            axes.plot(at[valid], values[valid], color=f"C{index}", marker=marker, label=label, zorder=3, clip_on=False)
         kind.scale(axes, "y")
         figures.whole_numbers(axes, across)
 
@@ -217,7 +217,7 @@ def _forest(
             at = np.arange(len(values)) + ((place + 0.5) / len(shown) - 0.5) * 0.7
             bars, index = np.nan_to_num([values - low, high - values]), names.index(name)
             marker = MARKERS[index % len(MARKERS)]
-            axes.errorbar(values, at, xerr=bars, fmt=marker, color=f"C{index}", label=name)
+            axes.errorbar(values, at, xerr=bars, fmt=marker, color=f"C{index}", label=name, clip_on=False)
         axes.set_yticks(range(len(rows)), list(rows))
         axes.set_ylim(len(rows) - 0.5, -0.5)
         kind.scale(axes, "x")

@@ -30,6 +30,7 @@ STYLE: Any = {
     "figure.titleweight": "bold",
     "axes.grid": True,
     "axes.axisbelow": True,
+    "axes.formatter.useoffset": False,
     "grid.color": "#e7e9ec",
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -61,7 +62,7 @@ class Picture:
             axes = figure.subplots()
             axes.set_title(self.remark)
             self.draw(axes)
-            figure.suptitle(self.title, x=0.02, ha="left")
+            figure.suptitle(self.title, x=0.02, ha="left", wrap=True)
             if axes.get_legend_handles_labels()[1]:
                 axes.legend(loc="upper left", bbox_to_anchor=(1.02, 1))
             for text in figure.findobj(Text):
@@ -118,6 +119,8 @@ def shares(axes: "Axes", which: str = "y") -> None:
     from matplotlib.ticker import PercentFormatter
 
     (axes.xaxis if which == "x" else axes.yaxis).set_major_formatter(PercentFormatter(1))
+    if which == "x":
+        axes.locator_params(axis="x", nbins=5)  # more labels would touch
 
 
 def whole_numbers(axes: "Axes", label: str) -> None:

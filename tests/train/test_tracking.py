@@ -1,4 +1,7 @@
-"""TensorBoard over several launches of one run."""
+"""TensorBoard over several launches of one run; what is said of Weights & Biases."""
+
+import shlex
+from types import SimpleNamespace
 
 import pytest
 from accelerate import Accelerator
@@ -77,3 +80,11 @@ def test_without_a_purge_it_would_show_them_twice(config, folder, monkeypatch):
     killed_twice(config, folder)
     steps = [step for step, _ in curves(folder)[0]["train/loss"]]
     assert len(steps) > len(set(steps))
+
+
+def test_the_command_that_uploads_an_offline_run_can_be_pasted(config, tmp_path, capsys):
+    run = SimpleNamespace(offline=True, dir=str(tmp_path / "it's (1)" / "files"))
+    accelerator = SimpleNamespace(is_main_process=True, log_with=[], init_trackers=lambda *_, **__: None)
+    accelerator.get_tracker, config.train.wandb = lambda *_, **__: run, "offline"
+    tracking.start(accelerator, config, {}, 0)
+    assert shlex.split(capsys.readouterr().out)[-1].endswith("/it's (1)")
