@@ -170,7 +170,7 @@ class DataConfig:
     max_length: int = opt(2048, "tokens of one conversation; longer ones are cut and counted", at_least=2)
     heldout: float = opt(0.05, "share of prompts held out, chosen by a hash of the prompt", at_least=0, below=1)
     shuffle: int | None = opt(None, "seed that shuffles the training conversations; default: as read", at_least=0)
-    draft_vocab_size: int | None = opt(None, "draft vocabulary, most frequent assistant tokens first", at_least=1)
+    draft_vocab_size: int | None = opt(None, "most draft tokens, the assistant's most frequent first", at_least=1)
     draft_vocab_coverage: float | None = opt(None, "or: the share of assistant tokens to cover", above=0, at_most=1)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     self_prompts: SelfPromptsConfig = field(default_factory=SelfPromptsConfig)

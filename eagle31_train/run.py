@@ -36,10 +36,8 @@ def run(config: Config, overrides: list[str], first: str, last: str, profile: st
     from eagle31_train.checkpoint import hub  # half a second, which `--help` need not wait for
 
     hub.check(config.push and last in ("export", "summary"), config.repo)
-    if ANY in overrides:
-        if ANY not in sys.argv:
-            note(f"run: no recipe is named: {ANY} (configs/experiment/any.yaml; or your own: `eagle31 new NAME`)")
-        overrides = [*overrides, *whole_vocabulary(config, overrides)]
+    if ANY in overrides and ANY not in sys.argv:
+        note(f"run: no recipe is named: {ANY} (configs/experiment/any.yaml; or your own: `eagle31 new NAME`)")
     if not config.data.given:
         note("run: no prompts are given (data.prompts=FILE): the target writes them itself, data.prompts=self")
         overrides = [*overrides, *WRITTEN]
@@ -69,19 +67,6 @@ def finished(words: list[str], environment: dict[str, str]) -> int:
             except KeyboardInterrupt:
                 process.kill()
             raise SystemExit(130) from None
-
-
-def whole_vocabulary(config: Config, overrides: list[str]) -> list[str]:
-    """The option that makes all tokens of a target draft tokens, where it has fewer than the recipe wants."""
-    from eagle31_train.targets.description import describe_target  # seconds, which `--help` need not wait for
-
-    size, option = config.data.draft_vocab_size, "data.draft_vocab_size"
-    if size is None or any(word.startswith(f"{option}=") for word in overrides):
-        return []
-    if size <= (V := describe_target(config.target).vocab_size):
-        return []
-    note(f"run: the target has {V:,} tokens, and all can be drafted: {option}=null")
-    return [f"{option}=null"]
 
 
 def command(stage: str, profile: str | None = None) -> list[str]:

@@ -1,6 +1,5 @@
 """`eagle31 run`: which words its stages are given, and under which profile it trains."""
 
-import json
 import signal
 import sys
 from subprocess import CalledProcessError
@@ -56,15 +55,6 @@ def test_a_repository_that_cannot_be_is_refused_before_any_work(repo, started, c
         started("+experiment=smollm2", "push=true", *([repo] if repo else []))
     assert "repo=owner/name" in capsys.readouterr().err
     assert started("+experiment=smollm2", "push=true", "--until", "train")
-
-
-def test_a_target_with_few_tokens_drafts_them_all(started, tmp_path, capsys):
-    few = json.loads((FOLDER / "qwen3_8b" / "config.json").read_text()) | {"vocab_size": 500}
-    (tmp_path / "config.json").write_text(json.dumps(few))
-    words = [f"target.path={tmp_path}", "name=x", "data.prompts=p.jsonl", "regenerate=true", "--until", "data"]
-    assert started(*words)[0][-1] == "data.draft_vocab_size=null"
-    assert "the target has 500 tokens, and all can be drafted" in capsys.readouterr().out
-    assert started(*words, "data.draft_vocab_size=600")[0][-1] == "data.draft_vocab_size=600", "which stage 1 refuses"
 
 
 def test_a_profile_is_taken_by_its_name(started, monkeypatch, capsys):

@@ -62,7 +62,7 @@ def choose(
     Args:
         counts: [V] how often the assistant wrote each token.
         always: ids that are kept whatever their count (special and end-of-turn tokens).
-        size: how many tokens to keep; None with no coverage keeps all V.
+        size: how many tokens to keep, or all V where the target has no more; None with no coverage keeps all V.
         coverage: instead, keep the fewest tokens that make up this share of `counts`.
 
     Raises:
@@ -72,7 +72,7 @@ def choose(
     forced = np.unique(np.asarray(always, dtype=np.int64))
     if size is not None and coverage is not None:
         raise UserError("data.draft_vocab_size and data.draft_vocab_coverage exclude each other: set one to null")
-    if size is None and coverage is None:
+    if coverage is None and (size is None or size >= V):
         return DraftVocab(np.arange(V, dtype=np.int64), V)
     # Frequent first, ties by id; forced tokens before all others.
     rank = counts.astype(np.float64)
@@ -82,10 +82,8 @@ def choose(
         covered = np.cumsum(counts[order])
         size = max(len(forced), int(np.searchsorted(covered, coverage * counts.sum())) + 1)
     assert size is not None
-    if not len(forced) <= size <= V:
-        raise UserError(
-            f"data.draft_vocab_size={size} is not between {len(forced)} (the special tokens) and {V} (the target's)"
-        )
+    if size < len(forced):
+        raise UserError(f"data.draft_vocab_size={size} is less than the {len(forced)} special tokens: raise it")
     return DraftVocab(np.sort(order[:size]), V)
 
 
