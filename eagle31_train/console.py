@@ -30,7 +30,7 @@ BARS = {  # of libraries: the module and function that turn them off, and the va
 
 # What a user can mend: no room, and a path that leads where it cannot be used.
 MENDABLE = {errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG}
-MENDABLE |= {errno.EACCES, errno.EPERM, errno.EROFS}
+MENDABLE |= {errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP}
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again later
 
 
