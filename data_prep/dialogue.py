@@ -23,7 +23,10 @@ class PromptTurn:
 
 
 def turns_of(messages: list[Message]) -> list[PromptTurn]:
-    """What is asked, answer by answer: each user message, and the results of each answer's tool calls; or Refused."""
+    """What is asked, answer by answer: each user message, and the results of each answer's tool calls.
+
+    Refused if nothing is asked, a user's turn is blank, or one stands where no answer could follow or precede it.
+    """
     turns: list[PromptTurn] = []
     results: list[tuple[str | None, Message]] = []
     rest: list[Message] = []
@@ -38,6 +41,8 @@ def turns_of(messages: list[Message]) -> list[PromptTurn]:
                 raise Refused("a tool result that follows no answer")
             results.append((_name(message, calls, len(results)), message))
         else:
+            if role == "user" and not message["content"].strip():
+                raise Refused("a blank user turn")
             rest.append(message)
         # Of several results the last one calls for the answer; a system message calls for none.
         if role == "user" or (role == "tool" and after != "tool"):

@@ -43,7 +43,7 @@ def prepare(config: Config) -> None:
     `ChatTemplate.load`; also when a source or a split is left without conversations, or `run_dir/data` holds something
     else."""
     started = time.monotonic()
-    data, folder = config.data, config.data_folder.resolve()
+    data, folder = config.data, Path(os.path.realpath(config.data_folder))
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
         raise UserError("eagle31 data is one process, and WORLD_SIZE is set: start it without a launcher")
     target = describe_target(config.target)

@@ -148,7 +148,8 @@ def _with_new_names(composed: DictConfig) -> DictConfig:
 
 def _say_new_name(old: str) -> None:
     now = f"called {RENAMED[old]} now" if old in RENAMED else f"{REMOVED[old]}: leave it out"
-    note(f"{old} is {now}", error=True)
+    if is_main():
+        note(f"{old} is {now}", error=True)
 
 
 def _to_config(composed: DictConfig) -> Config:

@@ -167,7 +167,7 @@ class DataConfig:
     max_length: int = opt(2048, "tokens of one conversation; longer ones are cut and counted", at_least=2)
     heldout: float = opt(0.05, "share of prompts held out, chosen by a hash of the prompt", at_least=0, below=1)
     shuffle: int | None = opt(None, "seed that shuffles the training conversations; default: as read", at_least=0)
-    draft_vocab_size: int | None = opt(None, "draft vocabulary, most frequent assistant tokens first", at_least=1)
+    draft_vocab_size: int | None = opt(None, "most draft tokens, the assistant's most frequent first", at_least=1)
     draft_vocab_coverage: float | None = opt(None, "or: the share of assistant tokens to cover", above=0, at_most=1)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     self_prompts: SelfPromptsConfig = field(default_factory=SelfPromptsConfig)
@@ -223,7 +223,9 @@ class DrafterConfig:
     norm_output: bool = opt(True, "EAGLE 3.1: feed the post-norm state into the next step")
     norm_before_residual: bool = opt(False, "the first layer's residual is hidden_norm(h) instead of h")
     norm_before_fc: bool = opt(False, "one RMSNorm on all auxiliary states together before fc (llama only)")
-    num_layers: int = opt(1, "layers of the drafter, each of which costs its time in every draft step", at_least=1)
+    num_layers: int = opt(
+        1, "layers of the drafter, each of which costs its time in every draft step", at_least=1, at_most=64
+    )
     qk_norm: bool = opt(False, "an RMSNorm on every query and key head, as in Qwen3 (llama only)")
     sliding_window: int | None = opt(
         None,
@@ -262,7 +264,7 @@ class DrafterConfig:
 
 @dataclass
 class TrainConfig:
-    ttt_length: int = opt(7, "draft steps trained, K", at_least=1)
+    ttt_length: int = opt(7, "draft steps trained, K", at_least=1, at_most=256)
     gamma: float = opt(0.8, "weight of step k is gamma**k", above=0)
     loss: str = opt("kl", "kl or ce (same gradients; kl is zero for a perfect drafter)", choices=("kl", "ce"))
     lk: float = opt(0.0, "share of the LK loss, -log sum(min(p, q)); the rest is train.loss", at_least=0, at_most=1)
@@ -353,7 +355,7 @@ class Config:
     run_dir: str = opt("runs/${name}", "where every stage writes")
     data_dir: str | None = opt(None, "stage 1's output; default: run_dir/data")
     store_dir: str | None = opt(None, "stage 2's output: a folder or URL (s3://bucket/store); default: run_dir/store")
-    seed: int = opt(0, "seed of sampling, initial weights and data order", at_least=0)
+    seed: int = opt(0, "seed of sampling, initial weights and data order", at_least=0, at_most=2**62)
     overwrite: bool = opt(False, "replace outputs that were made from other inputs")
     regenerate: bool = opt(False, "let the target answer data.prompts anew")
     push: bool = opt(False, "export: upload to the Hugging Face Hub")

@@ -2,13 +2,15 @@
 
 import argparse
 import errno
+import fcntl
 import io
 import logging
 import os
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -28,7 +30,7 @@ BARS = {  # of libraries: the module and function that turn them off, and the va
 
 # What a user can mend: no room, and a path that leads where it cannot be used.
 MENDABLE = {errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG}
-MENDABLE |= {errno.EACCES, errno.EPERM, errno.EROFS}
+MENDABLE |= {errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP}
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again later
 
 
@@ -49,20 +51,39 @@ def explained() -> Iterator[None]:
         yield
     except UserError as error:
         if not isinstance(error, SharedError):
-            note(f"error: {error}", error=True)
+            _say_once(f"error: {error}")
         raise SystemExit(2) from None
     except OSError as error:
         if error.errno not in MENDABLE:
             raise
-        note(f"error: {shown.line(error)}: make room, or correct the option or permissions", error=True)
+        _say_once(f"error: {shown.line(error)}: make room, or correct the option or permissions")
         raise SystemExit(2) from None
     except Stopped as stopped:
         if str(stopped):  # one of several processes speaks for all
             note(str(stopped), error=True)
         raise SystemExit(STOPPED) from None
     except KeyboardInterrupt:
-        note("stopped; the same command goes on from here", error=True)
+        _say_once("stopped; the same command goes on from here")
         raise SystemExit(130) from None
+
+
+def _say_once(line: str) -> None:
+    """Why a command ends. Of processes that torchrun starts together, those that would say the same leave it to the
+    first; they wait until it has spoken, since torchrun ends all when one has ended."""
+    own, entry = os.environ.get("TORCHELASTIC_ERROR_FILE"), line.encode(errors="replace")
+    with ExitStack() as files:
+        said = None
+        if own:  # in a folder of this process, in one of this launch
+            with suppress(OSError):
+                said = files.enter_context(Path(own).parent.parent.joinpath("said").open("ab+", buffering=0))
+                fcntl.flock(said, fcntl.LOCK_EX)
+                said.seek(0)
+                if entry in said.read().splitlines():
+                    return
+        note(line, error=True)
+        if said is not None:
+            with suppress(OSError):
+                said.write(entry + b"\n")
 
 
 @contextmanager

@@ -265,7 +265,7 @@ def lead(profile, arguments, output, how, disturbance):
     print_to(output)
     os.environ.pop("ACCELERATE_USE_CPU", None)
     os.environ.update(CUDA_VISIBLE_DEVICES="", GLOO_SOCKET_IFNAME="lo")
-    if how["max_nodes"] > 1:  # else a machine that comes back waits for the address of the first until it gives up
+    if how["max_restarts"]:  # else who comes back waits for the address of the first until it gives up
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     fixed = {"rdzv_backend": "c10d", "run_id": "kills", "start_method": "fork", "local_addr": "127.0.0.1"}
     elastic_launch(LaunchConfig(**how, **fixed), take_part)(profile, arguments, disturbance)

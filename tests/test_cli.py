@@ -56,6 +56,12 @@ def test_any_name_is_taken_as_it_is_without_quotes():
     assert config.comparisons == ["runs/ü (1)/x", "it's", "plain"]
 
 
+@pytest.mark.parametrize("option", ["seed=1" + 30 * "0", "train.ttt_length=1000000000", "drafter.num_layers=100000"])
+def test_numbers_that_end_in_no_memory_or_a_traceback_are_refused(option):
+    with pytest.raises(UserError, match=f"{option.partition('=')[0]}=10*0 must be at least [01] and at most "):
+        load_config([RECIPE, option])
+
+
 def test_quotes_and_other_values_of_hydras_grammar():
     quoted = [r"data.prompts=a\=b", "target.path='c d'", "name=x-1", "run_dir=runs/${name}", "data.conversations=null"]
     sources = ["data.sources.a.weight=2.5", "data.sources.b={path: 'p q', weight: 3}", "train.betas=[0.8,0.9]"]

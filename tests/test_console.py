@@ -1,5 +1,6 @@
 """What commands show: plain lines in a log, notes on lines of their own, and no traceback where a reader has enough."""
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -8,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from eagle31_train import console
-from eagle31_train.console import Progress, note
+from eagle31_train.console import Progress, explained, note
+from eagle31_train.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -64,3 +66,24 @@ def test_a_reader_who_has_enough_ends_a_command_without_a_traceback(command):
     assert "Error" not in done.stderr
     assert "Exception" not in done.stderr
     assert done.returncode in (1, 2)
+
+
+def test_of_ranks_that_fail_alike_the_first_speaks_and_none_that_fails_otherwise_is_lost(monkeypatch, tmp_path, capsys):
+    def fail(rank, text):
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / str(rank) / "error.json") if launched else "")
+        with pytest.raises(SystemExit), explained():
+            raise UserError(text)
+        return capsys.readouterr().err
+
+    launched = True
+    assert [fail(0, "no data"), fail(1, "no data"), fail(2, "no disk")] == ["error: no data\n", "", "error: no disk\n"]
+
+    def speak(text, error):
+        with (tmp_path / "said").open() as file, pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # who says the same waits until it is said
+
+    monkeypatch.setattr(console, "note", speak)
+    fail(0, "no luck")
+    monkeypatch.undo()
+    launched = False
+    assert fail(0, "no data") == fail(1, "no data") == "error: no data\n"

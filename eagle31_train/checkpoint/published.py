@@ -47,11 +47,18 @@ def read(
     vocab, order = _vocabulary(d2t, tensors.pop("t2d", None), shape)
     if "_torchspec_version" in config and d2t is not None and "lm_head.weight" in tensors:
         _refuse_rows_by_offset(tensors["lm_head.weight"], d2t)
+    norm, target = tensors.get("norm.weight", torch.zeros(1)), published_config.target_name(config)
+    # SpecForge names no target; an int8 norm is none of its.
+    if target is None and config.get("norm_output") is False and norm.element_size() > 1 and (norm == 1).all():
+        raise UserError(
+            "norm.weight is one throughout, as SpecForge 0.2.0's norm_output=false leaves it, whose lm_head reads "
+            "states without a norm: vLLM norms them, so train again with norm_output=true"
+        )
     if order is not None and "lm_head.weight" in tensors:
         tensors["lm_head.weight"] = tensors["lm_head.weight"][order]
     if joined := rounded - tensors.keys():
         raise UserError(f"{min(joined)} is int8 of several weights joined: take a draft that has them apart")
-    return shape, vocab, tensors, rounded, published_config.target_name(config)
+    return shape, vocab, tensors, rounded, target
 
 
 def check_served(folder: Path) -> None:

@@ -145,6 +145,8 @@ def check_rope(shape: DrafterShape) -> dict:
         problem = "a value is not a number"
     elif any(value <= 0 for name, value in numbers.items() if not name.startswith("mscale")):
         problem = "a value must be above 0"
+    elif not all(0 <= value <= 1000 for name, value in numbers.items() if name.startswith("mscale")):
+        problem = "an mscale must be from 0 to 1000"
     elif not isinstance(parameters.get("truncate", True), bool):
         problem = "truncate is neither true nor false"
     elif kind == "llama3" and parameters["high_freq_factor"] <= parameters["low_freq_factor"]:

@@ -51,14 +51,22 @@ class DraftVocab:
 def choose(
     counts: NDArray[np.int64], always: list[int], size: int | None = None, coverage: float | None = None
 ) -> DraftVocab:
-    """Keep the most frequent tokens, and those of `always`: `size` of them, or the fewest that make up a share
-    `coverage` of counts [V], how often the assistant wrote each; all V where that is fewer, or with neither. UserError
-    for both, or a value that cannot be met."""
+    """Keep the most frequent tokens.
+
+    Args:
+        counts: [V] how often the assistant wrote each token.
+        always: ids that are kept whatever their count (special and end-of-turn tokens).
+        size: how many tokens to keep, or all V where the target has no more; None with no coverage keeps all V.
+        coverage: instead, keep the fewest tokens that make up this share of `counts`.
+
+    Raises:
+        UserError: both are given, or a value that cannot be met.
+    """
     V = len(counts)
     forced = np.unique(np.asarray(always, dtype=np.int64))
     if size is not None and coverage is not None:
         raise UserError("data.draft_vocab_size and data.draft_vocab_coverage exclude each other: set one to null")
-    if size is None and coverage is None:
+    if coverage is None and (size is None or size >= V):
         return DraftVocab(np.arange(V, dtype=np.int64), V)
     # Frequent first, ties by id; forced tokens before all others.
     rank = counts.astype(np.float64)

@@ -193,7 +193,8 @@ def _si(count: float) -> str:
 
 
 def _time(seconds: float) -> str:
-    return str(timedelta(seconds=round(seconds)))
+    day = 24 * 3600
+    return str(timedelta(seconds=round(seconds))) if seconds < 1e6 * day else f"{seconds / day:.1e} days"
 
 
 def text(plan: Planned) -> str:

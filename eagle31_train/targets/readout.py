@@ -55,7 +55,7 @@ class Readout:
         number is divided here: Granite's are powers of two, so that this changes no bit of the logits.
     depth: N, the number of decoder layers.
     quirk: what else the target does to its logits, which an EAGLE 3 loss does not model; or None.
-    packed: lm_head as a CPU multiplies by it soonest, the same logits to the bit; None where there is none.
+    packed: lm_head as a CPU multiplies by it soonest, in another order of sums; None where there is none.
     """
 
     embedding: Tensor

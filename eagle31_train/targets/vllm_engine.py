@@ -21,7 +21,7 @@ from torch import Tensor
 
 from eagle31_train.config import Config
 from eagle31_train.errors import UserError
-from eagle31_train.targets.description import pick_layers
+from eagle31_train.targets.description import kinds, pick_layers, read_raw
 from eagle31_train.targets.engine import Reference, check_length
 from eagle31_train.targets.hf import DTYPES, pick_device, ranks
 from eagle31_train.targets.pretrained import require_path
@@ -66,7 +66,13 @@ class VllmEngine:
             raise UserError(f"extract.engine_args.{name} cannot be set: the engine sets it itself")
         require_path(config.target)
         self.readout = readout_from_checkpoint(config.target, DTYPES[config.target.dtype])
-        self.layers = pick_layers(config.target.aux_layers, self.readout.depth)
+        kind = kinds(read_raw(config.target))[-1]
+        self.layers = pick_layers(config.target.aux_layers, self.readout.depth, kind)
+        if self.layers[0] == 0 and config.extract.engine_args.get("enforce_eager") and torch.cuda.is_available():
+            raise UserError(
+                f"target.aux_layers={self.layers}: vLLM's kernels write over the input of layer 0 unless it compiles: "
+                "leave out extract.engine_args.enforce_eager"
+            )
         # vLLM gives each layer once, in ascending order; the input of layer N is the last hidden state.
         self._taken = sorted({*self.layers, self.readout.depth})
         row = len(self._taken) * self.readout.embedding.shape[1] * self.readout.embedding.itemsize

@@ -184,6 +184,7 @@ TOOL_PROMPTS = [{"id": name, "tools": TOOLS, "messages": messages} for name, mes
 TOOL_PROMPTS += [
     {"id": "plain", "messages": [user("hello")]},
     {"id": "orphan", "messages": [{"role": "tool", "content": "rain"}, user("hello")]},
+    {"id": "blank", "messages": [user("hello"), user(" \n\t")]},
 ]
 
 
@@ -242,7 +243,7 @@ def test_thoughts_calls_and_results_make_one_conversation(served, server, tmp_pa
     assert supervised["whole"] == call + rest
     assert supervised["last"] == supervised["no-result"] == call
     manifest = json.loads((tmp_path / "run" / "data" / "manifest.json").read_text())
-    counts = {"read": 7, "taken": 7, "refused": 1, "repeated": 3, "cut": 0, "no_end_of_turn": 0}
+    counts = {"read": 8, "taken": 8, "refused": 2, "repeated": 3, "cut": 0, "no_end_of_turn": 0}
     assert manifest["sources"]["prompts"] == counts
 
 
@@ -256,9 +257,10 @@ def check_where_conversations_end(served, tmp_path):
         "other-tool": (2, "the answer calls other tools than the prompt has results of"),
         "no-call": (1, "the prompt goes on with a tool's result, and the answer calls no tool"),
     }
-    assert [entry["reason"] for entry in manifest["refused"]] == ["a tool result that follows no answer"]
+    reasons = ["a tool result that follows no answer", "a blank user turn"]
+    assert [entry["reason"] for entry in manifest["refused"]] == reasons
     assert (manifest["answers"], manifest["tokens"]) == (8, 40)
-    assert manifest["sources"] == {"prompts": {"read": 7, "taken": 7}}
+    assert manifest["sources"] == {"prompts": {"read": 8, "taken": 8}}
 
 
 def test_a_conversation_ends_where_its_prompt_no_longer_fits(served, tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from data_prep.dataset import is_heldout, prompt_digest
 from data_prep.stage import prepare
 from eagle31_train import artifacts
 from eagle31_train.config import Config, DataConfig, TargetConfig
+from eagle31_train.console import MENDABLE
 from eagle31_train.errors import UserError
 from eagle31_train.model import vocab
 from eagle31_train.targets.chat import ChatTemplate
@@ -134,7 +136,9 @@ def test_the_split_depends_on_the_prompt_alone():
 
 
 def test_same_input_same_bytes_and_nothing_done_twice(config, tmp_path, capsys):
+    config.data.draft_vocab_size = 32000  # of 448 tokens: all, as without it
     prepare(config)
+    config.data.draft_vocab_size = None
     before = (tmp_path / "run" / "data" / "manifest.json").stat().st_mtime_ns  # reading it may change other times
     prepare(config)
     assert "up to date" in capsys.readouterr().out
@@ -144,6 +148,7 @@ def test_same_input_same_bytes_and_nothing_done_twice(config, tmp_path, capsys):
     one, other = manifest_of(tmp_path), manifest_of(tmp_path, "again")
     del one["seconds"], other["seconds"]
     assert one == other  # checksums of the Arrow files included
+    assert one["draft_vocab"]["size"] == 448
 
 
 def test_a_kill_leaves_nothing_that_counts_and_is_gone_on_from(config, tmp_path, monkeypatch):
@@ -188,6 +193,10 @@ def test_what_cannot_be_met_is_refused_before_the_work_starts(config, tmp_path, 
         prepare(config)
     monkeypatch.undo()
     config.regenerate, config.data.draft_vocab_coverage = False, None
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(OSError, match="Too many levels of symbolic links") as caught:
+        prepare(replace(config, run_dir=str(tmp_path / "loop")))
+    assert caught.value.errno in MENDABLE  # one line and no traceback
     theirs = tmp_path / "run" / "data" / "thesis.txt"
     theirs.parent.mkdir(parents=True)
     theirs.write_text("ten years of work")

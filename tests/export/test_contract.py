@@ -15,6 +15,14 @@ def test_the_table_for_a_tiny_drafter(tiny, tiny_tensors):
     assert contract.map_tensors(tiny) == {"d2t": (12,), "t2d": (40,)}
 
 
+def test_a_draft_that_reads_the_embeddings_is_to_be_served_compiled(tiny):
+    assert tiny.aux_layers == [1, 2]
+    caveats = contract.caveats(tiny)
+    embeddings = contract.caveats(replace(tiny, aux_layers=[0, 2]))
+    [caveat] = set(embeddings) - set(caveats)
+    assert caveat.endswith("serve this draft without --enforce-eager")
+
+
 def test_the_table_follows_the_flags(tiny, tiny_tensors):
     eagle3 = contract.weight_shapes(replace(tiny, fc_norm=False))
     assert tiny_tensors.keys() - eagle3.keys() == {"fc_norm.0.weight", "fc_norm.1.weight"}

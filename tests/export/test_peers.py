@@ -1,5 +1,6 @@
 """Drafts that other trainers wrote (tests/fixtures/speculators, specforge, torchspec): read, worked out as they do."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -95,6 +96,21 @@ def test_specforges_layer_ids_are_not_guessed_and_each_reading_is_another_draft(
     assert [one.shape.aux_layers for one in readings] == [[0, 1, 3], [1, 2, 4]]
     assert readings[0].identity != readings[1].identity  # or one's measurements would be taken for the other's
     assert readings[0].folder == readings[1].folder == folder
+
+
+def test_a_draft_of_specforge_whose_lm_head_reads_states_without_a_norm_is_refused(tmp_path):
+    folder = FIXTURES / "specforge" / "hf"
+    config = json.loads((folder / "config.json").read_text())
+    for norm_output, weight in ((False, 1.5), (True, 1.0), (False, 1.0)):
+        tensors = load_file(folder / "model.safetensors")
+        tensors["norm.weight"] = torch.full_like(tensors["norm.weight"], weight)
+        save_file(tensors, tmp_path / "model.safetensors")
+        (tmp_path / "config.json").write_text(json.dumps({**config, "norm_output": norm_output}))
+        if not norm_output and weight == 1:
+            with pytest.raises(UserError, match=r"norm\.weight is one throughout"):
+                DrafterCheckpoint.open(f"{tmp_path}@outputs")
+        else:
+            assert DrafterCheckpoint.open(f"{tmp_path}@outputs").shape.norm_output == norm_output
 
 
 def test_rows_that_torchspec_takes_from_other_tokens_are_refused(tmp_path):

@@ -132,4 +132,7 @@ def test_whole_drafts_are_read_and_sizes_beyond_all_real_ones_refused_by_name(dr
     assert not any(isinstance(outcome(lambda kind=kind: read(draft(kind))), UserError) for kind in CONFIGS)
     config = {**CONFIGS["llama"], "vocab_size": 10**15, "draft_vocab_size": 10**15}
     found = outcome(lambda: read(draft("llama", config__json=json.dumps(config).encode())))
+    scaled = {**CONFIGS["mla"], "rope_scaling": CONFIGS["mla"]["rope_scaling"] | {"mscale": 1e308}}
+    scaled = json.dumps(scaled).encode()
+    assert "an mscale must be from" in str(outcome(lambda: read(draft("mla", config__json=scaled))))
     assert "config.json gives draft_vocab_size" in str(found) or "config.json gives vocab_size" in str(found)

@@ -29,7 +29,7 @@ COUNTS = np.array([0, 50, 0, 30, 10, 10, 0, 0], dtype=np.int64)
 def test_most_frequent_first_ties_by_id_forced_always():
     assert choose(COUNTS, [7], size=4).target_ids.tolist() == [1, 3, 4, 7]
     assert choose(COUNTS, [7], size=1).target_ids.tolist() == [7]
-    assert choose(COUNTS, [7, 7, 0], size=8).pruned is False
+    assert not any(choose(COUNTS, [7, 7, 0], size=size).pruned for size in (8, 9))
     assert len(choose(COUNTS, [])) == 8
 
 

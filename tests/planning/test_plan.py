@@ -78,6 +78,11 @@ def test_a_recipe_is_planned_without_data_and_without_a_download(experiment, cap
         assert f"\n{word} " in text
 
 
+@pytest.mark.parametrize("option", ["plan.tokens=1e300", "plan.bandwidth_gbs=1e-320"])
+def test_times_beyond_all_real_ones_are_told(option, capsys):
+    assert re.search(r"\d\.\de\+\d+ days|inf days", printed(capsys, *recipe("qwen3_8b"), option))
+
+
 @pytest.mark.parametrize("experiment", ["llama31_8b", "kimi"])
 def test_the_page_on_launching_shows_what_is_printed(experiment):
     plan = planned(*recipe(experiment), "run_dir=/nowhere/at/all")

@@ -211,8 +211,9 @@ def test_the_relay_would_notice_moments_that_are_not_restored(more, one):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-6)
 
 
-# AdamW makes much of MLA's gradients that are next to nothing; each step moves weights by 1e-2.
-FURTHER = {"others": (OTHERS, [], 5e-6), "mla": (MLA, [], 2e-5), "sharing mla": (MLA, SHARING, 2e-5)}
+# AdamW makes much of MLA's gradients that are next to nothing, and each step moves weights by 1e-2: one weight of
+# 10,420 ended 8.7e-6 off (AMD Zen 4), no other 2e-6.
+FURTHER = {"others": (OTHERS, [], 5e-6), "mla": (MLA, [], 2e-5), "sharing mla": (MLA, SHARING, 5e-6)}
 
 
 @pytest.fixture(scope="module", params=FURTHER)
@@ -227,7 +228,9 @@ def further(request, by_one):
 @pytest.mark.parametrize("kind", KINDS)
 def test_further_drafters_and_groups_of_parameters_too(more, further, kind):
     name, one, tolerance = further
-    assert_close(more.runs[f"{name} {kind}"].weights(), one.weights(), tolerance)
+    ours, theirs = more.runs[f"{name} {kind}"].weights(), one.weights()
+    assert_close(ours, theirs, tolerance)
+    assert sum(int(((ours[key] - theirs[key]).abs() > 5e-6).sum()) for key in theirs) <= 3
     assert_same_rows(more.runs[f"{name} {kind}"], one, 2e-6)
 
 

@@ -106,6 +106,24 @@ def test_a_launch_of_which_a_rank_is_killed_twenty_times_ends_bit_for_bit_the_sa
     assert lines(run.folder / "ledger.0") > STEPS, "no step was done twice: nothing was lost by a kill"
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("profile", ["fsdp2", "zero2", "zero3"])
+def test_a_rank_that_dies_is_started_again_beside_the_others(new_run, tmp_path, profile):
+    whole = finish(new_run(), profile, tmp_path / "whole")
+    run, output = new_run(), tmp_path / "output"
+    ledger = run.folder / "ledger.0"
+    with launch(run, profile, output, restarts=3) as process:
+        for _ in range(3):
+            wanted = lines(ledger) + 5
+            wait_until(lambda: lines(ledger) >= wanted, process.is_alive)  # noqa: B023 (within this turn)
+            os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
+        process.join()
+    assert process.exitcode == 0, output.read_text()[-3000:]
+    assert not differences(run, whole)
+    assert lines(ledger) > STEPS, "no step was done twice: nothing was lost by a kill"
+
+
 # ---------------------------------------------------------------- machines
 
 SECOND_DIES = ("step", "save", "start", "step")

@@ -89,7 +89,7 @@ def smollm2(real_target):
     long = [row for row in rows if len(row) >= 250]
     lengths = [250, 250, 100, 37, 3, 2, 250, 180]
     conversations = [torch.tensor(row[:length]) for row, length in zip(long[:8], lengths, strict=True)]
-    return Case(real_target, 30, [2, 15, 27], conversations, 256, times=3)
+    return Case(real_target, 30, [0, 2, 15, 27], conversations, 256, times=3)  # 0: the embeddings
 
 
 @pytest.fixture(scope="module")
@@ -301,7 +301,9 @@ def test_an_extraction_in_bfloat16_is_as_near_to_float32_as_transformers(tmp_pat
     documents = store.split("train").read_all(range(4))
     where = [document.supervised[document.supervised < document.attended] for document in documents]
     tokens = [document.tokens for document in documents]
-    plain, exact = (kept(joined(smollm2.by_transformers(dtype), tokens)) for dtype in ("bfloat16", "float32"))
+    layers = store.states["aux_layers"]
+    engines = [smollm2.by_transformers(dtype, layers=layers) for dtype in ("bfloat16", "float32")]
+    plain, exact = (kept(joined(engine, tokens)) for engine in engines)
     ours = []
     for document, at in zip(documents, where, strict=True):
         last = document.last.decode()[: len(at)]
@@ -309,9 +311,9 @@ def test_an_extraction_in_bfloat16_is_as_near_to_float32_as_transformers(tmp_pat
     noise = distances(plain, exact)
     tell(
         said.splitlines()[-1],
-        shown("bfloat16: transformers to float32 (its rounding)", noise, smollm2.layers),
-        shown("bfloat16: vLLM to float32", distances(ours, exact), smollm2.layers),
-        shown("bfloat16: vLLM to transformers", distances(ours, plain), smollm2.layers),
+        shown("bfloat16: transformers to float32 (its rounding)", noise, layers),
+        shown("bfloat16: vLLM to float32", distances(ours, exact), layers),
+        shown("bfloat16: vLLM to transformers", distances(ours, plain), layers),
     )
     # As near to the exact states as transformers, and to it no further than two such roundings apart.
     assert_within(ours, exact, noise, 1.5)
