@@ -17,7 +17,7 @@ import transformers  # noqa: F401
 
 import data_prep.stage  # noqa: F401
 import train.loop  # noqa: F401
-from eagle31_train import __main__, compare, evaluate, export, extract, plan, report  # noqa: F401
+from eagle31_train import __main__, compare, evaluate, export, extract, plan  # noqa: F401
 
 DISK = ctypes.CDLL(None)
 
