@@ -19,7 +19,7 @@ export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 2)
 export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo install check test lint test-slow test-versions test-gpu test-vllm docs bench bench-peers speedrun bench-mla bench-gpu bench-gpu-model bench-store clean
+.PHONY: demo install check test test-alone lint test-slow test-versions test-gpu test-vllm docs bench bench-peers speedrun bench-mla bench-gpu bench-gpu-model bench-store clean
 
 demo: install
 	$(BIN)/python -m eagle31_train.targets.embedded
@@ -51,8 +51,11 @@ lint: install
 check: lint
 	$(PYTEST) --maxprocesses 2 -m core
 
-# Before every push.
-test: lint
+# Before every push. Types take half a minute the first time, of one core: the tests run beside them.
+test: install
+	$(MAKE) --no-print-directory --jobs 2 lint test-alone
+
+test-alone: install
 	$(PYTEST) --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m 'not vllm and not gpu and not slow'
 
 # The long ones: hundreds of kills, steps, processes and random cases, of which `make test` runs a part; and those with vLLM

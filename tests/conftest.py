@@ -37,8 +37,8 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Files that take a minute: begun last, one process would run them while the others wait.
-LONG = {"test_profiles.py", "test_old_outputs.py", "test_guards.py"}
+# Files that take most of a minute: begun last, one process would run them while the others wait.
+LONG = {"test_profiles.py", "test_full_disk.py", "test_fake_cuda.py", "test_context_parallel.py"}
 
 
 def pytest_collection_modifyitems(items):

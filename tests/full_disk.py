@@ -17,7 +17,7 @@ import transformers  # noqa: F401
 
 import data_prep.stage  # noqa: F401
 import train.loop  # noqa: F401
-from eagle31_train import __main__, compare, evaluate, export, extract, plan  # noqa: F401
+from eagle31_train import __main__, cli, compare, evaluate, export, extract, plan, report  # noqa: F401
 
 DISK = ctypes.CDLL(None)
 
@@ -45,6 +45,7 @@ def run(words: list[str], folder: str, at: int, log: str) -> None:
 
 
 def main() -> None:
+    cli.load_config([cli.ANY, "target.path=any"])  # what is composed once
     for line in sys.stdin:
         job = json.loads(line)
         pid = os.fork()

@@ -10,6 +10,7 @@ from eagle31_train.evaluation.measuring import Candidate
 from eagle31_train.evaluation.prompts import Prompt
 from eagle31_train.evaluation.unrolled import Trajectory, steps
 from eagle31_train.evaluation.workloads import Workload
+from eagle31_train.reporting import evaluation_page
 from eagle31_train.targets.cached import CachedTarget
 
 # Auxiliary layer 4 of 4 is the input of the final norm, which transformers' own output cannot give.
@@ -32,6 +33,12 @@ def random_llama(seed, **sizes):
 def model():
     sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 256}
     return random_llama(3, **sizes, initializer_range=0.3)
+
+
+@pytest.fixture
+def no_pages(monkeypatch):
+    """Pages and their pictures have tests of their own, and take most of the time."""
+    monkeypatch.setattr(evaluation_page, "write", lambda folder, result: [])
 
 
 @pytest.fixture

@@ -27,7 +27,6 @@ from eagle31_train.evaluation.trajectories import digest
 from eagle31_train.evaluation.workloads import MEASURED
 from eagle31_train.model import vocab
 from eagle31_train.model.drafter import Drafter
-from eagle31_train.reporting import evaluation_page
 from eagle31_train.store.sealed import seal
 from eagle31_train.targets.cached import CachedTarget
 from eagle31_train.targets.hf import load_model
@@ -121,9 +120,7 @@ class TinyRun:
 
 
 @pytest.fixture
-def run(tmp_path, model, monkeypatch):
-    """Without pages: they and their pictures have tests of their own, and take most of the time."""
-    monkeypatch.setattr(evaluation_page, "write", lambda folder, result: [])
+def run(tmp_path, model, no_pages):
     return TinyRun(tmp_path, model)
 
 

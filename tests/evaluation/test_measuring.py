@@ -13,7 +13,7 @@ from eagle31_train.errors import UserError
 from eagle31_train.evaluation import decoding, measuring
 from eagle31_train.evaluation.decoding import Limits, decode_plain
 from eagle31_train.evaluation.measuring import Measurer, seed_of
-from eagle31_train.evaluation.sampling import TARGET, stream
+from eagle31_train.evaluation.sampling import TARGET, Sampling, stream
 from eagle31_train.targets.cached import CachedTarget
 from tests.evaluation.conftest import PROMPTS, workload_of
 
@@ -121,14 +121,17 @@ def test_where_two_drafts_are_equally_good_rounding_is_told_and_not_refused(mode
         measurer_of(model).measure(GREEDY, candidates[:1])
 
 
-@pytest.mark.parametrize(("temperature", "top_p"), [(0.3, 1.0), (0.6, 0.8)])
-def test_draws_are_the_same_with_every_drafter_at_every_depth(model, candidates, temperature, top_p):
-    workload, outputs = workload_of(temperature=temperature, top_p=top_p), []
-    for depth in (1, 4):
-        found = measurer_of(model, f"evaluate.num_speculative_tokens={depth}").measure(workload, candidates)
-        outputs += [measurement.outputs for measurement in found.values()]
-        assert all(one.seen == {depth: one.rounds(depth)} for m in found.values() for one in m.counts)
-    assert all(each == outputs[0] for each in outputs)
+@pytest.mark.parametrize(("temperature", "top_p", "depth"), [(0.3, 1.0, 1), (0.6, 0.8, 4)])
+def test_draws_are_the_same_with_every_drafter(model, candidates, temperature, top_p, depth):
+    """And at every depth: what is drawn without a drafter."""
+    workload = workload_of(temperature=temperature, top_p=top_p)
+    found = measurer_of(model, f"evaluate.num_speculative_tokens={depth}").measure(workload, candidates)
+    outputs = [measurement.outputs for measurement in found.values()]
+    assert all(one.seen == {depth: one.rounds(depth)} for m in found.values() for one in m.counts)
+    seeds, how = [seed_of(0, prompt) for prompt in workload.prompts], Sampling(temperature, top_p)
+    limits = Limits(TOKENS, frozenset())
+    drawn = [one.tokens for one in decode_plain(CachedTarget(model, [1]), PROMPTS, limits, how, seeds)]
+    assert all(each == drawn for each in outputs)
     assert outputs[0] != [said(model, prompt) for prompt in PROMPTS], "nothing was drawn"
     assert measurer_of(model, seed=1).measure(workload, candidates[:1])["llama"].outputs != outputs[0]
 
@@ -152,16 +155,12 @@ def test_nothing_depends_on_what_is_decoded_beside_a_prompt(model, candidates, t
     backwards = dataclasses.replace(workload, prompts=workload.prompts[::-1])
     drift = "evaluate.drift=true"
     alone = measurer_of(model, "evaluate.batch_size=1", drift).measure(workload, candidates[:2])
-    for size, given in ((2, workload), (8, backwards)):
-        together = measurer_of(model, f"evaluate.batch_size={size}", drift).measure(given, candidates[1::-1])
-        for name, measurement in together.items():
-            order = 1 if given is workload else -1
-            assert measurement.outputs[::order] == alone[name].outputs
-            for one, other in zip(measurement.counts[::order], alone[name].counts, strict=True):
-                assert (one.id, one.source, one.accepted, one.seen) == (
-                    other.id, other.source, other.accepted, other.seen,
-                )  # fmt: skip
-                assert one.drift.sink == pytest.approx(other.drift.sink, rel=1e-4)
+    together = measurer_of(model, "evaluate.batch_size=3", drift).measure(backwards, candidates[1::-1])
+    for name, measurement in together.items():
+        assert measurement.outputs[::-1] == alone[name].outputs
+        for one, other in zip(measurement.counts[::-1], alone[name].counts, strict=True):
+            assert (one.id, one.source, one.accepted, one.seen) == (other.id, other.source, other.accepted, other.seen)
+            assert one.drift.sink == pytest.approx(other.drift.sink, rel=1e-4)
 
 
 def test_prompts_that_are_timed_are_decoded_alone(model, candidates, monkeypatch):

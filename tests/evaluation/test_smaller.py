@@ -32,7 +32,7 @@ class Run(TinyRun):
 
 
 @pytest.fixture
-def run(tmp_path, model):
+def run(tmp_path, model, no_pages):
     return Run(tmp_path, model)
 
 

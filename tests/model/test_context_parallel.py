@@ -8,7 +8,7 @@ import pytest
 import sharing
 import torch
 from launching import environment
-from sharing import DEEP, LONG, MASKS, PLANTED, RAGGED, RANKS, STEPS, Mesh
+from sharing import DEEP, LONG, MASKS, PLANTED, RAGGED, RANKS, Mesh
 
 from eagle31_train.model.context_parallel import deals_heads, owners
 from eagle31_train.model.loss import LOGITS
@@ -40,8 +40,7 @@ def distance(ours, theirs):
     return float(max(apart)), float(((sums[0] - sums[1]).abs() / sums[1].abs().clamp(min=1)).max())
 
 
-@pytest.mark.parametrize("context", [2, 4])
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(("name", "context"), sharing.CASES)
 def test_four_ranks_take_the_step_of_one_process(found, name, context):
     """Twos share, and there are two of them; or four share."""
     alone = sharing.step(name, Mesh())
@@ -57,7 +56,7 @@ def test_a_planted_mistake_is_seen(found, mistake):
     assert max(distance(found[0][mistake], sharing.step(name, Mesh()))) > 1e-3
 
 
-@pytest.mark.parametrize("context", [2, 4])
+@pytest.mark.parametrize("context", sharing.CONTEXTS)
 @pytest.mark.parametrize("kind", sharing.EXCHANGES)
 def test_keys_reach_the_ranks_and_their_gradients_the_one_that_has_them(found, kind, context):
     for rank in found:

@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from unittest.mock import patch
 
+import guarding
 import pytest
 import several
 from pipeline import assert_close
@@ -20,6 +21,7 @@ RECIPE = ["train.epochs=5", "train.eval_every=5"]  # 20 steps
 # Batches of one to four samples in four parts: empty parts, and a sample that trains nothing (LENGTHS has one).
 SHARED = ["train.gradient_accumulation_steps=2"]
 KINDS = ("ddp", "fsdp2", "zero2", "zero3")
+GUARDED = ("ddp", "fsdp2", "zero1", "zero3")  # and zero2, in `make test`
 # Both ranks end at the same early step, and leave the same one: acceptance is of the prompts of both.
 CHOOSING = ["train.epochs=5", "train.eval_every=2", "train.keep_best=true", "train.early_stop=2"]
 # All samples in one step.
@@ -109,6 +111,7 @@ def came(copy_of, tmp_path_factory):
         ("no sharding", "fsdp2", SPLIT, {"harm": ["sharding"]}),
         ("unlike weights", "zero2", SPLIT, {"harm": ["weights", 1]}),
         ("unlike options", "ddp", SPLIT, {"harm": ["options", 1, "train.lr=0.02"]}),
+        *guarding.trainings("zero2"),
     ]
     result = launch_all(copy_of, folder, trainings, runs)
     with on_cpu():
@@ -135,6 +138,8 @@ def more(copy_of, tmp_path_factory):
     ]
     for profile, stop, harm in (("zero1", 4, []), ("zero3", 6, ["moments"]), ("fsdp2", 8, ["moments"])):
         trainings.append(("forgetful", profile, [*RECIPE, *SHARED], {"stop_after": stop, "harm": harm}))
+    for kind in GUARDED:
+        trainings += guarding.trainings(kind)
     return launch_all(copy_of, folder, trainings, runs)
 
 
@@ -287,3 +292,25 @@ def test_processes_that_do_not_train_together_are_stopped_before_anything_is_sav
     assert first[0] == "refused"
     assert words in first[1]
     assert not list(came.runs[run].train.glob("checkpoints/step-*"))
+
+
+# ---------------------------------------------------------------- not finite, or nothing to train
+
+
+@pytest.fixture(scope="module")
+def absent(copy_of, tmp_path_factory):
+    """One process, in whose schedule two steps are not."""
+    run = copy_of(tmp_path_factory.mktemp("absent"))
+    with on_cpu():
+        assert guarding.fit(run, *guarding.RECIPE, harm=["absent", [3, 6]]) is None
+    return run
+
+
+def test_what_one_rank_meets_stops_both_or_is_left_out_by_both(came, absent):
+    guarding.assert_all(came, "zero2", absent)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", GUARDED)
+def test_that_is_so_under_other_profiles_too(more, absent, kind):
+    guarding.assert_all(more, kind, absent)

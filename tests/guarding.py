@@ -1,0 +1,115 @@
+"""Steps that are harmed, what they are to come to, and what is to be left of them: for one process, and for several."""
+
+from contextlib import ExitStack
+
+import pytest
+import several
+import torch
+from pipeline import assert_close, assert_equal
+from safetensors.torch import load_file
+
+from eagle31_train.errors import UserError
+from eagle31_train.store import Store
+from train import order
+
+NAN, INF = float("nan"), float("inf")
+RECIPE = ["train.checkpoint_every=1", "train.keep_checkpoints=20"]
+SHARED = ["train.gradient_accumulation_steps=2"]
+# With AdamW's own, 1e-8, an element's first update is as large as any, however small its gradient is: where that is
+# next to nothing, rounding decides on it. And a multiple of the right gradient would make the same updates.
+EPS = 1e-4
+POISONED = 4  # a sample whose states are harmed; step 3 is the first that trains it
+HARMS = {
+    "inf in a sample": ["sample", POISONED, INF],
+    "nan in a loss": ["loss", [3], 1, NAN],
+    "nan in a gradient": ["gradient", [3], 1, NAN],
+}
+
+
+def plan(run):
+    """The samples of every step, and their lengths."""
+    lengths = Store(run.folder / "run" / "store").split("train").lengths
+    return order.schedule(lengths, 60, 0, 3, None), lengths
+
+
+def guilty(run, harm):
+    """Which samples step 3 should be stopped for: a rank's, or nobody knows whose."""
+    batches, lengths = plan(run)
+    shares = order.share(batches[2], lengths, 4)  # two ranks, two parts each
+    return sorted(i for part in shares[harm[2] :: 2] for i in part) if harm[0] == "loss" else sorted(batches[2])
+
+
+def assert_stopped(run, message, harm):
+    """Stopped at step 3, for the right samples, and nothing of it is on the disk."""
+    if harm[0] == "sample":
+        shard = Store(run.folder / "run" / "store").split("train").shard_of(POISONED)
+        assert message.startswith(f"step 3: stored states are not finite, of sample {POISONED} ({shard.name}) of ")
+    else:
+        assert message.startswith(f"step 3: loss or gradient is not finite (samples {guilty(run, harm)} of ")
+    assert [row["step"] for row in run.rows()] == [1, 2], "and every row is JSON, see not_a_number"
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["step-000001", "step-000002"]
+    for file in run.checkpoints.glob("*/*.safetensors"):
+        assert all(torch.isfinite(tensor.float()).all() for tensor in load_file(file).values()), file
+
+
+def fit(run, *options, harm=()):
+    """Train by one process, harmed; the message with which it stopped, or None."""
+    with ExitStack() as patches:
+        several.disturb(patches, harm=harm, eps=EPS)
+        try:
+            run.fit(*options)
+        except UserError as error:
+            return str(error)
+
+
+def at(run, step):
+    return [load_file(run.checkpoints / f"step-{step:06d}" / f"{name}.safetensors") for name in ("model", "optimizer")]
+
+
+def assert_left_out(run, first, second, absent):
+    """Two steps changed nothing, in whatever launch they were; the third stopped the run."""
+    assert [status for status, _ in first] == ["stopped"] * 2
+    assert [status for status, _ in second] == ["refused"] * 2
+    assert second[0] == second[1]
+    samples = sorted(plan(run)[0][8])
+    assert second[0][1].startswith(f"step 9: loss or gradient is not finite (samples {samples} of the train split)")
+    assert "after 2 steps that were left out" in second[0][1]
+    assert [row["step"] for row in run.rows() if row.get("left_out")] == [3, 6]
+    assert len(run.rows()) == 8
+    for ours, theirs in zip(at(run, 8), at(absent, 6), strict=True):
+        assert_close(ours, theirs, 5e-6)
+    for ours, theirs in zip(at(run, 6), at(run, 5), strict=True):
+        assert_equal(ours, theirs)
+
+
+def trainings(kind):
+    """Of two processes, as `launch_all` of test_profiles.py takes them."""
+
+    def shared(name, *more, **how):
+        return f"{name} {kind}", kind, [*RECIPE, *SHARED, *more], {"eps": EPS, **how}
+
+    return [
+        *(shared(name, harm=harm) for name, harm in HARMS.items()),
+        shared("left out", "train.skip_nonfinite=2", stop_after=4, harm=["gradient", [3, 6], 1, NAN]),
+        shared("left out", "train.skip_nonfinite=2", harm=["gradient", [6, 9], 1, INF]),
+        shared("no pairs", harm=["pairs", [3, 6]]),
+        shared("miscounted", stop_after=1, harm=["weight", 1, 1.001]),
+    ]
+
+
+def assert_all(came, kind, absent):
+    """What two processes left of these trainings; `absent`: one process's run, whose schedule lacks steps 3 and 6."""
+    runs = {name: came.runs[f"{name} {kind}"] for name in [*HARMS, "left out", "no pairs", "miscounted"]}
+    results = {name: came.results[f"{name} {kind}"] for name in runs}
+    for name, harm in HARMS.items():
+        [ranks] = results[name]
+        assert ranks[0] == ranks[1]
+        assert ranks[0][0] == "refused"
+        assert_stopped(runs[name], ranks[0][1], harm)
+    assert_left_out(runs["left out"], *results["left out"], absent)
+    assert [status for status, _ in results["no pairs"][0]] == ["done"] * 2
+    assert [row["step"] for row in runs["no pairs"].rows() if row.get("no_pairs")] == [3, 6]
+    for ours, theirs in zip(at(runs["no pairs"], 12), at(absent, 10), strict=True):
+        assert_close(ours, theirs, 5e-6)
+    with pytest.raises(AssertionError):  # a rank's gradient that counts a thousandth more is seen, after one step
+        assert_close(at(runs["miscounted"], 1)[0], at(absent, 1)[0], 5e-6)
