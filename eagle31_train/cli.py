@@ -7,8 +7,8 @@ A mistake by the user ends with one line on standard error and exit status 2.
 """
 
 import argparse
-import ctypes
 import copy
+import ctypes
 import dataclasses
 import difflib
 import functools
