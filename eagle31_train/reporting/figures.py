@@ -3,6 +3,7 @@
 import io
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float64]
 WIDTH, HEIGHT, ROW = 5.6, 3.25, 0.25  # inches: of a picture, and of one row of a chart that has rows
+TITLE = 60  # letters of a line of it
 MEANS = 64  # points of a noisy curve's mean
 MARKERS = "os^Dvp"
 STYLE: Any = {
@@ -62,7 +64,7 @@ class Picture:
             axes = figure.subplots()
             axes.set_title(self.remark)
             self.draw(axes)
-            figure.suptitle(self.title, x=0.02, ha="left", wrap=True)
+            figure.suptitle(fill(self.title, TITLE), x=0.02, ha="left")
             if axes.get_legend_handles_labels()[1]:
                 axes.legend(loc="upper left", bbox_to_anchor=(1.02, 1))
             for text in figure.findobj(Text):

@@ -67,7 +67,7 @@ def test_prompts_at_hand_are_counted_and_those_that_are_wanted_are_said(tmp_path
     shown = section(*given)
     assert "prompts                          300   2 × 300 tokens in answer to each" in shown
     assert "NOT ENOUGH" not in shown
-    assert "plan.tokens=3e8, `prompts` says how many" in shown
+    assert "With plan.tokens=3e8 the line `prompts` says how many" in shown
     # 60 million tokens of 600 each, and 5.3 % more to hold out, from two answers to a prompt.
     wanted = section(*given, "plan.tokens=6e7")
     assert "prompts                       52,632" in wanted
