@@ -64,7 +64,7 @@ class Picture:
             axes = figure.subplots()
             axes.set_title(self.remark)
             self.draw(axes)
-            figure.suptitle(fill(self.title, TITLE), x=0.02, ha="left")
+            figure.suptitle(fill(shown.clean(self.title), TITLE), x=0.02, ha="left")
             if axes.get_legend_handles_labels()[1]:
                 axes.legend(loc="upper left", bbox_to_anchor=(1.02, 1))
             for text in figure.findobj(Text):
