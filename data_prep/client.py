@@ -1,8 +1,9 @@
 """Answers from an OpenAI-compatible server, over plain HTTP.
 
 A server may take an answer apart (vLLM with a reasoning parser and a tool parser): its parts go into the message. Where
-a target's own markup is made of special tokens, which plain text leaves out, they are asked for (`skip_special_tokens:
-false`). The number of a prompt's tokens tells whether a server renders it as the target's template does here.
+a target's own markup is made of special tokens, which plain text leaves out, they are asked for, by
+`skip_special_tokens: false`. The number of a prompt's tokens tells whether a server renders it as the target's template
+does here.
 """
 
 import http.client

@@ -6,7 +6,8 @@ from typing import Any
 
 
 class Background:
-    """Works off one call after another in a thread; the next waits for the last, and raises what that raised."""
+    """Works off one call after another in a thread; the next waits for the last, and raises what that raised. The
+    interpreter waits for the thread, whatever ends the main one."""
 
     def __init__(self, name: str) -> None:
         self._thread = ThreadPoolExecutor(1, name)

@@ -70,7 +70,7 @@ def explained() -> Iterator[None]:
 def _say_once(line: str) -> None:
     """Why a command ends. Of processes that torchrun starts together, those that would say the same leave it to the
     first; they wait until it has spoken, since torchrun ends all when one has ended."""
-    own, entry = os.environ.get("TORCHELASTIC_ERROR_FILE"), line.encode(errors="replace")
+    own, entry = os.environ.get("TORCHELASTIC_ERROR_FILE"), " ".join(line.split()).encode(errors="replace")
     with ExitStack() as files:
         said = None
         if own:  # in a folder of this process, in one of this launch

@@ -146,7 +146,7 @@ def of_data(config: Config, corpus: Mapping[str, Any], template: Mapping[str, An
     """Stage 1's data set. corpus: the rows, by the hashes of their files. template: tokenizer and chat template."""
     names = ("max_length", "heldout", "shuffle", "draft_vocab_size", "draft_vocab_coverage")
     options = {name: getattr(config.data, name) for name in names}
-    if (options["draft_vocab_size"] or 0) > vocab_size:
+    if (options["draft_vocab_size"] or 0) > vocab_size and options["draft_vocab_coverage"] is None:
         options["draft_vocab_size"] = None  # all tokens are kept, as without it
     return Provenance({"layout": LAYOUTS["data"], **corpus, **template, "vocab_size": vocab_size, **options})
 

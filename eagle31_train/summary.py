@@ -19,7 +19,8 @@ STAGES = ("data", "extract", "train", "evaluate", "export")
 
 
 def summarise(config: Config) -> None:
-    """Print the table; UserError if a stage has not been run, or not on what was trained last."""
+    """Print the table; UserError if a stage has not been run, or not on what was trained last, or the
+    drafter is not whole."""
     run_dir, evaluate = Path(config.run_dir), "eagle31 evaluate"
     manifests = {
         "data": provenance.read_data(config),
@@ -31,7 +32,9 @@ def summarise(config: Config) -> None:
     manifests |= {"extract": store, "export": run_folder.read_export(run_dir)}
     if manifests["evaluate"]["inputs"].get("checkpoint") != served(config).identity:
         raise UserError(f"evaluate was last run on another training: run `{evaluate}` again")
-    result, trained = manifests["evaluate"]["result"], manifests["train"]
+    if (result := manifests["evaluate"].get("result")) is None:
+        raise UserError(f"evaluate was last run by an earlier version: run `{evaluate} overwrite=true` again")
+    trained = manifests["train"]
     workload, depth = result["workloads"][0], str(result["draft_tokens"])
     (numbers,), (plain, speculative) = workload["drafters"].values(), workload["tokens_per_second"].values()
     length = bracket(numbers["by_depth"][depth]["acceptance_length"])

@@ -191,6 +191,7 @@ def traffic(text: str, kernels: str) -> dict[str, Any]:
 
 # Of the cases of `make bench-gpu-model`: operators but products and attention, and their GB.
 TRAFFIC = {
+    "llama8b:2x4096:1, fused": (967, 132.7),
     "llama8b:2x4096:0.35, fused": (1115, 79.5),
     "llama8b:2x4096:0.35, plain": (2492, 209.9),
     "llama8b:1x32768:1, fused": (1072, 429.9),

@@ -59,7 +59,7 @@ STEPS = {
 }
 # What four ranks that share might do otherwise than two: keys and heads reach more of them, and some have nothing.
 BY_FOUR = {"gqa", "mla", "layers", "dealt layers", "dealt, one position", "undivided heads", "one position"}
-BY_FOUR |= {"nothing to train"}
+BY_FOUR |= {"nothing to train", "dealt parallel", "bf16"}
 CASES = [(name, context) for name in STEPS for context in CONTEXTS if context == 2 or name in BY_FOUR]
 
 

@@ -78,12 +78,16 @@ def test_of_ranks_that_fail_alike_the_first_speaks_and_none_that_fails_otherwise
     launched = True
     assert [fail(0, "no data"), fail(1, "no data"), fail(2, "no disk")] == ["error: no data\n", "", "error: no disk\n"]
 
+    said = []
+
     def speak(text, error):
+        said.append(text)
         with (tmp_path / "said").open() as file, pytest.raises(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # who says the same waits until it is said
 
     monkeypatch.setattr(console, "note", speak)
     fail(0, "no luck")
+    assert said == ["error: no luck"]
     monkeypatch.undo()
     launched = False
     assert fail(0, "no data") == fail(1, "no data") == "error: no data\n"

@@ -1,4 +1,4 @@
-"""A disk that is full from any operation of a stage on: one line, nothing half-written, and with room the same command
+"""A disk that is full from an operation of a stage on: one line, nothing half-written, and with room the same command
 ends as if nothing had been."""
 
 import json
@@ -14,7 +14,7 @@ import speaking
 
 HERE = Path(__file__).resolve().parent
 STAGES = ("data", "extract", "train", "evaluate", "export", "report")
-FEW = {"extract": 3, "export": 2, "report": 2}  # operations that `make test` tries of a stage, the last among them
+FEW = {"extract": 3, "export": 2, "report": 2}  # operations that `make test` tries of a stage, beside the first
 MANY = 60  # of those that `make test-slow` tries: some 1.5 seconds each, twice
 
 
@@ -110,5 +110,5 @@ ALL = [pytest.param(stage, None, marks=pytest.mark.slow) for stage in STAGES]
 def test_a_full_disk_costs_nothing_but_time(disk, stages, stage, few, tmp_path):
     operations = stages[stage][2]
     few = few or min(operations, MANY)
-    for at in (operations * n // few for n in range(1, few + 1)):
+    for at in sorted({1, *(operations * n // few for n in range(1, few + 1))}):
         fill(disk, stages, stage, at, tmp_path / "full")

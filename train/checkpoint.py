@@ -78,11 +78,13 @@ def damage(path: Path, fingerprint: str) -> str | None:
 
 class Saver:
     """Writes the checkpoints of a run in a background thread, and keeps the newest `keep`, and the best. A full disk,
-    or another error of the file system, does not stop the run: it is said, and the next save tries again.
+    or another error of the file system, does not stop the run: it is said, the older checkpoints stay, and the next
+    save tries again.
 
     Args:
         say: prints a line; called from the background thread.
-        committed, best: the checkpoint that the run goes on from, as `newest` has just returned it; and the best.
+        committed: the checkpoint that the run goes on from, as `newest` has just returned it.
+        best: the newest that was saved as the best.
     """
 
     def __init__(

@@ -39,7 +39,8 @@ LOCK = ".training"  # beside train/, which may be replaced as a whole
 
 def prepare(config: Config, resources: ExitStack) -> Trainer | None:
     """Check all that a run needs and make it ready to train, from its newest checkpoint if it has one; None if it is
-    finished already. `resources` is given what must be closed, however training ends. UserError: see the parts."""
+    finished already. `resources` is given what must be closed, however training ends. UserError
+    for an option, input or launch that is not as it must be."""
     t, folder = config.train, Path(config.run_dir) / "train"
     deadline = resources.enter_context(Deadline(parse_limit(t.time_limit)))
     source = initial_weights.open_source(config)

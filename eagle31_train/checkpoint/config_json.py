@@ -91,8 +91,8 @@ def sglang_json(shape: DrafterShape, dtype: str, target_name: str) -> dict[str, 
 
 def speculators_json(shape: DrafterShape, dtype: str, target_name: str, draft_tokens: int) -> dict[str, Any]:
     """The config.json of the same checkpoint in the format of `speculators`: `vllm serve FOLDER` finds target (a hub id
-    or folder) and draft tokens in it. UserError for drafters that the library does not have, or vLLM reads otherwise
-    there."""
+    or folder) and draft tokens in it. UserError for MLA, or fc_norm with norm_before_fc, which the library does not
+    have; and for a parallel drafter, of which vLLM reads neither fc_norm nor norm_output there."""
     if shape.parallel:
         raise UserError("export_format=speculators has no place for drafter.parallel=true: use export_format=vllm")
     if shape.architecture == "mla" or (shape.fc_norm and shape.norm_before_fc):

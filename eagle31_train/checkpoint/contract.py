@@ -298,7 +298,7 @@ def caveats(shape: DrafterShape, target_positions: int | None = None, target_win
             "for pipeline parallelism, where vLLM 0.32 cannot share the target's embedding, train with "
             "drafter.share_embedding=false"
         )
-    if shape.aux_layers[0] == 0:
+    if 0 in shape.aux_layers:
         found.append(
             "vLLM 0.32's CUDA kernels write over the input of layer 0: serve this draft without --enforce-eager"
         )

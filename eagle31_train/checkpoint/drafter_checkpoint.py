@@ -63,7 +63,8 @@ class DrafterCheckpoint:
         Args:
             where: a run, its train/ or one of its checkpoints (train/checkpoints/step-…); a folder with config.json and
                 safetensors, exported or published; or a repository of the hub, owner/name. Behind a published one
-                @inputs or @outputs may say how its config.json counts layers.
+                @inputs or @outputs may say how its config.json counts layers, as in open("owner/name@outputs").
+            revision: of the repository: a branch, tag or commit.
             data_folder: where a run's draft vocabulary is looked for first.
             allow_unfinished: of a run that is not finished, take the newest checkpoint.
             target_layers: gives the number of the target's layers, where config.json names no auxiliary layers.

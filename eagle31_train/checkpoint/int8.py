@@ -62,7 +62,7 @@ def quantized(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def dequantized(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], frozenset[str]]:
     """The tensors of a checkpoint, with q s in float32 for every q, and the names of these; UserError for q without
-    s."""
+    s, or s without q."""
     scales = {name.removesuffix(SCALE) + ".weight" for name in tensors if name.endswith(SCALE)}
     numbers = {name for name, tensor in tensors.items() if tensor.dtype == torch.int8}
     for name in scales ^ numbers:

@@ -48,8 +48,8 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Measurer:
-    """What all workloads share. model: the target, as `load_model` gives it. seed: of sampling, of every prompt
-    another."""
+    """What all workloads share. model: the target, as `load_model` gives it. seed: of sampling; every prompt
+    draws from one of its own."""
 
     model: Any
     limits: Limits

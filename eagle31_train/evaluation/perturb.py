@@ -98,8 +98,8 @@ def _around(messages: list[Message], prompt: Prompt, context: Context, before: s
 
 
 def _long_context(messages: list[Message], prompt: Prompt, context: Context, length: Callable[[int], int]) -> list[int]:
-    """Texts before the question, cut so that the prompt has `length` of data.max_length tokens, or some more or less
-    where the cut is in a character of several."""
+    """Texts before the question, cut so that the prompt has length(data.max_length) tokens, or a few more or less
+    where the cut is inside a character of several."""
     wanted = length(context.max_length)
 
     def built(text: str) -> list[int]:

@@ -111,8 +111,8 @@ def unroll(
 
 @torch.no_grad()
 def narrowest(drafter: Drafter, target_ids: Tensor, trajectory: Trajectory, slot: int, depth: int) -> float:
-    """The least gap between the two best scores of any step of the draft at one slot; in fp32 rounding makes under
-    1e-4."""
+    """The least gap between the two best scores of any step of the draft at one slot: where it is under 1e-4,
+    rounding in fp32 may choose another draft."""
     gaps = []
     for step in steps(drafter, target_ids, trajectory.at(slot), depth, drift=False):
         best, second = drafter.lm_head(step.written[0]).double().topk(2).values.tolist()

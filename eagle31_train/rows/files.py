@@ -87,8 +87,8 @@ def open_files(spec: str, split: str, option: str, stream_rows: int | None = Non
 
 
 def find_files(spec: str, option: str) -> list[tuple[str, Path]]:
-    """The files here that `spec` names, each after its name as records have it; none of a hub data set; else a
-    UserError."""
+    """The files here that `spec` names, each after its name as records have it; none for a hub data set.
+    UserError, naming `option`, if there is nothing of that name."""
     if Path(spec).is_file():
         return [(Path(spec).name, Path(spec))]
     if Path(spec).is_dir():

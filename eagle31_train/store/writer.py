@@ -33,7 +33,9 @@ class StoreWriter:
             others wait for it; they meet through files alone. Another number may go on with a begun store.
         max_bytes: keep no more than this; shards wait until a training has used up earlier ones.
         patience: seconds to wait for another process, or for free bytes.
-        remedy: what to do about a begun store of another provenance, given that; a UserError unless `overwrite`.
+        remedy: what to do about a begun store of another provenance, given that.
+
+    UserError for a begun store of another provenance without `overwrite`, or a bound too small for any training.
     """
 
     def __init__(

@@ -86,8 +86,11 @@ def load_gguf(source: Path) -> "tuple[LlamaForCausalLM, PreTrainedTokenizerFast]
 
 
 def load_tokenizer(source: Path) -> "PreTrainedTokenizerFast":
-    """The tokenizer with its chat template, as published. A GGUF file only names its pre-tokenizer, and transformers
-    takes every BPE for GPT-2's. SmolLM2's splits digits first (" 5" is " " and "5"), which is put back here."""
+    """The tokenizer with its chat template, as published.
+
+    A GGUF file only names its pre-tokenizer, and transformers takes every BPE for GPT-2's. SmolLM2's splits digits
+    first, so that "   5" is "   " and "5", which is put back here.
+    """
     from tokenizers import Tokenizer, pre_tokenizers
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 

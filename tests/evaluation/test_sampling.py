@@ -113,8 +113,8 @@ HOWS = [Sampling(1.3, 1.0, "probabilistic"), Sampling(0.8, 0.9, "probabilistic")
 @pytest.mark.parametrize(
     ("how", "draft_tokens", "count"),
     [
-        (HOWS[0], 2, 2000),
-        (HOWS[2], 2, 2000),
+        (HOWS[0], 2, FEW),
+        (HOWS[2], 2, FEW),
         pytest.param(HOWS[0], 2, DRAWS, marks=pytest.mark.slow),
         pytest.param(HOWS[1], 2, DRAWS, marks=pytest.mark.slow),
         pytest.param(HOWS[2], 2, DRAWS, marks=pytest.mark.slow),

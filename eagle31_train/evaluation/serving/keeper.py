@@ -1,5 +1,6 @@
-"""Keeps a server no longer than whoever asked for it; with nothing but the standard library: python keeper.py GRACE
-COMMAND …
+"""Keeps a server no longer than whoever asked for it; with nothing but the standard library.
+
+    python keeper.py GRACE COMMAND …
 
 The command runs in a process group of its own until the other end of this process's standard input is closed, as the
 kernel does whichever way its holder ends; then the whole group ends, first asked, and after GRACE seconds made to. Exit

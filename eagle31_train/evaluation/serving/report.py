@@ -100,7 +100,7 @@ def _spread(values: list[float]) -> dict[str, float | None]:
 
 def best(rows: Sequence[Row]) -> list[Row]:
     """The number of draft tokens with the greatest speed-up, for each drafter and concurrency; 0 where none pays: where
-    none has all of its interval above one."""
+    none has all of its interval above one. One that pays goes before a greater speed-up that may be none."""
     tried: dict[tuple[str, int], list[Row]] = {}
     for one in rows:
         if one["speedup"] is not None and one["speedup"][0] is not None:
@@ -122,7 +122,10 @@ def _pays(speedup: Interval) -> bool:
 
 def schedule(rows: Sequence[Row], drafter: str) -> dict[str, Any] | None:
     """Options with which vLLM drafts by load: at every measured concurrency as many tokens, or none, as gave the most
-    tokens/s/user there; between two of them as with the more users. None where drafting is slower everywhere."""
+    tokens/s/user there; between two of them as with the more users. None where drafting is slower everywhere.
+
+    Unlike `best` it does not ask whether a gain is shown: what is drafted must be some number.
+    """
     ranges: list[list[int]] = []  # first and last number of users, draft tokens
     end = 0
     for users in sorted({one["concurrency"] for one in rows}):
