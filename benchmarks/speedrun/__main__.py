@@ -43,8 +43,7 @@ SWEEP = {
 SHARES = (0.04, 0.08, 0.12, 0.2, 0.32, 0.48, 0.72)  # of the time, after which a draft is left; and the last step
 LEVELS = (1.4, 1.5, 1.6, 1.8, 2.0)
 PROMPTS = "carried=benchmarks/speedrun/prompts.jsonl"
-SELF_WRITTEN = 700  # prompts; with the carried ones, a million tokens
-ANSWERS = 3  # to each prompt
+SELF_WRITTEN = 700  # prompts; with the carried ones, and three answers to each, a million tokens
 TIMED = 45.0  # seconds of training from which the number of steps is reckoned
 
 
@@ -56,11 +55,7 @@ def stages(chosen: argparse.Namespace) -> None:
     made = ["regenerate=true", "data.conversations=null", "data.prompts=null"]
     made += [f"data.sources.{name}.path={path}" for name, (path, _) in sources.items()]
     made += [f"data.sources.{name}.weight={weight}" for name, (_, weight) in sources.items()]
-    made += [
-        f"data.self_prompts.count={chosen.self_prompts}",
-        f"data.generate.samples={ANSWERS}",
-        f"run_dir={chosen.out}",
-    ]
+    made += [f"data.self_prompts.count={chosen.self_prompts}", f"run_dir={chosen.out}"]
     for stage in ("data_prep", "eagle31_train.extract"):
         run([sys.executable, "-m", stage, *recipe(chosen), *made])
 
