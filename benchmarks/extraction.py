@@ -34,6 +34,7 @@ from tqdm import tqdm
 from benchmarks import machine, run_main
 from benchmarks.plot import drawn
 from eagle31_train import artifacts, cli
+from eagle31_train.allocator import keep_freed_memory
 from eagle31_train.config import Config
 from eagle31_train.errors import UserError
 from eagle31_train.reporting.markdown import grid
@@ -276,7 +277,7 @@ def main() -> None:
     chosen = options()
     if chosen.folder.exists():
         raise UserError(f"--folder {chosen.folder} exists: name a new folder, which is removed in the end")
-    cli.keep_freed_memory()  # as every stage does
+    keep_freed_memory()  # as every stage does
     config = cli.load_config([f"+experiment={chosen.experiment}", *chosen.options])
     here = machine.describe()
     try:

@@ -1,4 +1,12 @@
-"""The library in a few calls: read stored states, draft, generate speculatively, score a drafter (docs/api.md)."""
+"""The library in a few calls: read stored states, draft, generate speculatively, score a drafter (docs/api.md).
+
+from eagle31_train.api import Speculator, open_store
+
+states = open_store("runs/smollm2/store").sample("train", 0)
+speculator = Speculator.load("runs/smollm2", target="models/SmolLM2-135M-Instruct")
+print(speculator.generate("Why is the sky blue?").text)
+print(speculator.score(["Why is the sky blue?", "Count to ten."]))
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,15 +59,25 @@ class OpenStore:
         return len(self.store.split(split))
 
     def sample(self, split: str, index: int) -> Sample:
-        """One sample, its states decoded; UserError if its shard is missing or damaged."""
+        """One sample, its states decoded.
+
+        Raises:
+            UserError: its shard is missing or damaged.
+        """
         document = self.store.split(split).read(index)
         aux, last = (as_encoded(states).decode() for states in (document.attended_states, document.supervised_states))
         return Sample(document.tokens, document.loss_mask, document.supervised, aux, last)
 
 
 def open_store(where: str | Path, cache_dir: str | Path = "store-cache", cache_bytes: int = 64 * 10**9) -> OpenStore:
-    """Open a complete store: a folder, or a URL as s3://bucket/store, of which copies are kept in `cache_dir`, at most
-    `cache_bytes`. UserError if there is none, or it is not finished."""
+    """Open a complete store: a folder, or a URL as s3://bucket/store.
+
+    Args:
+        cache_dir, cache_bytes: where copies of a URL's shards are kept, and the most that these take.
+
+    Raises:
+        UserError: there is none, or it is not finished.
+    """
     store = Store(open_storage(str(where), Path(cache_dir), cache_bytes))
     return OpenStore(store, store.states["aux_layers"])
 
@@ -94,12 +112,14 @@ class Speculator:
     def load(
         cls, drafter: str | Path, target: str, *, dtype: str = "float32", device: str = "auto", **options: Any
     ) -> "Speculator":
-        """Load a drafter (a run, an exported or published checkpoint, a hub id) and its target (a folder or hub id);
-        UserError if one of them cannot be read, or they do not belong together.
+        """Load a drafter (a run, an exported or published checkpoint, a hub id) and its target (a folder or hub id).
 
         Args:
             dtype: of both. In float32 outputs equal the target's own greedy ones, token for token.
             options: further options of the target, as `target.*` of a recipe: revision, trust_remote_code, …
+
+        Raises:
+            UserError: one of them cannot be read, or they do not belong together.
         """
         config = TargetConfig(path=target, dtype=dtype, device=device, **options)
         model = load_model(config)
@@ -133,8 +153,10 @@ class Speculator:
     def score(
         self, prompts: Sequence[Prompt], num_speculative_tokens: int = 3, max_new_tokens: int = 128
     ) -> dict[str, Any]:
-        """Acceptance length on some prompts, [value, low, high] with a 95 % interval over them, and at each depth k the
-        share of drafts whose first k tokens were accepted."""
+        """Acceptance length on some prompts, [value, low, high] with a 95 % interval over them, and at each depth.
+
+        Depth k is the share of drafts whose first k tokens were accepted.
+        """
         answers = [self.generate(prompt, num_speculative_tokens, max_new_tokens) for prompt in prompts]
         gained = [[sum(answer.accepted) + len(answer.accepted)] for answer in answers]
         accepted = [count for answer in answers for count in answer.accepted]

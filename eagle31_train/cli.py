@@ -8,7 +8,6 @@ A mistake by the user ends with one line on standard error and exit status 2.
 
 import argparse
 import copy
-import ctypes
 import dataclasses
 import difflib
 import functools
@@ -31,25 +30,28 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from eagle31_train import precision
+from eagle31_train.allocator import keep_freed_memory
 from eagle31_train.config import REMOVED, RENAMED, Config, check_value
 from eagle31_train.console import explained, is_main, note, tidy
 from eagle31_train.errors import UserError
 from eagle31_train.locations import CONFIGS, project
 
-MALLOC = {"M_MMAP_THRESHOLD": (-3, 2**30), "M_TRIM_THRESHOLD": (-1, 2**30), "M_TOP_PAD": (-2, 2**26)}  # bytes
 ANY = "+experiment=any"  # the recipe of a command line that names none
 
 
 def load_config(
     overrides: list[str], saved: Path | None = None, config_dir: Path | None = None, resolve: bool = True
 ) -> Config:
-    """Compose `configs/config.yaml` with the overrides and check it against the schema; UserError for what is none of
-    it.
+    """Compose `configs/config.yaml` with the overrides and check it against the schema.
 
     Args:
+        overrides: `key=value`, `+experiment=NAME`, or `+experiment=FILE.yaml` of a recipe of one's own.
         saved: a resolved configuration, as runs keep it, to begin with instead.
         config_dir: a folder with groups of one's own, like `configs/`: experiment/, target/, …
         resolve: give options that say `auto` of a precision the value that this machine, or a record, decides.
+
+    Raises:
+        UserError: an unknown key or group, a value of the wrong type, or a mandatory option that is missing or empty.
     """
     if config_dir is not None and not config_dir.is_dir():
         raise UserError(f"--config-dir {config_dir} is no folder")
@@ -261,8 +263,13 @@ def run(
     resolve: bool = True,
     tells: str = "target.dtype",
 ) -> None:
-    """Parse the command line, compose the configuration, run the stage; exits as `console.explained` says. tells: the
-    option of precision that the stage uses. before: what the usage line has before the options; the caller reads it."""
+    """Parse the command line, compose the configuration, run the stage; exits as `console.explained` says.
+
+    Args:
+        saved, resolve: see `load_config`.
+        tells: the option of precision that the stage uses, of which a line says how it was resolved.
+        before: what the usage line has before the options; the caller reads it.
+    """
     parser = argparse.ArgumentParser(
         prog=_program(),
         usage=f"%(prog)s {before}[-h] [--cfg] [--config-dir DIR] [key=value ...]",
@@ -284,18 +291,6 @@ def run(
             note(resolved[tells])
         keep_freed_memory()
         stage(config)
-
-
-def keep_freed_memory() -> None:
-    """Let this process reuse the memory that it frees; without mallopt (musl, macOS) nothing changes.
-
-    glibc gives large blocks back to the system and asks for them again at the next operation, and the kernel clears
-    every page anew: a fifth to a quarter of a forward pass of a small target on a CPU (docs/log.md).
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:  # by the numbers of malloc.h
-        for parameter, size in MALLOC.values():
-            mallopt(parameter, size)
 
 
 def _program() -> str:

@@ -34,8 +34,12 @@ from eagle31_train.store import read_manifest
 
 
 def evaluate(config: Config) -> None:
-    """Run the stage. UserError: missing or damaged input, output of other inputs, or one that differs from plain
-    decoding."""
+    """Run the stage.
+
+    Raises:
+        UserError: missing or damaged input, output of other inputs, or an output that differs from
+            plain decoding.
+    """
     began = time.perf_counter()
     check_options(config.evaluate)
     if config.evaluate.backend == "vllm":
@@ -83,8 +87,11 @@ def evaluate(config: Config) -> None:
 
 
 def serve(config: Config) -> None:
-    """Measure the exported checkpoint as vLLM serves it; UserError if it is not whole, not what was trained, or vLLM
-    cannot be run."""
+    """Measure the exported checkpoint as vLLM serves it.
+
+    Raises:
+        UserError: what is exported is not whole, or not what was trained, or vLLM cannot be run.
+    """
     began = time.perf_counter()
     run_dir = Path(config.run_dir)
     exported = read_export(run_dir)

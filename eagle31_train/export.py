@@ -120,8 +120,15 @@ def write(
 
 
 def write_checkpoint(checkpoint: DrafterCheckpoint, shape: DrafterShape, config: Config, folder: Path) -> None:
-    """Write what vLLM serves, weights rounded to the target's dtype; UserError if they break the contract then, or the
-    format has no such drafters. shape: the checkpoint's; max_position_embeddings may be another one."""
+    """Write what vLLM serves.
+
+    Args:
+        shape: the checkpoint's; max_position_embeddings may be another one.
+        config: its target, to whose dtype the weights are rounded, and the export's format.
+
+    Raises:
+        UserError: the weights break the contract in this dtype, or the format has no such drafters.
+    """
     dtype, rounded = config.target.dtype, checkpoint.rounded
     tensors = dict(checkpoint.tensors)
     tensors |= {name: one.to(getattr(torch, dtype)) for name, one in tensors.items() if name not in rounded}

@@ -77,14 +77,19 @@ def damage(path: Path, fingerprint: str) -> str | None:
 
 
 class Saver:
-    """Writes the checkpoints of a run in a background thread, and keeps the newest `keep`, and the best. A full disk,
-    or another error of the file system, does not stop the run: it is said, the older checkpoints stay, and the next
-    save tries again.
+    """Writes the checkpoints of a run in a background thread, and keeps the newest ones, and the best.
+
+    A full disk, or another error of the file system, does not stop the run: it is said in one line, the older
+    checkpoints stay, and the next save tries again.
 
     Args:
+        folder, fingerprint: of the run's checkpoints, and of the run.
+        keep: how many checkpoints stay, beside the best.
         say: prints a line; called from the background thread.
-        committed: the checkpoint that the run goes on from, as `newest` has just returned it.
-        best: the newest that was saved as the best.
+        committed, best: the checkpoint that the run goes on from, as `newest` has just returned it; and the best.
+
+    Attributes:
+        committed, best: the newest checkpoint that was written whole, and the newest that was saved as the best.
     """
 
     def __init__(

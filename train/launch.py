@@ -183,7 +183,10 @@ def check_context_parallel(processes: int, context: int) -> None:
 
 def check_alike(accelerator: Accelerator, inputs: dict[str, Any], config: Config, measured_on: Sequence[str]) -> None:
     """Raise a SharedError that names the first rank that would train something else than rank 0, or out of step.
-    inputs: what the trained weights depend on. measured_on: prompts, by their digests."""
+
+    Args:
+        inputs: what the trained weights depend on. measured_on: prompts, by their digests.
+    """
     options = {**asdict(config.train), **inputs["train"]}
     del options["time_limit"]  # each may have its own
     zero = accelerator.state.deepspeed_plugin

@@ -18,8 +18,12 @@ def main() -> None:
 
 
 def train(config: Config) -> None:
-    """Run the stage. UserError: missing, damaged or mismatched input, or a launch that this trainer cannot serve.
-    Stopped: SIGTERM or the time limit came; a checkpoint was saved."""
+    """Run the stage.
+
+    Raises:
+        UserError: missing, damaged or mismatched input, or a launch that this trainer cannot serve.
+        Stopped: SIGTERM or the time limit came; a checkpoint was saved.
+    """
     with ExitStack() as resources:  # closed however training ends
         trainer = prepare(config, resources)
         if trainer is None:

@@ -76,9 +76,14 @@ class Rows:
         self.path = path
 
     def cut(self, step: int, say: Callable[[str], None] = note) -> int:
-        """Take away rows past `step` and a torn last line, which a kill after the checkpoint left; the step of the last
-        row that stays, 0 without any. The file is only shortened: that needs no room, and a kill meanwhile does no
-        harm. `say` names a damaged line before them, which stays."""
+        """Take away rows past `step` and a torn last line, which a kill after the checkpoint left.
+
+        Rows lie in the order of their steps, so the file is only shortened: that needs no room, and a
+        kill meanwhile does no harm. `say` names a damaged line before them, which stays.
+
+        Returns:
+            The step of the last row that stays; 0 without any.
+        """
         size = last = 0
         if not self.path.exists():
             return last

@@ -16,10 +16,13 @@ def global_batches(
 ) -> list[list[int]]:
     """One epoch: window by window, the samples of each in random order, packed, the batches shuffled again.
 
-    A batch holds at most `batch_tokens` tokens, and so must every sample (`build.check_samples`). Every sample occurs
-    exactly once. PACKED batches' worth of samples are packed together, so that who meets whom stays nearly random.
-    Windows are stretches of samples that are trained one after another: in order in the first epoch, which may follow a
-    store that is still being written, in random order later.
+    A batch holds at most `batch_tokens` tokens, and so must every sample (`build.check_samples` tells the
+    user). Every sample occurs exactly once. Packing keeps steps equally large; PACKED batches' worth of
+    samples are packed together, so that who meets whom stays nearly random.
+
+    Args:
+        windows: stretches of samples that are trained one after another: in order in the first epoch, which may
+            follow a store that is still being written, in random order later. All samples are one without.
     """
     assert max(lengths, default=0) <= batch_tokens, "a sample is longer than the budget of a batch"
     random = np.random.Generator(np.random.PCG64([seed, epoch]))

@@ -38,9 +38,14 @@ LOCK = ".training"  # beside train/, which may be replaced as a whole
 
 
 def prepare(config: Config, resources: ExitStack) -> Trainer | None:
-    """Check all that a run needs and make it ready to train, from its newest checkpoint if it has one; None if it is
-    finished already. `resources` is given what must be closed, however training ends. UserError
-    for an option, input or launch that is not as it must be."""
+    """Check all that a run needs and make it ready to train, from its newest checkpoint if it has one.
+
+    Args:
+        resources: is given what must be closed, however training ends.
+
+    Returns:
+        The run; None if it is finished already. A UserError says which option, input or launch is not as it must be.
+    """
     t, folder = config.train, Path(config.run_dir) / "train"
     deadline = resources.enter_context(Deadline(parse_limit(t.time_limit)))
     source = initial_weights.open_source(config)

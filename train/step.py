@@ -18,8 +18,11 @@ from train.parallel import Parallel
 def accumulate(
     parallel: Parallel, micro_batches: list[MicroBatch], totals: StepTotals, gamma: float
 ) -> tuple[Tensor, StepTotals]:
-    """Accumulate the gradients of this rank's micro-batches; nothing here synchronises with the device. Summed over all
-    ranks, on the device: metrics [MEASURES, K], and the step's totals."""
+    """Accumulate the gradients of this rank's micro-batches. Nothing here synchronises with the device.
+
+    Returns:
+        Summed over all ranks, on the device: metrics [MEASURES, K], and the step's totals.
+    """
     accelerator = parallel.accelerator
     # N_k of the whole global batch, before any gradient: a pair's weight does not depend on its rank or micro-batch.
     totals = StepTotals(reduce_sums(accelerator, totals.packed.to(accelerator.device, non_blocking=True)))

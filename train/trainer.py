@@ -79,8 +79,11 @@ class Inputs:
 
 @dataclass
 class Trainer:
-    """A run that is ready to train; `train.prepare.prepare` makes it. last_step: of the run, which ends with the
-    schedule, or earlier (`train.early_stop`)."""
+    """A run that is ready to train; `train.prepare.prepare` makes it.
+
+    Attributes:
+        last_step: of the run, which ends with the schedule, or earlier (`train.early_stop`).
+    """
 
     config: Config
     data: Inputs
@@ -111,8 +114,11 @@ class Trainer:
         )
 
     def train_step(self, batch: GlobalBatch) -> StepResult:
-        """Update the weights, unless the step has nothing to train, or a loss or gradient that is not finite: a
-        SharedError after more than `train.skip_nonfinite` of these."""
+        """Update the weights, unless the step has nothing to train, or a loss or gradient that is not finite.
+
+        Raises:
+            SharedError: more than `train.skip_nonfinite` steps were not finite.
+        """
         self.aside = time.perf_counter() - self.lap - batch.waited
         if self.deadline.reason is not None:
             batch.totals.request_stop()
@@ -170,8 +176,12 @@ class Trainer:
 
     def maybe_save(self, step: int, stop_requested: bool) -> None:
         """Save every `train.checkpoint_every` steps, at the end or a stop, before shards are removed, and, with
-        `train.keep_best`, at the best evaluation so far. SharedError: ranks do not hold the same weights, or no step
-        had anything to train; UserError: the run cannot go on without this checkpoint, and it cannot be written."""
+        `train.keep_best`, at the best evaluation so far.
+
+        Raises:
+            SharedError: ranks do not hold the same weights, or no step of the whole run had anything to train.
+            UserError: the run cannot go on without this checkpoint, and it cannot be written.
+        """
         final = step == self.last_step
         best = self.t.keep_best and self.state.best is not None and self.state.best["step"] == step
         required = final or stop_requested or self.usage.frees_shards(step)

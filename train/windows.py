@@ -51,9 +51,12 @@ def bounded(store: Store) -> bool:
 
 
 class Usage:
-    """Which shards later steps need: the others are unmapped, and removed from a bounded store, which the training of
-    this fingerprint alone may use up. schedule: every global batch, in order, made of `windows`; item i is step i +
-    1."""
+    """Which shards later steps need: the others are unmapped, and removed from a bounded store.
+
+    Args:
+        schedule: every global batch, in order, made of `windows`; item i is trained by step i + 1.
+        fingerprint: of the training, which alone may use up a bounded store.
+    """
 
     def __init__(
         self,

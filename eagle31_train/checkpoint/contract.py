@@ -124,8 +124,11 @@ def canonical_name(name: str) -> str:
 
 
 def sglang_problems(shape: DrafterShape, target_type: str, target_layers: int) -> list[str]:
-    """What SGLang 0.5.23 would leave out or read otherwise, most of it in silence, one line each. target_type: the
-    target's model_type."""
+    """What SGLang 0.5.23 would leave out or read otherwise, most of it in silence, one line each.
+
+    Args:
+        target_type, target_layers: the target's model_type, and its number of layers.
+    """
     first, last = min(shape.aux_layers), max(shape.aux_layers)
     lacking = ["qk_norm", "norm_before_residual", "attention_bias", "mlp_bias", "sliding_window", "parallel"]
     problems = [f"it has no drafters with {name}" for name in lacking if getattr(shape, name)]
@@ -172,8 +175,11 @@ def separate(tensors: Mapping[str, torch.Tensor], shape: DrafterShape) -> dict[s
 
 
 def check(tensors: Mapping[str, TensorOrShape], shape: DrafterShape) -> list[str]:
-    """Every way in which a checkpoint of this shape breaks the contract, one line each. tensors: name in the file →
-    tensor, or only its shape (then values and types are not checked)."""
+    """Every way in which a checkpoint of this shape breaks the contract, one line each; empty if it keeps it.
+
+    Args:
+        tensors: name in the file → tensor, or only its shape (then values and types are not checked).
+    """
     expected = weight_shapes(shape) | map_tensors(shape)
     problems = check_shape(shape)
     prefixed = [name for name in sorted(tensors) if name.startswith("model.")]
@@ -235,9 +241,16 @@ def check_shape(shape: DrafterShape) -> list[str]:
 def drafter_shape(
     d: DrafterConfig, hidden_size: int, vocab_size: int, draft_vocab_size: int, aux_layers: list[int]
 ) -> DrafterShape:
-    """The drafter's architecture: options with all that the target decides (`targets.derive.complete`), joined with the
-    target's H and V and its aux_layers, as inputs of layer i. UserError for options of which vLLM could serve no
-    drafter."""
+    """The drafter's architecture, joined with its target.
+
+    Args:
+        d: the options, with all that the target decides (`targets.derive.complete`).
+        hidden_size, vocab_size: H and V of the target.
+        aux_layers: as inputs of layer i, in the order of their states.
+
+    Raises:
+        UserError: options that make no drafter, or one that vLLM could not serve.
+    """
     for field in fields(d):
         check_value(f"drafter.{field.name}", getattr(d, field.name), field.metadata)
     if missing := [name for name in REQUIRED if getattr(d, name) is None]:
@@ -275,8 +288,12 @@ def drafter_shape(
 
 
 def caveats(shape: DrafterShape, target_positions: int | None = None, target_window: int | None = None) -> list[str]:
-    """What can be trained and exported but does not run everywhere, a sentence each. target_positions: of the longest
-    context of the target, if known; target_window: tokens that every layer of the target sees, if each has a window."""
+    """What can be trained and exported but does not run everywhere, a sentence each.
+
+    Args:
+        target_positions: of the longest context of the target, if that is known: what is beyond it concerns nobody.
+        target_window: tokens that every layer of the target sees, if each has a sliding window.
+    """
     found = []
     if shape.parallel:
         found.append("vLLM 0.32 drafts in parallel on its V1 runner alone: leave VLLM_USE_V2_MODEL_RUNNER unset")

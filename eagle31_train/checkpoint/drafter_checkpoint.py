@@ -1,5 +1,11 @@
-"""A drafter on disk, whoever wrote it: a run of this project, an exported folder, or a published EAGLE 3 or 3.1
-draft."""
+"""A drafter on disk, whoever wrote it: a run of this project, an exported folder, or a published EAGLE 3 or 3.1 draft.
+
+checkpoint = DrafterCheckpoint.open("runs/smollm2")              # the finished run's checkpoint
+checkpoint = DrafterCheckpoint.open("runs/smollm2/export")
+checkpoint = DrafterCheckpoint.open("owner/name", revision="main")
+checkpoint = DrafterCheckpoint.open("owner/name@outputs")        # its layer ids are outputs of layers, as SGLang's
+drafter = checkpoint.load(target, torch.bfloat16, torch.float32)
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -58,16 +64,19 @@ class DrafterCheckpoint:
         allow_unfinished: bool = False,
         target_layers: Callable[[], int] | None = None,
     ) -> "DrafterCheckpoint":
-        """Find a drafter and read all of it but its weights; UserError if there is none, or it is damaged.
+        """Find a drafter and read all of it but its weights.
 
         Args:
-            where: a run, its train/ or one of its checkpoints (train/checkpoints/step-…); a folder with config.json and
-                safetensors, exported or published; or a repository of the hub, owner/name. Behind a published one
-                @inputs or @outputs may say how its config.json counts layers, as in open("owner/name@outputs").
+            where: a run, its train/ or one of its checkpoints (train/checkpoints/step-…); a folder with config.json
+                and safetensors, exported or published; or a repository of the hub, owner/name. Behind a published
+                one @inputs or @outputs may say how its config.json counts layers.
             revision: of the repository: a branch, tag or commit.
             data_folder: where a run's draft vocabulary is looked for first.
             allow_unfinished: of a run that is not finished, take the newest checkpoint.
             target_layers: gives the number of the target's layers, where config.json names no auxiliary layers.
+
+        Raises:
+            UserError: there is none; it is damaged, or of another kind than EAGLE 3 or 3.1 drafters.
         """
         where = str(where)
         place, counted = split_name(where)
@@ -155,8 +164,10 @@ class DrafterCheckpoint:
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """Weights by the names of `contract`, mapped from the file, complete, finite, without maps; UserError if
-        damaged. A published draft lacks lm_head.weight where the target's own is meant."""
+        """Weights by the names of `contract`, of the file's dtypes and mapped from it; complete, finite, without maps.
+
+        A published draft lacks lm_head.weight where the target's own is meant. A UserError if they are damaged.
+        """
         tensors = self._mapped if self._mapped is not None else run_folder.load_weights(self.folder, self.manifest)
         self._require(tensors)
         return tensors

@@ -26,13 +26,16 @@ NORM_OF_SGLANG = "hidden_norm.weight"  # what the layers above the first call th
 def read(
     folder: Path, target_layers: Callable[[], int] | None, counted: str | None = None
 ) -> tuple[DrafterShape, DraftVocab, dict[str, Tensor], frozenset[str], str | None]:
-    """Read config.json and map the tensors; `target_layers` and `counted` as of `shape_from_config`.
+    """Read config.json and map the tensors; whether they are all of a drafter, `contract` knows. `target_layers` gives
+    the layers of the target, and is asked only where vLLM would count them. `counted`: see `shape_from_config`.
 
     Returns:
-        Shape; the target's id of each row of lm_head; tensors by canonical names, of any float dtype, without maps, and
-        without lm_head.weight where the target's own is meant; the names of those that are int8 in the files; path or
-        hub id of the target, where config.json says it. A UserError if it is damaged, of another kind, or contradicts
-        itself.
+        Shape; the target's id of each row of lm_head; tensors by canonical names, mapped from the files, of any float
+        dtype, without maps, and without lm_head.weight where the target's own is meant; the names of those that are
+        int8 in the files; path or hub id of the target, where config.json says it.
+
+    Raises:
+        UserError: it is damaged, of another kind, or says one thing in two ways that differ.
     """
     config = _read_object(folder / CONFIG)
     tensors = _read_tensors(folder)

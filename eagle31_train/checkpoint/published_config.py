@@ -108,14 +108,18 @@ def shape_from_config(
     target_layers: Callable[[], int] | None = None,
     counted: str | None = None,
 ) -> DrafterShape:
-    """Read a checkpoint's config.json as vLLM does, of this project, other EAGLE 3 trainers or `speculators`: its
-    spellings, and its defaults for what is missing. UserError: no EAGLE 3 drafter of a known kind, or a field is
-    missing or impossible.
+    """Read a checkpoint's config.json as vLLM does: its spellings, and its defaults for what is missing.
+
+    Of an MLA draft the fields of DeepSeek's experts are passed over, as vLLM does: the draft is dense.
 
     Args:
+        config: of this project, of other EAGLE 3 trainers, or in the format of `speculators`.
         tensor_names: the checkpoint's tensors, canonical; they alone say whether it has an embedding.
         target_layers: gives the layers of the target, for a config that leaves the auxiliary layers to vLLM.
         counted: one of COUNTED, for a config that does not tell which.
+
+    Raises:
+        UserError: no EAGLE 3 drafter of a known kind, or a field is missing, of another type, or beyond all real sizes.
     """
     _check_types(config)
     layer, flags, residual_default = _flatten(config)

@@ -112,8 +112,12 @@ def decode_speculative(
     sampling: Sampling = GREEDY,
     seeds: Sequence[int] | None = None,
 ) -> list[Decoded]:
-    """Decode by verifying `draft_tokens` proposals of every prompt per forward pass. target_ids: [Vd] int64, the
-    target's id of each of the drafter's tokens; others as `decode_plain`'s."""
+    """Decode by verifying `draft_tokens` proposals of every prompt per forward pass.
+
+    Args:
+        drafter, target_ids: [Vd] int64, the target's id of each of the drafter's tokens.
+        others: as `decode_plain`'s.
+    """
     capacity = max(len(prompt) for prompt in prompts) + limits.max_new_tokens + draft_tokens
     drafts = DraftDecoder(drafter, target_ids, capacity, len(prompts))
     began = _now(target)

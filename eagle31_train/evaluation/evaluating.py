@@ -38,15 +38,19 @@ def evaluate(
     folder: Path,
     verified: int | None = None,
 ) -> tuple[dict[str, Any], list[Workload], list[dict[str, list[Measurement]]]]:
-    """Decode all workloads with all drafters: the result (see `results.py`); what was decoded; and the measurements of
-    each, by drafter, of every training. UserError for missing or damaged input, no prompts, or an output that differs
-    from plain decoding.
+    """Decode all workloads with all drafters. What was loaded for it is free again afterwards.
 
     Args:
         checkpoints: of each drafter by name, its trainings; the others are compared with the first.
         data: stage 1's manifest.
         folder: keeps the measurements.
         verified: see `Measurer.measure`.
+
+    Returns:
+        The result (see `results.py`); what was decoded; and the measurements of each, by drafter, of every training.
+
+    Raises:
+        UserError: missing or damaged input, no prompts, or an output that differs from plain decoding.
     """
     options, every = config.evaluate, [one for some in checkpoints.values() for one in some]
     chosen = choose_workloads(
@@ -93,8 +97,11 @@ def decode(
 
 
 def load(checkpoint: DrafterCheckpoint, name: str, target: CachedTarget, config: Config) -> Candidate:
-    """The drafter as it is served: weights rounded to the target's dtype, and run in evaluate.dtype; errors as of its
-    `load`."""
+    """The drafter as it is served: weights rounded to the target's dtype, and run in evaluate.dtype.
+
+    Raises:
+        UserError: damaged weights, or a drafter that was made for another target.
+    """
     drafter = checkpoint.load(target, DTYPES[config.target.dtype], DTYPES[config.evaluate.dtype])
     ids = torch.from_numpy(checkpoint.vocab.target_ids).to(target.embedding.weight.device)
     return Candidate(name, checkpoint.identity, drafter, ids)
@@ -166,9 +173,15 @@ def measure(
     inputs: Inputs,
     verified: int | None = None,
 ) -> list[dict[str, Measurement]]:
-    """Every workload's measurements by drafter; what `folder` has of them is read. inputs: what a measurement depends
-    on beside its workload and its drafter. UserError as of `Measurer.measure`; for a damaged file; or for drafters
-    beside which the target wrote different outputs."""
+    """Every workload's measurements by drafter; what `folder` has of them is read.
+
+    Args:
+        inputs: what a measurement depends on beside its workload and its drafter (`provenance.of_workload`).
+        verified: see `Measurer.measure`.
+
+    Raises:
+        UserError: as `Measurer.measure`; a damaged file; or drafters beside which the target wrote different outputs.
+    """
     measurements: list[dict[str, Measurement]] = []
     here, warm = measurer.machine, not measurer.options.warmup
     for workload in chosen:

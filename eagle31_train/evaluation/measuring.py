@@ -67,9 +67,19 @@ class Measurer:
     def measure(
         self, workload: Workload, candidates: list[Candidate], verified: int | None = None
     ) -> dict[str, Measurement]:
-        """Decode a workload; the measurement of every drafter, by name. UserError: speculation changed an output, or
-        the two ways of counting differ. verified: the first so many prompts are decoded with every drafter, too;
-        default: all of them, and all where drafts are sampled, since nothing else tells what is accepted then."""
+        """Decode a workload.
+
+        Args:
+            candidates: the drafters, whose names differ.
+            verified: the first so many prompts are decoded with every drafter, too; default: all of them, and all
+                where drafts are sampled, since nothing else tells what is accepted then.
+
+        Returns:
+            The measurement of every drafter, by name.
+
+        Raises:
+            UserError: speculation changed an output, or the two ways of counting differ.
+        """
         prompts, options, headline = workload.prompts, self.options, self.options.num_speculative_tokens
         one_output = self.one_output(workload)
         depths = [headline] if one_output else range(1, options.max_speculative_tokens + 1)

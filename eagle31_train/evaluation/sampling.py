@@ -44,7 +44,12 @@ class Sampling:
 
 
 class Chooser:
-    """Chooses the tokens of some sequences, each by its own seed and by how many it has."""
+    """Chooses the tokens of some sequences, each by its own seed and by how many it has.
+
+    Args:
+        sampling: how.
+        seeds: one for each sequence.
+    """
 
     def __init__(self, sampling: Sampling, seeds: Sequence[int]) -> None:
         self.sampling = sampling
@@ -71,9 +76,13 @@ class Chooser:
         return self._draw(q, DRAFT, step)
 
     def verify(self, logits: Tensor, proposed: Tensor, target_ids: Tensor) -> list[list[int]]:
-        """What each sequence goes on with: the drafts `proposed` [B, K] (int64, target ids) that the target accepts,
-        and a token of its own. logits: [B, K+1, V] the target's; target_ids: [Vd] int64, the target's id of each draft
-        token."""
+        """What each sequence goes on with: the drafts that the target accepts, and a token of its own.
+
+        Args:
+            logits: [B, K+1, V] the target's, before each proposed token and after the last.
+            proposed: [B, K] int64, target ids.
+            target_ids: [Vd] int64, the target's id of each draft token.
+        """
         if self.sampling.drawn_drafts:
             tokens = self._reject(logits, proposed, target_ids)
         else:

@@ -61,8 +61,11 @@ def record(config: Config, engine: Engine, writer: StoreWriter, splits: DatasetD
 
 
 def decode(config: Config, engine: Engine, heldout: Dataset) -> list[Trajectory]:
-    """The target's own answers to held-out prompts, of which a draft can be made; UserError if it does not decode
-    here."""
+    """The target's own answers to held-out prompts, of which a draft can be made.
+
+    Raises:
+        UserError: this engine or target does not decode here, or there is no such answer.
+    """
     if not isinstance(engine, TransformersEngine):
         raise UserError(f"extract.engine={engine.name} does not decode")
     target, options = CachedTarget(engine.target.model, engine.layers), config.evaluate
@@ -87,8 +90,13 @@ def decode(config: Config, engine: Engine, heldout: Dataset) -> list[Trajectory]
 
 
 def choose_prompts(heldout: Sequence[Prompt], count: int, evaluated: int, longest: int) -> list[list[int]]:
-    """At most `count`, from the end of each source, and at most half of its distinct ones: `evaluated` are left for
-    evaluation, or FEWEST where that cannot be. UserError: no source has two, or none is short enough."""
+    """At most `count`, from the end of each source, and at most half of its distinct ones: evaluation has the others.
+
+    There are so few that `evaluated` are left for evaluation, or FEWEST where that cannot be.
+
+    Raises:
+        UserError: no source has two, or none of these has at most `longest` tokens.
+    """
     distinct = {tuple(prompt.ids): prompt for prompt in heldout[::-1]}.values()
     by_source: dict[str, list[Prompt]] = {}
     for prompt in distinct:
@@ -101,8 +109,11 @@ def choose_prompts(heldout: Sequence[Prompt], count: int, evaluated: int, longes
 
 
 def read(store: Store, draft_tokens: int) -> list[Trajectory]:
-    """Those of a store, none where it has none; UserError if they are damaged, or followed too short a way to draft so
-    many tokens at their end."""
+    """Those of a store, none where it has none.
+
+    Raises:
+        UserError: they are damaged, or followed too short a way to draft so many tokens at their end.
+    """
     tensors, made = store.trajectories, []
     for i in range(len(tensors) // 4):
         prompt, output, beyond = (tensors[f"{i}.{name}"].tolist() for name in IDS)
@@ -122,7 +133,11 @@ def digest(prompt: Sequence[int]) -> str:
 
 def reached(drafter: Drafter, target_ids: Tensor, trajectories: Iterable[Trajectory], draft_tokens: int) -> list[int]:
     """Of the verifications that decoding with the drafter would make: how many there are, and of how many the first 1,
-    2, … drafted tokens are accepted, [draft_tokens + 1]. drafter, target_ids: as `unroll`'s."""
+    2, … drafted tokens are accepted. [draft_tokens + 1].
+
+    Args:
+        drafter, target_ids: as `unroll`'s, on one device.
+    """
     rounds: list[int] = []
     for one in trajectories:
         there = replace(one, aux=one.aux.to(target_ids.device))

@@ -56,16 +56,20 @@ def workloads(
     caveats: Sequence[str] = (),
     measured_on: Collection[str] = (),
 ) -> list[Workload]:
-    """Everything that the configuration wants decoded, the held-out prompts (or evaluate.prompts) first. A suite's
-    prompts are chosen as they are, of those that evaluate.leave_out does not name and no training was measured on; its
-    perturbed forms are of the same prompts, less those that do not fit. UserError: an unknown suite, perturbation or
-    id, or none left.
+    """Everything that the configuration wants decoded, the held-out prompts (or evaluate.prompts) first.
+
+    A suite's prompts are chosen as they are, of those that evaluate.leave_out does not name and no training was
+    measured on; its perturbed forms are of the same prompts, less those that do not fit.
 
     Args:
         data: stage 1's manifest.
         longest: tokens that a prompt may have.
         caveats: notes for all of them.
         measured_on: prompts, as `trajectories.digest` knows them.
+
+    Raises:
+        UserError: an unknown suite, perturbation or id to be left out, an unreadable or empty set, or a workload that
+            nothing fits.
     """
     options, perturbations, template = config.evaluate, _perturbations(config), ChatTemplate.load(config.target)
     # Asked of the manifest: `datasets` saves an empty split and then cannot load it.

@@ -211,9 +211,15 @@ def build_batch(
 
 
 def _contexts(slot: Tensor, edges: Tensor, owner: Tensor) -> tuple[Tensor, Tensor]:
-    """The context of every document: its positions up to its last slot. slot [S] int64, among the tokens of all
-    documents; edges: where each document begins, and the end of the last; owner: the document of each token. Returns
-    where each document's context begins among the C positions, and C; the positions among the tokens, [C]."""
+    """The context of every document: its positions up to its last slot.
+
+    Args:
+        slot: [S] int64, among the tokens of all documents; edges: where each document begins, and the end of the last;
+            owner: the document of each token.
+
+    Returns:
+        Where each document's context begins among the C positions, and C; the positions among the tokens, [C].
+    """
     counts = torch.zeros(len(edges) - 1, dtype=torch.int64)
     counts.scatter_reduce_(0, owner[slot], slot - edges[owner[slot]] + 1, "amax")
     within = torch.cat([torch.arange(count) for count in counts.tolist()])

@@ -31,9 +31,12 @@ def most_likely(_step: int, logits: Tensor) -> Tensor:
 
 
 class DraftDecoder:
-    """Drafting for some sequences, one token at each depth, in the dtype of the drafter's weights. target_ids: [Vd]
-    int64, the target's id of each draft token. capacity: most rows that a sequence's cache ever holds, one round's
-    steps included."""
+    """Drafting for some sequences, one token at each depth, in the dtype of the drafter's weights.
+
+    Args:
+        target_ids: [Vd] int64, the target's id of each draft token.
+        capacity: most rows that a sequence's cache ever holds: its positions and the steps of one round.
+    """
 
     def __init__(self, drafter: Drafter, target_ids: Tensor, capacity: int, sequences: int = 1) -> None:
         self.drafter = drafter
@@ -45,9 +48,14 @@ class DraftDecoder:
 
     @torch.no_grad()
     def extend(self, aux: Tensor, next_tokens: Tensor, counts: Sequence[int] | None = None) -> None:
-        """Take in what the target has verified: its states aux [n, A, H] of every sequence's next positions, one
-        sequence after the other; the token [n] int64 that follows each, which of a sequence's last the target has not
-        read yet; and how many rows each sequence has, at least one (default: all are of the only one)."""
+        """Take in what the target has verified.
+
+        Args:
+            aux: [n, A, H] the target's states of every sequence's next positions, one sequence after the other.
+            next_tokens: [n] int64, the token that follows each of them; the last of a sequence is its newest
+                token, which the target has not read yet.
+            counts: how many rows each sequence has, at least one; default: all are those of the only one.
+        """
         counts, device = [len(aux)] if counts is None else list(counts), aux.device
         rows = torch.cat([torch.full((count,), row, device=device) for row, count in enumerate(counts)])
         starts = zip(self.lengths, counts, strict=True)
@@ -104,8 +112,11 @@ class DraftDecoder:
     def _all_at_once(
         self, count: int, choose: Choose, x: Tensor, residual: Tensor, ends: Tensor
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """A parallel drafter's steps, in one pass: mask rows behind the newest row of every sequence, of which x and
-        residual are [B, ...], ends: [B] int64, the position after each."""
+        """A parallel drafter's steps, in one pass: mask rows behind the newest row of every sequence.
+
+        Args:
+            x, residual: of the newest rows [B, ...]; ends: [B] int64, the position after each.
+        """
         drafter, top, B, masks = self.drafter, self._caches[-1], len(x), count - 1
         steps = torch.arange(count, device=x.device)
         if masks:

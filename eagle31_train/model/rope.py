@@ -38,9 +38,14 @@ SCALINGS: dict[str, dict[str, tuple[set[str], set[str]]]] = {
 
 
 class Rope(nn.Module):
-    """The rotation of queries and keys. The frequencies come from transformers, so every scaling it knows (llama3,
-    yarn, linear, …) is the one that the target uses too; angles are computed in fp32. A UserError for a scaling that
-    vLLM would read otherwise. softmax_factor: what the scaling multiplies the softmax scale by."""
+    """The rotation of queries and keys.
+
+    The frequencies come from transformers, so every scaling it knows (llama3, yarn, linear, …) is the one that the
+    target uses too; angles are computed in fp32. A UserError for a scaling that vLLM would read otherwise.
+
+    Attributes:
+        softmax_factor: what the scaling multiplies the softmax scale by.
+    """
 
     def __init__(self, shape: DrafterShape) -> None:
         super().__init__()

@@ -198,8 +198,12 @@ def read_bucket(profile: Profile) -> tuple[int, bool]:
 
 
 def reckon(config: Config) -> tuple[Planned, list[str]]:
-    """The plan, and the table of where the drafter's options are from. UserError: the target cannot be read, no such
-    drafter can be made for it, or train.context_parallel does not divide plan.devices."""
+    """The plan, and the table of where the drafter's options are from.
+
+    Raises:
+        UserError: the target cannot be read, no such drafter can be made for it, or train.context_parallel does not
+            divide plan.devices.
+    """
     context, devices = config.train.context_parallel, config.plan.devices
     if devices % context:
         raise UserError(

@@ -33,9 +33,13 @@ KINDS = ("sink", "prompt", "verified", "own")
 
 
 def write(folder: Path, result: dict[str, Any]) -> list[Path]:
-    """Draw a result, of acceptance, of serving, or both; the files that were written. folder: gets PAGE, and a PNG of
-    every picture; those that an earlier result there lists as its own go. result: see `evaluation/results.py`, with
-    title, and what else is known: machine, dtype, max_new_tokens, command, serving."""
+    """Draw a result, of acceptance, of serving, or both; the files that were written.
+
+    Args:
+        folder: gets PAGE, and a PNG of every picture; those that an earlier result there lists as its own go.
+        result: see `evaluation/results.py`, with title, and what else is known: machine, dtype, max_new_tokens,
+            command, serving.
+    """
     earlier = artifacts.read_json(folder / RESULT, "this command") if (folder / RESULT).is_file() else {}
     listed = [folder / name for name in earlier.get("files", {}) if name.endswith(".png")]
     files, images = html.draw(folder, list(pictures(result)), listed)

@@ -25,9 +25,15 @@ OPEN = {"local": 1024, "remote": 8}  # mapped shards: a cached copy that is evic
 
 
 class Store:
-    """A store, opened for reading: with `follow` while it is being written, waiting for shards that are not there yet,
-    `patience` seconds for one. UserError if it is missing, incomplete (without `follow`) or damaged, now or while
-    reading."""
+    """A store, opened for reading.
+
+    Args:
+        storage: where it lies, or its folder.
+        follow: read it while it is being written, waiting for shards that are not there yet.
+        patience: seconds to wait for one.
+
+    UserError if the store is missing, incomplete (without `follow`) or damaged, or, while reading, a shard is.
+    """
 
     def __init__(self, storage: Storage | Path, follow: bool = False, patience: float = 3600.0) -> None:
         self.storage = open_storage(str(storage), Path(), 0) if isinstance(storage, Path) else storage

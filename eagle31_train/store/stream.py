@@ -31,9 +31,14 @@ def wait(
     progress: Callable[[], object] = lambda: None,
     pause: Callable[[float], bool | None] = time.sleep,
 ) -> None:
-    """Poll until a condition holds; says once that it waits, as `what`. patience: seconds without any change of
-    `progress()` before a UserError. pause: sleeps so many seconds; returns True to be waited for no more, which raises
-    StoppedError."""
+    """Poll until a condition holds; says once that it waits.
+
+    Args:
+        until: the condition.
+        what: who waits for what, for people.
+        patience: seconds without any change of `progress()` before a UserError.
+        pause: sleeps so many seconds; returns True to be waited for no more, which raises StoppedError.
+    """
     if until():
         return
     note(f"{what} …", error=True)

@@ -77,10 +77,16 @@ TYPES: dict[str, Any] = {  # of what is read of transformers' configuration
 
 @dataclass(frozen=True)
 class TargetDescription:
-    """A target by its config.json; of a multimodal one, its text model. intermediate_size: see `_mlp_width`.
-    rope_scaling: as config.json has it, without theta; {} for none. mla: the widths of latent attention; {} for other
-    attention. sources: field → the key of config.json that it is from, where that is not its name. sliding_window:
-    tokens that every layer's attention reaches back; None where a layer sees all."""
+    """A target by its config.json; of a multimodal one, its text model.
+
+    Attributes:
+        intermediate_size: width of the MLP that a drafter's follows: the dense layers', or what a token sees of the
+            experts (see `_mlp_width`).
+        rope_scaling: as config.json has it, without theta; {} for none.
+        mla: the widths of latent attention (`q_lora_rank` and `MLA_WIDTHS`); {} for other attention.
+        sources: field → the key of config.json that it is from, where that is not the field's name.
+        sliding_window: tokens that every layer's attention reaches back; None where a layer sees all.
+    """
 
     model_type: str
     hidden_size: int

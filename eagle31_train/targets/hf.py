@@ -32,7 +32,7 @@ from eagle31_train.transfers import to_device
 
 STRETCHED = {"linear", "dynamic"}  # RoPE of which max_position_embeddings is the length before its factor
 LENGTH_ROPES = {"longrope", "dynamic", "su"}  # that follow the length of a batch
-BATCH_COST = 128  # tokens in whose time a batch's operations start
+BATCH_COST = 128  # padded tokens that a batch more must save; chosen, not measured
 PADS = 8  # padding that makes the gate's own forward pass take the model's masked path
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -37,13 +37,19 @@ def measure_serving(
     folder: Path | None = None,
 ) -> dict[str, Any]:
     """Serve the target alone, then with every draft of evaluate.serve_speculative_tokens; `report.py` has the form.
-    What each server did is recorded in `folder`, and none is started again whose record is there: a large target takes
-    an hour. UserError: a server that does not start or breaks off, a damaged record.
+
+    Every server is started once. What it did is recorded in `folder`, and none is started again whose record is there:
+    a very large target takes an hour to start.
 
     Args:
         drafts: exported checkpoints by the names under which they are reported.
         prompts: as token ids; they are sent several times over where they are too few to keep all users busy.
+        end_ids: tokens that end an answer.
+        engine: as `check` gives it.
         folder: of the records and of each server's log; default: run_dir/servers.
+
+    Raises:
+        UserError: a server that does not start or breaks off, a damaged record.
     """
     options = config.evaluate
     folder = Path(config.run_dir) / "servers" if folder is None else folder
@@ -90,8 +96,11 @@ def measure_serving(
 def serve(
     config: Config, draft: Path | None, depth: int, sent: Mapping[int, Sequence[Question]], what: str, log: Path
 ) -> dict[str, Any]:
-    """Start one server, have it answer what is sent at every concurrency, and end it; its answers, and what vLLM
-    counted meanwhile, by concurrency, in JSON's types. `what`: what to call it."""
+    """Start one server, have it answer what is sent at every concurrency, and end it; `what`: what to call it.
+
+    Returns:
+        Its answers, and what vLLM counted meanwhile, by concurrency, in JSON's types.
+    """
     options, port = config.evaluate, pick_port()
     command = [options.vllm_python, "-m", MODULE, *flags(server_arguments(config, draft, depth, port))]
     served: dict[str, Any] = {"answers": {}, "counted": {}}
