@@ -55,7 +55,7 @@ def choose(
 
     Args:
         counts: [V] how often the assistant wrote each token.
-        always: ids that are kept whatever their count (special and end-of-turn tokens).
+        always: ids that are kept whatever their count (`ChatTemplate.kept_ids`).
         size: how many tokens to keep, or all V where the target has no more; None with no coverage keeps all V.
         coverage: instead, keep the fewest tokens that make up this share of `counts`.
 
@@ -77,7 +77,8 @@ def choose(
         size = max(len(forced), int(np.searchsorted(covered, coverage * counts.sum())) + 1)
     assert size is not None
     if size < len(forced):
-        raise UserError(f"data.draft_vocab_size={size} has no room for the {len(forced)} special tokens: raise it")
+        what = f"the {len(forced)} special tokens that end turns or that the template names"
+        raise UserError(f"data.draft_vocab_size={size} has no room for {what}: raise it")
     return DraftVocab(np.sort(order[:size]), V)
 
 

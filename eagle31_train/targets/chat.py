@@ -63,8 +63,7 @@ class ChatTemplate:
     @property
     def hides_markup(self) -> bool:
         """Whether text without special tokens lacks a thought's tags, or a tool call's."""
-        special = {str(self.tokenizer.convert_ids_to_tokens(i)) for i in self.special_ids()}
-        return not special.isdisjoint(MARKUP)
+        return not set(self.special).isdisjoint(MARKUP)
 
     @classmethod
     def load(cls, target: TargetConfig) -> "ChatTemplate":
@@ -188,11 +187,12 @@ class ChatTemplate:
             message = f"the tokenizer of {target.path} has token {largest}, its model only {vocab_size} rows"
             raise UserError(f"{message}: they do not belong together")
 
-    def special_ids(self) -> list[int]:
-        """Special and end-of-turn ids, ascending."""
-        added = self.tokenizer.added_tokens_decoder
-        marked = {i for i, token in added.items() if token.special}
-        return sorted(marked | set(self.tokenizer.all_special_ids) | set(self.end_ids))
+    def kept_ids(self) -> list[int]:
+        """Ids that every draft vocabulary holds, ascending: where the target stops, and the special tokens that the
+        template names. A tokenizer may reserve thousands of others (Gemma 3 has 6,242), which no target writes."""
+        text = self.template + (self.tools_template or "")
+        named = [token for token in self.special if token in text]
+        return sorted({*self.tokenizer.convert_tokens_to_ids(named), *self.end_ids})
 
     def fingerprints(self) -> dict[str, Any]:
         """Hashes of the tokenizer (with its special tokens) and of the template's text."""

@@ -84,11 +84,12 @@ def test_what_is_written(config, tmp_path):
         assert set(counts["by_source"]) == {"a", "b"}
         ids = np.concatenate(list(supervised.values()))
         assert manifest["draft_vocab"]["coverage"][name] == pytest.approx(draft.t2d[ids].mean())
-        if name == "train":  # the draft vocabulary holds special tokens, and the most frequent of training answers
-            assert template.special_ids() == [0, 1, 2]
-            assert {0, 1, 2} <= set(draft.target_ids.tolist())  # though two of these never occur
+        if name == "train":  # the draft vocabulary holds what shapes turns, and the most frequent of training answers
+            kept = template.kept_ids()
+            assert kept == [1, 2]  # of the special tokens 0 to 2
+            assert set(kept) <= set(draft.target_ids.tolist())  # though one of these never occurs
             occurrences = np.bincount(ids, minlength=448)
-            frequent = [i for i in draft.target_ids if i not in template.special_ids()]
+            frequent = [i for i in draft.target_ids if i not in kept]
             assert occurrences[frequent].min() >= np.delete(occurrences, draft.target_ids).max()
     assert (manifest["refused"], manifest["cut"], manifest["no_end_of_turn"]) == ([], 0, 0)
     assert manifest["vocabulary"] == vocabulary_fingerprint(template.tokenizer)
@@ -184,7 +185,7 @@ def test_a_kill_leaves_nothing_that_counts_and_is_gone_on_from(config, tmp_path,
 def test_what_cannot_be_met_is_refused_before_the_work_starts(config, tmp_path, monkeypatch):
     monkeypatch.setattr(stage, "regenerate", lambda *_: pytest.fail("answered first"))
     config.regenerate = True
-    for size, coverage, reason in ((2, None, "no room for the 3 special tokens"), (300, 0.9, "exclude each other")):
+    for size, coverage, reason in ((1, None, "no room for the 2 special tokens"), (300, 0.9, "exclude each other")):
         config.data.draft_vocab_size, config.data.draft_vocab_coverage = size, coverage
         with pytest.raises(UserError, match=reason):
             prepare(config)
