@@ -17,8 +17,9 @@ from eagle31_train.model.loss import Objective, Teacher
 from eagle31_train.model.vocab import DraftVocab
 from eagle31_train.store import Store, StoreSplit
 
-# Of the target's final norm in the drafter's first one. fc passes on a state that says which token was the last: a
-# guess that is surely wrong, and at full size as confident as the target (docs/log.md).
+# Every weight of the final norm at first. fc passes on a state that says which token was the last: a guess that is
+# surely wrong, and under the target's own norm as confident as the target. That norm may also weigh some dimensions
+# hundreds of times (Gemma 3), and the state that is fed back would be weighed so again at every step (docs/log.md).
 FIRST_NORM = 0.4
 LOOK_BACK = 12.0  # nats by which a head's score of the position that it begins with exceeds those far away
 
@@ -79,7 +80,7 @@ def build_objective(config: Config, shape: DrafterShape, store: Store, vocab: Dr
     """Drafter and teacher with their initial weights, on the CPU; the same for the same seed.
 
     Where the widths agree, the drafter starts as a poor copy of the target's last layers (against random ones:
-    docs/log.md): fc passes the last auxiliary state on, lm_head is the target's, and so is the final norm, scaled down.
+    docs/log.md): fc passes the last auxiliary state on, and lm_head is the target's.
     """
     torch.manual_seed(config.seed)
     weights = store.target
@@ -89,7 +90,7 @@ def build_objective(config: Config, shape: DrafterShape, store: Store, vocab: Dr
     head_rows = weights["lm_head"][ids]
     if shape.hidden_size == shape.target_hidden_size:
         drafter.lm_head.weight.data.copy_(head_rows)
-        drafter.norm.weight.data.copy_(FIRST_NORM * weights["norm"])
+        drafter.norm.weight.data.fill_(FIRST_NORM)
         # fc passes the last auxiliary state on, a little of the others mixed in.
         drafter.fc.weight.data.mul_(0.25)[:, -shape.hidden_size :] += torch.eye(shape.hidden_size)
     if shape.parallel and shape.attention_bias and not shape.qk_norm:

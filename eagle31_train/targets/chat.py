@@ -191,8 +191,8 @@ class ChatTemplate:
         """Ids that every draft vocabulary holds, ascending: where the target stops, and the special tokens that the
         template names. A tokenizer may reserve thousands of others (Gemma 3 has 6,242), which no target writes."""
         text = self.template + (self.tools_template or "")
-        named = [token for token in self.special if token in text]
-        return sorted({*self.tokenizer.convert_tokens_to_ids(named), *self.end_ids})
+        named = {self.tokenizer.convert_tokens_to_ids(token) for token in self.special if token in text}
+        return sorted(named | set(self.end_ids))
 
     def fingerprints(self) -> dict[str, Any]:
         """Hashes of the tokenizer (with its special tokens) and of the template's text."""
