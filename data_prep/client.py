@@ -117,6 +117,11 @@ class Server:
                     break
             except (OSError, http.client.HTTPException) as error:
                 problem = str(getattr(error, "reason", error))
+            except UserError:
+                raise
+            except ValueError:  # whose text would show the key
+                problem = "HTTP cannot carry its address, or the key in OPENAI_API_KEY"
+                break
         raise UserError(f"{url} gives no answer ({problem}): check data.generate.server and .model")
 
     def _post(self, url: str, body: dict[str, Any]) -> bytes:

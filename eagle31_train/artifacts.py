@@ -94,6 +94,7 @@ def commit(temporary: Path, final: Path) -> None:
 def building(folder: Path) -> Iterator[Path]:
     """An empty folder that replaces `folder` when the block ends, and is removed if it fails. What a killed run left of
     one is removed first."""
+    folder = _linked(folder)
     temporary = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     make_folder(temporary)
@@ -162,11 +163,20 @@ def first_damaged(
 
 
 def discard(folder: Path) -> None:
-    """Remove a folder of ours: first its name, at once, then its files. A kill leaves no half of it behind."""
+    """Remove a folder of ours: first its name, at once, then its files. A kill leaves no half of it behind. One that a
+    link leads to is emptied."""
+    link, folder = folder, _linked(folder)
     aside = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(aside, ignore_errors=True)
     folder.replace(aside)
+    if link != folder:
+        folder.mkdir()
     shutil.rmtree(aside)
+
+
+def _linked(folder: Path) -> Path:
+    """Where the files of a folder lie: on another disk, perhaps, to which a link leads."""
+    return Path(os.path.realpath(folder)) if folder.is_symlink() else folder
 
 
 def weights_fingerprint(path: str) -> str:

@@ -11,6 +11,7 @@ or its CPU; --profile ddp, fsdp2, zero2 … says how they share it (docs/launch.
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -55,8 +56,9 @@ def run(config: Config, overrides: list[str], first: str, last: str, profile: st
 
 def finished(words: list[str], environment: dict[str, str]) -> int:
     """Run a stage and return its exit status. Ctrl-C reaches the stage, which ends its servers and says so; a second
-    one kills it."""
+    one kills it. SIGTERM is passed on: a stage that went on alone would not save before the machine is taken away."""
     with subprocess.Popen(words, env=environment) as process:
+        before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
         try:
             return process.wait()
         except KeyboardInterrupt:  # subprocess.run would kill it a quarter of a second later
@@ -65,6 +67,8 @@ def finished(words: list[str], environment: dict[str, str]) -> int:
             except KeyboardInterrupt:
                 process.kill()
             raise SystemExit(130) from None
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
 
 def command(stage: str, profile: str | None = None) -> list[str]:

@@ -144,6 +144,19 @@ def test_commit_replaces_files_and_folders_whole(tmp_path):
     assert not (tmp_path / ".new").exists()
 
 
+def test_a_folder_that_a_link_leads_to_is_replaced_and_emptied_where_it_lies(tmp_path):
+    there, link = tmp_path / "disk" / "out", tmp_path / "out"
+    there.mkdir(parents=True)
+    link.symlink_to(there)
+    for text in ("one", "two"):
+        with artifacts.building(link) as folder:
+            (folder / "file").write_text(text)
+        assert (there / "file").read_text() == text
+    artifacts.discard(link)
+    assert link.is_symlink()
+    assert list(there.parent.rglob("*")) == [there]
+
+
 def test_the_data_of_stage_1_are_refused_where_they_are_to_be_whole_and_are_not(tmp_path):
     config, folder = Config(run_dir=str(tmp_path)), tmp_path / "data"
     artifacts.write_text(folder / "rows", "one")

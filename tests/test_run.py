@@ -104,6 +104,38 @@ def test_after_ctrl_c_a_stage_ends_by_itself_and_after_another_it_is_killed(monk
     assert stopped.value.code == 130
 
 
+def test_a_sigterm_is_passed_on_to_the_stage(monkeypatch):
+    class Stage:
+        told = False
+
+        def __init__(self, words, env):
+            pass
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def wait(self):
+            signal.raise_signal(signal.SIGTERM)
+            return STOPPED if self.told else 0
+
+        def terminate(self):
+            self.told = True
+
+    def die(*_):
+        raise AssertionError("the stage goes on alone")
+
+    monkeypatch.setattr(run.subprocess, "Popen", Stage)
+    before = signal.signal(signal.SIGTERM, die)
+    try:
+        assert run.finished(["stage"], {}) == STOPPED
+        assert signal.getsignal(signal.SIGTERM) is die
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_ctrl_c_ends_the_launcher_without_a_traceback(monkeypatch):
     def launched(sent):
         def main():

@@ -115,5 +115,6 @@ def record_launch(config: Config, facts: Mapping[str, Any]) -> None:
         "facts": dict(facts),
     }
     path = folder / LAUNCHES
-    before = path.read_text() if path.exists() else ""
-    artifacts.write_text(path, before + json.dumps(plain(launch), ensure_ascii=False, allow_nan=False) + "\n")
+    before = path.read_bytes() if path.exists() else b""  # as it is: damage there stops no training
+    line = json.dumps(plain(launch), ensure_ascii=False, allow_nan=False) + "\n"
+    artifacts.write_bytes(path, before + line.encode())

@@ -244,7 +244,8 @@ def _mlp_width(text: Any, size: Any) -> tuple[int, str]:
     if experts <= 1 or dense_layers:
         return size("intermediate_size"), "intermediate_size"
     shared = getattr(text, "n_shared_experts", 0) or 0
-    active, key = size(*CHOSEN), next(key for key in EXPERT_WIDTH if getattr(text, key, None))
+    key = next((key for key in EXPERT_WIDTH if getattr(text, key, None)), EXPERT_WIDTH[0])
+    active = size(*CHOSEN)
     return (active + shared) * size(key), f"{active + shared} experts of a token × {key}"
 
 

@@ -153,6 +153,16 @@ def test_a_redirection_takes_the_key_nowhere(server, monkeypatch):
     assert len(server.asked) == 1
 
 
-@pytest.mark.parametrize("url", ["file:///etc/passwd", "localhost:8000/v1", "", "ftp://a/v1"])
+@pytest.mark.parametrize(
+    "url", ["file:///etc/passwd", "localhost:8000/v1", "", "ftp://a/v1", "http://a..b/v1", "http://[a/v1", "http://a/ü"]
+)
 def test_what_is_no_address_is_asked_nothing(url):
-    assert isinstance(outcome(lambda: Server(url, "m", TEMPLATES[0], 8)), UserError)
+    assert isinstance(outcome(lambda: Server(url, "m", TEMPLATES[0], 8).complete()), UserError)
+
+
+@pytest.mark.parametrize("key", ["secret\n", "secret ü€"])
+def test_a_key_that_no_header_can_hold_is_not_shown(server, monkeypatch, key):
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    said = str(outcome(lambda: ask(server)))
+    assert "gives no answer (HTTP cannot carry its address, or the key in OPENAI_API_KEY)" in said
+    assert not server.asked

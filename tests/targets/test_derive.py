@@ -193,6 +193,12 @@ def test_a_target_without_an_rmsnorm_before_lm_head_is_refused_before_its_answer
         describe_target(written(tmp_path, {"model_type": kind}))
 
 
+def test_experts_without_a_width_are_refused_in_one_line(tmp_path):
+    with pytest.raises(UserError, match=r"its config.json does not say moe_intermediate_size, which a drafter needs$"):
+        describe_target(written(tmp_path, {"model_type": "mixtral", "intermediate_size": 0}))
+
+
+@pytest.mark.skipif("gemma4_text" not in CONFIG_MAPPING, reason="transformers 5.1 knows no Gemma 4")
 def test_a_target_whose_layers_differ_in_a_size_is_refused_in_one_line(tmp_path):
     """transformers raises what is no AttributeError for Gemma 4's head_dim, which is wider in every sixth layer."""
     said = r"^target\.path=.*: its layers differ in head_dim, and no drafter is made here for such$"
@@ -219,8 +225,8 @@ def test_every_kind_whose_parts_cannot_be_read_is_refused_by_its_configuration_a
             read.add(kind)
         except UserError:
             refused.add(kind)
-    assert len(read) > 80
-    assert refused > NO_PARTS - {"lfm2_moe", "nemotron"}  # whose defaults make no model
+    assert len(read) > 50  # 55 with transformers 5.1
+    assert refused > (NO_PARTS & {*CONFIG_MAPPING}) - {"lfm2_moe", "nemotron"}  # whose defaults make no model
     told = {kind: refusal(kind) for kind in read | refused}
     assert {kind for kind in refused if not told[kind]} == set()
     assert {kind for kind in read if "for which no drafter is made" in told[kind]} <= NOT_DERIVED

@@ -1,5 +1,6 @@
 """TensorBoard over several launches of one run; what is said of Weights & Biases."""
 
+import json
 import shlex
 from types import SimpleNamespace
 
@@ -86,3 +87,11 @@ def test_the_command_that_uploads_an_offline_run_can_be_pasted(config, tmp_path,
     accelerator.get_tracker, config.train.wandb = lambda *_, **__: run, "offline"
     tracking.start(accelerator, config, {}, 0)
     assert shlex.split(capsys.readouterr().out)[-1].endswith("/it's (1)")
+
+
+def test_a_damaged_line_about_an_earlier_launch_stops_none(config, folder):
+    (folder / tracking.LAUNCHES).write_bytes(b"\xff\n")
+    tracking.record_launch(config, {"steps": 3})
+    damaged, line = (folder / tracking.LAUNCHES).read_bytes().splitlines()
+    assert damaged == b"\xff"
+    assert json.loads(line)["facts"] == {"steps": 3}
