@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from plan_cases import shape_of
-from sample_results import CONDITIONS, DEPTHS, comparison, result, sheet
+from sample_results import DEPTHS, comparison
 
 from eagle31_train.cli import load_config
 from eagle31_train.evaluation.intervals import bracket
@@ -16,7 +16,7 @@ from eagle31_train.evaluation.measurement import Counts, Measurement
 from eagle31_train.evaluation.prompts import Prompt
 from eagle31_train.evaluation.results import summarise
 from eagle31_train.evaluation.workloads import Workload
-from eagle31_train.reporting import card, evaluation_page, figures
+from eagle31_train.reporting import card, evaluation_page
 from eagle31_train.reporting.card import CardResult, CardResults
 from eagle31_train.reporting.evaluation_page import pictures
 from eagle31_train.reporting.markdown import plain
@@ -68,16 +68,6 @@ def test_page_and_card_show_the_same_tables(whole):
         assert "<A>" not in part
     names = [workload["name"] for workload in whole["workloads"]]
     assert [section.title for section in sections(whole)] == ["Verdict", ALL, *names, SERVING]
-
-
-def test_one_drafters_page_explains_its_own_words_alone(whole):
-    page = text_of(evaluation_page.render(result(sheet("heldout", {"A": 0.5}), **CONDITIONS), {}))
-    assert "Acceptance length tokens" in page
-    assert "Better the interval" not in page
-    assert "Kept acceptance" not in page
-    both = text_of(evaluation_page.render(whole, {}))
-    assert "Better the interval" in both
-    assert "Kept acceptance" in both
 
 
 def test_speed_is_said_of_the_prompts_that_were_timed():
@@ -142,13 +132,6 @@ def test_axes_show_nothing_that_cannot_be(whole):
         assert [len(line.get_xdata()) for line in drawn(whole, "heldout-conditional").lines] == [3, 4]
     finally:
         conditional[3] = known
-
-
-def test_a_long_title_is_not_cut_off():
-    title = "Acceptance length of a-drafter-of-a-long-name, times that of another, at 3 draft tokens"
-    figure = figures.Picture("name", "", title, lambda _: None).figure()
-    figure.draw_without_rendering()
-    assert figure.texts[0].get_window_extent().x1 <= figure.bbox.x1
 
 
 def test_curves_are_the_numbers_with_their_intervals(whole):
