@@ -99,9 +99,9 @@ def test_a_step_moves_no_more_than_it_did(came, name):
 
 
 def test_a_document_of_65536_tokens_takes_half_of_an_h100s_rate_and_fits_it(came):
-    """Estimated, with FlashAttention 3; 72 GiB of the 74.5 that 80 GB are."""
+    """Estimated, with FlashAttention 3; 64 GiB of the 74.5 that 80 GB are."""
     result = came["estimate of 65536"]
-    assert result["memory"] < 72 * 2**30
+    assert result["memory"] < 64 * 2**30
     assert result["utilisation"] > 0.5
     recomputed = came["llama8b:1x65536:1, fused+recompute"]
     assert recomputed["before"] + recomputed["peak"] < 0.65 * result["memory"]

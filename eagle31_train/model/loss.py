@@ -224,15 +224,22 @@ class _ChunkedDivergence(torch.autograd.Function):
     def forward(
         ctx: Any, z: Tensor, head: Tensor, batch: Batch, weights: Tensor, objective: "Objective", learn: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """z [K*S, D], head [Vd, D] → loss (), summed divergence per step [K], hits [K*S] bool."""
+        """z [K*S, D], head [Vd, D] → loss (), summed divergence per step [K], hits [K*S] bool.
+
+        With `learn`, z's memory becomes its gradient's, row by row, once a row has been read: of 65,536 tokens of an
+        8B target that saves 3.5 GiB. If something else kept z for its own gradient, torch would raise.
+        """
         compute = compute_dtype(z)
         wide = torch.float64 if z.dtype == torch.float64 else torch.float32
         z_low, head_low = z.to(compute), head.to(compute)
         want_z, want_head = (wanted and learn for wanted in ctx.needs_input_grad[:2])
-        dz = torch.zeros_like(z) if want_z else None
+        dz = z.detach() if want_z else None
         dhead = torch.zeros_like(head, dtype=wide) if want_head else None
         sums = torch.zeros(batch.ttt_length, dtype=wide, device=z.device)
         hits = torch.zeros(len(z), dtype=torch.bool, device=z.device)
+        if dz is not None:  # the loss reads no other rows
+            untrained = torch.ones_like(hits).index_fill_(0, batch.pair_row, False)
+            dz.masked_fill_(untrained[:, None], 0)
         block, part = objective.logit_counts(z.device)
 
         with torch.autocast(z.device.type, enabled=False):

@@ -80,9 +80,9 @@ def activations(shape: DrafterShape, work: Work, step: Step) -> Activations:
     keep = _kept_recomputing if step.recompute else _kept
     return Activations(
         copies=value * (entering + low * cast),
-        kept=keep(shape, w, work, step) + value * outputs,  # and the outputs' gradient, which the loss leaves
+        kept=keep(shape, w, work, step) + value * outputs,  # the outputs, then their gradient in their place
         head=FP32 * head * step.train_lm_head,
-        loss=value * (outputs + low * (head + everything - cast)) + _loss(shape, work, step),
+        loss=value * low * (head + everything - cast) + _loss(shape, work, step),
         backward=value * (everything + _backward(shape, w, work, step)),
     )
 

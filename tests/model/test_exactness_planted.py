@@ -1,6 +1,7 @@
 """Planted mistakes that the properties of test_exactness.py must find, among them some that one fixed shape hides."""
 
 import pytest
+import torch
 from conftest import make_shape
 from hypothesis import Phase, given, settings
 from model.test_exactness import PROPERTY, Case, cases, check_fp64
@@ -86,10 +87,16 @@ def own_keys_of_the_last_steps_only(patch):
     patch.setattr(drafter, "unrolled_attention", wrong)
 
 
+def gradients_where_nothing_is_trained(patch):
+    """The loss leaves its gradient in the outputs' memory, and there the outputs of rows that it does not read."""
+    patch.setattr(torch.Tensor, "masked_fill_", lambda self, *_: self)
+
+
 SEEN_BY_ANY_SHAPE = {
     "query heads in another order than their groups": groups_interleaved,
     "queries at packed positions": queries_at_packed_positions,
     "own keys of the last three steps only": own_keys_of_the_last_steps_only,
+    "outputs left for a gradient where nothing is trained": gradients_where_nothing_is_trained,
 }
 # The small fixed shape of conftest.py has four heads of width four, one epsilon, the target's embedding, KL, one chunk.
 UNSEEN_BY_THE_FIXED_SHAPE = {
