@@ -68,7 +68,7 @@ def prepare(config: Config) -> None:
         raise UserError(f"{folder} exists and is no output of this stage: move it away or choose run_dir=…")
     note("\n".join([f"data: the drafter for {config.target.name}, as its config.json has it", *rows]))
     if doubt := serving_doubt(config.target):
-        note(f"data: NOT SERVED: {doubt}")
+        note(f"data: SERVING: {doubt}")
     collected = collect(corpus.read(), template, data.max_length, data.heldout)
     collected.refused = answers.get("refused", []) + collected.refused
     _check_splits(collected, data)

@@ -24,7 +24,7 @@ def plan(config: Config) -> None:
     note("\n".join([f"TARGET   {config.target.name}: the drafter's shape follows from its config.json", *rows, ""]))
     note(sections.text(planned))
     if doubt := serving_doubt(config.target):
-        note(f"\nNOT SERVED   {doubt}")
+        note(f"\nSERVING   {doubt}")
 
 
 if __name__ == "__main__":

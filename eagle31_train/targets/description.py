@@ -266,16 +266,24 @@ def kinds(raw: dict[str, Any]) -> list[str]:
 
 
 def serving_doubt(target: TargetConfig) -> str | None:
-    """What speaks against spending hours on a drafter for this target; None if nothing is known. UserError: see
-    `read_raw`."""
-    refused = next((kind for kind in kinds(read_raw(target)) if kind in NO_EAGLE3), None)
-    if refused is None:
+    """What is to be known of serving before hours are spent on a drafter for this target; None if nothing."""
+    kind = class_without_eagle3(target)
+    if kind is None:
         return None
+    tried = "so was Gemma 3" if kind.startswith("gemma3") else "so was Gemma 3, but this kind was not tried"
     return (
-        f"vLLM 0.32's own class for {refused} takes no EAGLE 3 draft, so that a drafter for {target.path} can be "
-        "trained and measured here, but not served; whether `vllm serve --model-impl transformers` serves it was not "
-        "tried"
+        f"vLLM 0.32's own class for {kind} takes no EAGLE 3 draft: {target.path} is served by transformers' "
+        f"(--model-impl transformers), which is slower; {tried}"
     )
+
+
+def class_without_eagle3(target: TargetConfig) -> str | None:
+    """The target's kind where vLLM 0.32's own class of it takes no EAGLE 3 draft; then the one that wraps transformers'
+    does. None of a target that cannot be read here."""
+    try:
+        return next((kind for kind in kinds(read_raw(target)) if kind in NO_EAGLE3), None)
+    except UserError:
+        return None
 
 
 def pick_layers(aux_layers: Sequence[int] | None, depth: int, kind: str = "") -> list[int]:

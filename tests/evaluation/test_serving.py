@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import threading
@@ -22,6 +23,7 @@ from eagle31_train.evaluation.prompts import Prompt
 from eagle31_train.evaluation.serving import Engine, measure_serving, report, server
 from eagle31_train.evaluation.serving.engine import check, server_arguments
 from eagle31_train.evaluation.serving.server import Answer
+from eagle31_train.reporting.recipe import serve_command
 
 END = 40
 # Of the second answer, token 5 is an end token.
@@ -135,6 +137,16 @@ def expected(depth, times):
         "accepted": sum(steps),
         "per_position": [sum(accepted > i for accepted in steps) for i in range(depth)],
     }
+
+
+@pytest.mark.parametrize(("kind", "told"), [("llama", []), ("gemma3_text", ["--model-impl", "transformers"])])
+def test_a_target_whose_own_class_takes_no_draft_is_served_by_transformers(config, tmp_path, kind, told):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    words = shlex.split(serve_command(config(f"target.path={tmp_path}"), "draft"))
+    assert words[:3] == ["vllm", "serve", str(tmp_path)]
+    assert words[3:-2] == told
+    given = server_arguments(config(f"target.path={tmp_path}", "evaluate.vllm_args={model_impl: vllm}"), None, 0, 1)
+    assert given["model_impl"] == "vllm", "what the user asks for"
 
 
 def test_vllm_is_told_that_a_drafter_drafts_in_parallel(config, tmp_path):

@@ -16,6 +16,7 @@ from eagle31_train.config import Config
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation.measurement import machine
 from eagle31_train.evaluation.serving.server import ENVIRONMENT
+from eagle31_train.targets.description import class_without_eagle3
 
 # Arguments that the measurement sets itself.
 OURS = {"model", "revision", "trust_remote_code", "speculative_config", "host", "port", "api_key"}
@@ -32,9 +33,12 @@ print(json.dumps([__version__, torch.cuda.get_device_name() if torch.cuda.is_ava
 
 
 def target_arguments(config: Config) -> dict[str, Any]:
-    """What the target needs of vLLM wherever it is served: what it needed before, its own code or several devices."""
+    """What the target needs of vLLM wherever it is served: what it needed before, its own code, several devices, or a
+    class that takes drafts."""
     target, engine = config.target, config.extract.engine_args if config.extract.engine == "vllm" else {}
     wanted: dict[str, Any] = {"revision": target.revision, "trust_remote_code": target.trust_remote_code or None}
+    if class_without_eagle3(target):
+        wanted["model_impl"] = "transformers"
     return wanted | {name: engine.get(name) for name in ("tensor_parallel_size", "quantization")}
 
 
