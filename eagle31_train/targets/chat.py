@@ -190,8 +190,8 @@ class ChatTemplate:
     def kept_ids(self) -> list[int]:
         """Ids that every draft vocabulary holds, ascending: where the target stops, and the special tokens that the
         template names. A tokenizer may reserve thousands of others (Gemma 3 has 6,242), which no target writes."""
-        text = self.template + (self.tools_template or "")
-        named = {self.tokenizer.convert_tokens_to_ids(token) for token in self.special if token in text}
+        text, ids = self.template + (self.tools_template or ""), self.tokenizer.get_vocab()
+        named = {ids[token] for token in self.special if token in text}
         return sorted(named | set(self.end_ids))
 
     def fingerprints(self) -> dict[str, Any]:
