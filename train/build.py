@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from eagle31_train import artifacts
 from eagle31_train.checkpoint.contract import drafter_shape
@@ -17,10 +18,7 @@ from eagle31_train.model.loss import Objective, Teacher
 from eagle31_train.model.vocab import DraftVocab
 from eagle31_train.store import Store, StoreSplit
 
-# Every weight of the final norm at first. fc passes on a state that says which token was the last: a guess that is
-# surely wrong, and under the target's own norm as confident as the target. That norm may also weigh some dimensions
-# hundreds of times (Gemma 3), and the state that is fed back would be weighed so again at every step (docs/log.md).
-FIRST_NORM = 0.4
+FIRST_NORM, FIRST_SPREAD = 0.7, 2.0  # see `first_norm`
 LOOK_BACK = 12.0  # nats by which a head's score of the position that it begins with exceeds those far away
 
 
@@ -80,7 +78,7 @@ def build_objective(config: Config, shape: DrafterShape, store: Store, vocab: Dr
     """Drafter and teacher with their initial weights, on the CPU; the same for the same seed.
 
     Where the widths agree, the drafter starts as a poor copy of the target's last layers (against random ones:
-    docs/log.md): fc passes the last auxiliary state on, and lm_head is the target's.
+    docs/log.md): fc passes the last auxiliary state on, lm_head is the target's, and so is about the final norm.
     """
     torch.manual_seed(config.seed)
     weights = store.target
@@ -90,7 +88,7 @@ def build_objective(config: Config, shape: DrafterShape, store: Store, vocab: Dr
     head_rows = weights["lm_head"][ids]
     if shape.hidden_size == shape.target_hidden_size:
         drafter.lm_head.weight.data.copy_(head_rows)
-        drafter.norm.weight.data.fill_(FIRST_NORM)
+        drafter.norm.weight.data.copy_(first_norm(weights["norm"]))
         # fc passes the last auxiliary state on, a little of the others mixed in.
         drafter.fc.weight.data.mul_(0.25)[:, -shape.hidden_size :] += torch.eye(shape.hidden_size)
     if shape.parallel and shape.attention_bias and not shape.qk_norm:
@@ -102,6 +100,22 @@ def build_objective(config: Config, shape: DrafterShape, store: Store, vocab: Dr
     objective = Objective(drafter, teacher, config.train.loss, config.train.lk)
     objective.autocast = torch.bfloat16 if config.train.precision == "bf16" else None
     return objective
+
+
+def first_norm(target: Tensor) -> Tensor:
+    """What the drafter's final norm starts with: the target's weights, scaled down and without outliers.
+
+    At first a state says which token was the last, a guess that is surely wrong, and under the target's own norm as
+    sure as the target's. And what a target weighs hundreds of times (some dimensions of Gemma 3's) would be weighed
+    again at every step, since the normed state is fed back: a hundred steps did not make up for it (docs/log.md).
+
+    Args:
+        target: [D] effective weight of the target's final norm.
+
+    Returns:
+        [D]: FIRST_NORM where the target has its median, nowhere beyond FIRST_SPREAD times that.
+    """
+    return FIRST_NORM * (target / target.abs().median()).clamp(-FIRST_SPREAD, FIRST_SPREAD)
 
 
 @torch.no_grad()

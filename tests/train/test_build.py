@@ -12,7 +12,7 @@ from eagle31_train.model import vocab
 from eagle31_train.model.drafter import Drafter
 from eagle31_train.model.layer import applied_to
 from eagle31_train.store import Store
-from train.build import build_objective, choose_kernels, look_back, shape_of
+from train.build import build_objective, choose_kernels, first_norm, look_back, shape_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -24,10 +24,17 @@ def test_a_drafter_starts_as_an_unsure_copy_of_the_targets_last_layers(new_run):
     drafter = build_objective(config, shape_of(config.drafter, store, kept), store, kept).drafter
     rows = store.target["lm_head"][torch.from_numpy(kept.target_ids)]
     torch.testing.assert_close(drafter.lm_head.weight.data, rows.float())
-    assert (drafter.norm.weight == 0.4).all()
+    torch.testing.assert_close(drafter.norm.weight.data, first_norm(store.target["norm"].float()))
     *others, last = drafter.fc.weight.data.split(drafter.shape.hidden_size, dim=1)
     assert (last - torch.eye(len(last))).abs().max() < 0.05
     assert all(0 < other.abs().max() < 0.05 for other in others)
+
+
+def test_the_first_norm_is_the_targets_scaled_down_without_its_outliers():
+    """SmolLM2-135M's, from -2.1 to 3.3 about 1.78, stays in proportion; Gemma 3's has weights of 301 about 9.25."""
+    even, uneven = torch.tensor([-2.1, 1.0, 1.78, 1.5, 3.3]), torch.tensor([0.2, 9.0, -9.25, 301.0, 12.0])
+    torch.testing.assert_close(first_norm(even), even * 0.7 / 1.78)
+    torch.testing.assert_close(first_norm(uneven), torch.tensor([0.2, 9.0, -9.25, 18.5, 12.0]) * 0.7 / 9.25)
 
 
 def scores(drafter, layer, length=600):
