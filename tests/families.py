@@ -1,6 +1,8 @@
 """The golden conversations of data_prep: families of chat formats, each with its markup, template and cases."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import yaml
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
@@ -42,6 +44,17 @@ def load(family: dict, args: dict) -> ChatTemplate:
     tokenizer = make_tokenizer(family)
     ends = [tokenizer.convert_tokens_to_ids(token) for token in family["end"] if token in tokenizer.get_vocab()]
     return ChatTemplate(tokenizer, ends, tokenizer.chat_template, args)
+
+
+def write_rows(path: Path, rows: list[dict]) -> str:
+    """A file of JSON lines; returns its path, as an option takes it."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def says(content: str | None, **more: Any) -> dict:
+    """An answer."""
+    return {"role": "assistant", "content": content, **more}
 
 
 def row_of(case: dict) -> Row:

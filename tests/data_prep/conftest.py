@@ -1,11 +1,10 @@
 """A tokenizer, a target and a server small enough to be made on the spot."""
 
-import http.server
 import json
-import threading
 from pathlib import Path
 
 import pytest
+from answering import answering
 from families import byte_pairs
 from transformers import PreTrainedTokenizerFast
 
@@ -75,33 +74,12 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class Handler(http.server.BaseHTTPRequestHandler):
-    """Answers with a status and bytes, as `server.reply` has them for the request's body."""
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.bodies.append(body)
-        status, content = self.server.reply(body)
-        self.send_response(status)
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *_):
-        pass
-
-
 @pytest.fixture
 def server():
-    """A server on loopback; `url`, the `bodies` that it was sent, and what a test makes of `reply`."""
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.url, server.bodies = f"http://127.0.0.1:{server.server_address[1]}/v1", []
-    server.reply = lambda body: completion(f"answer to {body['messages'][-1]['content']}", usage=3)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    """A server that gives the status and bytes that its `reply` has for a request's body."""
+    with answering(lambda handler, body: handler.send(*handler.server.reply(body))) as server:
+        server.reply = lambda body: completion(f"answer to {body['messages'][-1]['content']}", usage=3)
+        yield server
 
 
 def completion(content, reason="stop", usage=0, prompt=0, **parts):

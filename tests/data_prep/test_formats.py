@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from families import says
 
 from data_prep.dialogue import following, turns_of
 from eagle31_train.rows.formats import detect, parse
@@ -25,10 +26,6 @@ FORMATS = [
 TOOL = {"type": "function", "function": {"name": "find", "parameters": {}}}
 CALLS = [{"id": "c", "type": "function", "function": {"name": "find", "arguments": '{"a": 1}'}}]
 HALF = "text with half of a surrogate pair, which is no Unicode"
-
-
-def says(content, **more):
-    return {"role": "assistant", "content": content, **more}
 
 
 def called(arguments):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from families import by_pieces
+from families import by_pieces, says
 from transformers import PreTrainedTokenizerFast
 
 from data_prep import masks
@@ -86,10 +86,6 @@ SPACED = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
-
-
-def says(content, **more):
-    return {"role": "assistant", "content": content, **more}
 
 
 @pytest.mark.parametrize(

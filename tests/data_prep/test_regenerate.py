@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from datasets import load_from_disk
+from families import write_rows
 
 from data_prep import regenerate as module
 from data_prep.answers import Local
@@ -26,15 +27,10 @@ PROMPTS = [
 ]  # fmt: skip
 
 
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return str(path)
-
-
 @pytest.fixture
 def config(tmp_path, tiny_target):
     generate = GenerateConfig(max_new_tokens=6, batch_size=2)
-    data = DataConfig(prompts=write(tmp_path / "prompts.jsonl", PROMPTS), generate=generate)
+    data = DataConfig(prompts=write_rows(tmp_path / "prompts.jsonl", PROMPTS), generate=generate)
     target = TargetConfig(path=str(tiny_target), dtype="float32", device="cpu")
     return Config(name="t", run_dir=str(tmp_path / "run"), regenerate=True, target=target, data=data)
 
@@ -45,7 +41,7 @@ def run(config):
 
 
 def test_where_no_prompt_can_be_answered_it_says_why(config):
-    write(Path(config.data.prompts), [{"messages": [{"role": "assistant", "content": "x"}]}] * 2)
+    write_rows(Path(config.data.prompts), [{"messages": [{"role": "assistant", "content": "x"}]}] * 2)
     with pytest.raises(UserError, match=r"no prompt that can be answered \(2 × .*user"):
         run(config)
 
@@ -204,7 +200,7 @@ def served(config, tmp_path, server, completion):
 
     server.reply = reply
     (tmp_path / "own.jinja").write_text(TEMPLATE)
-    write(tmp_path / "prompts.jsonl", TOOL_PROMPTS)
+    write_rows(tmp_path / "prompts.jsonl", TOOL_PROMPTS)
     config.data.heldout, config.data.max_length = 0.0, 1000
     config.target.chat_template, config.target.template_args = str(tmp_path / "own.jinja"), {"brief": True}
     config.data.generate = GenerateConfig(max_new_tokens=50, server=server.url, model="m", concurrency=3)

@@ -1,10 +1,10 @@
 """Sources mixed by weight: shares to one row, and choices that nothing else moves."""
 
-import json
 import random
 from fractions import Fraction
 
 import pytest
+from families import write_rows
 
 from data_prep import sources as module
 from data_prep.sources import Corpus, quotas
@@ -17,8 +17,7 @@ def chat(question):
 
 def write(path, count, **more):
     rows = [{"id": f"r{i}", "messages": chat(f"{path.stem} {i}"), **more} for i in range(count)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
+    return write_rows(path, rows)
 
 
 # ---------------------------------------------------------------- shares
@@ -42,7 +41,7 @@ def sources(tmp_path):
     """Three sources of 60, 40 and 30 rows, weighed 3 : 1 : 1."""
     sizes = {"en": (60, 3), "zh": (40, 1), "agent": (30, 1)}
     return {
-        name: {"path": str(write(tmp_path / f"{name}.jsonl", count)), "weight": weight}
+        name: {"path": write(tmp_path / f"{name}.jsonl", count), "weight": weight}
         for name, (count, weight) in sizes.items()
     }
 
@@ -72,7 +71,7 @@ def test_shares_are_the_weights_to_one_row_and_nothing_is_left_that_fits(tmp_pat
         assert quotas(weights, dict.fromkeys("abc", 99), 5) == {"a": 1, "b": 1, "c": 3}
         assert quotas(dict.fromkeys(order, Fraction(1)), dict.fromkeys("abc", 99), 4) == {"a": 2, "b": 1, "c": 1}
     decimal = {
-        name: {"path": str(write(tmp_path / f"{name}.jsonl", count)), "weight": weight}
+        name: {"path": write(tmp_path / f"{name}.jsonl", count), "weight": weight}
         for name, count, weight in (("a", 1, 0.1), ("b", 2, 0.2), ("c", 7, 0.7))
     }
     assert len(ids(decimal)) == 10, "in floating point 0.1 + 0.2 + 0.7 loses a row"

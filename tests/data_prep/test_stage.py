@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from datasets import load_from_disk
+from families import write_rows
 
 from data_prep import dataset, stage
 from data_prep.dataset import is_heldout, prompt_digest
@@ -35,14 +36,9 @@ def chats(count):
     ]
 
 
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return str(path)
-
-
 @pytest.fixture
 def config(tmp_path, tiny_target):
-    chats_file = write(tmp_path / "chats.jsonl", chats(60))
+    chats_file = write_rows(tmp_path / "chats.jsonl", chats(60))
     data = DataConfig(conversations=chats_file, heldout=SHARE, max_length=64, draft_vocab_size=300)
     target = TargetConfig(path=str(tiny_target), dtype="float32", device="cpu")
     return Config(name="t", run_dir=str(tmp_path / "run"), target=target, data=data)
@@ -102,7 +98,7 @@ def test_prompts_that_are_asked_twice_are_counted_by_source(config, tmp_path, ca
     rows = [{**row, "id": f"again{i}"} for i, row in enumerate(chats(60)[:2])]
     rows += [{**rows[0], "sample": 1}, {**chats(1)[0], "id": "apart", "source": "c"}]
     rows.append({"id": "longer", "source": "a", "messages": [*chat("question 0"), *chat("and then?")]})
-    write(tmp_path / "chats.jsonl", [*chats(60), *rows])
+    write_rows(tmp_path / "chats.jsonl", [*chats(60), *rows])
     prepare(config)
     sources = manifest_of(tmp_path)["sources"]
     assert [sources[name]["repeated"] for name in "abc"] == [1, 1, 1]
@@ -207,7 +203,7 @@ def test_what_cannot_be_met_is_refused_before_the_work_starts(config, tmp_path, 
 
 
 def test_a_file_in_the_wrong_place_says_what_to_set(config, tmp_path):
-    asked = write(tmp_path / "asked.jsonl", [{"prompt": f"question {i}"} for i in range(3)])
+    asked = write_rows(tmp_path / "asked.jsonl", [{"prompt": f"question {i}"} for i in range(3)])
     given = config.data.conversations
     for regenerate, options, words in [
         (False, {"prompts": asked}, f"data.prompts={asked} is to be answered: set regenerate=true"),
@@ -252,8 +248,8 @@ def mixed(config, tmp_path):
     call = {"type": "function", "function": {"name": "find"}}
     zh[9]["messages"][1] = {"role": "assistant", "content": "a fox", "tool_calls": [call]}
     sources = {
-        "en": {"path": write(tmp_path / "en.jsonl", en), "weight": 1},
-        "zh": {"path": write(tmp_path / "zh.jsonl", zh), "weight": 1},
+        "en": {"path": write_rows(tmp_path / "en.jsonl", en), "weight": 1},
+        "zh": {"path": write_rows(tmp_path / "zh.jsonl", zh), "weight": 1},
     }
     config.data = DataConfig(sources=sources, rows=98, heldout=SHARE, max_length=200, draft_vocab_size=40)
     return config

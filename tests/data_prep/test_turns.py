@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from families import FAMILIES, load
+from families import FAMILIES, load, says
 
 from data_prep.masks import samples
 from eagle31_train.errors import Refused
@@ -11,10 +11,6 @@ from eagle31_train.targets.chat import ChatTemplate
 ASK = {"role": "user", "content": "hello"}
 MORE = {"role": "user", "content": "and?"}
 ASKED = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
-
-
-def says(content, **more):
-    return {"role": "assistant", "content": content, **more}
 
 
 @pytest.fixture

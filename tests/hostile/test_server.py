@@ -1,11 +1,10 @@
 """A server of answers that is slow, endless, of another kind, or answers nonsense."""
 
-import http.server
 import json
-import threading
 from contextlib import suppress
 
 import pytest
+from answering import answering
 from hypothesis import strategies as st
 from mutating import cases, documents, outcome, texts
 from talking import make_tokenizer
@@ -34,42 +33,13 @@ TEMPLATES = [ChatTemplate(TOKENIZER, [TOKENIZER.eos_token_id], text) for text in
 SAID = ["error", "object", "length", "tool_calls", "content_filter", "\ud800", 10**15, [CALL], {"a": {}}]
 
 
-class Handler(http.server.BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def do_POST(self):
-        self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.asked.append(dict(self.headers))
-        with suppress(OSError):
-            self.server.reply(self)
-        self.close_connection = True
-
-    do_GET = do_POST
-
-    def log_message(self, *_):
-        pass
-
-    def send(self, status, content, **headers):
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name.replace("_", "-"), value)
-        self.end_headers()
-        self.wfile.write(content)
-
-
 @pytest.fixture
 def server(monkeypatch):
     for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(client.time, "sleep", lambda _: None)
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.asked, server.url = [], f"http://127.0.0.1:{server.server_address[1]}/v1"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with answering(lambda handler, _: handler.server.reply(handler)) as server:
+        yield server
 
 
 def body(data):
@@ -96,7 +66,7 @@ def replies(draw):
     return draw(st.lists(st.tuples(statuses, bodies), min_size=1, max_size=4)), draw(st.sampled_from([0, 1]))
 
 
-@cases(replies(), quick=100, thorough=10_000)
+@cases(replies(), quick=50, thorough=10_000)
 def test_answers(case, server):
     queue, template = case
     queue = list(queue)
@@ -109,7 +79,7 @@ def test_answers(case, server):
     outcome(lambda: ask(server, TEMPLATES[template]))
 
 
-@cases(texts(documents([COMPLETION], ["text"], SAID)), quick=40, thorough=3_000)
+@cases(texts(documents([COMPLETION], ["text"], SAID)), quick=20, thorough=3_000)
 def test_completions(case, server):
     server.reply = body(case)
     asking = Server(server.url, "m", TEMPLATES[0], max_tokens=8)
@@ -150,7 +120,7 @@ def test_a_redirection_takes_the_key_nowhere(server, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     server.reply = lambda handler: handler.send(302, b"", Location=f"{server.url}/elsewhere")
     assert "gives no answer (HTTP 302" in str(outcome(lambda: ask(server)))
-    assert len(server.asked) == 1
+    assert len(server.bodies) == 1
 
 
 @pytest.mark.parametrize("url", ["file:///etc/passwd", "localhost:8000/v1", "", "ftp://a/v1"])
