@@ -62,8 +62,8 @@ def tiny_llama(seed=0, **changes):
 
 
 def write_data(run_dir, lengths=LENGTHS, seed=0, kept=KEPT, target_size=VOCAB, model=None):
-    """run_dir/data with random tokens: a question, an answer, and sometimes a second turn; or, with a `model`, an
-    answer that it writes itself."""
+    """run_dir/data with random tokens: a question, an answer, and sometimes a second turn; or, with a `model`,
+    answers of one length that it writes itself."""
     rng = random.Random(seed)
     folder = Path(run_dir) / "data"
     splits = {}
@@ -75,7 +75,8 @@ def write_data(run_dir, lengths=LENGTHS, seed=0, kept=KEPT, target_size=VOCAB, m
             "loss_mask": [[i >= 3 and not size - 6 <= i < size - 4 for i in range(size)] for size in sizes],
         }
         if model is not None:
-            rows["input_ids"] = [answered(model, ids[:3], len(ids)) for ids in rows["input_ids"]]
+            [size] = set(sizes)
+            rows["input_ids"] = answered(model, [ids[:3] for ids in rows["input_ids"]], size)
             rows["loss_mask"] = [[i >= 3 for i in range(size)] for size in sizes]
         splits[split] = Dataset.from_dict(rows, features=COLUMNS)
     # An empty split would be given no file, and then not load.
@@ -94,11 +95,13 @@ def write_data(run_dir, lengths=LENGTHS, seed=0, kept=KEPT, target_size=VOCAB, m
     )
 
 
-def answered(model, ids, length):
-    """Tokens that a model goes on with, greedily and one at a time, until there are `length`."""
-    for _ in range(length - len(ids)):
-        ids = [*ids, int(model(torch.tensor([ids])).logits[0, -1].argmax())]
-    return ids
+@torch.no_grad()
+def answered(model, rows, length):
+    """Rows of tokens, with those that a model goes on with, greedily and one at a time, until there are `length`."""
+    ids = torch.tensor(rows)
+    while ids.shape[1] < length:
+        ids = torch.cat([ids, model(ids).logits[:, -1].argmax(-1, keepdim=True)], 1)
+    return ids.tolist()
 
 
 def make_run(folder, seed=0, **changes):

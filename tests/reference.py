@@ -90,11 +90,17 @@ class ReferenceDrafter:
         n = norm(g, self.w["midlayer.hidden_norm.weight"], eps)
         return torch.cat([e, n]), n if self.s.norm_before_residual else g
 
-    def slot(self, tokens, aux, t, steps):
-        """The outputs z_0..z_{steps-1} of slot t of one document, each [D], and the states it read."""
-        rows = [[] for _ in range(self.s.num_layers)]  # of each layer
-        for p in range(t):
+    def context(self, tokens, aux, end):
+        """For each layer, the rows of the first `end` positions of one document, as all slots behind them see them."""
+        rows = [[] for _ in range(self.s.num_layers)]
+        for p in range(end):
             self.through(tokens[p + 1], self.fused(aux[p]), p, rows, keys_only=True)
+        return rows
+
+    def slot(self, tokens, aux, t, steps, context=None):
+        """The outputs z_0..z_{steps-1} of slot t of one document, each [D], and the states it read; `context`, of t
+        positions or more, if it is there."""
+        rows = [layer[:t] for layer in context or self.context(tokens, aux, t)]
         g, outputs, states = self.fused(aux[t]), [], []
         for k in range(steps):
             states.append(g)
@@ -129,14 +135,15 @@ class ReferenceDrafter:
         sums, counts, hits, eligible = ([0] * steps for _ in range(4))
         kept = set(kept_ids)
         for i, d in enumerate(documents):
-            T = len(d.tokens)
+            T, context = len(d.tokens), None
             for t in range(T):
                 if taken is not None and not taken[i][t]:
                     continue
                 pairs = [k for k in range(steps) if t + 2 + k < T and d.loss_mask[t + 2 + k]]
                 if not pairs:
                     continue
-                zs, _ = self.slot(d.tokens, d.aux, t, max(pairs) + 1)
+                context = context or self.context(d.tokens, d.aux, T - 1)
+                zs, _ = self.slot(d.tokens, d.aux, t, max(pairs) + 1, context)
                 for k in pairs:
                     eligible[k] += 1
                     top1 = int(d.top1[t + 1 + k])

@@ -1,6 +1,7 @@
 """The drafter at serving time against the unroll that trains it: the same hidden states, to 1e-5 in fp32."""
 
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -48,15 +49,22 @@ def unrolled(objective, document, slot, tokens):
 
 
 PARALLEL = {"parallel": True, "ptd_token_id": 49}
+NORMS = ("fc_norm", "norm_output", "norm_before_residual")
+SHAPES = [
+    *(
+        dict(zip(NORMS, given, strict=True)) | more
+        for given in product([True, False], repeat=3)
+        for more in ({}, PARALLEL, {**PARALLEL, "num_layers": 2})
+    ),
+    {"sliding_window": 6},
+    {"sliding_window": 3, "num_layers": 2},  # shorter than a round
+    {"attention_bias": True, "mlp_bias": True},
+]
 
 
-@pytest.mark.parametrize("fc_norm", [True, False])
-@pytest.mark.parametrize("norm_output", [True, False])
-@pytest.mark.parametrize("norm_before_residual", [True, False])
-@pytest.mark.parametrize("more", [{}, PARALLEL, {**PARALLEL, "num_layers": 2}])
-def test_every_round_equals_the_training_unroll(document, fc_norm, norm_output, norm_before_residual, more):
-    shape = make_shape(fc_norm=fc_norm, norm_output=norm_output, norm_before_residual=norm_before_residual, **more)
-    objective = make_objective(shape, torch.float32)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_round_equals_the_training_unroll(document, shape):
+    objective = make_objective(make_shape(**shape), torch.float32)
     decoder = decoder_of(objective)
     aux, done = document.aux.float(), 0
     # As in serving: the prompt at once, then as many rows as were accepted, over what a round left behind.
@@ -67,24 +75,6 @@ def test_every_round_equals_the_training_unroll(document, fc_norm, norm_output, 
         assert set(tokens.tolist()) <= set(objective.teacher.target_ids.tolist())
         torch.testing.assert_close(z, unrolled(objective, document, done - 1, tokens), rtol=1e-5, atol=1e-5)
         assert decoder.draft(K) == tokens.tolist()  # drafting twice changes nothing
-
-
-WINDOWED = {
-    "a window": {"sliding_window": 6},
-    "a window shorter than a round, two layers": {"sliding_window": 3, "num_layers": 2},
-    "biases": {"attention_bias": True, "mlp_bias": True},
-}
-
-
-@pytest.mark.parametrize("shape", WINDOWED)
-def test_every_round_equals_the_unroll_in_further_shapes(document, shape):
-    objective = make_objective(make_shape(**WINDOWED[shape]), torch.float32)
-    decoder, aux, done = decoder_of(objective), document.aux.float(), 0
-    for rows in (6, 1, 3, 4):
-        decoder.extend(aux[done : done + rows], document.tokens[done + 1 : done + rows + 1])
-        done += rows
-        tokens, z = drafted(decoder)
-        torch.testing.assert_close(z, unrolled(objective, document, done - 1, tokens), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("off", [-1, 1])

@@ -40,7 +40,7 @@ def test_each_is_the_targets_own_answer_and_its_states(run):
     model = tiny_llama()
     target = HiddenStateTarget(model, AUX)
     for one in found:
-        text = answered(model, one.prompt, 3 + 20 + 4)[3:]  # the reference: the whole text is read for each token
+        text = answered(model, [one.prompt], 3 + 20 + 4)[0][3:]  # the reference: the whole text is read for each token
         end = text.index(END) + 1 if END in text[:20] else 20
         assert (one.output, one.beyond) == (text[:end], text[end : end + 4])
         tokens = torch.tensor([[*one.prompt, *one.output]])

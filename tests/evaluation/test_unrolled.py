@@ -34,7 +34,7 @@ SHAPES = {
 }
 
 
-@pytest.fixture(params=SHAPES)
+@pytest.fixture(scope="module", params=SHAPES)
 def drafted(request):
     """A drafter in fp64, and a trajectory along which its drafts are right for a while, again and again."""
     objective = make_objective(SHAPES[request.param])
@@ -97,8 +97,9 @@ def test_the_narrowest_gap_is_that_of_the_draft_at_its_slot(drafted):
     told, spelled_out = [*trajectory.prompt, *trajectory.output, *trajectory.beyond], written_apart(drafter)
     for slot in (0, trajectory.slots - 1):
         gaps, draft, t = [], [], PROMPT - 1 + slot
+        context = spelled_out.context(told, trajectory.aux, t)
         for _ in range(DEPTH):
-            outputs, _ = spelled_out.slot([*told[: t + 2], *draft], trajectory.aux, t, len(draft) + 1)
+            outputs, _ = spelled_out.slot([*told[: t + 2], *draft], trajectory.aux, t, len(draft) + 1, context)
             scores = drafter.lm_head(outputs[-1])
             best, second = scores.topk(2).values.tolist()
             gaps.append(best - second)
@@ -116,13 +117,14 @@ def from_scratch(objective, trajectory):
     told = [*trajectory.prompt, *trajectory.output, *trajectory.beyond]
     first = len(trajectory.prompt) - 1
     accepted, rows = [], [[] for _ in range(DEPTH)]
+    context = spelled_out.context(told, trajectory.aux, first + trajectory.slots)
     for t in range(first, first + trajectory.slots):
         draft = []
         for _ in range(DEPTH):
             with watched_softmax() as shares:
-                outputs, states = spelled_out.slot([*told[: t + 2], *draft], trajectory.aux, t, len(draft) + 1)
+                read = [*told[: t + 2], *draft]
+                outputs, states = spelled_out.slot(read, trajectory.aux, t, len(draft) + 1, context)
             draft.append(ids[int((lm_head @ outputs[-1]).argmax())])
-        del shares[: -DEPTH * heads]  # those of the positions before, in the layers below the last
         wrong = [a != b for a, b in zip(draft, told[t + 2 :], strict=False)]
         accepted.append(wrong.index(True) if True in wrong else DEPTH)
         for k in range(DEPTH):
@@ -252,6 +254,14 @@ def rms(states):
     return states.square().mean(-1).sqrt()
 
 
+@pytest.fixture(scope="module")
+def truth_of_one():
+    """A trajectory of the usual drafter, and its drift from scratch."""
+    objective = make_objective(make_shape())
+    trajectory = agreeable(objective, output=8)
+    return trajectory, from_scratch(objective, trajectory)[1]
+
+
 EVERYTHING = {"sink", "prompt", "verified", "own", "rms", "entropy"}
 
 
@@ -269,10 +279,8 @@ EVERYTHING = {"sink", "prompt", "verified", "own", "rms", "entropy"}
         (entropy_in_bits, {"entropy"}),
     ],
 )
-def test_a_planted_mistake_is_seen(monkeypatch, mistake, seen_in):
-    objective = make_objective(make_shape())
-    trajectory = agreeable(objective, output=8)
-    truth = from_scratch(objective, trajectory)[1]
+def test_a_planted_mistake_is_seen(truth_of_one, monkeypatch, mistake, seen_in):
+    objective, (trajectory, truth) = make_objective(make_shape()), truth_of_one
     assert unlike(unroll_all(objective, trajectory)[1], truth) == set()
     mistake(monkeypatch, objective.drafter)
     assert unlike(unroll_all(objective, trajectory)[1], truth) == seen_in
