@@ -65,22 +65,6 @@ def test_a_parallel_drafter_is_exported_and_read_again(run, tiny):
     assert DrafterCheckpoint.open(run.folder / "export").tensors["mask_hidden"].shape == (1, 32)  # as others write it
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"fc_norm__1__weight": None}, "fc_norm.1.weight is missing"),
-        ({"norm__weight": None, "model__norm__weight": torch.ones(16)}, "norm.weight is missing"),
-    ],
-)
-def test_a_faulty_checkpoint_is_refused_and_nothing_is_written(change, named, run):
-    run.change_tensors(**change)
-    before = run.listing()
-    with pytest.raises(UserError, match=named) as caught:
-        export.export(run.config())
-    assert str(caught.value).startswith(str(run.checkpoint))
-    assert run.listing() == before
-
-
 def test_a_value_that_the_dtype_cannot_hold_is_refused(run):
     run.change_tensors(norm__weight=torch.full((16,), 1e6))
     with pytest.raises(UserError, match=r"norm.weight holds 16 NaN or infinite"):
@@ -90,6 +74,7 @@ def test_a_value_that_the_dtype_cannot_hold_is_refused(run):
 @pytest.mark.parametrize(
     ("spoil", "named"),
     [
+        (lambda run: run.change_tensors(fc_norm__1__weight=None), r"^.*step-000007.*fc_norm\.1\.weight is missing"),
         (lambda run: (run.checkpoint / "model.safetensors").write_bytes(b"{}"), "model.safetensors has 2 bytes"),
         (
             lambda run: run.set_vocab(vocab.DraftVocab(np.arange(12, dtype=np.int64), 40)),
@@ -97,7 +82,7 @@ def test_a_value_that_the_dtype_cannot_hold_is_refused(run):
         ),
     ],
 )
-def test_missing_damaged_or_foreign_inputs_are_named(spoil, named, run):
+def test_missing_damaged_or_foreign_inputs_are_named_and_nothing_is_written(spoil, named, run):
     spoil(run)
     before = run.listing()
     with pytest.raises(UserError, match=named):

@@ -42,20 +42,12 @@ def shape():
     return planned_drafter(config, describe_target(config.target), V)[0]
 
 
-@pytest.fixture(scope="module")
-def drafter(shape):
+def test_the_drafter_has_the_published_weights(shape):
     with torch.device("meta"):
-        return Drafter(shape, torch.empty(V, H))
-
-
-def test_the_drafter_has_the_published_weights(drafter, shape):
+        drafter = Drafter(shape, torch.empty(V, H))
     weights = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
     assert weights == TENSORS == contract.weight_shapes(shape)
     assert contract.check(weights, shape) == []
-    assert all(parameter.is_meta for parameter in drafter.parameters())
-
-
-def test_the_softmax_scale_is_sharpened(drafter):
     assert drafter.midlayer.self_attn.scale == pytest.approx(192**-0.5 * 1.4158883083359671**2, rel=1e-12)
 
 
