@@ -87,6 +87,17 @@ def batches():
     return schedule(SAMPLES, BUDGET, 5, EPOCHS, None)
 
 
+@pytest.fixture(scope="module")
+def by_one(split, batches):
+    """N_k of every step, as one rank norms its loss."""
+    return counts(load_on(split, batches, 1))
+
+
+@pytest.fixture(scope="module")
+def by_eight(split, batches):
+    return load_on(split, batches, 8)
+
+
 def load_on(split, batches, ranks, workers=1, accumulation=1, done=0, until=None, **more):
     """What ranks load together, step by step: its number, the samples of each part, and N_k.
 
@@ -127,17 +138,19 @@ def assert_right(loaded, batches):
 
 @pytest.mark.parametrize("workers", [0, 1, 4])
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-def test_any_number_of_ranks_and_workers_loads_the_same_batches_in_the_same_order(split, batches, ranks, workers):
+def test_any_number_of_ranks_and_workers_loads_the_same_batches_in_the_same_order(
+    split, batches, by_one, ranks, workers
+):
     loaded = load_on(split, batches, ranks, workers)
     assert_right(loaded, batches)
-    assert counts(loaded) == counts(load_on(split, batches, 1)), "and norms its loss by the same counts"
+    assert counts(loaded) == by_one, "and norms its loss by the same counts"
 
 
 @pytest.mark.parametrize(("ranks", "accumulation"), [(1, 8), (2, 4), (4, 2)])
-def test_ranks_and_accumulation_share_a_batch_alike(split, batches, ranks, accumulation):
-    loaded, others = load_on(split, batches, ranks, 1, accumulation), load_on(split, batches, 8)
+def test_ranks_and_accumulation_share_a_batch_alike(split, batches, by_eight, ranks, accumulation):
+    loaded = load_on(split, batches, ranks, 1, accumulation)
     assert_right(loaded, batches)
-    assert [sorted(parts) for _, parts, _ in loaded] == [sorted(parts) for _, parts, _ in others]
+    assert [sorted(parts) for _, parts, _ in loaded] == [sorted(parts) for _, parts, _ in by_eight]
 
 
 @pytest.mark.parametrize(("ranks", "workers"), [(2, 4), (8, 0)])
@@ -183,12 +196,12 @@ def position_lost(patch):
 @pytest.mark.parametrize(
     "plant", [rest_of_a_division_dropped, every_rank_a_shuffle_of_its_own, whichever_worker_is_first, position_lost]
 )
-def test_planted_mistakes_in_the_order_are_found(split, batches, monkeypatch, plant):
+def test_planted_mistakes_in_the_order_are_found(split, batches, by_one, monkeypatch, plant):
     plant(monkeypatch)
     with pytest.raises(AssertionError):
-        follow_the_order(split, batches)
+        follow_the_order(split, batches, by_one)
 
 
-def follow_the_order(split, batches):
-    test_any_number_of_ranks_and_workers_loads_the_same_batches_in_the_same_order(split, batches, 4, 4)
+def follow_the_order(split, batches, by_one):
+    test_any_number_of_ranks_and_workers_loads_the_same_batches_in_the_same_order(split, batches, by_one, 4, 4)
     test_a_run_that_goes_on_with_other_ranks_goes_on_with_the_same_samples(split, batches, (3, 7))

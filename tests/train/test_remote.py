@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from unittest.mock import patch
 
 import pytest
 import s3fs
@@ -20,15 +21,23 @@ URL = "s3://bucket/runs/tiny/store"
 MORE = ("train.window_tokens=20", f"target.aux_layers={json.dumps(AUX)}".replace(" ", ""), "store.last_codec=int8")
 
 
+@pytest.fixture(scope="module")
+def local(tmp_path_factory):
+    """folder/target and folder/run/data; and the store of the local run, trained; not to be changed."""
+    folder = tmp_path_factory.mktemp("local")
+    make_run(folder)
+    extract(tiny_config(folder, *MORE))
+    with patch.dict("os.environ", ACCELERATE_USE_CPU="true"):
+        loop.train(tiny_config(folder, *MORE))
+    (folder / "run" / "train").rename(folder / "local")
+    (folder / "run" / "store").rename(folder / "local-store")
+    return folder
+
+
 @pytest.fixture
-def made(tmp_path):
-    """folder/target and folder/run/data; and the store of the local run, trained."""
-    make_run(tmp_path)
-    extract(tiny_config(tmp_path, *MORE))
-    loop.train(tiny_config(tmp_path, *MORE))
-    (tmp_path / "run" / "train").rename(tmp_path / "local")
-    shutil.move(tmp_path / "run" / "store", tmp_path / "local-store")
-    return tmp_path
+def made(local, tmp_path):
+    """The same, of this test alone."""
+    return shutil.copytree(local, tmp_path / "made")
 
 
 def weights(folder):

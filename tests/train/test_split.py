@@ -90,13 +90,18 @@ def posed(dtype):
 
 
 @cache
+def whole_of(dtype, slots=None):
+    """One step on everything at once."""
+    return step(*posed(dtype), 1, 1, slots_per_batch=slots)
+
+
+@cache
 def tolerance(dtype, slots):
     """How far a split may be from the whole: in fp64 as far as the measured sums round, which are fp32; in fp32 as far
     as the whole is from fp64 by rounding."""
     if dtype == torch.float64:
         return 1e-6
-    ours, exact = (step(*posed(one), 1, 1, slots_per_batch=slots) for one in (dtype, torch.float64))
-    found = error(ours, exact)
+    found = error(whole_of(dtype, slots), whole_of(torch.float64, slots))
     assert 1e-7 < found < 1e-5  # a few roundings of 6e-8, and no mistake
     return found
 
@@ -111,7 +116,7 @@ def problem(request):
 @pytest.mark.parametrize("slots", [None, 20])
 def test_any_split_gives_the_gradient_of_the_whole(problem, ranks, accumulation, slots):
     objective, split, dtype = problem
-    whole = step(objective, split, 1, 1, slots_per_batch=slots)
+    whole = whole_of(dtype, slots)
     assert (whole["counts"][:-1] > 10).all()
     parts = step(objective, split, ranks, accumulation, slots_per_batch=slots)
     assert error(parts, whole) < tolerance(dtype, slots)
@@ -151,6 +156,5 @@ def samples_of_empty_parts_counted(mine, totals, ranks):
     ],
 )
 def test_planted_mistakes_are_found(problem, plant, ranks, accumulation):
-    objective, split, _ = problem
-    whole = step(objective, split, 1, 1)
-    assert error(step(objective, split, ranks, accumulation, plant), whole) > 1e-3
+    objective, split, dtype = problem
+    assert error(step(objective, split, ranks, accumulation, plant), whole_of(dtype)) > 1e-3

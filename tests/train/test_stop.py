@@ -54,6 +54,7 @@ def stopped_after(run, text, why):
 # ---------------------------------------------------------------- one process
 
 
+@pytest.mark.slow  # with the signal from within: test_survival.py
 def test_sigterm_saves_and_leaves_with_status_75(new_run, tmp_path):
     run, output = new_run(), tmp_path / "output"
     with training(arguments(run, *ENDLESS), output) as process:

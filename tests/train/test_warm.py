@@ -23,13 +23,13 @@ OTHERS = [i for i in range(VOCAB) if i % 3]  # shares some tokens with KEPT, and
 
 @pytest.fixture(scope="module")
 def learnt(copy_of, tmp_path_factory):
-    """learnt(*options): a run trained until it knows its conversations, and exported in fp32; not to be changed."""
+    """learnt(*options): a run that has learnt something, exported in fp32; not to be changed."""
     made = {}
 
     def of(*options):
         if options not in made:
-            run = copy_of(tmp_path_factory.mktemp("learnt")).fit("train.epochs=30", *options)
-            export(run.config("train.epochs=30", *options))
+            run = copy_of(tmp_path_factory.mktemp("learnt")).fit("train.epochs=8", *options)
+            export(run.config("train.epochs=8", *options))
             made[options] = run
         return made[options]
 
