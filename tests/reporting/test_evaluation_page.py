@@ -16,7 +16,7 @@ from eagle31_train.evaluation.measurement import Counts, Measurement
 from eagle31_train.evaluation.prompts import Prompt
 from eagle31_train.evaluation.results import summarise
 from eagle31_train.evaluation.workloads import Workload
-from eagle31_train.reporting import card, evaluation_page, figures
+from eagle31_train.reporting import card, evaluation_page
 from eagle31_train.reporting.card import CardResult, CardResults
 from eagle31_train.reporting.evaluation_page import pictures
 from eagle31_train.reporting.markdown import plain
@@ -142,13 +142,6 @@ def test_axes_show_nothing_that_cannot_be(whole):
         assert [len(line.get_xdata()) for line in drawn(whole, "heldout-conditional").lines] == [3, 4]
     finally:
         conditional[3] = known
-
-
-def test_a_long_title_is_not_cut_off():
-    title = "Acceptance length of a-drafter-of-a-long-name, times that of another, at 3 draft tokens"
-    figure = figures.Picture("name", "", title, lambda _: None).figure()
-    figure.draw_without_rendering()
-    assert figure.texts[0].get_window_extent().x1 <= figure.bbox.x1
 
 
 def test_curves_are_the_numbers_with_their_intervals(whole):

@@ -99,15 +99,6 @@ def test_a_disk_that_fills_up_leaves_no_half_of_a_report(tmp_path, monkeypatch):
     assert [path.name for path in run.iterdir()] == ["train"]
 
 
-def test_a_logarithmic_axis_shows_numbers_and_no_formulas():
-    picture = figures.Picture("p", "", "", lambda axes: (axes.plot([0.2, 3.0]), figures.logarithmic(axes)))
-    figure = picture.figure()
-    figure.canvas.draw()
-    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
-    assert {"0.2", "1", "2"} <= set(labels)
-    assert not any("$" in label for label in labels)
-
-
 def test_the_torn_last_line_of_a_running_training_is_left_out_and_said(tmp_path, capsys):
     run = make_run(tmp_path / "run")
     with (run / "train" / "metrics.jsonl").open("a") as file:
