@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers.utils import logging
 
 from eagle31_train import console
-from eagle31_train.console import Progress, explained, note
+from eagle31_train.console import Progress, explained, note, tidy
 from eagle31_train.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,13 +48,13 @@ def test_a_terminal_has_a_bar_and_notes_above_it(monkeypatch, capsys):
     assert "\rtrain:  75%|" in said.err
 
 
-def test_libraries_draw_no_bars_in_a_log():
-    code = (
-        "from transformers.utils import logging; from eagle31_train.console import tidy\n"
-        "with tidy(): list(logging.tqdm(range(3)))\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert (done.stdout, done.stderr) == ("", "")
+def test_libraries_draw_no_bars_in_a_log(capsys):
+    logging.enable_progress_bar()
+    assert list(logging.tqdm(range(3))) == [0, 1, 2]
+    assert "3/3" in capsys.readouterr().err
+    with tidy():
+        assert list(logging.tqdm(range(3))) == [0, 1, 2]
+    assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("command", [["completion", "bash"], ["data", "+experiment=kimi_toy", "--cfg"]])

@@ -15,8 +15,9 @@ ROOT = Path(__file__).resolve().parent.parent
 HOLDER = """
 import sys
 from pathlib import Path
-from train.prepare import alone, join
-with alone(Path(sys.argv[1])) if sys.argv[2] == "0" else join(Path(sys.argv[1])):
+from eagle31_train.locks import alone
+lock = Path(sys.argv[1]) / ".training"
+with alone(lock, "nobody") if sys.argv[2] == "0" else lock.open("a"):  # the first rank holds it, the others open it
     print(flush=True)
     sys.stdin.read()
 """
