@@ -166,13 +166,17 @@ def kept_mask(objective):
     return kept
 
 
-@pytest.fixture
-def tiny():
+def make_tiny():
     """(objective in fp64, three documents) of one small random drafter."""
     shape = make_shape()
     generator = torch.Generator().manual_seed(1)
     documents = [make_document(shape, length, generator) for length in (9, 5, 14)]
     return make_objective(shape), documents
+
+
+@pytest.fixture
+def tiny():
+    return make_tiny()
 
 
 @pytest.fixture
@@ -194,6 +198,19 @@ def real_target() -> Path:
             return embedded.unpack()
     except UserError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def extracted(tmp_path_factory):
+    """folder/target, folder/run/data and folder/run/store of a tiny run; not to be changed."""
+    from pipeline import make_run, tiny_config
+
+    from eagle31_train.extract import extract
+
+    folder = tmp_path_factory.mktemp("extracted")
+    make_run(folder)
+    extract(tiny_config(folder))
+    return folder
 
 
 ENVIRONMENT = {

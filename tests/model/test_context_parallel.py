@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -40,12 +41,17 @@ def distance(ours, theirs):
     return float(max(apart)), float(((sums[0] - sums[1]).abs() / sums[1].abs().clamp(min=1)).max())
 
 
+@cache
+def alone(name):
+    """The step of one process."""
+    return sharing.step(name, Mesh())
+
+
 @pytest.mark.parametrize(("name", "context"), sharing.CASES)
 def test_four_ranks_take_the_step_of_one_process(found, name, context):
     """Twos share, and there are two of them; or four share."""
-    alone = sharing.step(name, Mesh())
     for rank in found:
-        gradients, sums = distance(rank[name, context], alone)
+        gradients, sums = distance(rank[name, context], alone(name))
         assert gradients < TOLERANCE.get(name, FP64)
         assert sums < TOLERANCE.get(name, FP32)
 
@@ -53,7 +59,7 @@ def test_four_ranks_take_the_step_of_one_process(found, name, context):
 @pytest.mark.parametrize("mistake", PLANTED)
 def test_a_planted_mistake_is_seen(found, mistake):
     name, _ = PLANTED[mistake]
-    assert max(distance(found[0][mistake], sharing.step(name, Mesh()))) > 1e-3
+    assert max(distance(found[0][mistake], alone(name))) > 1e-3
 
 
 @pytest.mark.parametrize("context", sharing.CONTEXTS)
@@ -76,9 +82,9 @@ def test_keys_reach_the_ranks_and_their_gradients_the_one_that_has_them(found, k
 @pytest.mark.parametrize("kind", LONG)
 def test_two_ranks_take_at_most_three_fifths_each_as_the_plan_says(found, kind):
     """Bytes that torch allocates, after the forward pass and at the worst moment; MLA recomputes."""
-    alone = sharing.memory(kind, Mesh())
+    unshared = sharing.memory(kind, Mesh())
     shared = [max(bytes) for bytes in zip(*(rank["memory", kind] for rank in found[:2]), strict=True)]
-    assert all(ours <= 0.6 * whole for ours, whole in zip(shared, alone, strict=True))
+    assert all(ours <= 0.6 * whole for ours, whole in zip(shared, unshared, strict=True))
 
     work = count_work([mask.numpy() for mask in MASKS], DEEP)
     step = Step(4, recompute=kind == "mla", logits=LOGITS["cpu"], flash=False, context=2)

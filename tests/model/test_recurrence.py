@@ -1,8 +1,10 @@
 """The unrolled training pass against a reference written apart from it, and every known mistake planted."""
 
+from functools import cache
+
 import pytest
 import torch
-from conftest import kept_mask, make_document, make_mla_shape, make_objective, make_shape
+from conftest import kept_mask, make_document, make_mla_shape, make_objective, make_shape, make_tiny
 from reference import dense_scores
 from reference_mla import reference_for
 
@@ -25,6 +27,14 @@ def trained_loss(objective, documents, unroll=K, oov="mask"):
     return objective(packed, weights)
 
 
+def trained(objective, documents, **options):
+    """(loss, {name: grad}) of the project, and its measures."""
+    objective.zero_grad()
+    loss, measured = trained_loss(objective, documents, **options)
+    loss.backward()
+    return (loss, {name: p.grad for name, p in objective.drafter.named_parameters()}), measured
+
+
 def reference_of(objective):
     weights = {name: p.detach().clone().requires_grad_() for name, p in objective.drafter.named_parameters()}
     shape = objective.drafter.shape
@@ -33,11 +43,7 @@ def reference_of(objective):
 
 def gradients(objective, documents, **options):
     """Loss and gradients of the project and of the reference: (loss, {name: grad}) twice."""
-    objective.zero_grad()
-    loss, measured = trained_loss(objective, documents, **options)
-    loss.backward()
-    ours = {name: p.grad for name, p in objective.drafter.named_parameters()}
-
+    ours, measured = trained(objective, documents, **options)
     reference = reference_of(objective)
     steps, oov = options.get("unroll", K), options.get("oov", "mask")
     ids = objective.teacher.target_ids.tolist()
@@ -46,7 +52,7 @@ def gradients(objective, documents, **options):
     assert counts == measured.trained.tolist()
     assert eligible == measured.eligible.tolist()
     assert hits == measured.correct.tolist()
-    return (loss, ours), (wanted, {name: p.grad for name, p in reference.w.items()})
+    return ours, (wanted, {name: p.grad for name, p in reference.w.items()})
 
 
 def assert_same(ours, theirs, tolerance):
@@ -202,18 +208,29 @@ MISTAKES = {
 }
 
 
+@cache
+def truth_of_tiny():
+    """The reference's loss and gradients, which are the project's where nothing is planted."""
+    ours, theirs = gradients(*make_tiny())
+    assert_same(ours, theirs, 1e-9)
+    return theirs
+
+
+@cache
+def truth_of(name):
+    return gradients(*variant(name), unroll=3)[1]
+
+
 @pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES.keys())
 def test_a_planted_mistake_is_caught(tiny, mistake, monkeypatch):
-    objective, documents = tiny
-    ours, theirs = gradients(objective, documents)
-    assert_same(ours, theirs, 1e-9)
+    theirs = truth_of_tiny()
     mistake(monkeypatch)
-    assert_caught(objective, documents)
+    assert_caught(*tiny, theirs)
 
 
-def assert_caught(objective, documents, **options):
+def assert_caught(objective, documents, theirs, **options):
     with pytest.raises(AssertionError):
-        assert_same(*gradients(objective, documents, **options), 1e-5)
+        assert_same(trained(objective, documents, **options)[0], theirs, 1e-5)
 
 
 def own_keys_in_the_first_layer_alone(monkeypatch):
@@ -309,9 +326,9 @@ OF_SHAPES = {
 
 @pytest.mark.parametrize(("shape", "mistake"), OF_SHAPES.values(), ids=OF_SHAPES.keys())
 def test_a_mistake_planted_in_a_further_shape_is_caught(shape, mistake, monkeypatch):
-    objective, documents = variant(shape)
+    theirs = truth_of(shape)
     mistake(monkeypatch)
-    assert_caught(objective, documents, unroll=3)
+    assert_caught(*variant(shape), theirs, unroll=3)
 
 
 def test_the_loss_joins_chunks_up_to_its_bound_and_cuts_none():
