@@ -10,14 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from pipeline import make_run, options, tiny_config
+from pipeline import options
 from published_targets import recipe
 from safetensors.torch import load_file
 from talking import make_tokenizer
 
 from eagle31_train import cli
 from eagle31_train.errors import UserError
-from eagle31_train.extract import extract
 from eagle31_train.model.drafter import Drafter
 from eagle31_train.plan import plan
 from eagle31_train.planning import sections
@@ -45,11 +44,9 @@ def printed(capsys, *overrides):
 
 
 @pytest.fixture(scope="module")
-def counted(tmp_path_factory):
-    """A tiny run after its first two stages."""
-    folder = tmp_path_factory.mktemp("counted")
-    make_run(folder)
-    extract(tiny_config(folder))
+def counted(extracted, tmp_path_factory):
+    """A tiny run after its first two stages, with what the first counts."""
+    folder = shutil.copytree(extracted, tmp_path_factory.mktemp("counted") / "copy")
     file = folder / "run" / "data" / "manifest.json"
     manifest = json.loads(file.read_text()) | {"draft_vocab": {"size": 30}, "splits": {}}
     for split in ("train", "heldout"):

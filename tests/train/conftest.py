@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 from accelerate.state import AcceleratorState
-from pipeline import make_run, tiny_config
+from pipeline import tiny_config
 from safetensors.torch import load_file
 
-from eagle31_train.extract import extract
 from train.loop import train
 
 
@@ -53,15 +52,6 @@ class Fitted:
 
     def weights_of(self, step):
         return load_file(self.checkpoints / f"step-{step:06d}" / "model.safetensors")
-
-
-@pytest.fixture(scope="session")
-def extracted(tmp_path_factory):
-    """folder/target, folder/run/data and folder/run/store; not to be changed."""
-    folder = tmp_path_factory.mktemp("extracted")
-    make_run(folder)
-    extract(tiny_config(folder))
-    return folder
 
 
 @pytest.fixture(autouse=True)
