@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from plan_cases import shape_of
-from sample_results import CONDITIONS, DEPTHS, comparison, result, sheet
+from sample_results import DEPTHS, comparison
 
 from eagle31_train.cli import load_config
 from eagle31_train.evaluation.intervals import bracket
@@ -68,16 +68,6 @@ def test_page_and_card_show_the_same_tables(whole):
         assert "<A>" not in part
     names = [workload["name"] for workload in whole["workloads"]]
     assert [section.title for section in sections(whole)] == ["Verdict", ALL, *names, SERVING]
-
-
-def test_one_drafters_page_explains_its_own_words_alone(whole):
-    page = text_of(evaluation_page.render(result(sheet("heldout", {"A": 0.5}), **CONDITIONS), {}))
-    assert "Acceptance length tokens" in page
-    assert "Better the interval" not in page
-    assert "Kept acceptance" not in page
-    both = text_of(evaluation_page.render(whole, {}))
-    assert "Better the interval" in both
-    assert "Kept acceptance" in both
 
 
 def test_speed_is_said_of_the_prompts_that_were_timed():
