@@ -5,9 +5,8 @@ python -m benchmarks.pictures study-gain gain   # some of them
 """
 
 import argparse
-import json
 from collections.abc import Callable
-from functools import partial, reduce
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +56,19 @@ def draw(name: str) -> None:
 
 def study(source: str, which: str, path: Path) -> None:
     """A picture of an evaluation, as its page has it."""
-    result = json.loads(reduce(lambda text, names: text.replace(*names), CALLED.items(), json.dumps(read(source))))
+    result = renamed(read(source))
     result = {"serving": result} if "rows" in result else result
     (chosen,) = [picture for picture in pictures(result) if picture.name == which]
     artifacts.write_bytes(path, chosen.png())
+
+
+def renamed(value: Any) -> Any:
+    """A value of JSON in which runs have the names of CALLED, as keys and as texts of their own."""
+    if isinstance(value, dict):
+        return {CALLED.get(name, name): renamed(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [renamed(inner) for inner in value]
+    return CALLED.get(value, value) if isinstance(value, str) else value
 
 
 def themed(theme: str) -> dict[str, Any]:

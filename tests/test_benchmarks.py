@@ -64,3 +64,8 @@ def test_every_stored_picture_is_drawn_again_by_one_command(tmp_path, monkeypatc
     for name in ("gain", "codecs", "mla", "extraction", "peers", "study-serving"):
         redrawn.DRAWN[name](tmp_path / f"{name}.png")
     assert len(list(tmp_path.iterdir())) == 5 + 2
+
+
+def test_runs_are_renamed_where_they_are_named_and_in_no_other_text():
+    given = {"unroll-3": ["unroll-3", "runs/unroll-3", None, 3]}
+    assert redrawn.renamed(given) == {"TTT length 3": ["TTT length 3", "runs/unroll-3", None, 3]}
