@@ -123,6 +123,6 @@ def _hydra(value: Any) -> str:
     value = public(value)
     # Bare words only where Hydra can read nothing else (a number, a boolean) into them.
     others = ("null", "true", "false", "nan", "inf")
-    if re.fullmatch(r"[A-Za-z_/.][\w./:@-]*", value) and value.lower() not in others:
+    if re.fullmatch(r"[A-Za-z_/.][\w./:@-]*( +[\w./:@-]+)*", value) and value.lower() not in others:
         return value
     return QuotedString(text=value, quote=Quote.single).with_quotes()
