@@ -26,7 +26,7 @@ from eagle31_train.store.backends import open_storage
 from eagle31_train.store.codec import as_encoded
 from eagle31_train.targets.cached import CachedTarget
 from eagle31_train.targets.chat import ChatTemplate
-from eagle31_train.targets.hf import DTYPES, load_model
+from eagle31_train.targets.hf import DTYPES, load_model, read_config
 
 Prompt = str | list[dict[str, Any]] | list[int]  # a user's words, messages, or token ids
 
@@ -122,9 +122,9 @@ class Speculator:
             UserError: one of them cannot be read, or they do not belong together.
         """
         config = TargetConfig(path=target, dtype=dtype, device=device, **options)
-        model = load_model(config)
-        checkpoint = DrafterCheckpoint.open(drafter, target_layers=lambda: int(model.config.num_hidden_layers))
-        cached = CachedTarget(model, checkpoint.shape.aux_layers)
+        checkpoint = DrafterCheckpoint.open(drafter, target_layers=lambda: read_config(config).num_hidden_layers)
+        checkpoint.check_target(config)
+        cached = CachedTarget(load_model(config), checkpoint.shape.aux_layers)
         loaded = checkpoint.load(cached, DTYPES[dtype], DTYPES[dtype])
         ids = torch.from_numpy(checkpoint.vocab.target_ids).to(cached.device)
         chat = ChatTemplate.load(config)

@@ -135,7 +135,10 @@ def _composed(groups: Sequence[str], saved: Path | None, folders: list[Path]) ->
     root = "config"
     if saved is not None:
         if not saved.is_file():
-            raise UserError(f"{saved} is missing: give a run's folder, or a recipe with +experiment=NAME")
+            raise UserError(
+                f"{saved.parents[1]} is no run (there is no {saved}): give a run's folder, or a recipe with "
+                "+experiment=NAME"
+            )
         # Options that were added since have their defaults.
         root = "saved"
         ConfigStore.instance().store(name=root, node=OmegaConf.merge(_schema(), OmegaConf.load(saved)))

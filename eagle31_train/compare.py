@@ -16,6 +16,7 @@ again.
 """
 
 import gc
+import os
 import re
 import shlex
 import sys
@@ -38,7 +39,6 @@ from eagle31_train.evaluation.serving import check as check_serving
 from eagle31_train.evaluation.serving import measure_serving
 from eagle31_train.reporting import evaluation_page, recipe, tables
 from eagle31_train.reporting.markdown import public
-from eagle31_train.store import read_manifest
 from eagle31_train.targets.hf import read_config
 
 DRAFTERS = "DRAFTER DRAFTER … "  # of the usage line
@@ -112,14 +112,14 @@ def write(out: Path, result: dict[str, Any]) -> None:
 
 def is_drafter(word: str) -> bool:
     """Whether a word names a drafter: it is no option, or a folder whose name looks like one (runs/lr=1)."""
-    return "=" not in word or Path(parted(word)[1][0]).is_dir()
+    return "=" not in word or os.path.isdir(parted(word)[1][0])  # noqa: PTH112 (Path's raises for a long option)
 
 
 def parted(word: str) -> tuple[str | None, list[str]]:
     """A DRAFTER argument: its name, where it gives one, and its trainings."""
     before, _, rest = word.partition(":")
     name, trainings = (before, rest) if before and rest and "/" not in before else (None, word)
-    return name, [training.rstrip("/") for training in trainings.split(",")]
+    return name, [training.rstrip("/") or training[:1] for training in trainings.split(",")]
 
 
 def named(words: Sequence[str]) -> Named:
@@ -151,9 +151,7 @@ def read(drafter: str, config: Config, data: dict[str, Any]) -> DrafterCheckpoin
     """
     checkpoint = DrafterCheckpoint.open(drafter, target_layers=lambda: read_config(config.target).num_hidden_layers)
     checkpoint.tensors  # noqa: B018 (or damaged weights are refused after the target is loaded)
-    if checkpoint.train is not None and (saved := checkpoint.train / "config.yaml").is_file():
-        store = read_manifest(cli.load_config([f"run_dir={checkpoint.train.parent}"], saved))
-        checkpoint.check_store(store, config.target)
+    checkpoint.check_target(config.target)
     inputs = checkpoint.inputs
     if config.evaluate.prompts is None and inputs is not None and inputs.get("data") != data["dataset_fingerprint"]:
         raise UserError(

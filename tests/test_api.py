@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from eagle31_train.api import Speculator, open_store
+from eagle31_train.errors import UserError
 from eagle31_train.evaluation.decoding import Limits, decode_plain
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,3 +60,11 @@ def test_counts_are_the_evaluators(folder):
     assert score["acceptance_length"][0] == pytest.approx(report["acceptance_length"])
     first = speculator.draft(prompts[0]["prompt_ids"], 3)
     assert len(first) == 3
+
+
+def test_another_target_of_the_same_size_is_refused(folder, tmp_path):
+    shutil.copytree(FIXTURE / "target", tmp_path / "other")
+    weights = load_file(tmp_path / "other" / "model.safetensors")
+    save_file({name: tensor + 1 for name, tensor in weights.items()}, tmp_path / "other" / "model.safetensors")
+    with pytest.raises(UserError, match=r"was trained for \S+, which had another .* than target\.path=other"):
+        Speculator.load("runs/smollm2", target="other")

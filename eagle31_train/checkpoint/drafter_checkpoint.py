@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from eagle31_train import artifacts
+from eagle31_train import artifacts, cli
 from eagle31_train.checkpoint import contract, hub, int8, published, run_folder
 from eagle31_train.checkpoint.published_config import COUNTED
 from eagle31_train.checkpoint.run_folder import CHECKPOINTS, MODEL, RECORD, SHAPE, TRAIN
@@ -24,6 +24,7 @@ from eagle31_train.config import DrafterShape, TargetConfig, is_hub_id
 from eagle31_train.errors import UserError
 from eagle31_train.model.drafter import Drafter
 from eagle31_train.model.vocab import DraftVocab
+from eagle31_train.store import read_manifest
 
 
 class LoadedTarget(Protocol):
@@ -214,6 +215,12 @@ class DrafterCheckpoint:
     def check_data(self, data: dict[str, Any], folder: Path) -> None:
         if self.inputs is not None:
             refuse_other_data(self.inputs, data, folder)
+
+    def check_target(self, target: TargetConfig) -> None:
+        """Of a run whose options and store are still there, `check_store`."""
+        if self.train is not None and (saved := self.train / run_folder.CONFIG).is_file():
+            store = read_manifest(cli.load_config([f"run_dir={self.train.parent}"], saved))
+            self.check_store(store, target)
 
     def check_store(self, store: dict[str, Any] | None, target: TargetConfig, by_name: bool = False) -> None:
         """Raise a UserError for a target whose states the drafter was not trained on, if `store` is the manifest of

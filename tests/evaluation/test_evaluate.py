@@ -305,6 +305,18 @@ def test_another_comparison_of_the_same_name_is_not_written_over(run, call, tmp_
     assert json.loads(file.read_text())["trainings"]["y"] == [str(c.folder)]
 
 
+def test_a_folder_without_a_run_is_named_as_it_was_given(run, call, tmp_path):
+    for folder in (tmp_path, "/"):
+        code, line = call(folder, folder)
+        there = f"{folder} is no run (there is no {Path(folder, 'train', 'config.yaml')}): give a run's folder"
+        assert (code, there in line) == (2, True), line
+    assert "error: / is no run, no folder with" in call(run.folder, "/")[1]
+
+
+def test_a_long_option_is_none_of_the_drafters():
+    assert not compare.is_drafter(f"evaluate.prompts={'x' * 300}")
+
+
 SHAPE = ["drafter.num_attention_heads=4", "drafter.num_key_value_heads=2", "drafter.head_dim=4",
          "drafter.intermediate_size=24", "drafter.rope_theta=100.0",
          "drafter.max_position_embeddings=128"]  # fmt: skip
