@@ -20,6 +20,7 @@ from eagle31_train.errors import UserError
 LAYOUTS = {
     "embedded_target": 1,
     "toy_target": 1,
+    "answers": 1,  # of stage 1, beside their inputs: without it, blank prompts were answered too
     "data": 2,
     "store": 2,
     "train": 3,
