@@ -17,7 +17,7 @@ from eagle31_train import foreign
 from eagle31_train.config import MLA_WIDTHS, TargetConfig, default_aux_layers
 from eagle31_train.errors import UserError, first_line
 from eagle31_train.foreign import Count, Number, Positions, Theta, Width
-from eagle31_train.targets.pretrained import not_loaded, require_path
+from eagle31_train.targets.pretrained import not_loaded, source
 
 # Kinds whose configuration is another's, under a name that transformers does not know.
 KNOWN_AS = {"kimi_k2": "deepseek_v3"}
@@ -108,12 +108,11 @@ class TargetDescription:
 def read_raw(target: TargetConfig) -> dict[str, Any]:
     """The target's config.json; of a hub id this one file is downloaded, or found in the hub's cache. UserError if
     there is none at target.path, or one of impossible sizes, or a drafter's."""
-    require_path(target)
-    where = f"target.path={target.path}"
+    found_by, where = source(target), f"target.path={target.path}"
     try:
         if (file := Path(target.path) / "config.json").exists():
             foreign.read_object(file)  # transformers looks into it before it knows what it is
-        raw: dict[str, Any] = PretrainedConfig.get_config_dict(target.path, revision=target.revision)[0]
+        raw: dict[str, Any] = PretrainedConfig.get_config_dict(target.path, **found_by)[0]
         foreign.check_depth(raw)
     except Exception as error:  # of a file that others made
         raise not_loaded(target, error) from None

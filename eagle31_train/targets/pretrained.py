@@ -1,8 +1,11 @@
 """What transformers loads by `target.path`: how, and what is said where it cannot. Imports no torch."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import constants, hf_hub_url
+from huggingface_hub.utils import http_backoff, logging
 from safetensors import SafetensorError
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
@@ -11,14 +14,15 @@ from eagle31_train.config import TargetConfig
 from eagle31_train.errors import UserError, first_line
 
 EMBEDDED = "the embedded target is made by `python -m eagle31_train.targets.embedded`"
+ELSEWHERE = "give a local folder, or download it where there is a network and set HF_HOME to that cache"
+TRIES = 2  # more, a second or two apart, before the hub counts as out of reach
 NOT_WHOLE = "a file is cut short, or only git-lfs's pointer to one (`git lfs pull` fetches them): copy it again"
 
 
 def from_pretrained(kind: Any, target: TargetConfig, **options: Any) -> Any:
     """`kind`, one of transformers' classes that load by a name, as the target has it; UserError if there is none at
     target.path, or its code lacks a package or the permission to run."""
-    require_path(target)
-    where = {"revision": target.revision, "trust_remote_code": target.trust_remote_code}
+    where = {**source(target), "trust_remote_code": target.trust_remote_code}
     try:
         if Path(target.path).is_dir():
             foreign.check_folder(Path(target.path))
@@ -46,6 +50,40 @@ def require_path(target: TargetConfig) -> None:
         raise UserError(f"target.path={target.path} does not exist: {remedy}")
 
 
+def source(target: TargetConfig) -> dict[str, Any]:
+    """What transformers needs to find a file of target.path: of a hub id only what is in the hub's cache, where the hub
+    is out of reach. UserError: see `require_path`."""
+    require_path(target)
+    return {"revision": target.revision, **({"local_files_only": True} if out_of_reach(target) else {})}
+
+
+def out_of_reach(target: TargetConfig) -> str | None:
+    """Why a hub id cannot be looked up; None if the hub answers, whatever it says, or target.path can be no hub id."""
+    if Path(target.path).exists():
+        return None
+    try:
+        url = hf_hub_url(target.path, "config.json")
+    except ValueError:
+        return None
+    return _asked(url, constants.is_offline_mode())
+
+
+@cache
+def _asked(url: str, offline: bool) -> str | None:
+    """One request, before transformers asks for each file, and of each again for half a minute."""
+    if offline:
+        return "HF_HUB_OFFLINE is set"
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        http_backoff("HEAD", url, max_retries=TRIES, retry_on_status_codes=(), timeout=constants.HF_HUB_ETAG_TIMEOUT)
+    except Exception as error:  # of the HTTP client, which is another one in other versions
+        return first_line(error)
+    finally:
+        logging.set_verbosity(verbosity)
+    return None
+
+
 def not_loaded(target: TargetConfig, error: Exception) -> UserError:
     """That a target cannot be loaded, why, and what to do, in one line."""
     if isinstance(error, ImportError):
@@ -54,6 +92,11 @@ def not_loaded(target: TargetConfig, error: Exception) -> UserError:
         advice = "it comes with Python code of its own: read it, and allow it to run with target.trust_remote_code=true"
     elif isinstance(error, SafetensorError):  # which tells neither the file nor what to do
         advice = NOT_WHOLE
+    elif isinstance(error, OSError) and (why := out_of_reach(target)):
+        return UserError(
+            f"target.path={target.path}: there is no such folder here, the hub cannot be asked ({why}), and its cache "
+            f"lacks the target, or part of it: {ELSEWHERE}"
+        )
     else:
         here = "" if Path(target.path).exists() else "there is no such folder here; "
         advice = f"{here}give a folder in transformers format, or a hub id"
@@ -70,7 +113,7 @@ def end_ids(tokenizer: PreTrainedTokenizerBase, target: TargetConfig) -> list[in
     ids = [tokenizer.eos_token_id]
     try:
         generation: Any = GenerationConfig
-        eos = generation.from_pretrained(target.path, revision=target.revision).eos_token_id
+        eos = generation.from_pretrained(target.path, **source(target)).eos_token_id
         ids += foreign.typed(list[foreign.Width | None], eos if isinstance(eos, list) else [eos])
     except OSError:  # a target without generation_config.json: the tokenizer alone says it
         pass

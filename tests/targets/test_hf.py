@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from huggingface_hub import constants
 from hypothesis import given
 from hypothesis import strategies as st
 from pipeline import HIDDEN, LAYERS, VOCAB, save_quietly, tiny_llama
@@ -29,8 +30,8 @@ from transformers import (
 
 from eagle31_train.config import Config, ExtractConfig, TargetConfig
 from eagle31_train.errors import UserError
-from eagle31_train.targets import hf, vllm_engine
-from eagle31_train.targets.description import pick_layers
+from eagle31_train.targets import hf, pretrained, vllm_engine
+from eagle31_train.targets.description import describe_target, pick_layers
 from eagle31_train.targets.hf import (
     HiddenStateTarget,
     TransformersEngine,
@@ -280,6 +281,17 @@ def test_the_readout_of_a_checkpoint_is_that_of_the_loaded_model(tmp_path, name,
     assert read.weights().keys() == {"embed_tokens", "norm"} | (set() if read.tied else {"lm_head"})
     rows = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(0))
     assert torch.equal(read.logits(rows), replace(loaded, packed=None).logits(rows))  # which sums in another order
+
+
+def test_a_hub_out_of_reach_is_said_once(monkeypatch, capsys):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", "http://127.0.0.1:1/{repo_id}/{revision}/{filename}")
+    monkeypatch.setattr(pretrained, "TRIES", 0)
+    words = r"target\.path=some/target: .* the hub cannot be asked \(.*refused\), .* and set HF_HOME to that cache"
+    for read in (describe_target, load_model):
+        with pytest.raises(UserError, match=words):
+            read(TargetConfig(path="some/target", dtype="float32"))
+    assert capsys.readouterr().err == ""
 
 
 def test_a_final_norm_without_a_weight_is_refused():
