@@ -12,7 +12,6 @@ import dataclasses
 import difflib
 import functools
 import operator
-import shutil
 import sys
 import tempfile
 import typing
@@ -83,14 +82,20 @@ def _key(override: str) -> str:
 
 
 def _with_file_copied(override: str, folder: Path) -> str:
-    """The override; a recipe that is given as a file is copied to where Hydra finds it, under a name that it takes."""
+    """The override; a recipe that is given as a file is copied to where Hydra finds it, under a name that it takes, and
+    as one of options from the root, which without a header it would not be."""
     file = Path(override.partition("=")[2])
     if _key(override) != "experiment" or file.suffix not in (".yaml", ".yml"):
         return override
     if not file.is_file():
         raise UserError(f"{override}: there is no file {file}")
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise UserError(f"{override}: {file} is no text in UTF-8: give a recipe, as `eagle31 new` writes") from None
     (folder / "experiment").mkdir(exist_ok=True)
-    shutil.copyfile(file, folder / "experiment" / "given.yaml")
+    header = "" if "@package" in text else "# @package _global_\n"
+    (folder / "experiment" / "given.yaml").write_text(header + text, encoding="utf-8")
     return "experiment=given"
 
 

@@ -98,6 +98,8 @@ def main() -> None:
     parser.add_argument("--until", dest="last", choices=STAGES, default=STAGES[-1])
     parser.add_argument("--profile", choices=PROFILES)
     ends, words = parser.parse_known_args()
+    if STAGES.index(ends.first) > STAGES.index(ends.last):
+        parser.error(f"--from {ends.first} comes after --until {ends.last}: no stage is left")
     words = cli.with_recipe(words)
     cli.run(
         lambda config: run(config, [word for word in words if word != "--cfg"], **vars(ends)),

@@ -82,6 +82,17 @@ def test_recipes_are_found_in_files_and_folders_of_any_name(tmp_path):
     assert load_config(["+experiment=it's a=b"], config_dir=folder).name == "mine"
 
 
+def test_a_recipe_without_a_header_is_one_and_what_is_no_text_is_refused(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("train:\n  lr: 0.5\n")
+    assert load_config([f"+experiment={file}", "target.path=x"]).train.lr == 0.5
+    file.write_text("")
+    assert load_config([f"+experiment={file}", "target.path=x"]).name == "x"
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match=r"mine\.yaml is no text in UTF-8: give a recipe"):
+        load_config([f"+experiment={file}", "target.path=x"])
+
+
 # ---------------------------------------------------------------- groups, and options that are emptied
 
 

@@ -49,6 +49,12 @@ def test_without_a_recipe_and_prompts_it_says_what_it_takes(started, capsys):
     assert words[-1] == "data.conversations=c.jsonl", "nothing is answered anew that is given"
 
 
+def test_stages_that_end_before_they_begin_are_refused(started, capsys):
+    with pytest.raises(SystemExit):
+        started("+experiment=smollm2", "--from", "export", "--until", "data")
+    assert "--from export comes after --until data: no stage is left" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("repo", ["", "repo=draft", "repo=me/a..b"])
 def test_a_repository_that_cannot_be_is_refused_before_any_work(repo, started, capsys):
     with pytest.raises(SystemExit):

@@ -191,6 +191,7 @@ def test_what_is_cut_short_is_seen_and_tried_again(flaky, monkeypatch, naps, cal
     [
         (ConnectionRefusedError(), 0),
         (socket.gaierror(socket.EAI_NONAME, "Name or service not known"), 0),
+        (type("NoCredentialsError", (Exception,), {})("Unable to locate credentials"), 0),
         (socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution"), 7),
         (ConnectionResetError(), 7),
     ],

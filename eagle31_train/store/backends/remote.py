@@ -175,10 +175,11 @@ def describe(error: BaseException) -> str:
 
 
 def unreachable(error: BaseException | None) -> bool:
-    """Whether no host has this name, or nothing listens there: by what a library's exception comes from."""
+    """Whether no host has this name, nothing listens there, or nobody here knows credentials: by what a library's
+    exception comes from."""
     while error is not None:
         unknown = isinstance(error, socket.gaierror) and error.errno != socket.EAI_AGAIN
-        if unknown or isinstance(error, ConnectionRefusedError):
+        if unknown or isinstance(error, ConnectionRefusedError) or type(error).__name__ == "NoCredentialsError":
             return True
         error = error.__cause__ or error.__context__
     return False
