@@ -275,6 +275,9 @@ def take_part(profile, arguments, disturbance):
     """One rank, in the environment that accelerate's launcher makes of a profile."""
     import several
 
+    from train import launch
+
+    launch.PARENT = os.getppid()  # it was forked, with what its server had imported
     ctypes.CDLL(None).prctl(1, 0)  # PR_SET_PDEATHSIG: a command that torchrun starts outlives it, too
     sys.argv = ["train", *arguments]
     with patch.dict(os.environ, several.environment(profile), clear=True):

@@ -25,7 +25,7 @@ from accelerate.utils import (
     parse_flag_from_env,
 )
 
-from eagle31_train import artifacts
+from eagle31_train import PARENT, artifacts
 from eagle31_train.config import Config, TrainConfig
 from eagle31_train.console import note
 from eagle31_train.errors import SharedError, UserError
@@ -55,6 +55,9 @@ def make_accelerator(config: Config, folder: Path) -> Accelerator:
         from deepspeed import ops
 
         ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and os.getppid() != PARENT:
+        # It would meet the processes of the next launch, which listens where the first did, and leave them waiting.
+        raise UserError("the launcher of this process has ended, was killed perhaps: give its command again")
     accelerator = Accelerator(
         mixed_precision="no",  # Objective.autocast is the precision, alike in all profiles
         log_with=tracking.loggers(config) or None,

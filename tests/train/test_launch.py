@@ -11,6 +11,7 @@ from accelerate.utils import DistributedType
 from conftest import kept_mask
 from made import message_of
 
+from eagle31_train.cli import load_config
 from eagle31_train.config import TrainConfig
 from eagle31_train.model.batch import build_batch
 from train import launch
@@ -45,6 +46,13 @@ REFUSED = {
 def test_what_this_trainer_would_do_otherwise_is_refused(monkeypatch, variables, words):
     use(monkeypatch, variables)
     assert words in message_of(launch.check_environment, TrainConfig())
+
+
+def test_a_process_whose_launcher_has_ended_does_not_meet_those_of_the_next(monkeypatch):
+    use(monkeypatch, {"WORLD_SIZE": "2"})
+    monkeypatch.setattr(launch, "PARENT", -1)
+    config = load_config(["name=x", "target.path=x"])
+    assert "the launcher of this process has ended" in message_of(launch.make_accelerator, config, None)
 
 
 def test_deterministic_kernels_are_asked_for_before_cuda_starts(monkeypatch, tiny):
