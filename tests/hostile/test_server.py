@@ -135,4 +135,4 @@ def test_a_key_that_no_header_can_hold_is_not_shown(server, monkeypatch, key):
     monkeypatch.setenv("OPENAI_API_KEY", key)
     said = str(outcome(lambda: ask(server)))
     assert "gives no answer (HTTP cannot carry its address, or the key in OPENAI_API_KEY)" in said
-    assert not server.asked
+    assert not server.bodies
