@@ -53,7 +53,7 @@ tests() { # files of tests/gpu
 
 run() { # one stage
     case $1 in
-        correct) tests correct attention.py kernels.py step.py codec.py mla.py ;;
+        correct) tests correct attention.py kernels.py step.py codec.py mla.py extraction.py ;;
         memory) tests memory memory.py profiles.py ;;
         steps) "$PYTHON" $BENCH --out "$OUT/steps_measured" --cases $CASES --longest ;;
         kimi_toy) toy ;;
@@ -68,6 +68,10 @@ for stage in "${@:-${STAGES[@]}}"; do
         exit 2
     fi
 done
+if [ -z "$REHEARSE" ] && ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+    echo "gpu_day: $PYTHON finds no CUDA device: set PYTHON to one with a torch for CUDA, or REHEARSE=1" >&2
+    exit 2
+fi
 export -f run tests toy
 export OUT PYTHON BENCH KIMI PROFILE CASES FULL FULL_AS
 failed=0

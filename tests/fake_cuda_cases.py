@@ -14,6 +14,7 @@ import torch
 from plan_cases import MLA as KIMIS
 from plan_cases import SMALL_MLA, shape_of
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import fake_cuda
@@ -84,8 +85,13 @@ def planned(shape: Any, tokens: int, turns: int, **options: Any) -> dict[str, An
 
 def decoder(shape: Any) -> dict[str, Any]:
     """Drafts of two sequences of unlike length."""
-    made = FakeStep(shape, SHORT, Options(precision="no"))
-    with made.mode, DEVICE, Count() as count:
+    made, right = FakeStep(shape, SHORT, Options(precision="no")), F.scaled_dot_product_attention
+
+    def attention(q: Any, k: Any, v: Any, mask: Any = None, **options: Any) -> Any:
+        assert mask is None or q.shape[1] == k.shape[1], "CUDA would hold the scores of all heads"
+        return right(q, k, v, mask, **options)
+
+    with made.mode, DEVICE, patch.object(F, "scaled_dot_product_attention", attention), Count() as count:
         decode = DraftDecoder(made.objective.drafter, made.objective.teacher.target_ids, 32, sequences=2)
         for counts in ([9, 4], [1, 3]):
             aux = torch.empty(sum(counts), 3, shape.target_hidden_size)
@@ -170,7 +176,8 @@ CASES |= {
     "gqa, eagle 3": lambda: step(shape_of(fc_norm=False, norm_output=False)),
     "gqa, own embedding": lambda: step(shape_of(share_embedding=False)),
 }
-CASES |= {f"{kind}, drafting": lambda shape=shape: decoder(shape) for kind, shape in (("gqa", GQA), ("mla", MLA))}
+DRAFTING = {"gqa": GQA, "mla": MLA, "gqa of two layers": shape_of(num_layers=2)}
+CASES |= {f"{kind}, drafting": lambda shape=shape: decoder(shape) for kind, shape in DRAFTING.items()}
 CASES |= {"extraction": extraction, "planted: copies": lambda: extraction(torch.Tensor.cpu)}
 CASES |= {f"planted: {name}": lambda plant=plant: planted(*plant) for name, plant in PLANTED.items()}
 CASES |= {

@@ -50,7 +50,7 @@ def test_a_step_runs_on_the_device_alone(came, name):
     assert not NOT_DETERMINISTIC & set(result["names"])
 
 
-@pytest.mark.parametrize("name", ["gqa, drafting", "mla, drafting", "extraction"])
+@pytest.mark.parametrize("name", [*(f"{kind}, drafting" for kind in fake_cuda_cases.DRAFTING), "extraction"])
 def test_drafting_and_extraction_run_on_the_device(came, name):
     assert "error" not in came[name], came[name]["trace"]
     assert "torch.float64" not in came[name]["dtypes"]

@@ -1,6 +1,7 @@
 """What scripts/gpu_day.sh leaves behind where stages end well, fail, or run out of time. Its stages need a GPU."""
 
 import json
+import os
 import subprocess
 from pathlib import Path
 
@@ -40,6 +41,15 @@ def test_stages_are_told_as_they_ended_and_steps_beside_their_estimates(tmp_path
         "kimi:1x20480:0.35, fused: out of memory",
         "llama8b:2x4096:1, fused+recompute: 0.3000 s, 1.50 times the estimate",
     ]
+
+
+def test_without_a_gpu_no_stage_runs(tmp_path):
+    """Else the tests would all be skipped, and the stage done."""
+    environment = {**os.environ, "PYTHON": "false", "REHEARSE": ""}
+    done = subprocess.run([SCRIPT, tmp_path], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("gpu_day: false finds no CUDA device")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_stage_that_there_is_not_is_refused_before_any_runs(tmp_path):

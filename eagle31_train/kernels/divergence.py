@@ -6,6 +6,8 @@ Shapes: P pairs; J supervised positions; Vd draft vocabulary.
 import torch
 from torch import Tensor
 
+from eagle31_train.kernels import launch
+
 BLOCK = 4096  # logits that a program reads at once
 WARPS = 8
 
@@ -17,7 +19,8 @@ def teacher_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
 
     lse, negentropy = _rows(logits), _rows(logits)
     if len(logits):
-        teacher_kernel[(len(logits),)](logits, lse, negentropy, logits.shape[1], BLOCK=BLOCK, num_warps=WARPS)
+        sizes = {"BLOCK": BLOCK, "num_warps": WARPS}
+        launch(teacher_kernel, (len(logits),), logits, lse, negentropy, logits.shape[1], **sizes)
     return lse, negentropy
 
 
@@ -54,7 +57,7 @@ def fused_divergence(
     if len(logits):
         tensors = (logits, teacher, lse, negentropy, supervised, weights, value, best)
         options = {"KL": kl, "LK": lk > 0, "BLOCK": BLOCK, "num_warps": WARPS}
-        divergence_kernel[(len(logits),)](*tensors, logits.shape[1], lk, **options)
+        launch(divergence_kernel, (len(logits),), *tensors, logits.shape[1], lk, **options)
     return value, best
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eagle31_train.kernels import launch
+
 
 @torch.library.custom_op("eagle31::merge_own_keys", mutates_args=())
 def merge_own_keys(
@@ -31,7 +33,7 @@ def merge_own_keys(
     if len(q):
         tensors = [x.contiguous() for x in (q, out, lse, keys, values)]
         grid, sizes = launch_options(q.shape, keys.shape, values.shape)
-        merge_kernel[grid](*tensors, merged, merged_lse, len(q), scale, **sizes)
+        launch(merge_kernel, grid, *tensors, merged, merged_lse, len(q), scale, **sizes)
     return merged, merged_lse
 
 
@@ -51,7 +53,7 @@ def merge_own_keys_backward(
     if len(q):
         tensors = [x.contiguous() for x in (dout, q, out, lse, keys, values, dq)]
         grid, sizes = launch_options(q.shape, keys.shape, values.shape)
-        merge_backward_kernel[grid](*tensors, *results, len(q), scale, **sizes)
+        launch(merge_backward_kernel, grid, *tensors, *results, len(q), scale, **sizes)
     return results
 
 

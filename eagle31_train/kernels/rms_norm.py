@@ -6,7 +6,11 @@ Shapes: n rows; W their width.
 import torch
 from torch import Tensor
 
-PROGRAMS = 256  # that share the rows in the gradient; as many sums of the weight's gradient are left to add up
+from eagle31_train.kernels import launch
+
+# Programs and warps that at least share the rows in the gradient: narrow rows have few warps each, and a program works
+# off one row after another. Every program leaves a sum of the weight's gradient to add up.
+PROGRAMS, WARPS = 256, 2048
 
 
 @torch.library.custom_op("eagle31::rms_norm", mutates_args=())
@@ -18,7 +22,8 @@ def norm_rows(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     x = _in_rows(x)
     out, inverse = _outputs(x)
     if len(x):
-        norm_kernel[(len(x),)](x, weight, out, inverse, x.shape[1], x.stride(0), eps, **launch_options(x.shape[1]))
+        sizes = (x.shape[1], x.stride(0), eps)
+        launch(norm_kernel, (len(x),), x, weight, out, inverse, *sizes, **launch_options(x.shape[1]))
     return out, inverse
 
 
@@ -33,10 +38,10 @@ def norm_rows_backward(
     dx, dweight = _gradients(x, wants_dx)
     if not len(x):
         return dx, dweight.zero_()
-    parts = dweight.new_empty(min(PROGRAMS, len(x)), x.shape[1])
-    norm_backward_kernel[(len(parts),)](
-        dout, x, weight, inverse, dx, parts, len(x), x.shape[1], x.stride(0), DX=wants_dx, **launch_options(x.shape[1])
-    )
+    options = launch_options(x.shape[1])
+    parts = dweight.new_empty(min(max(PROGRAMS, WARPS // options["num_warps"]), len(x)), x.shape[1])
+    tensors, sizes = (dout, x, weight, inverse, dx, parts), (len(x), x.shape[1], x.stride(0))
+    launch(norm_backward_kernel, (len(parts),), *tensors, *sizes, DX=wants_dx, **options)
     return dx, parts.sum(0)
 
 

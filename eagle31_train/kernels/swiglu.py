@@ -6,6 +6,8 @@ Both work in fp32 inside, on tensors alike in fp32 or 16 bits, and round once.
 import torch
 from torch import Tensor
 
+from eagle31_train.kernels import launch
+
 BLOCK = 2048  # values of a program
 
 
@@ -18,7 +20,7 @@ def silu_times(gate: Tensor, up: Tensor) -> Tensor:
     gate, up = gate.contiguous(), up.contiguous()
     out = torch.empty_like(gate)
     if out.numel():
-        silu_times_kernel[_grid(out)](gate, up, out, out.numel(), BLOCK=BLOCK, num_warps=4)
+        launch(silu_times_kernel, _grid(out), gate, up, out, out.numel(), BLOCK=BLOCK, num_warps=4)
     return out
 
 
@@ -30,8 +32,8 @@ def silu_times_backward(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor,
     dout, gate, up = dout.contiguous(), gate.contiguous(), up.contiguous()
     dgate, dup = torch.empty_like(gate), torch.empty_like(up)
     if dout.numel():
-        kernel = silu_times_backward_kernel[_grid(dout)]
-        kernel(dout, gate, up, dgate, dup, dout.numel(), BLOCK=BLOCK, num_warps=4)
+        tensors = (dout, gate, up, dgate, dup)
+        launch(silu_times_backward_kernel, _grid(dout), *tensors, dout.numel(), BLOCK=BLOCK, num_warps=4)
     return dgate, dup
 
 

@@ -58,16 +58,17 @@ class DraftDecoder:
         """
         counts, device = [len(aux)] if counts is None else list(counts), aux.device
         rows = torch.cat([torch.full((count,), row, device=device) for row, count in enumerate(counts)])
-        starts = zip(self.lengths, counts, strict=True)
-        positions = torch.cat([torch.arange(start, start + count, device=device) for start, count in starts])
+        ends = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+        spans = zip(self.lengths, ends, strict=True)
+        positions = torch.cat([torch.arange(start, end, device=device) for start, end in spans])
         x, residual = self._through(
             self.drafter.embed(next_tokens),
             self.drafter.fuse(plain(aux)),
             rows,
             positions,
-            partial(Cache.attend_each, positions=positions, counts=counts),
+            partial(Cache.attend_each, positions=positions, counts=counts, ends=ends),
         )
-        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+        self.lengths = ends
         last = torch.tensor(counts, device=device).cumsum(0) - 1
         self._newest = x[last], residual[last]
 
@@ -123,14 +124,16 @@ class DraftDecoder:
             token, state = drafter.mask()
             rows = torch.arange(B, device=x.device).repeat_interleave(masks)
             positions = (ends[:, None] + steps[:-1]).flatten()
-            attend = partial(Cache.attend_each, positions=positions, counts=[masks] * B)
+            behind = [length + masks for length in self.lengths]
+            attend = partial(Cache.attend_each, positions=positions, counts=[masks] * B, ends=behind)
             embedded, states = (one.expand(B * masks, -1) for one in (drafter.embed(token), state))
             later = self._through(embedded, states, rows, positions, attend)
             x, residual = (
                 torch.cat([newest[:, None], others.unflatten(0, (B, masks))], 1).flatten(0, 1)
                 for newest, others in zip((x, residual), later, strict=True)
             )
-        attended = top.attend_each(x, (ends[:, None] - 1 + steps).flatten(), [count] * B)
+        positions = (ends[:, None] - 1 + steps).flatten()
+        attended = top.attend_each(x, positions, [count] * B, [length + masks for length in self.lengths])
         z = drafter.norm(top.layer.finish(residual, attended)).unflatten(0, (B, count))
         logits = drafter.lm_head(z)
         for step in range(count):
@@ -195,15 +198,19 @@ class Cache:
             1, 2
         )
 
-    def attend_each(self, x: Tensor, positions: Tensor, counts: Sequence[int]) -> Tensor:
-        """Inputs x [n, I] of every sequence's newest positions, counts[b] each; all see what is before → [n, h, dv]."""
+    def attend_each(self, x: Tensor, positions: Tensor, counts: Sequence[int], ends: Sequence[int]) -> Tensor:
+        """Inputs x [n, I] of every sequence's newest positions, counts[b] each, the last of them before ends[b]; all
+        see what is before → [n, h, dv]."""
         assert self._keys is not None
         assert self._values is not None
         q = self.layer.self_attn.queries(applied_to(x), positions)
         outputs = []
-        for row, (queries, at) in enumerate(zip(q.split(list(counts)), positions.split(list(counts)), strict=True)):
-            end = int(at[-1]) + 1
+        pieces = zip(q.split(list(counts)), positions.split(list(counts)), ends, strict=True)
+        for row, (queries, at, end) in enumerate(pieces):
             keys, values = (cache[row, :end].transpose(0, 1)[None] for cache in (self._keys, self._values))
+            if x.is_cuda and (shared := q.shape[1] // keys.shape[1]) > 1:
+                # There no kernel takes both a mask and shared keys, and plain products hold the scores of all heads.
+                keys, values = (each.repeat_interleave(shared, 1) for each in (keys, values))
             seen = self._seen(at, end)
             outputs.append(
                 F.scaled_dot_product_attention(

@@ -13,7 +13,8 @@ from eagle31_train.model.layer import silu_times
 from eagle31_train.model.norm import rms_norm
 
 CUDA = torch.device("cuda")
-pytestmark = pytest.mark.skipif(torch.cuda.is_available() and missing(CUDA) is not None, reason="no fused kernels here")
+LACK = missing(CUDA) if torch.cuda.is_available() else None
+pytestmark = pytest.mark.skipif(LACK is not None, reason=f"no fused kernels: {LACK}")
 # By how much of itself a number is off once it is stored; of fp32, after sums of thousands of terms.
 STORED = {torch.float32: 1e-5, torch.bfloat16: 2**-8}
 

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from model.test_attention import PROBLEM, assert_within_16_bits, in_fp64, make, 
 from torch.nn import functional as F
 
 from eagle31_train.kernels import divergence as fused
-from eagle31_train.kernels import own_keys, swiglu
+from eagle31_train.kernels import own_keys, swiglu, trial, triton_kernels
 from eagle31_train.kernels import rms_norm as fused_norm
 from eagle31_train.model import attention, loss
 from eagle31_train.model.attention import unrolled_attention
@@ -43,6 +44,7 @@ def small_blocks(monkeypatch):
     """Rows of several blocks, at widths that an interpreter can do."""
     monkeypatch.setattr(fused, "BLOCK", 8)
     monkeypatch.setattr(fused_norm, "PROGRAMS", 3)
+    monkeypatch.setattr(fused_norm, "WARPS", 3)
     monkeypatch.setattr(swiglu, "BLOCK", 16)
 
 
@@ -181,6 +183,61 @@ def test_torch_knows_the_operators():
     torch.library.opcheck(fused.teacher_sums, (teacher,))
     pairs = (torch.randn(3, 9), teacher, torch.rand(2), torch.rand(2), torch.tensor([0, 1, 1]), torch.rand(3))
     torch.library.opcheck(fused.fused_divergence, (*pairs, True, 0.3))
+
+
+def test_every_kernel_is_launched_on_the_device_of_its_tensors(monkeypatch):
+    """Which need not be the current one, where Triton launches."""
+    guarded, launched = [], {}
+
+    @contextmanager
+    def device_of(x):
+        guarded.append(x)
+        yield
+        guarded.pop()
+
+    class Spy:
+        def __init__(self, name, kernel):
+            self.name, self.kernel = name, kernel
+
+        def __getitem__(self, grid):
+            def run(first, *rest, **options):
+                launched[self.name] = bool(guarded) and guarded[-1] is first
+                return self.kernel[grid](first, *rest, **options)
+
+            return run
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    kernels = {name: kernel for name, kernel in vars(triton_kernels).items() if name.endswith("_kernel")}
+    for name, kernel in kernels.items():
+        monkeypatch.setattr(triton_kernels, name, Spy(name, kernel))
+    both(5, 3, 20, torch.float32, "kl", 0.0)
+    merged(PROBLEM, torch.float32)
+    x, weight = torch.randn(2, 9), torch.ones(9)
+    _, inverse = fused_norm.norm_rows(x, weight, 1e-5)
+    fused_norm.norm_rows_backward(x, x, weight, inverse, True)
+    swiglu.silu_times_backward(x, x, swiglu.silu_times(x, x))
+    assert launched == dict.fromkeys(kernels, True)
+
+
+def test_narrow_rows_are_shared_by_more_programs(monkeypatch):
+    """A row of 128 values has one warp, and 256 of those would leave most of a GPU idle."""
+    monkeypatch.undo()
+    grids = []
+    monkeypatch.setattr(fused_norm, "launch", lambda kernel, grid, *_, **options: grids.append((*grid, options)))
+    for width in (128, 4096, 7168):
+        x = torch.empty(5000, width)
+        fused_norm.norm_rows_backward(x, x, x[0], x[:, 0], False)
+    assert [grid * options["num_warps"] for grid, options in grids] == [2048, 2048, 4096]
+
+
+def test_what_keeps_triton_from_launching_is_said_in_a_line(monkeypatch):
+    assert trial(torch.device("cpu")) is None  # interpreted
+
+    def without_compiler(*_):
+        raise RuntimeError("Failed to find C compiler.\nPlease specify one")
+
+    monkeypatch.setattr(swiglu, "silu_times", without_compiler)
+    assert trial(torch.device("cpu")) == "triton launches no kernel: Failed to find C compiler."
 
 
 def losses_and_gradients(objective, batch):

@@ -5,6 +5,7 @@ import importlib.util
 import pytest
 import torch
 
+from eagle31_train import kernels
 from eagle31_train.checkpoint.contract import drafter_shape
 from eagle31_train.config import DrafterConfig, TrainConfig
 from eagle31_train.errors import UserError
@@ -84,12 +85,14 @@ def test_only_a_parallel_drafter_with_biases_looks_back(new_run):
         (CUDA, (9, 0), True, "fused kernels"),
         (CUDA, (7, 5), True, "plain kernels (the GPU is older than Ampere)"),
         (CUDA, (9, 0), False, "plain kernels (triton is not installed)"),
+        (CUDA, (9, 0), "no compiler", "plain kernels (no compiler)"),
     ],
 )
 def test_kernels_are_fused_where_they_can_be(tiny, monkeypatch, device, capability, triton, says):
     objective, _ = tiny
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: triton or None)
+    monkeypatch.setattr(kernels, "trial", lambda device: triton if isinstance(triton, str) else None)
     assert choose_kernels(objective, TrainConfig(kernels="plain"), device) == "plain kernels"
     assert not objective.fused
     if says != "fused kernels":
