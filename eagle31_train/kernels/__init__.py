@@ -4,7 +4,6 @@ The operators are there without Triton too: fake tensors, on which steps are cou
 """
 
 import importlib.util
-from typing import Any
 
 import torch
 
@@ -32,9 +31,3 @@ def trial(device: torch.device) -> str | None:
     except Exception as error:  # whatever compilers, drivers and Triton raise
         return f"triton launches no kernel: {first_line(error)}"
     return None
-
-
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """Launch a kernel on the device of its first argument, a tensor: Triton itself takes the current one."""
-    with torch.cuda.device_of(arguments[0]):
-        kernel[grid](*arguments, **options)

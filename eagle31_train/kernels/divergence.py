@@ -6,7 +6,7 @@ Shapes: P pairs; J supervised positions; Vd draft vocabulary.
 import torch
 from torch import Tensor
 
-from eagle31_train.kernels import launch
+from eagle31_train.kernels.launching import launch
 
 BLOCK = 4096  # logits that a program reads at once
 WARPS = 8

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle31_train.kernels import launch
+from eagle31_train.kernels.launching import launch
 
 
 @torch.library.custom_op("eagle31::merge_own_keys", mutates_args=())

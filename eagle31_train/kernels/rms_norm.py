@@ -6,7 +6,7 @@ Shapes: n rows; W their width.
 import torch
 from torch import Tensor
 
-from eagle31_train.kernels import launch
+from eagle31_train.kernels.launching import launch
 
 # Programs and warps that at least share the rows in the gradient: narrow rows have few warps each, and a program works
 # off one row after another. Every program leaves a sum of the weight's gradient to add up.

@@ -6,7 +6,7 @@ Both work in fp32 inside, on tensors alike in fp32 or 16 bits, and round once.
 import torch
 from torch import Tensor
 
-from eagle31_train.kernels import launch
+from eagle31_train.kernels.launching import launch
 
 BLOCK = 2048  # values of a program
 

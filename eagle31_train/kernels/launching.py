@@ -1,0 +1,11 @@
+"""How every kernel is launched."""
+
+from typing import Any
+
+import torch
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """Launch a kernel on the device of its first argument, a tensor: Triton itself takes the current one."""
+    with torch.cuda.device_of(arguments[0]):
+        kernel[grid](*arguments, **options)
