@@ -166,7 +166,7 @@ def instant(run, when, launcher, chosen):
     wanted = lines(ledger) + chosen.randint(1, 4)
     if when == "step":
         return lambda: lines(ledger) >= wanted
-    return lambda: any(ticks(pid) >= work for pid in processes_of(run) if pid != launcher) or lines(ledger) >= wanted
+    return lambda: any(ticks(rank) >= work for rank in ranks_of(launcher)) or lines(ledger) >= wanted
 
 
 def ended(run, ranks):
