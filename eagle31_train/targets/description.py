@@ -120,6 +120,7 @@ def read_raw(target: TargetConfig) -> dict[str, Any]:
         raise UserError(f"{where} has no config.json that names a model_type: is it a whole checkpoint?")
     try:
         foreign.typed(_Raw, raw)
+        foreign.typed(_Raw, raw.get("text_config") or {})
         _check_counts(raw)
     except ValueError as error:
         raise UserError(f"{where}: its config.json gives {error}: copy it again") from None

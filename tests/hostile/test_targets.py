@@ -57,6 +57,12 @@ def test_config_json(case, target):
     outcome(lambda: described(target(config__json=case)))
 
 
+def test_a_text_models_kind_that_is_no_text_is_refused(target):
+    config = {"model_type": "llava", "text_config": {"model_type": ["llama"]}}
+    with pytest.raises(UserError, match=r"config\.json gives model_type: .* valid string"):
+        read_raw(TargetConfig(path=str(target(config__json=json.dumps(config).encode()))))
+
+
 def talked(folder, template=None):
     """All that is done with a tokenizer and a template."""
     config = TargetConfig(path=str(folder), chat_template=template)
