@@ -226,8 +226,8 @@ class _ChunkedDivergence(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """z [K*S, D], head [Vd, D] → loss (), summed divergence per step [K], hits [K*S] bool.
 
-        With `learn`, z's memory becomes its gradient's, row by row, once a row has been read: of 65,536 tokens of an
-        8B target that saves 3.5 GiB. If something else kept z for its own gradient, torch would raise.
+        With `learn`, z's memory becomes its gradient's, row by row, once a row has been read: one copy of z less. If
+        something else kept z for its own gradient, torch would raise.
         """
         compute = compute_dtype(z)
         wide = torch.float64 if z.dtype == torch.float64 else torch.float32
