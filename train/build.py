@@ -103,11 +103,11 @@ def build_objective(config: Config, shape: DrafterShape, store: Store, vocab: Dr
 
 
 def first_norm(target: Tensor) -> Tensor:
-    """What the drafter's final norm starts with: the target's weights, scaled down and without outliers.
+    """Initial weights of the drafter's final norm: the target's, scaled down, outliers clipped.
 
-    At first a state says which token was the last, a guess that is surely wrong, and under the target's own norm as
-    sure as the target's. And what a target weighs hundreds of times (some dimensions of Gemma 3's) would be weighed
-    again at every step, since the normed state is fed back: a hundred steps did not make up for it (docs/log.md).
+    At the start the drafter guesses the token that it has just been given. That is wrong, and under the target's own
+    norm also confident. Gemma 3's norm scales some dimensions by up to 301; the normed state is fed back, so every step
+    would scale them again, and training did not recover in a hundred steps (docs/log.md).
 
     Args:
         target: [D] effective weight of the target's final norm.

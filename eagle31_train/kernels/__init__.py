@@ -22,8 +22,8 @@ def missing(device: torch.device) -> str | None:
 
 
 def trial(device: torch.device) -> str | None:
-    """What keeps Triton from launching a kernel on a device; None if nothing does. It compiles a piece of C for that,
-    and a machine may lack a compiler, or Python's headers."""
+    """Why Triton cannot launch a kernel on a device; None if it can. Triton compiles C for the launch, and a machine may
+    lack a compiler, or Python's headers."""
     from eagle31_train.kernels.swiglu import silu_times
 
     try:

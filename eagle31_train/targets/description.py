@@ -278,8 +278,8 @@ def serving_doubt(target: TargetConfig) -> str | None:
 
 
 def class_without_eagle3(target: TargetConfig) -> str | None:
-    """The target's kind where vLLM 0.32's own class of it takes no EAGLE 3 draft; then the one that wraps transformers'
-    does. None of a target that cannot be read here."""
+    """The target's kind, if vLLM 0.32's own class for it takes no EAGLE 3 draft; None if it does, or if config.json cannot
+    be read."""
     try:
         return next((kind for kind in kinds(read_raw(target)) if kind in NO_EAGLE3), None)
     except UserError:
