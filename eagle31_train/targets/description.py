@@ -278,8 +278,10 @@ def serving_doubt(target: TargetConfig) -> str | None:
 
 
 def class_without_eagle3(target: TargetConfig) -> str | None:
-    """The target's kind, if vLLM 0.32's own class for it takes no EAGLE 3 draft; None if it does, or if config.json cannot
-    be read."""
+    """The target's kind, if vLLM 0.32's own class for it takes no EAGLE 3 draft.
+
+    None if that class takes one, or if config.json cannot be read.
+    """
     try:
         return next((kind for kind in kinds(read_raw(target)) if kind in NO_EAGLE3), None)
     except UserError:
