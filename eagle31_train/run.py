@@ -25,6 +25,7 @@ from eagle31_train.locations import CONFIGS
 
 STAGES = ("data", "extract", "train", "evaluate", "export", "summary")
 WRITTEN = ["regenerate=true", f"data.prompts={SELF}"]
+KILLED = 128 + signal.SIGKILL
 ALONE = ("cpu", "gpu")  # profiles of one process
 PROFILES = [*ALONE, "ddp", "fsdp2", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload"]  # of one machine
 
@@ -50,17 +51,22 @@ def run(config: Config, overrides: list[str], first: str, last: str, profile: st
         if status == STOPPED:
             raise Stopped(f"run: {stage} was stopped and saved; the same command goes on from there")
         if status:
-            note(f"run: stopped at {stage}; the same command goes on from there", error=True)
+            why = ": it was killed, perhaps for want of memory" if status == KILLED else ""
+            note(f"run: stopped at {stage}{why}; the same command goes on from there", error=True)
             raise SystemExit(status)
 
 
 def finished(words: list[str], environment: dict[str, str]) -> int:
-    """Run a stage and return its exit status. Ctrl-C reaches the stage, which ends its servers and says so; a second
-    one kills it. SIGTERM is passed on: a stage that went on alone would not save before the machine is taken away."""
+    """Run a stage and return its exit status: 128 + N if signal N ended it, as shells say it.
+
+    Ctrl-C reaches the stage, which ends its servers and says so; a second one kills it. SIGTERM is passed on: a stage
+    that went on alone would not save before the machine is taken away.
+    """
     with subprocess.Popen(words, env=environment) as process:
         before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
         try:
-            return process.wait()
+            status = process.wait()
+            return status if status >= 0 else 128 - status
         except KeyboardInterrupt:  # subprocess.run would kill it a quarter of a second later
             try:
                 process.wait()

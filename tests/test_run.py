@@ -11,6 +11,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from eagle31_train import cli, launcher, new, run
+from eagle31_train.config import Config, DataConfig, TargetConfig
 from eagle31_train.console import STOPPED
 
 
@@ -140,6 +141,19 @@ def test_a_sigterm_is_passed_on_to_the_stage(monkeypatch):
         assert signal.getsignal(signal.SIGTERM) is die
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_a_killed_stage_is_said_and_its_status_is_a_shells(monkeypatch, capsys):
+    monkeypatch.setattr(run, "command", lambda *_: [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])
+    with pytest.raises(SystemExit) as stopped:
+        run.run(
+            Config(name="run", target=TargetConfig(path="target"), data=DataConfig(prompts="self")),
+            [],
+            "extract",
+            "train",
+        )
+    assert stopped.value.code == 137
+    assert "run: stopped at extract: it was killed, perhaps for want of memory" in capsys.readouterr().err
 
 
 def test_ctrl_c_ends_the_launcher_without_a_traceback(monkeypatch):
