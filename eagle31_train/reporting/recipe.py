@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from eagle31_train import cli
 from eagle31_train.config import Config
 from eagle31_train.errors import UserError
-from eagle31_train.evaluation.serving.engine import flags, speculation, target_arguments
+from eagle31_train.evaluation.serving.engine import fixed, flags, speculation, target_arguments
 from eagle31_train.locations import CONFIGS
 from eagle31_train.reporting.markdown import public
 
@@ -38,8 +38,8 @@ def serve_command(
     path = drafter if drafter and self_describing else public(config.target.path) if published else config.target.path
     command = ["vllm", "serve", path, *flags(target_arguments(config))]
     if drafter and not self_describing:
-        options = speculation(config, drafter, config.evaluate.num_speculative_tokens, config.drafter.parallel)
-        options |= by_load or {}
+        length = by_load or fixed(config.evaluate.num_speculative_tokens)
+        options = speculation(config, drafter, length, config.drafter.parallel)
         command += ["--speculative-config", json.dumps(options, ensure_ascii=False)]
     return shlex.join(command)
 

@@ -21,7 +21,7 @@ from eagle31_train.errors import UserError
 from eagle31_train.evaluation import serving
 from eagle31_train.evaluation.prompts import Prompt
 from eagle31_train.evaluation.serving import Engine, measure_serving, report, server
-from eagle31_train.evaluation.serving.engine import check, server_arguments
+from eagle31_train.evaluation.serving.engine import check, fixed, flags, server_arguments
 from eagle31_train.evaluation.serving.server import Answer
 from eagle31_train.reporting.recipe import serve_command
 
@@ -145,7 +145,7 @@ def test_a_target_whose_own_class_takes_no_draft_is_served_by_transformers(confi
     words = shlex.split(serve_command(config(f"target.path={tmp_path}"), "draft"))
     assert words[:3] == ["vllm", "serve", str(tmp_path)]
     assert words[3:-2] == told
-    given = server_arguments(config(f"target.path={tmp_path}", "evaluate.vllm_args={model_impl: vllm}"), None, 0, 1)
+    given = server_arguments(config(f"target.path={tmp_path}", "evaluate.vllm_args={model_impl: vllm}"), None, {}, 1)
     assert given["model_impl"] == "vllm", "what the user asks for"
 
 
@@ -154,9 +154,9 @@ def test_vllm_is_told_that_a_drafter_drafts_in_parallel(config, tmp_path):
     name a mask token, the tokenizer's, for a chain."""
     meant = {"method": "eagle3", "model": str(tmp_path / "ours"), "num_speculative_tokens": 3}
     for fields in ({}, {"mask_token_id": 4}, {"pard_token": 4}):
-        chain = server_arguments(config(), drafter(tmp_path, **fields), 3, 1)["speculative_config"]
+        chain = server_arguments(config(), drafter(tmp_path, **fields), fixed(3), 1)["speculative_config"]
         assert chain == meant
-        told = server_arguments(config(), drafter(tmp_path, "mask_hidden", **fields), 3, 1)["speculative_config"]
+        told = server_arguments(config(), drafter(tmp_path, "mask_hidden", **fields), fixed(3), 1)["speculative_config"]
         assert told == meant | {"parallel_drafting": True}
 
 
@@ -194,7 +194,8 @@ def test_counts_read_too_early_would_be_others(monkeypatch, measure):
     assert any(row["counted"]["requests"] != row["requests"] for row in rows)
 
 
-def test_requests_say_all_that_matters(measure, asked):
+def test_requests_say_all_that_matters(measure, asked, monkeypatch):
+    monkeypatch.setattr(report, "schedule", lambda rows, name: None)
     measure("seed=7", "evaluate.concurrency=[1,2]", "evaluate.temperature=0.8", prompts=PROMPTS[:2])
     requests = [json.loads(line) for line in asked.read_text().splitlines()]
     assert {(tuple(one["prompt"]), one["seed"]) for one in requests} == {((1, 2, 3), 7), ((30, 5), 8)}
@@ -384,7 +385,28 @@ def test_a_schedule_is_told_and_none_of_a_parallel_drafter(measure, monkeypatch)
     served = measure()
     assert served["schedules"] == {"ours": options}
     assert served["verdict"][0] == f"ours by load: {json.dumps(options)} in --speculative-config"
+    assert served["by_load"] == [], "it is what was measured"
     assert measure(tensors=["mask_hidden"])["schedules"] == {}
+
+
+def test_a_schedule_is_served_and_compared_with_the_fixed_number_of_each_load(measure, monkeypatch):
+    options = fixed(3) | {report.RANGES: [[1, 1, 0], [2, 4, 1], [5, 16, 3]]}
+    monkeypatch.setattr(report, "schedule", lambda rows, name: options)
+    started = []
+    monkeypatch.setattr(serving, "flags", lambda given: started.append(given) or flags(given))
+    served = measure("evaluate.serve_speculative_tokens=[1,3]", "evaluate.concurrency=[1,2,5]")
+    assert [given.get("speculative_config", {}).get(report.RANGES) for given in started] == [
+        *[None] * 3,
+        options[report.RANGES],
+    ]
+    assert [(row["concurrency"], row["draft_tokens"]) for row in served["by_load"]] == [(1, 0), (2, 1), (5, 3)]
+    rows = {(row["concurrency"], row["draft_tokens"]): row for row in served["rows"]}
+    for row, line in zip(served["by_load"], served["verdict"][1:4], strict=True):
+        users, tokens = row["concurrency"], row["draft_tokens"]
+        assert row["different"] == 0
+        assert row["speedup"][0] == pytest.approx(row["per_user"][0] / rows[users, 0]["per_user"][0])
+        assert row["beside_fixed"][0] == pytest.approx(row["per_user"][0] / rows[users, tokens]["per_user"][0])
+        assert line.startswith(f"ours by load at concurrency {users}: {row['speedup'][0]:.2f} [")
 
 
 TEXT = """# TYPE vllm:spec_decode_num_drafts_total counter

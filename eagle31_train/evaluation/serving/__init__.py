@@ -16,7 +16,7 @@ from eagle31_train.console import Progress, note
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation.measurement import read_checked, write_checked
 from eagle31_train.evaluation.serving import report
-from eagle31_train.evaluation.serving.engine import Engine, check, flags, server_arguments
+from eagle31_train.evaluation.serving.engine import DRAFTED, Engine, check, fixed, flags, server_arguments
 from eagle31_train.evaluation.serving.server import MODULE, Answer, Question, Server, pick_port, run_load
 
 if TYPE_CHECKING:  # the card, which imports this package, has no need of datasets
@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # the card, which imports this package, has no need of datase
 
 __all__ = ["Engine", "check", "measure_serving"]
 
+Load = tuple[list[Answer], Counter[str]]  # what was answered at one concurrency, and what vLLM counted meanwhile
 WARM_TOKENS = 16  # of an answer that is thrown away
 SETTLED_SECONDS = 60.0  # until the counters know of the last answer
 
@@ -36,7 +37,8 @@ def measure_serving(
     engine: Engine,
     folder: Path | None = None,
 ) -> dict[str, Any]:
-    """Serve the target alone, then with every draft of evaluate.serve_speculative_tokens; `report.py` has the form.
+    """Serve the target alone, then every draft with each of evaluate.serve_speculative_tokens, then by the schedule
+    that these give, if it is not one of them; `report.py` has the form.
 
     Every server is started once. What it did is recorded in `folder`, and none is started again whose record is there:
     a very large target takes an hour to start.
@@ -54,30 +56,49 @@ def measure_serving(
     options = config.evaluate
     folder = Path(config.run_dir) / "servers" if folder is None else folder
     sent = {users: questions(config, prompts, end_ids, users) for users in options.concurrency}
-    servers = [(None, 0), *((name, depth) for name in drafts for depth in options.serve_speculative_tokens)]
-    rows = []
-    plain: dict[int, list[Answer]] = {}
-    for name, depth in servers:
+
+    def served(name: str | None, length: Mapping[str, Any]) -> dict[int, Load]:
+        """What one server did, by concurrency: now, or as it is recorded."""
         draft = drafts[name] if name is not None else None
-        what = f"serve {name}, {depth} draft tokens" if name is not None else "serve without a drafter"
+        depth = length.get(DRAFTED, 0)
+        by_load = ", by load" if len(length) > 1 else ""
+        what = f"serve {name}, {depth} draft tokens{by_load}" if name is not None else "serve without a drafter"
         # A drafter may be called otherwise beside others, so its name is no part of the file's.
-        file = folder / f"server-{depth}-{fingerprint(config, draft, depth, sent, engine)}.json"
+        file = folder / f"server-{depth}-{fingerprint(config, draft, length, sent, engine)}.json"
         if (record := read_checked(file, "served")) is not None:
             note(f"{what}: measured before ({file})")
         else:
-            record = serve(config, draft, depth, sent, what, folder / f"{name or 'none'}-{depth}.log")
+            log = folder / f"{name or 'none'}-{depth}{'-by-load' if by_load else ''}.log"
+            record = serve(config, draft, length, sent, what, log)
             write_checked(file, "served", record, drafter=name)
-        served = {users: [Answer(**one) for one in record["answers"][str(users)]] for users in options.concurrency}
-        plain = plain or served
-        for users in options.concurrency:
-            # Sampled answers differ: with a drafter, other random numbers choose.
-            reference = None if options.temperature else plain[options.concurrency[0]]
-            counted, before = Counter(record["counted"][str(users)]), plain[users] if name else None
-            rows.append(report.row(name, depth, users, served[users], counted, before, reference))
+        return {
+            users: ([Answer(**one) for one in record["answers"][str(users)]], Counter(record["counted"][str(users)]))
+            for users in options.concurrency
+        }
+
+    plain = served(None, {})
+    # Sampled answers differ: with a drafter, other random numbers choose.
+    reference = None if options.temperature else plain[options.concurrency[0]][0]
+    rows = [report.row(None, 0, users, *plain[users], None, reference) for users in options.concurrency]
+    loads = {(name, 0): plain for name in drafts}
+    for name in drafts:
+        for depth in options.serve_speculative_tokens:
+            loads[name, depth] = served(name, fixed(depth))
+            for users, load in loads[name, depth].items():
+                rows.append(report.row(name, depth, users, *load, plain[users][0], reference))
     best = report.best(rows)
     # With a parallel drafter vLLM 0.32 always drafts num_speculative_tokens, however few a schedule asks for.
     chains = [name for name, draft in drafts.items() if not drafts_in_parallel(draft)]
     schedules = {name: by_load for name in chains if (by_load := report.schedule(rows, name))}
+    scheduled: list[report.Row] = []
+    for name, length in schedules.items():
+        if len(ranges := length[report.RANGES]) == 1:
+            continue  # one number at every load, and measured so
+        for users, load in served(name, length).items():
+            (depth,) = [depth for first, last, depth in ranges if first <= users <= last]
+            row = report.row(name, depth, users, *load, plain[users][0], reference)
+            beside = report.speed(load[0]) / report.speed(loads[name, depth][users][0])
+            scheduled.append({**row, "beside_fixed": beside.intervals()[0]})
     return {
         "vllm": engine.version,
         "machine": engine.device,
@@ -88,13 +109,19 @@ def measure_serving(
         "rows": rows,
         "best": best,
         "schedules": schedules,
-        "verdict": report.verdict(best, schedules),
-        "notes": report.notes(rows),
+        "by_load": scheduled,
+        "verdict": report.verdict(best, schedules, scheduled),
+        "notes": report.notes([*rows, *scheduled]),
     }
 
 
 def serve(
-    config: Config, draft: Path | None, depth: int, sent: Mapping[int, Sequence[Question]], what: str, log: Path
+    config: Config,
+    draft: Path | None,
+    length: Mapping[str, Any],
+    sent: Mapping[int, Sequence[Question]],
+    what: str,
+    log: Path,
 ) -> dict[str, Any]:
     """Start one server, have it answer what is sent at every concurrency, and end it; `what`: what to call it.
 
@@ -102,7 +129,7 @@ def serve(
         Its answers, and what vLLM counted meanwhile, by concurrency, in JSON's types.
     """
     options, port = config.evaluate, pick_port()
-    command = [options.vllm_python, "-m", MODULE, *flags(server_arguments(config, draft, depth, port))]
+    command = [options.vllm_python, "-m", MODULE, *flags(server_arguments(config, draft, length, port))]
     served: dict[str, Any] = {"answers": {}, "counted": {}}
     note(f"{what}: vLLM starts ({log})")
     with (
@@ -122,8 +149,8 @@ def serve(
             done += len(answers)
             after = settled(server, done)
             counted = Counter({name: after[name] - before[name] for name in after})
-            if depth:
-                report.speculation(counted, depth)  # or it raises, before more is asked
+            if draft is not None:
+                report.speculation(counted, length[DRAFTED])  # or it raises, before more is asked
             (speed, _, _) = report.speed(answers).intervals()[0]
             if speed is None:
                 raise UserError(f"{what}: every answer ended with its first token: choose other prompts")
@@ -172,10 +199,14 @@ def settled(server: Server, answered: int) -> Counter[str]:
 
 
 def fingerprint(
-    config: Config, drafter: Path | None, draft_tokens: int, sent: Mapping[int, Sequence[Question]], engine: Engine
+    config: Config,
+    drafter: Path | None,
+    length: Mapping[str, Any],
+    sent: Mapping[int, Sequence[Question]],
+    engine: Engine,
 ) -> str:
     """What tells a server and its questions from others: weights by what they hold, and not by where they lie."""
-    arguments = server_arguments(config, drafter, draft_tokens, 0)
+    arguments = server_arguments(config, drafter, length, 0)
     if drafter is not None:
         arguments["speculative_config"]["model"] = artifacts.weights_fingerprint(str(drafter))
     requests = {str(users): [asdict(question) for question in asked] for users, asked in sent.items()}

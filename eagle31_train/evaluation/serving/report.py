@@ -12,6 +12,8 @@ As JSON (`measure_serving` makes it):
      "best": [{"drafter", "concurrency", "draft_tokens": 0 if speculation does not pay, "speedup": [value, low, high]
                of the best number of draft tokens, "tried": that number}],
      "schedules": {drafter: options of vLLM's --speculative-config, see `schedule`},
+     "by_load": [a row, as above, of the server with such a schedule; its draft_tokens are those of that load, and
+                 "beside_fixed" is its speed over that of as many in every draft: [value, low, high]],
      "verdict": [a line for each of these], "notes": [what else must be known, often nothing]}
 
 Times are in seconds. A null in an interval: too few prompts for one.
@@ -31,6 +33,7 @@ from eagle31_train.evaluation.measurement import acceptance
 from eagle31_train.evaluation.serving.server import Answer
 
 Row = dict[str, Any]
+RANGES = "num_speculative_tokens_per_batch_size"
 # Prometheus' text: a name, labels, a value.
 _LINE = re.compile(r"^(vllm:[\w:]+?)(?:\{(.*)\})? ([^ ]+)$", re.MULTILINE)
 _POSITION = re.compile(r'position="(\d+)"')
@@ -142,13 +145,21 @@ def schedule(rows: Sequence[Row], drafter: str) -> dict[str, Any] | None:
             ranges.append([end + 1, users, tokens])
         end = users
     most = max(tokens for _, _, tokens in ranges)
-    return {"num_speculative_tokens": most, "num_speculative_tokens_per_batch_size": ranges} if most else None
+    return {"num_speculative_tokens": most, RANGES: ranges} if most else None
 
 
-def verdict(chosen: Sequence[Row], schedules: Mapping[str, Any]) -> list[str]:
-    """How many tokens to draft, a line for each drafter and concurrency, and for each schedule."""
-    by_load = [f"{name} by load: {json.dumps(options)} in --speculative-config" for name, options in schedules.items()]
-    return by_load + [
+def verdict(chosen: Sequence[Row], schedules: Mapping[str, Any], by_load: Sequence[Row]) -> list[str]:
+    """How many tokens to draft, a line for each schedule and load, and for each drafter and concurrency."""
+    lines = []
+    for name, options in schedules.items():
+        lines.append(f"{name} by load: {json.dumps(options)} in --speculative-config")
+        lines += [
+            f"{name} by load at concurrency {one['concurrency']}: {bracket(one['speedup'], '{:.2f}')} × the "
+            f"tokens/s/user, {bracket(one['beside_fixed'], '{:.2f}')} × those of {one['draft_tokens']} at every load"
+            for one in by_load
+            if one["drafter"] == name
+        ]
+    return lines + [
         f"{one['drafter']} at concurrency {one['concurrency']}: "
         f"{'' if one['draft_tokens'] else 'no gain shown, '}best with num_speculative_tokens={one['tried']}, "
         f"{bracket(one['speedup'], '{:.2f}')} × the tokens/s/user"
