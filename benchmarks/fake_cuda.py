@@ -33,11 +33,12 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.shapes import GAMMA
 from eagle31_train.config import DrafterShape, TrainConfig
 from eagle31_train.model import context_attention, rope
-from eagle31_train.model.batch import Batch, build_batch, choose_slots, each_tensor
+from eagle31_train.model.batch import Batch, build_batch, choose_slots
 from eagle31_train.model.drafter import Drafter
 from eagle31_train.model.loss import Objective, Teacher
 from eagle31_train.store.codec import CODECS, Encoded
 from eagle31_train.store.document import Document
+from eagle31_train.transfers import each_tensor
 from train.loader import MicroBatch, StepTotals
 from train.optimizer import make_optimizer
 from train.step import accumulate
@@ -394,7 +395,9 @@ def _fake(batch: Batch, shape: DrafterShape, codec: str, mode: FakeTensorMode) -
         rows = of.values.shape[:-1]
         blocks = -(-H // how.block) if how.block else 0
         values = torch.empty(*rows, -(-H // how.packed), dtype=how.dtype)
-        return Encoded(codec, H, values, torch.empty(*rows, blocks, dtype=torch.bfloat16))
+        scale = torch.empty(*rows, blocks, dtype=torch.bfloat16)
+        channels = torch.empty(len(of.channels), *rows[1:], H if how.channels else 0, dtype=torch.bfloat16)
+        return Encoded(codec, H, values, scale, channels, of.document)
 
     indices = each_tensor(batch, mode.from_tensor)
-    return replace(indices, aux=states(batch.aux), teacher=states(batch.teacher))
+    return replace(indices, aux=states(indices.aux), teacher=states(indices.teacher))

@@ -15,7 +15,7 @@ from typing import Any
 from eagle31_train.errors import UserError
 
 DTYPES = ("bfloat16", "float16", "float32")
-CODECS = ("bf16", "fp8", "int8", "int4")
+CODECS = ("bf16", "int8_channel", "fp8", "int8", "int4")
 FORMATS = ("auto", "messages", "sharegpt", "alpaca", "turns", "prompt")
 ROW_FILES = (".jsonl", ".json", ".csv", ".parquet")  # and these with .gz
 ENGINES = ("transformers", "vllm")
@@ -207,7 +207,11 @@ class ExtractConfig:
 
 @dataclass
 class StoreConfig:
-    aux_codec: str = opt("bf16", "how auxiliary states are kept: bf16 (exact), fp8, int8 or int4", choices=CODECS)
+    aux_codec: str = opt(
+        "bf16",
+        "how auxiliary states are kept: bf16 (exact), int8_channel (half the bytes), or coarser",
+        choices=CODECS,
+    )
     last_codec: str = opt("bf16", "how last hidden states are kept, likewise", choices=CODECS)
     follow: bool = opt(False, "train.py: train while the store is still being written")
     max_bytes: str | None = opt(None, "extract: wait for a following training to free shards past this, e.g. 200GB")

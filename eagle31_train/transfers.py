@@ -3,8 +3,17 @@
 On CUDA they go through pinned memory, whose blocks torch keeps and uses again.
 """
 
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Moved = TypeVar("Moved", bound="DataclassInstance")
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
@@ -15,3 +24,15 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
 def to_host(x: Tensor) -> Tensor:
     """A tensor in this machine's memory: from CUDA only once what is queued there now is done."""
     return x.to("cpu", non_blocking=x.is_cuda)
+
+
+def each_tensor(value: Moved, move: Callable[[Tensor], Tensor]) -> Moved:
+    """A dataclass with its tensors, and those of dataclasses in it, replaced."""
+    changed: dict[str, Any] = {}
+    for field in fields(value):
+        part = getattr(value, field.name)
+        if isinstance(part, Tensor):
+            changed[field.name] = move(part)
+        elif is_dataclass(part) and not isinstance(part, type):
+            changed[field.name] = each_tensor(part, move)
+    return replace(value, **changed)

@@ -157,7 +157,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fused": {},
     "plain": {"kernels": "plain"},
     "fp32": {"precision": "no"},
-    **{codec: {"codec": codec} for codec in ("fp8", "int8", "int4")},
+    **{codec: {"codec": codec} for codec in ("int8_channel", "fp8", "int8", "int4")},
     "muon": {"optimizer": "muon"},
     "recomputed": {"recompute": True},
     "lk": {"lk": 0.5},

@@ -13,10 +13,9 @@ A step may train a random subset of its slots (`choose_slots`). It is unbiased: 
 average those of all slots.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -27,14 +26,10 @@ from eagle31_train.model.context_parallel import Places, make_places, owners
 from eagle31_train.model.packing import Layout, make_layout
 from eagle31_train.store.codec import Encoded, as_encoded, concatenate
 from eagle31_train.store.document import Document
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
+from eagle31_train.transfers import each_tensor
 
 CHUNK = 32  # supervised positions per chunk: the loss takes whole chunks into a product, up to K * 32 rows each
 STRETCH = 32  # a subset of the slots consists of runs of this length: neighbours are cheap to attend together
-
-Moved = TypeVar("Moved", bound="DataclassInstance")
 
 
 @dataclass(frozen=True)
@@ -108,18 +103,6 @@ class Batch:
     def pinned(self) -> "Batch":
         """The batch in page-locked memory, which a CUDA device fetches by itself."""
         return each_tensor(self, Tensor.pin_memory)
-
-
-def each_tensor(value: Moved, move: Callable[[Tensor], Tensor]) -> Moved:
-    """A dataclass with its tensors, and those of dataclasses in it, replaced."""
-    changed: dict[str, Any] = {}
-    for field in fields(value):
-        part = getattr(value, field.name)
-        if isinstance(part, Tensor):
-            changed[field.name] = move(part)
-        elif is_dataclass(part) and not isinstance(part, type):
-            changed[field.name] = each_tensor(part, move)
-    return replace(value, **changed)
 
 
 def build_batch(

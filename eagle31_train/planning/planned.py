@@ -123,9 +123,11 @@ class Planned:
         return Shape(self.shape.target_hidden_size, len(self.shape.aux_layers), s.aux_codec, s.last_codec)
 
     def store_bytes(self, states: Shape) -> float:
-        """Bytes of the training split: ids and masks per token, A states per attended position, one per teacher row."""
+        """Bytes of the training split: ids and masks per token, A states per attended position, one per teacher row,
+        and the scales of each conversation's channels."""
         work, (aux, last) = self.data.work, states.row_bytes
-        return work.tokens * TOKEN_BYTES + work.positions * aux + work.targets * last
+        rows = work.positions * aux + work.targets * last + work.conversations * states.document_bytes
+        return work.tokens * TOKEN_BYTES + rows
 
     def target_pieces(self) -> float:
         """Bytes of the target's embedding and lm_head that training keeps, in the precision of the products."""

@@ -1,18 +1,24 @@
 """Codecs: how hidden states are stored in fewer bytes, and decoded on the device that trains.
 
-    bf16  2 bytes a value, bit for bit
-    fp8   1 byte, float8 e4m3, one scale per token and block of 128 values
-    int8  1 byte, -127 to 127, likewise: finer than fp8 where the values of a block are of one size
-    int4  half a byte, -8 to 7, one scale per block of 32; measured for auxiliary states only
+    bf16          2 bytes a value, bit for bit
+    int8_channel  1 byte, -127 to 127, one scale per token and block of 128 values, and one per document and channel
+    fp8           1 byte, float8 e4m3, one scale per token and block of 128 values
+    int8          1 byte, likewise -127 to 127
+    int4          half a byte, -8 to 7, one scale per block of 32; measured for auxiliary states only
 
-A value is `values * scale`: one product of two numbers that bf16 holds exactly, rounded once to bf16. So every
-device decodes the same bits. What a codec costs in fidelity and acceptance: docs/benchmarks.md.
+A few channels of a target's states can be hundreds of times as large as the others. With int8 the others of their
+block are lost beside them; int8_channel makes all channels of a document equally large first.
 
-Shapes: N rows, [...] further axes, W the width of a state, B the width of a block.
+A value is `values * scale`: one product of two numbers that bf16 holds exactly, rounded once to bf16; the scale of a
+channel is a power of two, which rounds nothing. So every device decodes the same bits. What a codec costs in fidelity
+and acceptance: docs/benchmarks.md.
+
+Shapes: N rows of D documents, [...] further axes, W the width of a state, B the width of a block.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -30,15 +36,21 @@ class Codec:
     block: int
     largest: float
     packed: int = 1  # values in one element
+    channels: bool = False  # whether each has a scale
 
     def row_bytes(self, width: int) -> int:
         """Bytes of one state of `width` values."""
         scales = 2 * -(-width // self.block) if self.block else 0
         return -(-width // self.packed) * self.dtype.itemsize + scales
 
+    def document_bytes(self, width: int) -> int:
+        """Bytes that a document takes besides, for one layer."""
+        return 2 * width if self.channels else 0
+
 
 CODECS = {
     "bf16": Codec(torch.bfloat16, 0, 0.0),
+    "int8_channel": Codec(torch.int8, 128, 127.0, channels=True),
     "fp8": Codec(torch.float8_e4m3fn, 128, 448.0),
     "int8": Codec(torch.int8, 128, 127.0),
     "int4": Codec(torch.uint8, 32, -8.0, packed=2),
@@ -52,12 +64,16 @@ class Encoded:
     values: [N, ..., w] in the codec's dtype; with bf16 (and in tests with any float dtype) the states themselves.
     scale: [N, ..., blocks] bf16; no blocks with bf16.
     width: W.
+    channels: [D, ..., W] bf16, the scales of each document's channels; [D, ..., 0] where a codec has none.
+    document: [N] int64 into [D], of each row.
     """
 
     codec: str
     width: int
     values: Tensor
     scale: Tensor
+    channels: Tensor
+    document: Tensor
 
     def __len__(self) -> int:
         return len(self.values)
@@ -72,19 +88,25 @@ class Encoded:
             values = values.view(torch.uint8)[rows].view(values.dtype)
         else:
             values = values[rows]
-        return Encoded(self.codec, self.width, values, self.scale[rows])
+        return replace(self, values=values, scale=self.scale[rows], document=self.document[rows])
+
+    def of_document(self, index: int, rows: slice) -> "Encoded":
+        """Rows that are all of one document, without the others' channels."""
+        cut = self[rows]
+        return replace(cut, channels=self.channels[index : index + 1], document=torch.zeros_like(cut.document))
 
     @property
     def finite(self) -> bool:
         values = self.values
         if values.dtype == torch.float8_e4m3fn:  # it has no infinity, and torch compares none of its values
             values = torch.where((values.view(torch.uint8) & 127) == 127, torch.nan, 0.0)
-        return all(bool(_all_finite(part)) for part in (values, self.scale) if part.is_floating_point())
+        parts = (values, self.scale, self.channels)
+        return all(bool(_all_finite(part)) for part in parts if part.is_floating_point())
 
     def unbind(self) -> list["Encoded"]:
         """[N, A, W] → A times [N, W]: layer by layer, so that they need not be decoded all at once."""
-        pairs = zip(self.values.unbind(1), self.scale.unbind(1), strict=True)
-        return [replace(self, values=values, scale=scale) for values, scale in pairs]
+        layers = zip(self.values.unbind(1), self.scale.unbind(1), self.channels.unbind(1), strict=True)
+        return [replace(self, values=values, scale=scale, channels=channels) for values, scale, channels in layers]
 
     def decode(self) -> Tensor:
         """[N, ..., W]: bf16, or what went in where the codec keeps it whole."""
@@ -94,11 +116,13 @@ class Encoded:
         values = self.values
         if codec.packed == 2:
             values = torch.stack([values & 15, values >> 4], -1).flatten(-2)[..., : self.width].to(torch.int8) - 8
-        return _from_blocks(_blocks(values.bfloat16(), codec.block) * self.scale[..., None], self.width)
+        decoded = _from_blocks(_blocks(values.bfloat16(), codec.block) * self.scale[..., None], self.width)
+        return decoded * self.channels[self.document] if codec.channels else decoded
 
 
 def encode(states: Tensor, codec: str) -> Encoded:
-    """States [N, ..., W] of any float dtype, encoded on their device; UserError if one is not finite in bf16."""
+    """States [N, ..., W] of one document, of any float dtype, encoded on their device; UserError if one is not finite
+    in bf16."""
     encoded, finite = encode_unchecked(states, codec)
     if not finite:
         raise UserError(NOT_FINITE)
@@ -112,7 +136,12 @@ def encode_unchecked(states: Tensor, codec: str) -> tuple[Encoded, Tensor]:
     if not how.block:
         encoded = plain(states.bfloat16())
         return encoded, _all_finite(encoded.values)
-    blocks = _blocks(states.float(), how.block)
+    fine, channels, states = None, states.new_empty(1, *states.shape[1:-1], 0, dtype=torch.bfloat16), states.float()
+    if how.channels:
+        fine = _all_finite((states * (1 + 1 / how.largest)).bfloat16())  # no value is decoded to more
+        channels = _channel_scales(states)
+        states = states / channels.float()
+    blocks = _blocks(states, how.block)
     if codec == "int4":  # the extreme value itself becomes -8, which uses all sixteen
         extreme = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
     else:
@@ -123,13 +152,27 @@ def encode_unchecked(states: Tensor, codec: str) -> tuple[Encoded, Tensor]:
     scaled = _from_blocks(blocks / scale.float(), width)
     if codec == "fp8":
         values = scaled.clamp(-448, 448).to(how.dtype)
-    elif codec == "int8":
+    elif how.dtype == torch.int8:
         values = scaled.round().clamp(-127, 127).to(how.dtype)
     else:
         nibbles = (scaled.round().clamp(-8, 7) + 8).to(how.dtype)
         pairs = torch.nn.functional.pad(nibbles, (0, width % 2)).unflatten(-1, (-1, 2))
         values = pairs[..., 0] | pairs[..., 1] << 4
-    return Encoded(codec, width, values.contiguous(), scale[..., 0].contiguous()), finite
+    document = torch.zeros(len(values), dtype=torch.int64, device=values.device)
+    encoded = Encoded(codec, width, values.contiguous(), scale[..., 0].contiguous(), channels, document)
+    return encoded, finite if fine is None else finite & fine
+
+
+def _channel_scales(states: Tensor) -> Tensor:
+    """[1, ..., W] bf16: the power of two next to each channel's mean absolute value over a document's rows; 1 where
+    that is nothing, or next to it.
+
+    The mean lies between what the few rows want in which a channel is very large (often a document's first token) and
+    what all others want: a median costs the former's other channels, a mean square this channel of the latter.
+    """
+    mean = states.abs().sum(0, keepdim=True) / max(1, len(states))
+    known = mean >= 2.0**-100
+    return torch.where(known, mean, 1.0).log2().round().clamp(max=126).exp2().bfloat16()
 
 
 def _all_finite(values: Tensor) -> Tensor:
@@ -141,7 +184,8 @@ def _all_finite(values: Tensor) -> Tensor:
 
 def plain(states: Tensor) -> Encoded:
     """States [N, ..., W] as they are."""
-    return Encoded("bf16", states.shape[-1], states, states[..., :0])
+    document = torch.zeros(len(states), dtype=torch.int64, device=states.device)
+    return Encoded("bf16", states.shape[-1], states, states[..., :0], states[:1, ..., :0], document)
 
 
 def as_encoded(states: "Tensor | Encoded") -> Encoded:
@@ -150,14 +194,21 @@ def as_encoded(states: "Tensor | Encoded") -> Encoded:
 
 
 def concatenate(parts: Sequence[Encoded]) -> Encoded:
-    """Rows of several, one after another; all of one codec and width."""
+    """Rows of several documents, one after another; all of one codec and width."""
     values = [part.values for part in parts]
     dtype = values[0].dtype
     if dtype == torch.float8_e4m3fn:  # autocast asks which of the joined floats is the widest, and knows none so narrow
         joined = torch.cat([value.view(torch.uint8) for value in values]).view(dtype)
     else:
         joined = torch.cat(values)
-    return replace(parts[0], values=joined, scale=torch.cat([part.scale for part in parts]))
+    before = [0, *accumulate(len(part.channels) for part in parts)]
+    return replace(
+        parts[0],
+        values=joined,
+        scale=torch.cat([part.scale for part in parts]),
+        channels=torch.cat([part.channels for part in parts]),
+        document=torch.cat([part.document + first for part, first in zip(parts, before, strict=False)]),
+    )
 
 
 def _blocks(values: Tensor, block: int) -> Tensor:

@@ -4,11 +4,12 @@ For S samples of N tokens together, of which slots attend to C and M are supervi
 
     tokens [N] int32, loss_mask [N] bool, top1 [N] int32
     aux.values [C, A, …], aux.scale [C, A, …]; last.values [M, …], last.scale [M, …]
+    aux.channels [S, A, H], last.channels [S, H]: with codecs that scale channels
 
 Where a sample's rows begin follows from the lengths and the loss mask, and is stored nowhere else.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from eagle31_train.store.format import ContentError, Line, open_checked
 from eagle31_train.store.shard_plan import Shape
 from eagle31_train.store.tensors import save_file
 
-NONE = torch.empty(0)
+NONE = torch.empty(0, 0)
 
 
 def write_shard(path: Path, documents: Sequence[Document], shape: Shape) -> None:
@@ -40,6 +41,8 @@ def write_shard(path: Path, documents: Sequence[Document], shape: Shape) -> None
     for name, parts in (("aux", aux), ("last", last)):
         joined = concatenate(parts)
         tensors |= {f"{name}.values": joined.values, f"{name}.scale": joined.scale}
+        if CODECS[joined.codec].channels:
+            tensors[f"{name}.channels"] = joined.channels
     save_file(tensors, path)
 
 
@@ -56,33 +59,19 @@ class ShardFile:
         try:
             tensors = load_file(path)  # maps it
             self.tokens, self.loss_mask, self.top1 = tensors["tokens"], tensors["loss_mask"], tensors["top1"]
-            self.aux = Encoded(shape.aux_codec, shape.hidden_size, tensors["aux.values"], tensors["aux.scale"])
-            self.last = Encoded(shape.last_codec, shape.hidden_size, tensors["last.values"], tensors["last.scale"])
         except (SafetensorError, RuntimeError, ValueError, KeyError) as error:
             raise ContentError(f"cannot be read ({error})") from None
-        self._check_types(shape)
+        for tensor, dtype in ((self.tokens, torch.int32), (self.loss_mask, torch.bool), (self.top1, torch.int32)):
+            if tensor.dim() != 1 or tensor.dtype != dtype:
+                raise ContentError(f"holds {list(tensor.shape)} {tensor.dtype} for a list of {dtype}")
         total = sum(lengths)
         if not len(self.tokens) == len(self.loss_mask) == len(self.top1) == total:
             raise ContentError(f"holds {len(self.tokens)} tokens, not {total}")
         # Where each of S samples begins, and the last ends: [S + 1] each.
         self._edges, self._aux_edges, self._last_edges = self._find_rows(lengths)
-        if (len(self.aux), len(self.last)) != (self._aux_edges[-1], self._last_edges[-1]):
-            raise ContentError("holds other states than its loss mask asks for")
+        self.aux = _states(tensors, "aux", shape.aux_codec, (shape.aux_layers, shape.hidden_size), self._aux_edges)
+        self.last = _states(tensors, "last", shape.last_codec, (shape.hidden_size,), self._last_edges)
         self._check_ids(lengths, vocab_size)
-
-    def _check_types(self, shape: Shape) -> None:
-        """Refuse tensors of other types and widths than states of this shape have: they would fail far from here."""
-        for tensor, dtype in ((self.tokens, torch.int32), (self.loss_mask, torch.bool), (self.top1, torch.int32)):
-            if tensor.dim() != 1 or tensor.dtype != dtype:
-                raise ContentError(f"holds {list(tensor.shape)} {tensor.dtype} for a list of {dtype}")
-        for states, outer in ((self.aux, (shape.aux_layers,)), (self.last, ())):
-            codec = CODECS[states.codec]
-            blocks = -(-states.width // codec.block) if codec.block else 0
-            rows = len(states.values) if states.values.dim() else 0
-            values, scale = (rows, *outer, -(-states.width // codec.packed)), (rows, *outer, blocks)
-            expected = (values, codec.dtype, scale, torch.bfloat16)
-            if (states.values.shape, states.values.dtype, states.scale.shape, states.scale.dtype) != expected:
-                raise ContentError("holds states of another shape or type than its store's")
 
     def _find_rows(self, lengths: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
         supervised = [supervised_positions(mask) for mask in self.loss_mask.split(list(lengths))]
@@ -105,7 +94,9 @@ class ShardFile:
         return [
             index
             for index, (aux, last) in enumerate(pairs)
-            if not (self.aux[slice(*aux)].finite and self.last[slice(*last)].finite)
+            if not all(
+                states.of_document(index, slice(*rows)).finite for states, rows in ((self.aux, aux), (self.last, last))
+            )
         ]
 
     def read(self, index: int, states: bool = True) -> Document:
@@ -115,9 +106,28 @@ class ShardFile:
             return slice(edges[index], edges[index + 1])
 
         tokens = cut(self._edges)
-        aux = self.aux[cut(self._aux_edges)] if states else as_encoded(NONE)
-        last = self.last[cut(self._last_edges)] if states else as_encoded(NONE)
+        aux = self.aux.of_document(index, cut(self._aux_edges)) if states else as_encoded(NONE)
+        last = self.last.of_document(index, cut(self._last_edges)) if states else as_encoded(NONE)
         return Document(self.tokens[tokens].long(), self.loss_mask[tokens], self.top1[tokens].long(), aux, last)
+
+
+def _states(tensors: Mapping[str, Tensor], name: str, codec: str, row: tuple[int, ...], edges: list[int]) -> Encoded:
+    """A shard's states, a row of this shape for each position; ContentError if they are of another shape or type than
+    the store's: they would fail far from here."""
+    how, samples, (*outer, width) = CODECS[codec], len(edges) - 1, row
+    blocks = -(-width // how.block) if how.block else 0
+    expected = {
+        "values": ((edges[-1], *outer, -(-width // how.packed)), how.dtype),
+        "scale": ((edges[-1], *outer, blocks), torch.bfloat16),
+        "channels": ((samples, *outer, width if how.channels else 0), torch.bfloat16),
+    }
+    held = {part: tensors[f"{name}.{part}"] for part in expected if f"{name}.{part}" in tensors}
+    if not how.channels:
+        held["channels"] = torch.empty(expected["channels"][0], dtype=torch.bfloat16)
+    if {part: (tuple(tensor.shape), tensor.dtype) for part, tensor in held.items()} != expected:
+        raise ContentError("holds other states than its store and its loss mask ask for")
+    document = torch.arange(samples).repeat_interleave(torch.tensor(edges).diff())
+    return Encoded(codec, width, **held, document=document)
 
 
 def open_shard(

@@ -37,6 +37,12 @@ class Shape:
         aux, last = (CODECS[codec].row_bytes(self.hidden_size) for codec in (self.aux_codec, self.last_codec))
         return aux * self.aux_layers, last
 
+    @property
+    def document_bytes(self) -> int:
+        """What a document takes besides its positions' states."""
+        aux, last = (CODECS[codec].document_bytes(self.hidden_size) for codec in (self.aux_codec, self.last_codec))
+        return aux * self.aux_layers + last
+
 
 def shape_of(states: dict[str, Any]) -> Shape:
     return Shape(states["hidden_size"], len(states["aux_layers"]), states["aux_codec"], states["last_codec"])
@@ -146,4 +152,5 @@ def sample_bytes(loss_mask: Sequence[bool], shape: Shape) -> int:
     """What a sample takes in its shard, see `Document` for which states are stored."""
     supervised = supervised_positions(torch.from_numpy(np.array(loss_mask, dtype=bool)))  # of a list sooner than torch
     aux, last = shape.row_bytes
-    return len(loss_mask) * TOKEN_BYTES + attended_positions(supervised) * aux + len(supervised) * last
+    states = attended_positions(supervised) * aux + len(supervised) * last + shape.document_bytes
+    return len(loss_mask) * TOKEN_BYTES + states

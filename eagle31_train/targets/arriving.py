@@ -13,7 +13,7 @@ from eagle31_train.errors import UserError
 from eagle31_train.store.codec import NOT_FINITE, Encoded, encode_unchecked
 from eagle31_train.store.document import Document
 from eagle31_train.store.shard_plan import PlannedShard, Shape
-from eagle31_train.transfers import to_host
+from eagle31_train.transfers import each_tensor, to_host
 
 
 class Arriving:
@@ -31,7 +31,7 @@ class Arriving:
             assert isinstance(states, Tensor)
             here, fine = encode_unchecked(states, codec)
             finite.append(to_host(fine))
-            return replace(here, values=to_host(here.values), scale=to_host(here.scale))
+            return each_tensor(here, to_host)
 
         self._documents[index] = replace(
             document,

@@ -80,9 +80,10 @@ class Gate:
         """What to say of states that do not pass: the codec, or the known mistake that explains the failure."""
         right = agreement >= self.config.gate_top1
         if right and codec != "bf16" and self._compare(own, states)[0] >= MOSTLY:
+            finer = "bf16" if codec == "int8_channel" else "int8_channel or bf16"
             return UserError(
                 f"fidelity gate: store.last_codec={codec} keeps too little of the last hidden states (KL {kl:.3g} "
-                f"to the target's distribution): use int8 or bf16 (extract.gate_kl={self.config.gate_kl} is the bound)"
+                f"to the target's distribution): use {finer} (extract.gate_kl={self.config.gate_kl} is the bound)"
             )
         cause = "no known mistake explains it: check target.dtype and whether the model changes its logits"
         for name, mistake in MISTAKES.items():

@@ -126,7 +126,7 @@ def only_the_likeliest(engine, k=5):
     engine.reference = reference
 
 
-@pytest.mark.parametrize("codec", ["bf16", "int8"])
+@pytest.mark.parametrize("codec", ["bf16", "int8_channel"])
 @pytest.mark.parametrize("known", [None, only_the_likeliest])
 @pytest.mark.parametrize(("make", "plant", "cause"), MISTAKES)
 def test_a_planted_mistake_stops_the_run_and_is_named(make, plant, cause, known, codec):
@@ -200,7 +200,7 @@ SELECTIONS = {
 }
 
 
-@pytest.mark.parametrize("codec", ["bf16", "int8"])
+@pytest.mark.parametrize("codec", ["bf16", "int8_channel"])
 @pytest.mark.parametrize("mistake", SELECTIONS)
 def test_a_mistake_in_what_is_stored_stops_the_run_and_no_codec_is_blamed(mistake, codec, monkeypatch):
     check_right(wide_norm, codec=codec)
@@ -224,7 +224,7 @@ def test_states_are_compared_as_the_codec_keeps_them_and_top1_is_taken_before(mo
     rough = check(tiny_llama(), ExtractConfig(gate_top1=1.0, gate_kl=0.05), codec="int4")
     assert min(chosen) < 1.0 == rough[0]
     assert rough[1] > 10 * exact[1]
-    with pytest.raises(UserError, match=r"store\.last_codec=int4 keeps too little .* use int8 or bf16"):
+    with pytest.raises(UserError, match=r"store\.last_codec=int4 keeps too little .* use int8_channel or bf16"):
         check(tiny_llama(), ExtractConfig(gate_kl=2 * exact[1]), codec="int4")
 
 

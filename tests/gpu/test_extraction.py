@@ -12,7 +12,7 @@ from eagle31_train.targets.hf import HiddenStateTarget, TransformersEngine
 LENGTHS = (60, 9, 33, 120, 3)
 
 
-@pytest.mark.parametrize("codec", ["bf16", "int8", "fp8"])
+@pytest.mark.parametrize("codec", ["bf16", "int8_channel", "fp8"])
 def test_nothing_waits_and_what_arrives_is_what_the_engine_gave(codec):
     target = tiny_llama().to("cuda", torch.bfloat16)
     engine = TransformersEngine(HiddenStateTarget(target, AUX), batch_tokens=128)

@@ -86,7 +86,7 @@ def test_a_begun_store_of_another_provenance_is_refused_or_replaced_whole(tmp_pa
 
 
 def test_stored_states_that_are_no_numbers_are_named_by_their_sample(tmp_path, capsys, monkeypatch):
-    made = Made(aux_codec="fp8", last_codec="int8")
+    made = Made(aux_codec="fp8", last_codec="int8_channel")
     planned = next(shard for shard in made.plan.of("train") if shard.end - shard.first > 1)
     made.of(planned)[1].aux[0] = float("nan")
     with monkeypatch.context() as patched:

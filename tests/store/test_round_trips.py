@@ -53,9 +53,8 @@ def kept(document, shape):
 
 def as_extraction_hands_it_over(document, shape):
     """Only the states that are kept, encoded already."""
-    aux, last = encode(document.aux, shape.aux_codec), encode(document.last, shape.last_codec)
-    whole = replace(document, aux=aux, last=last)
-    return replace(document, aux=whole.attended_states, last=whole.supervised_states)
+    aux, last = encode(document.attended_states, shape.aux_codec), encode(document.supervised_states, shape.last_codec)
+    return replace(document, aux=aux, last=last)
 
 
 def check_document(read, document, shape):

@@ -28,7 +28,7 @@ MORE = (
     "train.epochs=1",
     "train.eval_every=10",
     "train.checkpoint_every=7",
-    "store.aux_codec=int8",
+    "store.aux_codec=int8_channel",
     "store.patience=120",
 )
 

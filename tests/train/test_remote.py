@@ -18,7 +18,11 @@ from eagle31_train.store.sealed import seal
 from train import loop, windows
 
 URL = "s3://bucket/runs/tiny/store"
-MORE = ("train.window_tokens=20", f"target.aux_layers={json.dumps(AUX)}".replace(" ", ""), "store.last_codec=int8")
+MORE = (
+    "train.window_tokens=20",
+    f"target.aux_layers={json.dumps(AUX)}".replace(" ", ""),
+    "store.last_codec=int8_channel",
+)
 
 
 @pytest.fixture(scope="module")
