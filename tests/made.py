@@ -103,9 +103,9 @@ def same_document(ours, theirs):
     """Whether two read documents hold the same bits."""
 
     def bits(document):
-        states = (document.aux.values, document.aux.scale, document.last.values, document.last.scale)
+        states = [(one.values, one.scale, one.channels) for one in (document.aux, document.last)]
         plain = (document.tokens, document.loss_mask, document.top1)
-        return [tensor.contiguous().flatten().view(torch.uint8) for tensor in (*plain, *states)]
+        return [tensor.contiguous().flatten().view(torch.uint8) for tensor in (*plain, *states[0], *states[1])]
 
     return all(map(torch.equal, bits(ours), bits(theirs)))
 

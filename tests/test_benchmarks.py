@@ -2,14 +2,18 @@
 
 import pytest
 import torch
+from made import Made
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import contenders
+from benchmarks import codecs, contenders
 from benchmarks import pictures as redrawn
 from benchmarks.contenders.ours import Ours
 from benchmarks.shapes import Case, make_material, turns
+from eagle31_train.api import open_store
+from eagle31_train.errors import UserError
 from eagle31_train.model import drafter
 from eagle31_train.planning.work import count_work, training_flops
+from eagle31_train.store.codec import CODECS, encode
 
 
 @pytest.mark.parametrize("unroll", [1, 3, 7])
@@ -69,3 +73,33 @@ def test_every_stored_picture_is_drawn_again_by_one_command(tmp_path, monkeypatc
 def test_runs_are_renamed_where_they_are_named_and_in_no_other_text():
     given = {"unroll-3": ["unroll-3", "runs/unroll-3", None, 3]}
     assert redrawn.renamed(given) == {"TTT length 3": ["TTT length 3", "runs/unroll-3", None, 3]}
+
+
+def test_a_codec_is_compared_with_the_stored_states(tmp_path):
+    made = Made({"train": [6], "heldout": [9, 2, 12]}, hidden=40)
+    made.write(tmp_path / "exact")
+    store = open_store(tmp_path / "exact")
+    rows = {row["codec"]: row for row in codecs.measure(store, "heldout", 20)}
+    assert set(rows) == set(CODECS)
+    assert (rows["bf16"]["kl"], rows["bf16"]["top1"]) == (0, 1)
+    assert set(map(tuple, rows["bf16"]["aux"].values())) == {(0, 0)}
+    errors, divergences = [], []
+    for index in (0, 2):  # nothing is taught in two tokens
+        sample = store.sample("heldout", index)
+        exact = sample.aux[:, 1].float()
+        lost = (encode(sample.aux, "int4").decode()[:, 1].float() - exact).norm(dim=-1) / exact.norm(dim=-1)
+        errors.append(lost.mean())
+        wanted, found = (
+            torch.nn.functional.rms_norm(last.float(), (40,), made.weights["norm"], 1e-5)
+            @ made.weights["lm_head"].float().T
+            for last in (sample.last, encode(sample.last, "int4").decode())
+        )
+        kl = torch.distributions.kl_divergence(
+            *(torch.distributions.Categorical(logits=logits) for logits in (wanted, found))
+        )
+        divergences.append(kl.mean())
+    assert rows["int4"]["aux"][3][0] == pytest.approx(sum(errors).item() / 2)
+    assert rows["int4"]["kl"] == pytest.approx(sum(divergences).item() / 2, rel=1e-4)
+    Made(aux_codec="int8_channel").write(tmp_path / "rounded")
+    with pytest.raises(UserError, match="extract with bf16 for both"):
+        codecs.measure(open_store(tmp_path / "rounded"), "heldout", 20)

@@ -234,7 +234,9 @@ def test_options_have_the_effect_that_they_should():
     assert [whole.micro_tokens(1), whole.micro_tokens(8)] == [32768, 4096]
     assert planned(*llama, "train.gradient_accumulation_steps=16").micro_tokens(8) == 2048
     exact = whole.store_bytes(replace(whole.states(), aux_codec="bf16", last_codec="bf16"))
-    assert whole.store_bytes(whole.states()) / exact == pytest.approx(0.510, abs=0.001)  # a channel has a scale in every conversation
+    assert whole.store_bytes(whole.states()) / exact == pytest.approx(
+        0.510, abs=0.001
+    )  # a channel has a scale in every conversation
     assert whole.states() == Shape(4096, 3, "int8_channel", "int8_channel")
 
     with pytest.raises(UserError, match="cannot share the target"):

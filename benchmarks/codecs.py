@@ -1,0 +1,90 @@
+"""What a codec loses of a target's states: `python -m benchmarks.codecs RUN/store`, of a store in bf16.
+
+Every conversation's states are encoded and decoded again, and compared with what is stored:
+
+* auxiliary states: the mean over positions of their relative error, by layer; and the same without the layer's eight
+  greatest channels, beside which the others may be lost unseen;
+* last hidden states: the KL divergence of the distribution rebuilt from them from that of the stored ones, and how
+  often their arg-max is the same.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from benchmarks import machine, run_main
+from eagle31_train import artifacts
+from eagle31_train.api import OpenStore, open_store
+from eagle31_train.errors import UserError
+from eagle31_train.model.norm import rms_norm
+from eagle31_train.store.codec import CODECS, encode
+
+GREATEST = 8
+Row = dict[str, Any]
+
+
+def decoded(states: Tensor, codec: str) -> Tensor:
+    return encode(states, codec).decode().float()
+
+
+def error(rounded: Tensor, exact: Tensor) -> float:
+    """Of [N, H], the mean over positions of the relative error."""
+    return ((rounded - exact).norm(dim=-1) / exact.norm(dim=-1)).mean().item()
+
+
+def measure(store: OpenStore, split: str, conversations: int) -> list[Row]:
+    """A row for each codec: bytes per state of `store`'s width, errors by auxiliary layer, KL and top-1 agreement."""
+    states, target = store.store.states, store.store.target
+    if (states["aux_codec"], states["last_codec"]) != ("bf16", "bf16"):
+        raise UserError("the store's own codecs have rounded its states already: extract with bf16 for both")
+    head = target.get("lm_head", target["embed_tokens"]).float()
+    samples = [store.sample(split, index) for index in range(min(conversations, store.count(split)))]
+    rows = []
+    for codec, how in CODECS.items():
+        aux = {layer: [0.0, 0.0] for layer in store.aux_layers}
+        kl = same = 0.0
+        count = sum(len(sample.aux) > 0 for sample in samples)
+        for sample in samples:
+            if not len(sample.aux):
+                continue
+            lossy = decoded(sample.aux, codec)
+            for index, layer in enumerate(store.aux_layers):
+                rounded, exact = lossy[:, index], sample.aux[:, index].float()
+                others = exact.abs().mean(0).argsort()[:-GREATEST]
+                for place, channels in enumerate((slice(None), others)):
+                    aux[layer][place] += error(rounded[:, channels], exact[:, channels]) / count
+            wanted, found = (
+                (rms_norm(last.float(), target["norm"].float(), states["norm"]["eps"]) @ head.T).log_softmax(-1)
+                for last in (sample.last, decoded(sample.last, codec))
+            )
+            kl += (wanted.exp() * (wanted - found)).sum(-1).mean().item() / count
+            same += (wanted.argmax(-1) == found.argmax(-1)).float().mean().item() / count
+        rows.append(
+            {"codec": codec, "row_bytes": how.row_bytes(states["hidden_size"]), "aux": aux, "kl": kl, "top1": same}
+        )
+    return rows
+
+
+def main() -> None:
+    """Measure, and print a line for each codec."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("store", type=Path)
+    parser.add_argument("--split", default="heldout", choices=("heldout", "train"))
+    parser.add_argument("--conversations", type=int, default=20)
+    parser.add_argument("--out", type=Path, default=Path("runs/bench/codecs.json"))
+    chosen = parser.parse_args()
+    rows = measure(open_store(chosen.store), chosen.split, chosen.conversations)
+    print(machine.summary(machine.describe()))
+    for row in rows:
+        layers = ", ".join(f"{layer}: {all_:.2%} ({others:.2%})" for layer, (all_, others) in row["aux"].items())
+        last = f"KL {row['kl']:.5f}, {row['top1']:.2%}"
+        print(f"{row['codec']:<13} {row['row_bytes']:>6,} bytes a state; aux {layers}; {last}")
+    chosen.out.parent.mkdir(parents=True, exist_ok=True)
+    artifacts.write_text(chosen.out, json.dumps({"machine": machine.describe(), "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    run_main(main)
