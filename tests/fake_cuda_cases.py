@@ -128,7 +128,7 @@ def extraction(to_host: Callable[[torch.Tensor], torch.Tensor] = arriving.to_hos
         readout = Readout(target.embedding.weight, norm, "w", 1e-5, target.head.weight, 4)
         shard = PlannedShard("shards/train-00000.safetensors", "train", 0, 0, 3, 48, 10**6)
         engine = TransformersEngine(target, readout, batch_tokens=32)
-        run_shard(engine, rows, Shape(64, 3, "int8", "bf16"), shard, None)
+        run_shard(engine, rows, Shape(64, 3, "int8_channel", "bf16"), shard, None)
     return outcome(count)
 
 
