@@ -40,7 +40,10 @@ def summarise(config: Config) -> None:
     length = bracket(numbers["by_depth"][depth]["acceptance_length"])
     lengths = {name: of["by_depth"][depth]["acceptance_length"][0] for name, of in numbers["by_source"].items()}
     timed = workload.get("timed")  # which earlier ones lack
-    of = f" ({count(timed['prompts'], 'prompt')}, length {timed['by_depth'][depth]:.2f})" if timed else ""
+    of = ""
+    if timed:  # its length is None where every answer was one token
+        timed_length = bracket([timed["by_depth"][depth], None, None], "{:.2f}")
+        of = f" ({count(timed['prompts'], 'prompt')}, length {timed_length})"
     prompts = count(workload["prompts"], "prompt")
     rows = {
         "acceptance length": f"{length} at {depth} draft tokens, bonus token included ({LEVEL:.0%} interval)",

@@ -95,7 +95,8 @@ def build_objective(config: Config, shape: DrafterShape, store: Store, vocab: Dr
         look_back(drafter, config.train.ttt_length)
     drafter.fc.weight.data.mul_(config.train.fc_init_scale)
     drafter.lm_head.weight.requires_grad_(config.drafter.train_lm_head)
-    teacher = Teacher(weights["norm"], store.states["norm"]["eps"], head_rows.to(low), ids)
+    states = store.states
+    teacher = Teacher(weights["norm"], states["norm"]["eps"], head_rows.to(low), ids, states.get("soft_cap"))
     drafter.recompute = config.train.activation_checkpointing
     objective = Objective(drafter, teacher, config.train.loss, config.train.lk)
     objective.autocast = torch.bfloat16 if config.train.precision == "bf16" else None

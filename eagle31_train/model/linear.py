@@ -56,6 +56,11 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     return rows.view(*x.shape[:-1], len(weight))
 
 
+def soft_capped(logits: Tensor, cap: float | None) -> Tensor:
+    """Logits, overwritten by cap * tanh(logits / cap) where there is a cap, as Gemma 2 has one."""
+    return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+
 def spare_rows(count: int, x: Tensor) -> int:
     """How many rows to add to `count` rows like x, so that few shapes come up where each new one costs time."""
     many = count > 4 * ROWS and x.device.type == "cpu" and compute_dtype(x) == torch.bfloat16

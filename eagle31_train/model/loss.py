@@ -22,7 +22,7 @@ from eagle31_train.model.batch import Batch
 from eagle31_train.model.drafter import Drafter
 from eagle31_train.model.largest import first_largest
 from eagle31_train.model.layer import Mlp
-from eagle31_train.model.linear import compute_dtype, filled_up, linear, product, spare_rows
+from eagle31_train.model.linear import compute_dtype, filled_up, linear, product, soft_capped, spare_rows
 from eagle31_train.model.norm import RMSNorm, rms_norm
 
 
@@ -34,11 +34,14 @@ class Teacher(nn.Module):
         eps: its epsilon.
         head_rows: [Vd, H] rows of the target's lm_head that the draft vocabulary keeps.
         target_ids: [Vd] int64, the target's id of each draft token.
+        soft_cap: of the target's logits; None for none.
     """
 
-    def __init__(self, norm_weight: Tensor, eps: float, head_rows: Tensor, target_ids: Tensor) -> None:
+    def __init__(
+        self, norm_weight: Tensor, eps: float, head_rows: Tensor, target_ids: Tensor, soft_cap: float | None = None
+    ) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.soft_cap = eps, soft_cap
         self.norm_weight: Tensor
         self.head_rows: Tensor
         self.target_ids: Tensor
@@ -47,10 +50,10 @@ class Teacher(nn.Module):
         self.register_buffer("target_ids", target_ids, persistent=False)
 
     def logits(self, last: Tensor) -> Tensor:
-        """last [n, H] → [n, Vd], in the dtype of head_rows."""
+        """last [n, H] → [n, Vd], in the dtype of head_rows; without a gradient where they are capped."""
         wide = last if last.dtype == torch.float64 else last.float()
         normed = rms_norm(wide, self.norm_weight.to(wide.dtype), self.eps)
-        return linear(normed.to(self.head_rows.dtype), self.head_rows)
+        return soft_capped(linear(normed.to(self.head_rows.dtype), self.head_rows), self.soft_cap)
 
 
 @dataclass(frozen=True)

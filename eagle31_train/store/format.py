@@ -71,6 +71,7 @@ class States(TypedDict):
     aux_layers: Annotated[list[Count], Field(min_length=1, max_length=1024)]
     hidden_size: Annotated[Width, Field(ge=1)]
     vocab_size: Annotated[Width, Field(ge=1)]
+    soft_cap: NotRequired[Annotated[Number, Field(gt=0)]]
     aux_codec: Literal["bf16", "int8_channel", "fp8", "int8", "int4"]
     last_codec: Literal["bf16", "int8_channel", "fp8", "int8", "int4"]
     norm: NotRequired[Norm]

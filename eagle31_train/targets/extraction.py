@@ -172,6 +172,7 @@ def describe(engine: Engine, config: Config) -> dict[str, Any]:
         "aux_convention": "input of layer i; 0 = embeddings, N = output of the last layer before the final norm",
         "last_hidden_state": "before the final norm",
         "norm": {"kind": readout.norm_kind, "eps": readout.eps, "stored": "effective weight"},
+        **({} if readout.soft_cap is None else {"soft_cap": readout.soft_cap}),
         "tied_lm_head": readout.tied,
         "hidden_size": readout.embedding.shape[1],
         "vocab_size": readout.head.shape[0],

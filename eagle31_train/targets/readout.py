@@ -20,12 +20,14 @@ from eagle31_train import foreign
 from eagle31_train.config import TargetConfig
 from eagle31_train.errors import UserError, first_line
 from eagle31_train.model.largest import first_largest
+from eagle31_train.model.linear import soft_capped
 from eagle31_train.model.norm import rms_norm
 from eagle31_train.targets.description import read_raw
 from eagle31_train.targets.packed_linear import PackedLinear
 from eagle31_train.targets.pretrained import NOT_WHOLE, not_loaded
 
-QUIRKS = ("final_logit_softcapping", "logit_scale")
+SOFT_CAP = "final_logit_softcapping"  # of a Gemma 2's logits
+SCALE = "logit_scale"
 DIVISOR = "logits_scaling"  # by which a Granite divides its logits
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 EMBEDDING = "embed_tokens.weight"
@@ -52,8 +54,9 @@ class Readout:
     norm_kind: "w" or "1+w".
     eps: epsilon of that norm.
     head: [V, H] lm_head; the embedding itself where the target ties them. One whose logits are divided by a
-        number is divided here: Granite's are powers of two, so that this changes no bit of the logits.
+        number is divided here: by a power of two that changes no bit of the logits, by another it rounds weights.
     depth: N, the number of decoder layers.
+    soft_cap: c, where the target's logits x become c * tanh(x / c); or None.
     quirk: what else the target does to its logits, which an EAGLE 3 loss does not model; or None.
     packed: lm_head as a CPU multiplies by it soonest, in another order of sums; None where there is none.
     """
@@ -64,6 +67,7 @@ class Readout:
     eps: float
     head: Tensor
     depth: int
+    soft_cap: float | None = None
     quirk: str | None = None
     packed: nn.Module | None = None
 
@@ -102,7 +106,7 @@ class Readout:
         last = last.to(self.head.device).float()
         normed = last if after_norm else rms_norm(last, self.norm + shift, self.eps)
         normed = normed.to(self.head.dtype)
-        return self.packed(normed) if self.packed is not None else normed @ self.head.T
+        return soft_capped(self.packed(normed) if self.packed is not None else normed @ self.head.T, self.soft_cap)
 
 
 def readout_of(model: Any) -> Readout:
@@ -148,8 +152,8 @@ def _readout(norm: nn.Module, depth: int, config: Any, embedding: Tensor, head: 
     effective, kind = norm_weight(norm)
     divisor = getattr(config, DIVISOR, None) or 1
     head = head if divisor == 1 else head / divisor
-    quirk = _quirk({name: getattr(config, name, None) for name in QUIRKS})
-    return Readout(embedding, effective, kind, norm_eps(norm), head, depth, quirk)
+    quirk = _quirk({SCALE: getattr(config, SCALE, None)})
+    return Readout(embedding, effective, kind, norm_eps(norm), head, depth, getattr(config, SOFT_CAP, None), quirk)
 
 
 def _quirk(settings: dict[str, Any]) -> str | None:
@@ -168,9 +172,9 @@ def _unknown(folder: Path, settings: dict[str, Any], dtype: torch.dtype) -> Read
         shapes["lm_head.weight"] = (V, H)
     tensors = _read(folder, shapes, dtype)
     # What such a model does with a number of this name, nobody here knows.
-    quirk = _quirk({name: settings.get(name) for name in (*QUIRKS, DIVISOR)})
+    quirk = _quirk({name: settings.get(name) for name in (SOFT_CAP, SCALE, DIVISOR)})
     depth, eps = settings["num_hidden_layers"], settings["rms_norm_eps"]
-    return Readout(tensors[1], tensors[0].float(), "w", eps, tensors[-1], depth, quirk)
+    return Readout(tensors[1], tensors[0].float(), "w", eps, tensors[-1], depth, quirk=quirk)
 
 
 def checkpoint_folder(target: TargetConfig) -> Path:

@@ -55,7 +55,11 @@ def check_right(make, known=None, codec="bf16"):
     check(make(), plant=known, codec=codec)
 
 
-@pytest.mark.parametrize("make", [tiny_llama, gemma, lambda: gemma(Gemma2ForCausalLM, Gemma2Config)])
+def soft_capped():
+    return gemma(Gemma2ForCausalLM, Gemma2Config, final_logit_softcapping=2.0)
+
+
+@pytest.mark.parametrize("make", [tiny_llama, gemma, soft_capped])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_right_states_pass(make, dtype):
     agreement, kl, positions = check(make().to(dtype))
@@ -211,9 +215,18 @@ def test_a_mistake_in_what_is_stored_stops_the_run_and_no_codec_is_blamed(mistak
     assert named == (mistake == "the state after the norm")
 
 
-def test_softcapped_logits_and_those_that_are_not_numbers_do_not_pass():
-    with pytest.raises(UserError, match=r"config has final_logit_softcapping=2\.0, which EAGLE 3's loss does not"):
-        check(gemma(Gemma2ForCausalLM, Gemma2Config, final_logit_softcapping=2.0))
+def forgotten_cap(quirk):
+    def plant(engine):
+        engine.readout = replace(engine.readout, soft_cap=None, quirk=quirk)
+
+    return plant
+
+
+def test_logits_that_are_changed_otherwise_and_those_that_are_not_numbers_do_not_pass():
+    with pytest.raises(UserError, match="fidelity gate"):
+        check(soft_capped(), plant=forgotten_cap(None))
+    with pytest.raises(UserError, match=r"config has logit_scale=2\.0, which EAGLE 3's loss does not"):
+        check(soft_capped(), plant=forgotten_cap("logit_scale=2.0"), codec="int8")
     with pytest.raises(UserError, match="fidelity gate"):
         check(tiny_llama(), ExtractConfig(gate_top1=0.0), misread_norm(float("nan")))
 

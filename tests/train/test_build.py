@@ -22,13 +22,18 @@ def test_a_drafter_starts_as_an_unsure_copy_of_the_targets_last_layers(new_run):
     run = new_run()
     config, store = run.config(), Store(run.folder / "run" / "store")
     kept = vocab.read(config.data_folder / "vocab.safetensors")
-    drafter = build_objective(config, shape_of(config.drafter, store, kept), store, kept).drafter
+    objective = build_objective(config, shape_of(config.drafter, store, kept), store, kept)
+    drafter = objective.drafter
     rows = store.target["lm_head"][torch.from_numpy(kept.target_ids)]
     torch.testing.assert_close(drafter.lm_head.weight.data, rows.float())
     torch.testing.assert_close(drafter.norm.weight.data, first_norm(store.target["norm"].float()))
     *others, last = drafter.fc.weight.data.split(drafter.shape.hidden_size, dim=1)
     assert (last - torch.eye(len(last))).abs().max() < 0.05
     assert all(0 < other.abs().max() < 0.05 for other in others)
+    states = torch.randn(3, store.states["hidden_size"])
+    store.states["soft_cap"] = 2.0  # as of a Gemma 2
+    capped = build_objective(config, shape_of(config.drafter, store, kept), store, kept).teacher
+    torch.testing.assert_close(capped.logits(states), 2 * (objective.teacher.logits(states) / 2).tanh())
 
 
 def test_the_first_norm_is_the_targets_scaled_down_without_its_outliers():
