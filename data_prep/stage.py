@@ -23,7 +23,7 @@ from eagle31_train.model import vocab
 from eagle31_train.rows.files import open_files
 from eagle31_train.targets.chat import ChatTemplate
 from eagle31_train.targets.derive import planned_drafter
-from eagle31_train.targets.description import describe_target, serving_doubt
+from eagle31_train.targets.description import describe_target, evaluation_doubt, serving_doubt
 from eagle31_train.targets.pretrained import vocabulary_fingerprint
 
 NAMED = 5  # refused conversations that the summary names; the manifest names all
@@ -69,6 +69,8 @@ def prepare(config: Config) -> None:
     note("\n".join([f"data: the drafter for {config.target.name}, as its config.json has it", *rows]))
     if doubt := serving_doubt(config.target):
         note(f"data: SERVING: {doubt}")
+    if doubt := evaluation_doubt(config.target, config.evaluate.backend):
+        note(f"data: EVALUATION: {doubt}")
     collected = collect(corpus.read(), template, data.max_length, data.heldout)
     collected.refused = answers.get("refused", []) + collected.refused
     _check_splits(collected, data)

@@ -15,7 +15,7 @@ from eagle31_train.config import Config
 from eagle31_train.console import note
 from eagle31_train.planning import sections
 from eagle31_train.planning.planned import reckon
-from eagle31_train.targets.description import serving_doubt
+from eagle31_train.targets.description import evaluation_doubt, serving_doubt
 
 
 def plan(config: Config) -> None:
@@ -25,6 +25,8 @@ def plan(config: Config) -> None:
     note(sections.text(planned))
     if doubt := serving_doubt(config.target):
         note(f"\nSERVING   {doubt}")
+    if doubt := evaluation_doubt(config.target, config.evaluate.backend):
+        note(f"\nEVALUATION   {doubt}")
 
 
 if __name__ == "__main__":

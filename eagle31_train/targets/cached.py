@@ -19,11 +19,11 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from eagle31_train.errors import UserError
+from eagle31_train.targets.description import RECURRENT
 from eagle31_train.targets.hf import HiddenStateTarget, rope_by_length
 
 TOGETHER = {"full_attention", "sliding_attention"}  # types of layers of which rows of unequal length are tested
 SHARED_KEYS = "TRANSFORMERS_SDPA_FORCE_GQA"  # a switch of transformers; older releases have none, and are slower
-RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}  # those that keep a state, not keys of each token
 
 
 class CachedTarget(HiddenStateTarget):

@@ -21,8 +21,6 @@ from eagle31_train.targets.pretrained import not_loaded, source
 
 # Kinds whose configuration is another's, under a name that transformers does not know.
 KNOWN_AS = {"kimi_k2": "deepseek_v3"}
-# Kinds of targets of which vLLM has no input of layer 0: it fails at the first token where a drafter asks for it.
-NO_EMBEDDINGS = {"deepseek_v2", "deepseek_v3", "kimi_k2"}
 # Kinds of targets whose classes in vLLM 0.32 lack SupportsEagle3: it starts with no EAGLE 3 draft for them.
 NO_EAGLE3 = {
     "aria", "axk1", "cohere2_vision", "ernie4_5_moe", "ernie4_5_vl_moe", "exaone", "exaone4", "exaone_moe", "gemma",
@@ -32,6 +30,13 @@ NO_EAGLE3 = {
     "llava_onevision", "longcat_flash", "mixtral", "molmo2", "olmo_hybrid", "olmoe", "paddleocr_vl", "paligemma",
     "qianfan_ocr", "qwen2_moe", "qwen2_vl", "shieldgemma2", "smolvlm", "step3p7",
 }  # fmt: skip
+# Kinds for which vLLM 0.32 has no class of its own: it serves them by the class that wraps transformers', unasked.
+WRAPPED = {
+    "arcee", "cwm", "flex_olmo", "glm", "hunyuan_v1_dense", "hunyuan_v1_moe", "mellum", "olmo2", "olmo3", "seed_oss",
+    "smollm3", "vaultgemma",
+}  # fmt: skip
+# Kinds of targets of which vLLM has no input of layer 0: it fails where a drafter asks for it.
+NO_EMBEDDINGS = {"deepseek_v2", "deepseek_v3", "kimi_k2", *NO_EAGLE3, *WRAPPED}
 # Kinds without the parts that EAGLE reads (`.layers`, an RMSNorm `.norm` with a weight), of which an eps does not tell.
 NO_PARTS = {
     "bamba", "falcon_h1", "hrm_text", "jamba", "lfm2", "lfm2_moe", "lfm3", "modernbert-decoder",
@@ -39,6 +44,8 @@ NO_PARTS = {
 }  # fmt: skip
 # Kinds whose layers (dense and of experts in turn, attention in chunks or to images) nothing here was tried with.
 NOT_DERIVED = {"llama4", "llama4_text", "mllama", "mllama_text_model"}
+# Types of layers that keep a state, not keys of each token, which cannot go back over tokens that were rejected.
+RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 CHOSEN = ("num_experts_per_tok", "experts_per_token", "moe_topk")
 EXPERT_WIDTH = ("moe_intermediate_size", "intermediate_size")
@@ -274,6 +281,17 @@ def serving_doubt(target: TargetConfig) -> str | None:
     return (
         f"vLLM 0.32's own class for {kind} takes no EAGLE 3 draft: serve {target.path} by the class that wraps "
         "transformers' (--model-impl transformers), as Gemma 3 270M was; no other was tried"
+    )
+
+
+def evaluation_doubt(target: TargetConfig, backend: str) -> str | None:
+    """What is to be known of stage 4, by `evaluate.backend`, before a drafter is trained; None if nothing."""
+    types = RECURRENT.intersection(getattr(text_config(read_raw(target)), "layer_types", None) or ())
+    if backend == "vllm" or not types:
+        return None
+    return (
+        f"the target has layers of type {', '.join(sorted(types))}, with which stage 4 cannot decode: "
+        "set evaluate.backend=vllm, which measures it as it is served"
     )
 
 

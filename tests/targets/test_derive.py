@@ -23,6 +23,7 @@ from eagle31_train.targets.description import (
     default_layers,
     describe_target,
     description_of,
+    evaluation_doubt,
     pick_layers,
     read_raw,
     serving_doubt,
@@ -240,6 +241,13 @@ def refusal(kind):
     except UserError as error:
         return str(error)
     return ""
+
+
+def test_layers_with_which_stage_4_cannot_decode_are_named_before_it(tmp_path):
+    target = written(tmp_path, {"model_type": "qwen3_next"})
+    assert "layers of type linear_attention, with which stage 4" in evaluation_doubt(target, "transformers")
+    assert evaluation_doubt(target, "vllm") is None
+    assert evaluation_doubt(written(tmp_path, {"model_type": "qwen3"}), "transformers") is None
 
 
 WRAPPERS = {"internvl": "qwen2", "glm4v": "glm4v_text", "gemma3": "gemma3_text", "llava": "mixtral", "llama": None}

@@ -257,10 +257,11 @@ def read_draft(target, folder):
 
 
 def classes(architectures):
-    """Which of vLLM's classes for some architectures gives hidden states to an EAGLE 3 draft.
+    """vLLM's classes for some architectures, and which of them give hidden states to an EAGLE 3 draft.
 
     Returns:
-        {architecture: whether it does; null where vLLM has no class for it, or that lacks a package here}
+        {architecture: [the class's name, whether it does]; null where vLLM has no class for it, or that lacks a package
+         here}
     """
     from vllm.model_executor.models.interfaces import supports_eagle3
     from vllm.model_executor.models.registry import ModelRegistry
@@ -268,7 +269,8 @@ def classes(architectures):
     answer = dict.fromkeys(architectures)
     for name in ModelRegistry.models.keys() & answer.keys():
         try:
-            answer[name] = supports_eagle3(ModelRegistry.models[name].load_model_cls())
+            found = ModelRegistry.models[name].load_model_cls()
+            answer[name] = [found.__name__, supports_eagle3(found)]
         except ImportError:  # torchvision, which multimodal classes import
             continue
     return answer

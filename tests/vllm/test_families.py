@@ -10,7 +10,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from eagle31_train.config import TargetConfig
-from eagle31_train.targets.description import NO_EAGLE3, describe_target
+from eagle31_train.targets.description import NO_EAGLE3, WRAPPED, describe_target
 
 pytestmark = pytest.mark.vllm
 
@@ -60,8 +60,8 @@ def test_vllm_limits_a_draft_to_the_window_of_a_target_all_of_whose_layers_slide
 # Whose class vLLM names otherwise than transformers, or transformers lacks.
 ELSEWHERE = {"exaone": "ExaoneForCausalLM", "internlm2": "InternLM2ForCausalLM", "internvl_chat": "InternVLChatModel"}
 ELSEWHERE |= {"qwen2_vl": "Qwen2VLForConditionalGeneration"}
-SERVED = ["granite", "llama", "minimax_m2", "mistral3", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_5", "qwen3_next"]
-SERVED += ["deepseek_v3", "gpt_oss", "qwen3_vl", "seed_oss", "smollm3"]
+SERVED = ["granite", "llama", "minimax_m2", "mistral3", "phi3", "qwen2", "qwen3", "qwen3_5", "qwen3_next"]
+SERVED += ["deepseek_v3", "gpt_oss", "qwen3_vl", *WRAPPED]
 
 
 def test_kinds_that_are_called_not_served_are_those_whose_classes_take_no_eagle3_draft(ask):
@@ -69,6 +69,9 @@ def test_kinds_that_are_called_not_served_are_those_whose_classes_take_no_eagle3
     names = {kind: {table[kind] for table in tables if kind in table} for kind in {*NO_EAGLE3, *SERVED}}
     names |= {kind: {name} for kind, name in ELSEWHERE.items()}
     [found] = ask("classes", [{"architectures": sorted(set().union(*names.values()))}])
-    given = {kind: answers for kind, of in names.items() if (answers := {found[name] for name in of} - {None})}
+    classes = {kind: [found[name] for name in of if found[name]] for kind, of in names.items()}
+    given = {kind: {takes for _, takes in answers} for kind, answers in classes.items() if answers}
     assert given == {kind: {kind in SERVED} for kind in given}
+    wrapped = {kind for kind, answers in classes.items() if any(name.startswith("Transformers") for name, _ in answers)}
+    assert wrapped == WRAPPED & given.keys()
     assert given.keys() >= {"gemma2", "mixtral", "qwen2_moe", "granite", "llama", "phi3", "smollm3"}  # of text alone
