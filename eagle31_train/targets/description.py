@@ -30,6 +30,11 @@ NO_EAGLE3 = {
     "llava_onevision", "longcat_flash", "mixtral", "molmo2", "olmo_hybrid", "olmoe", "paddleocr_vl", "paligemma",
     "qianfan_ocr", "qwen2_moe", "qwen2_vl", "shieldgemma2", "smolvlm", "step3p7",
 }  # fmt: skip
+# Those of them of which vLLM served targets here by the class that wraps transformers' (docs/targets.md).
+TRIED = {
+    "ernie4_5_moe", "exaone4", "exaone_moe", "gemma", "gemma2", "gemma3_text", "glm4_moe", "granitemoe", "mixtral",
+    "olmoe", "qwen2_moe",
+}  # fmt: skip
 # Kinds for which vLLM 0.32 has no class of its own: it serves them by the class that wraps transformers', unasked.
 WRAPPED = {
     "arcee", "cwm", "flex_olmo", "glm", "hunyuan_v1_dense", "hunyuan_v1_moe", "mellum", "olmo2", "olmo3", "seed_oss",
@@ -49,6 +54,9 @@ RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 CHOSEN = ("num_experts_per_tok", "experts_per_token", "moe_topk")
 EXPERT_WIDTH = ("moe_intermediate_size", "intermediate_size")
+SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")  # each as wide as the others,
+SHARED_WIDTH = ("shared_expert_intermediate_size", "shared_intermediate_size")  # or one of a width of its own
+DENSE = ("first_k_dense_replace", "mlp_only_layers", "num_dense_layers", "moe_layer_start_index")  # layers without any
 # Of what transformers makes a list, or a module, for each; and more than any model has.
 MOST = {
     re.compile(r"^(n|num)_\w*(layer|expert|head|block|group)|layers$|depth$"): 4096,
@@ -63,19 +71,18 @@ class _Raw(TypedDict, total=False):
     quantization_config: dict[str, Any] | None
 
 
-COUNTS = ["num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "first_k_dense_replace"]
-COUNTS += ["n_routed_experts", "num_experts", "num_local_experts", "n_shared_experts"]
-COUNTS += ["num_experts_per_tok", "experts_per_token"]
-WIDTHS = ["hidden_size", "vocab_size", "q_lora_rank", *MLA_WIDTHS]
+COUNTS = ["num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", *EXPERTS, *SHARED]
+COUNTS += ["num_experts_per_tok", "experts_per_token", "first_k_dense_replace", "num_dense_layers"]
+WIDTHS = ["hidden_size", "vocab_size", "q_lora_rank", *MLA_WIDTHS, *SHARED_WIDTH]
 TYPES: dict[str, Any] = {  # of what is read of transformers' configuration
     **dict.fromkeys(COUNTS, Count),
     **dict.fromkeys(WIDTHS, Width),
     **dict.fromkeys(EXPERT_WIDTH, Width | list[Width]),  # of each layer
     **dict.fromkeys(["rms_norm_eps", "norm_eps"], Number),
     **dict.fromkeys(["rope_scaling", "rope_parameters"], dict[str, Any]),
-    "moe_topk": Count | list[Count],
+    **dict.fromkeys(["moe_topk", "moe_layer_start_index"], Count | list[Count]),
     "mlp_only_layers": list[Count],
-    "layer_types": list[str],
+    **dict.fromkeys(["layer_types", "mlp_layer_types"], list[str]),
     "max_position_embeddings": Positions,
     "rope_theta": Theta,
     "sliding_window": Positions | bool,
@@ -246,14 +253,18 @@ def _checked(text: Any, where: str) -> SimpleNamespace:
 def _mlp_width(text: Any, size: Any) -> tuple[int, str]:
     """The MLP width that a drafter takes over, and where it is from: dense layers' own if there are any (DeepSeek,
     Kimi: the first), else an expert's times those of a token, shared ones included."""
-    experts = next((n for key in EXPERTS if (n := getattr(text, key, None))), 0)
-    dense_layers = getattr(text, "first_k_dense_replace", 0) or getattr(text, "mlp_only_layers", None)
-    if experts <= 1 or dense_layers:
+
+    def first(keys: Sequence[str]) -> str | None:
+        return next((key for key in keys if getattr(text, key, None)), None)
+
+    experts, dense = first(EXPERTS), first(DENSE) or "dense" in (getattr(text, "mlp_layer_types", None) or ())
+    if experts is None or getattr(text, experts) <= 1 or dense:
         return size("intermediate_size"), "intermediate_size"
-    shared = getattr(text, "n_shared_experts", 0) or 0
-    key = next((key for key in EXPERT_WIDTH if getattr(text, key, None)), EXPERT_WIDTH[0])
-    active = size(*CHOSEN)
-    return (active + shared) * size(key), f"{active + shared} experts of a token × {key}"
+    shared, key = first(SHARED), first(EXPERT_WIDTH) or EXPERT_WIDTH[0]
+    active = size(*CHOSEN) + (size(shared) if shared else 0)
+    width, source = active * size(key), f"{active} experts of a token × {key}"
+    beside = first(SHARED_WIDTH)
+    return (width + size(beside), f"{source} + {beside}") if beside else (width, source)
 
 
 def _rope(text: Any) -> tuple[float, dict[str, Any]]:
@@ -278,9 +289,14 @@ def serving_doubt(target: TargetConfig) -> str | None:
     kind = class_without_eagle3(target)
     if kind is None:
         return None
+    tried = "as targets of this kind were" if kind in TRIED else "which was not tried with this kind"
+    raw = read_raw(target)
+    undivided = (raw.get("text_config") or raw).get("logits_scaling", 1) != 1
     return (
         f"vLLM 0.32's own class for {kind} takes no EAGLE 3 draft: serve {target.path} by the class that wraps "
-        "transformers' (--model-impl transformers), as Gemma 3 270M was; no other was tried"
+        f"transformers' (--model-impl transformers), {tried}"
+        + "; by its source it leaves out logits_scaling: greedy answers are right, sampled ones are not"
+        * undivided
     )
 
 

@@ -83,6 +83,26 @@ DRAFTERS = {
 }
 
 
+# Kind → the width of a drafter's MLP by transformers' defaults of its configuration, and where it is from.
+EXPERTS = {
+    "qwen2_moe": (4 * 1408 + 5632, "4 experts of a token × moe_intermediate_size + shared_expert_intermediate_size"),
+    "granitemoehybrid": (2 * 11008 + 1024, "2 experts of a token × intermediate_size + shared_intermediate_size"),
+    "mixtral": (2 * 14336, "2 experts of a token × intermediate_size"),
+    "ernie4_5_moe": (12288, "intermediate_size"),  # from here on the first layers are dense
+    "afmoe": (6144, "intermediate_size"),
+    "hy_v3": (13312, "intermediate_size"),
+}
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_the_mlp_is_as_wide_as_dense_layers_or_a_tokens_experts_shared_ones_included(kind):
+    if kind not in CONFIG_MAPPING:
+        pytest.skip("this transformers does not know it")
+    raw = {"model_type": kind}
+    described = description_of(raw, text_config(raw), "it")
+    assert (described.intermediate_size, described.sources["intermediate_size"]) == EXPERTS[kind]
+
+
 def target_of(name):
     return TargetConfig(path=str(PUBLISHED / name))
 
@@ -248,6 +268,13 @@ def test_layers_with_which_stage_4_cannot_decode_are_named_before_it(tmp_path):
     assert "layers of type linear_attention, with which stage 4" in evaluation_doubt(target, "transformers")
     assert evaluation_doubt(target, "vllm") is None
     assert evaluation_doubt(written(tmp_path, {"model_type": "qwen3"}), "transformers") is None
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "glm4", "granitemoe"])
+def test_what_is_known_of_the_class_that_wraps_transformers_is_said(tmp_path, kind):
+    doubt = serving_doubt(written(tmp_path, {"model_type": kind, "logits_scaling": 6.0 if "granite" in kind else 1.0}))
+    assert ("as targets of this kind were" in doubt, "was not tried" in doubt) == (kind != "glm4", kind == "glm4")
+    assert ("leaves out logits_scaling" in doubt) == (kind == "granitemoe")
 
 
 WRAPPERS = {"internvl": "qwen2", "glm4v": "glm4v_text", "gemma3": "gemma3_text", "llava": "mixtral", "llama": None}
