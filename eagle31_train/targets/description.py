@@ -32,8 +32,8 @@ NO_EAGLE3 = {
 }  # fmt: skip
 # Those of them of which vLLM served targets here by the class that wraps transformers' (docs/targets.md).
 TRIED = {
-    "ernie4_5_moe", "exaone4", "exaone_moe", "gemma", "gemma2", "gemma3_text", "glm4_moe", "granitemoe", "mixtral",
-    "olmoe", "qwen2_moe",
+    "ernie4_5_moe", "exaone4", "exaone_moe", "gemma", "gemma2", "gemma3_text", "glm4_moe", "granitemoe",
+    "granitemoeshared", "mixtral", "olmoe", "qwen2_moe",
 }  # fmt: skip
 # Kinds for which vLLM 0.32 has no class of its own: it serves them by the class that wraps transformers', unasked.
 WRAPPED = {
