@@ -305,7 +305,7 @@ def read_turn(
     prompt = template.render(history, add_generation_prompt=True, tools=tools)
     cut = message.get("finish_reason") == "length"
     _check(message, prompt, cut)
-    if message.get("tool_calls") and not template.writes_calls(tools):
+    if message.get("tool_calls") and "tool_calls" not in template.text(tools):
         raise Refused(f"the chat template of {template.name} writes no tool calls")
     opened = prompt.rstrip().endswith(OPEN)
     # Thoughts among the words of the answer: the target's own text, of which the template would only move parts.

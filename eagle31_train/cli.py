@@ -13,7 +13,6 @@ import difflib
 import functools
 import operator
 import sys
-import tempfile
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -36,6 +35,7 @@ from eagle31_train.errors import UserError
 from eagle31_train.locations import CONFIGS, project
 
 ANY = "+experiment=any"  # the recipe of a command line that names none
+GIVEN = "experiment=given"  # the recipe that was given as a file
 
 
 def load_config(
@@ -54,24 +54,21 @@ def load_config(
     """
     if config_dir is not None and not config_dir.is_dir():
         raise UserError(f"--config-dir {config_dir} is no folder")
-    with tempfile.TemporaryDirectory() as copies:
-        words = [_with_file_copied(word, Path(copies)) for word in overrides]
-        copied = [Path(copies)] if any(Path(copies).iterdir()) else []
-        folders = [CONFIGS, *copied, *([config_dir.resolve()] if config_dir else [])]
-        keys = {_key(word) for word in words}
-        if twice := [f"{old} is called {new} now" for old, new in RENAMED.items() if {old, new} <= keys]:
-            raise UserError(f"{twice[0]}: give it once")
-        groups = [word for word in words if (CONFIGS / _key(word)).is_dir()]
-        try:
-            checked = tuple(_checked_group(word, folders) for word in groups)
-            own = saved is not None or len(folders) > 1
-            composed = _composed(checked, saved, folders) if own else copy.deepcopy(_shipped(checked))
-            for word in words:
-                if word not in groups:
-                    _set(composed, word)
-            config = _to_config(composed)
-        except (HydraException, OmegaConfBaseException, YAMLError) as error:
-            raise UserError(_explain(error)) from None
+    folders = [CONFIGS, *([config_dir.resolve()] if config_dir else [])]
+    keys = {_key(word) for word in overrides}
+    if twice := [f"{old} is called {new} now" for old, new in RENAMED.items() if {old, new} <= keys]:
+        raise UserError(f"{twice[0]}: give it once")
+    groups = [word for word in overrides if (CONFIGS / _key(word)).is_dir()]
+    try:
+        checked = tuple(_checked_group(word, folders) for word in groups)
+        shipped = saved is None and config_dir is None and GIVEN not in checked
+        composed = copy.deepcopy(_shipped(checked)) if shipped else _composed(checked, saved, folders)
+        for word in overrides:
+            if word not in groups:
+                _set(composed, word)
+        config = _to_config(composed)
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+        raise UserError(_explain(error)) from None
     if resolve:
         precision.resolve(config)
     return config
@@ -81,27 +78,23 @@ def _key(override: str) -> str:
     return override.partition("=")[0].lstrip("+~")
 
 
-def _with_file_copied(override: str, folder: Path) -> str:
-    """The override; a recipe that is given as a file is copied to where Hydra finds it, under a name that it takes, and
-    as one of options from the root, which without a header it would not be."""
-    file = Path(override.partition("=")[2])
-    if _key(override) != "experiment" or file.suffix not in (".yaml", ".yml"):
-        return override
+def _store_recipe(file: Path) -> None:
+    """Let Hydra know a recipe by the name in GIVEN, wherever its file lies."""
     if not file.is_file():
-        raise UserError(f"{override}: there is no file {file}")
+        raise UserError(f"+experiment={file}: there is no file {file}")
     try:
-        text = file.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise UserError(f"{override}: {file} is no text in UTF-8: give a recipe, as `eagle31 new` writes") from None
-    (folder / "experiment").mkdir(exist_ok=True)
-    header = "" if "@package" in text else "# @package _global_\n"
-    (folder / "experiment" / "given.yaml").write_text(header + text, encoding="utf-8")
-    return "experiment=given"
+        recipe = OmegaConf.load(file)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"+experiment={file} cannot be read ({error}): write one as `eagle31 new` does") from None
+    ConfigStore.instance().store("given", recipe, "experiment", package="_global_")
 
 
 def _checked_group(override: str, folders: list[Path]) -> str:
     """`group=name` or `group=[name,…]` in Hydra's grammar, if there are such files."""
     group, value = _key(override), override.partition("=")[2]
+    if group == "experiment" and value.endswith((".yaml", ".yml")):
+        _store_recipe(Path(value))
+        return GIVEN
     listed = (value[:1], value[-1:]) == ("[", "]")
     names = [name.strip() for name in value[1:-1].split(",")] if listed else [value]
     for name in names:

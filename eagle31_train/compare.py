@@ -26,14 +26,14 @@ from typing import Any
 
 import torch
 
-from eagle31_train import artifacts, cli
+from eagle31_train import artifacts, cli, provenance
 from eagle31_train.checkpoint import hub, published
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint, split_name
 from eagle31_train.checkpoint.run_folder import read_export
 from eagle31_train.config import Config
 from eagle31_train.console import note
 from eagle31_train.errors import UserError
-from eagle31_train.evaluation.evaluating import evaluate, read_data
+from eagle31_train.evaluation.evaluating import evaluate
 from eagle31_train.evaluation.measuring import check_options
 from eagle31_train.evaluation.serving import check as check_serving
 from eagle31_train.evaluation.serving import measure_serving
@@ -73,7 +73,7 @@ def compare(trainings: Named, config: Config) -> None:
     out = folder_of(trainings, config)
     engine = check_serving(config) if config.evaluate.backend == "vllm" else None
     drafts = {name: exported(some[0]) for name, some in trainings.items()} if engine else {}
-    data = read_data(config)
+    data = provenance.read_data(config, whole=True)
     checkpoints = {name: [read(one, config, data) for one in some] for name, some in trainings.items()}
 
     # Comparisons without a folder of their own share what is measured.

@@ -57,7 +57,7 @@ def evaluate(config: Config) -> None:
         return
     checkpoint.check_data(data, config.data_folder)
     checkpoint.check_store(read_manifest(config), config.target)
-    data = evaluating.read_data(config)
+    provenance.read_data(config, whole=True)  # or it is refused
 
     # Measurements stay outside the stage's folder, so that adding a suite does not decode the others again.
     checkpoints = {config.name: [checkpoint]}

@@ -88,9 +88,10 @@ def test_a_recipe_without_a_header_is_one_and_what_is_no_text_is_refused(tmp_pat
     assert load_config([f"+experiment={file}", "target.path=x"]).train.lr == 0.5
     file.write_text("")
     assert load_config([f"+experiment={file}", "target.path=x"]).name == "x"
-    file.write_bytes(b"\xff\xfe")
-    with pytest.raises(UserError, match=r"mine\.yaml is no text in UTF-8: give a recipe"):
-        load_config([f"+experiment={file}", "target.path=x"])
+    for text in (b"\xff\xfe", b"5"):
+        file.write_bytes(text)
+        with pytest.raises(UserError, match=r"mine\.yaml cannot be read \(.*\): write one"):
+            load_config([f"+experiment={file}", "target.path=x"])
 
 
 # ---------------------------------------------------------------- groups, and options that are emptied

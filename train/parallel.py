@@ -27,13 +27,13 @@ from torch import Tensor, nn
 from torch.distributed import new_subgroups
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from eagle31_train.config import TrainConfig
 from eagle31_train.model.loss import Objective
 from train.launch import PATIENCE
 from train.metrics import fetch
-from train.optimizer import ADAMW, MOMENTS, make_optimizer
+from train.optimizer import ADAMW, MOMENTS, as_sharded, make_optimizer
 
 
 def parallelise(accelerator: Accelerator, objective: Objective, t: TrainConfig) -> "Parallel":
@@ -172,10 +172,7 @@ class Sharded(Parallel):
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     def _part(self, whole: Tensor, parameter: Tensor) -> Tensor:
-        assert isinstance(parameter, DTensor)
-        whole = whole.to(parameter.device, copy=True)
-        # Everybody has the whole, so nobody need send: src_data_rank=None.
-        return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        return as_sharded(super()._part(whole, parameter), parameter)
 
 
 class Zero(Parallel):

@@ -5,9 +5,8 @@ known to be good.
 """
 
 import shutil
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing
 from pathlib import Path
-from typing import Any
 
 from accelerate import Accelerator
 
@@ -162,19 +161,15 @@ def claim_folder(config: Config, data: Inputs, accelerator: Accelerator, resourc
         return provenance.up_to_date(folder, data.made_from, overwrite=False)
 
     finished = launch.agreed(accelerator, up_to_date)
-    if not accelerator.is_main_process:  # so that whoever is refused while they run can name them all
-        resources.enter_context(join(folder.parent))
+    lock = folder.parent / LOCK
+    if not accelerator.is_main_process and lock.exists():
+        resources.enter_context(lock.open("a"))  # so that whoever is refused while they run can name them all
     return finished
 
 
 def alone(run: Path) -> AbstractContextManager[None]:
     """While this lasts, no other process trains in the run's folder; a UserError if one does now."""
     return locks.alone(run / LOCK, f"another process trains in {run / 'train'} now")
-
-
-def join(run: Path) -> AbstractContextManager[Any]:
-    """While this lasts, the lock of the run's folder, if it is here, is open here too: `locks.users_of` names us."""
-    return (run / LOCK).open("a") if (run / LOCK).exists() else nullcontext()
 
 
 def begun(folder: Path, made_from: Provenance) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.speedrun.job import DRAFTS, JOB, MADE_BY, RESULT, Job
-from eagle31_train import artifacts, cli
+from eagle31_train import artifacts, cli, provenance
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation import evaluating, intervals
@@ -88,7 +88,7 @@ def accepted(trainings: Sequence[Training], options: Sequence[str], out: Path) -
     recipe = trainings[0].job.recipe
     config = cli.load_config([*recipe, f"run_dir={out}", "evaluate.drift=false", "evaluate.warmup=false", *options])
     check_options(config.evaluate)
-    data, draft_tokens = evaluating.read_data(config), config.evaluate.num_speculative_tokens
+    data, draft_tokens = provenance.read_data(config, whole=True), config.evaluate.num_speculative_tokens
     checkpoints = {
         f"{training.name} {folder.name}": [DrafterCheckpoint.open(folder)]
         for training in trainings

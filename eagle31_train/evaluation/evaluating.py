@@ -26,11 +26,6 @@ from eagle31_train.targets.hf import DTYPES, load_model, pick_device, read_confi
 Inputs = dict[str, Any]  # what a training was made from
 
 
-def read_data(config: Config) -> dict[str, Any]:
-    """Stage 1's manifest; UserError where its files are missing or damaged."""
-    return provenance.read_data(config, whole=True)
-
-
 def evaluate(
     config: Config,
     checkpoints: Mapping[str, Sequence[DrafterCheckpoint]],

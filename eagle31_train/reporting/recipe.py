@@ -1,11 +1,11 @@
 """Commands that repeat what was done, with the fewest options, and the command that serves a drafter."""
 
-import dataclasses
 import json
 import re
 import shlex
 from collections.abc import Container, Iterator, Mapping
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ def command(program: str, config: Config) -> str:
 
 def overrides(config: Config) -> list[str]:
     """The fewest `key=value` options that give this configuration, starting from a recipe or from the defaults."""
-    wanted = dict(_leaves(config))
+    wanted = _values(config)
     recipes = cli.choices("experiment")
     # A composition takes a third of a second, a file's reading next to nothing: one recipe is composed.
     fits = {recipe: _fit(recipe, wanted) for recipe in recipes} | {"": 0}
@@ -100,16 +100,12 @@ def _base(recipe: str) -> dict[str, Any]:
         config = cli.load_config(start, resolve=False)
     except UserError:
         config = cli.load_config([*start, "target.path=none", "name=none"], resolve=False)
-    return dict(_leaves(config))
+    return _values(config)
 
 
-def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for field in dataclasses.fields(value):
-        inner = getattr(value, field.name)
-        if dataclasses.is_dataclass(inner):
-            yield from _leaves(inner, f"{prefix}{field.name}.")
-        else:
-            yield f"{prefix}{field.name}", inner
+def _values(config: Config) -> dict[str, Any]:
+    """Every option's, by its name."""
+    return {name: attrgetter(name)(config) for name in cli.option_names()}
 
 
 def _hydra(value: Any) -> str:

@@ -47,9 +47,6 @@ class ChatTemplate:
         """The template's text for a conversation, chosen as transformers and vLLM choose it."""
         return self.tools_template if tools and self.tools_template is not None else self.template
 
-    def writes_calls(self, tools: list[Tool] | None) -> bool:
-        return "tool_calls" in self.text(tools)
-
     @cached_property
     def added(self) -> dict[int, str]:
         """Added tokens, special or not: id and spelling. Tokenizers cut the text at them first."""

@@ -1,7 +1,7 @@
 """A drafter's options from its target: what is left open is the target's own."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from eagle31_train.checkpoint.contract import REQUIRED, drafter_shape, window_caveat
@@ -11,18 +11,6 @@ from eagle31_train.targets.description import TargetDescription, describe_target
 
 # Options of which another value than the target's makes a drafter that reads its states at a loss.
 CONTRADICTIONS = {*REQUIRED, "num_key_value_heads", "head_dim", "rope_scaling"} - {"intermediate_size"}
-
-
-@dataclass(frozen=True)
-class Derived:
-    """One option of a drafter: its value, and where that is from, in words."""
-
-    name: str
-    value: Any
-    source: str
-
-    def __str__(self) -> str:
-        return f"  {self.name:<23}  {_shown(self.value):<22}  {self.source}"
 
 
 def complete(config: Config, described: Mapping[str, Any] | None, begun: Mapping[str, Any] | None = None) -> Config:
@@ -48,13 +36,14 @@ def planned_drafter(config: Config, target: TargetDescription, draft_vocab_size:
     layers = pick_layers(config.target.aux_layers, target.num_hidden_layers, target.model_type)
     shape = drafter_shape(options, target.hidden_size, target.vocab_size, draft_vocab_size, layers)
     source = f"of {target.num_hidden_layers}" + ("" if config.target.aux_layers else ", by default")
-    rows = [Derived("aux_layers", ", ".join(map(str, layers)), source), *rows]
     window = window_caveat(shape, target.sliding_window, target.max_position_embeddings)
-    return shape, [*map(str, rows), *(f"  {caveat}" for caveat in window)]
+    first = _row("aux_layers", ", ".join(map(str, layers)), source)
+    return shape, [first, *rows, *(f"  {caveat}" for caveat in window)]
 
 
-def derive(options: DrafterConfig, target: TargetDescription) -> tuple[DrafterConfig, list[Derived]]:
-    """The options with nothing left open that the target decides, and a row for each such option. Given values stay.
+def derive(options: DrafterConfig, target: TargetDescription) -> tuple[DrafterConfig, list[str]]:
+    """The options with nothing left open that the target decides, and of each such option a row for people: its value
+    and where that is from. Given values stay.
     Heads that are given alone have as many keys, and share `hidden_size` among them."""
     mla = options.architecture == "mla"
     names = list(REQUIRED)
@@ -75,14 +64,14 @@ def derive(options: DrafterConfig, target: TargetDescription) -> tuple[DrafterCo
         given = getattr(options, name)
         if given is None:
             filled[name] = value
-            rows.append(Derived(name, value, f"the target's {source}"))
+            rows.append(_row(name, value, f"the target's {source}"))
         elif name == "rope_scaling" and completes:
             filled[name] = value | given
             but = f", but {_shown(given)}" if given else ""
-            rows.append(Derived(name, filled[name], f"the target's {source}{but}"))
+            rows.append(_row(name, filled[name], f"the target's {source}{but}"))
         else:
             differs = name in CONTRADICTIONS and given != value
-            rows.append(Derived(name, given, f"given, UNLIKE the target's {_shown(value)}" if differs else "given"))
+            rows.append(_row(name, given, f"given, UNLIKE the target's {_shown(value)}" if differs else "given"))
     return replace(options, **filled), rows
 
 
@@ -97,6 +86,10 @@ def _scaling(architecture: str, target: TargetDescription) -> tuple[dict[str, An
     needed, allowed = SCALINGS[architecture][kind]
     taken = {name: value for name, value in scaling.items() if name in needed | allowed and value is not None}
     return {"rope_type": kind, **taken}, "rope_scaling"
+
+
+def _row(name: str, value: Any, source: str) -> str:
+    return f"  {name:<23}  {_shown(value):<22}  {source}"
 
 
 def _shown(value: Any) -> str:

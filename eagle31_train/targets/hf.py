@@ -11,8 +11,7 @@ import inspect
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -120,14 +119,6 @@ def positions(config: Any) -> int | None:
     return count
 
 
-@dataclass(frozen=True)
-class States:
-    """aux [B, T, A, H] and last [B, T, H], in the target's dtype; padding rows are meaningless."""
-
-    aux: Tensor
-    last: Tensor
-
-
 class HiddenStateTarget:
     """A transformers model with taps on its residual stream.
 
@@ -155,14 +146,15 @@ class HiddenStateTarget:
         return readout_of(self.model)
 
     @torch.no_grad()
-    def states(self, tokens: Tensor, attention_mask: Tensor | None) -> States:
-        """Run the decoder, without lm_head, on tokens [B, T] int64, padded at the end by mask 0.
+    def states(self, tokens: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Run the decoder, without lm_head, on tokens [B, T] int64, padded at the end by mask 0: aux [B, T, A, H] and
+        last [B, T, H], in the target's dtype, meaningless where it is padded.
 
         Without a mask, which is faster, rows padded at the end are right all the same in a causal decoder.
         """
         with self._tapped([*self._taps, self.final_norm]) as caught:
             self.decoder(input_ids=tokens, attention_mask=attention_mask, use_cache=False)
-        return States(self._stacked(caught), caught[len(self._taps)])
+        return self._stacked(caught), caught[len(self._taps)]
 
     def _stacked(self, caught: dict[int, Tensor]) -> Tensor:
         """What the auxiliary taps caught, [B, T, A, H], on the device of the newest."""
@@ -175,7 +167,7 @@ class HiddenStateTarget:
         """While it lasts, the input of taps[i] of the newest forward pass is caught under i."""
         caught: dict[int, Tensor] = {}
         handles = [
-            module.register_forward_pre_hook(_catch(caught, index), with_kwargs=True)
+            module.register_forward_pre_hook(partial(_catch, caught, index), with_kwargs=True)
             for index, module in enumerate(taps)
         ]
         try:
@@ -193,11 +185,8 @@ class HiddenStateTarget:
         return self.model(**inputs).logits[:, positions].float()  # code that came with an older target
 
 
-def _catch(caught: dict[int, Tensor], index: int) -> Any:
-    def hook(_module: nn.Module, args: tuple, kwargs: dict) -> None:
-        caught[index] = args[0] if args else kwargs["hidden_states"]
-
-    return hook
+def _catch(caught: dict[int, Tensor], index: int, _module: nn.Module, args: tuple, kwargs: dict) -> None:
+    caught[index] = args[0] if args else kwargs["hidden_states"]
 
 
 # ---------------------------------------------------------------- the engine of extraction
@@ -232,10 +221,10 @@ class TransformersEngine:
             padded = pad_sequence([tokens[i] for i in batch], batch_first=True)
             lengths_B1 = torch.tensor([[len(tokens[i])] for i in batch])
             mask = None if self._causal else to_device((torch.arange(padded.shape[1]) < lengths_B1).long(), device)
-            states = self.target.states(to_device(padded, device), mask)
+            aux, last = self.target.states(to_device(padded, device), mask)
             for row, index in enumerate(batch):
                 length = len(tokens[index])
-                yield index, states.aux[row, :length], states.last[row, :length]
+                yield index, aux[row, :length], last[row, :length]
 
     def reference(self, tokens: Tensor, positions: Tensor) -> Reference:
         """See `Engine.reference`. The model's ordinary call, norm, lm_head and attention mask included."""

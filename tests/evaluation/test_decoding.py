@@ -86,7 +86,7 @@ def test_the_drafter_gets_the_states_of_the_target_at_the_right_rows(target, mak
     scripted = Scripted(PROMPT, continuation + [0] * 9, wrong_at=[0, 2, 1, 3, 0, 1])
     assert speculative(target, scripted, 4, limits(30)).accepted[:6] == [0, 2, 1, 3, 0, 1]
     sequence = torch.tensor([PROMPT + continuation])
-    whole = target.states(sequence, torch.ones_like(sequence)).aux[0]
+    whole = target.states(sequence, torch.ones_like(sequence))[0][0]
     seen = torch.cat(scripted.aux)
     torch.testing.assert_close(seen, whole[: len(seen)], rtol=1e-4, atol=1e-4)
 
@@ -169,7 +169,7 @@ def test_states_and_what_lies_beyond_the_end(target, alone, ends, together):
         assert one.tokens + one.beyond == tokens[: len(one.tokens) + 5]
         sequence = torch.tensor([prompt + one.tokens])[:, :-2]
         assert one.aux.shape == (len(prompt) + len(one.tokens) - 2, 3, 32)
-        whole = target.states(sequence, None).aux[0] if sequence.numel() else one.aux
+        whole = target.states(sequence, None)[0][0] if sequence.numel() else one.aux
         torch.testing.assert_close(one.aux, whole, rtol=1e-4, atol=1e-4)
 
 

@@ -44,7 +44,7 @@ def test_each_is_the_targets_own_answer_and_its_states(run):
         end = text.index(END) + 1 if END in text[:20] else 20
         assert (one.output, one.beyond) == (text[:end], text[end : end + 4])
         tokens = torch.tensor([[*one.prompt, *one.output]])
-        states = target.states(tokens, torch.ones_like(tokens)).aux[0]
+        states = target.states(tokens, torch.ones_like(tokens))[0][0]
         torch.testing.assert_close(one.aux, states[: len(one.aux)], rtol=1e-4, atol=1e-4)
         assert len(one.aux) == 3 + end - 2
 

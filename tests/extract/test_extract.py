@@ -40,9 +40,9 @@ def test_every_sample_is_stored_with_the_states_of_running_it_alone(whole):
             assert document.tokens.tolist() == row["input_ids"]
             assert document.loss_mask.tolist() == row["loss_mask"]
             tokens = document.tokens[None]
-            states = target.states(tokens, torch.ones_like(tokens))
+            (aux,), (last,) = target.states(tokens, torch.ones_like(tokens))
             # Auxiliary states as far as a slot sees, last ones where they teach.
-            aux, last = states.aux[0, : document.attended], states.last[0, document.supervised]
+            aux, last = aux[: document.attended], last[document.supervised]
             # One step of bf16 apart at most: the batch that it was computed in may round otherwise.
             torch.testing.assert_close(document.aux.decode().float(), aux, rtol=0.008, atol=1e-5)
             torch.testing.assert_close(document.last.decode().float(), last, rtol=0.008, atol=1e-5)

@@ -59,13 +59,13 @@ def test_states_of_deepseek_are_inputs_of_layers_and_the_last_before_the_norm(mo
     layers = list(range(1, 7))
     tapped = HiddenStateTarget(model, layers)
     tokens = torch.randint(0, 1500, (1, 90), generator=torch.Generator().manual_seed(0))
-    states = tapped.states(tokens, None)
+    aux, last = tapped.states(tokens, None)
     with torch.no_grad():
         hidden = model(input_ids=tokens, output_hidden_states=True, use_cache=False).hidden_states
     for column, layer in enumerate(layers[:-1]):
-        assert torch.equal(states.aux[:, :, column], hidden[layer])
-    assert torch.equal(states.aux[:, :, -1], states.last)
-    torch.testing.assert_close(tapped.final_norm(states.last), hidden[-1])
+        assert torch.equal(aux[:, :, column], hidden[layer])
+    assert torch.equal(aux[:, :, -1], last)
+    torch.testing.assert_close(tapped.final_norm(last), hidden[-1])
 
 
 # ---------------------------------------------------------------- the recipe as it is

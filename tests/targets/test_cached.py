@@ -92,7 +92,7 @@ def check(target, kept, found, lengths):
         ids = torch.tensor([tokens])
         # Some norms and scores are in fp32 in any model, and so are the logits that are handed on.
         bar = 1e-5 if aux.dtype == torch.float64 else 1e-3
-        torch.testing.assert_close(aux, target.states(ids, None).aux[0], rtol=bar, atol=bar)
+        torch.testing.assert_close(aux, target.states(ids, None)[0][0], rtol=bar, atol=bar)
         whole = target.model(ids, use_cache=False).logits[0, length - 1 :].float()
         torch.testing.assert_close(logits, whole, rtol=bar, atol=bar)
 
