@@ -106,7 +106,7 @@ def compare(trainings: Named, config: Config) -> None:
 def write(out: Path, result: dict[str, Any]) -> None:
     """The page and its pictures, and then RESULT, by which readers know whether the pictures are its own."""
     files = evaluation_page.write(out, result)
-    artifacts.write_json(out / evaluation_page.RESULT, {**result, "files": artifacts.list_files(out, files)})
+    artifacts.write_json(out / evaluation_page.RESULT, {**result, "files": files})
     note(f"compare: {out / evaluation_page.PAGE}")
 
 

@@ -68,7 +68,6 @@ def evaluate(config: Config) -> None:
     missing = sorted(trained_on.keys() - {prompt.source for prompt in workload.prompts})
     result |= {"title": config.name, "target": config.target.name, "command": recipe.command(recipe.EVALUATE, config)}
     files = evaluation_page.write(folder, result)
-    seconds = time.perf_counter() - began
     facts = {
         "result": result,
         "identical": config.evaluate.draft_sampling == "greedy" or not sampled,  # or measuring would have refused
@@ -76,8 +75,8 @@ def evaluate(config: Config) -> None:
         "per_prompt": results.per_prompt(workload, first, config.evaluate.num_speculative_tokens),
         "left_out": {workload.name: workload.left_out for workload in decoded},
         "end_ids": data["end_ids"],
-        "files": artifacts.list_files(folder, files),
-        "seconds": seconds,
+        "files": files,
+        "seconds": time.perf_counter() - began,
     }
     artifacts.write_json(folder / artifacts.MANIFEST, made_of.record(**facts))
     note(tables.as_text(result))
@@ -127,8 +126,8 @@ def serve(config: Config) -> None:
         "command": recipe.command(recipe.EVALUATE, config),
     }
     files = evaluation_page.write(folder, {"title": config.name, "target": config.target.name, "serving": serving})
-    facts = {"files": artifacts.list_files(folder, files), "seconds": time.perf_counter() - began}
-    artifacts.write_json(folder / artifacts.MANIFEST, made_of.record(serving=serving, **facts))
+    record = made_of.record(serving=serving, files=files, seconds=time.perf_counter() - began)
+    artifacts.write_json(folder / artifacts.MANIFEST, record)
     note(tables.as_text({"serving": serving}))
     note(f"evaluate: {folder / evaluation_page.PAGE}")
 

@@ -15,8 +15,7 @@ from datasets import DatasetDict, load_dataset, load_from_disk
 from eagle31_train import foreign
 from eagle31_train.config import is_hub_set
 from eagle31_train.errors import Refused, UserError, first_line
-from eagle31_train.locations import matching
-from eagle31_train.rows.files import read
+from eagle31_train.rows.files import find_files, read
 from eagle31_train.rows.formats import Message, Tool, messages_of
 from eagle31_train.targets.chat import ChatTemplate
 
@@ -65,11 +64,6 @@ class Suite:
         except ValueError as error:
             raise UserError(f"prompt={self.prompt!r} is no template ({error}): write {{column}}") from None
         return {re.split(r"[.\[]", name)[0] for name in names}
-
-    @property
-    def is_hub_id(self) -> bool:
-        """Whether it lies on the hub, or in its cache, and not here."""
-        return is_hub_set(self.path)
 
 
 def suite_of(name: str, given: Any) -> Suite:
@@ -166,18 +160,10 @@ def from_suite(name: str, suite: Suite, option: str, template: ChatTemplate) -> 
     return list(prompts.values()), [text for key, text in notes.items() if seen[key]]
 
 
-def files_of(pattern: str, option: str) -> list[Path]:
-    """The files that an option names; UserError where there is none."""
-    files = [path for path in matching(pattern) if path.is_file()]
-    if not files:
-        raise UserError(f"{option}={pattern} is no file: give JSONL with prompt, turns or messages in each line")
-    return files
-
-
 def _rows(name: str, suite: Suite, option: str) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
     """Of each row: where it stands, an id and a source in case that it has none, and its columns."""
-    if not Path(suite.path).is_dir() and not suite.is_hub_id:
-        for file in files_of(suite.path, option):
+    if not Path(suite.path).is_dir() and not is_hub_set(suite.path):
+        for _, file in find_files(suite.path, option):
             for number, row in read(file):
                 if not isinstance(row, dict):
                     raise UserError(f"{file}:{number} is no JSON object: mend or remove it")

@@ -11,13 +11,14 @@ import pyarrow.compute as pc
 from datasets import Dataset, DatasetDict
 
 from eagle31_train import artifacts
-from eagle31_train.config import Config
+from eagle31_train.config import Config, is_hub_set
 from eagle31_train.errors import Refused, UserError
 from eagle31_train.evaluation import perturb
 from eagle31_train.evaluation.perturb import Context, Filler, Perturbation
-from eagle31_train.evaluation.prompts import Prompt, Suite, choose, files_of, from_heldout, from_suite, suite_of
+from eagle31_train.evaluation.prompts import Prompt, Suite, choose, from_heldout, from_suite, suite_of
 from eagle31_train.evaluation.trajectories import digest
 from eagle31_train.provenance import LAYOUTS
+from eagle31_train.rows.files import find_files
 from eagle31_train.targets.chat import ChatTemplate
 
 HELDOUT = "heldout"
@@ -124,9 +125,9 @@ def inputs(config: Config) -> dict[str, Any]:
     for option, suite in suites.values():
         content: Any = suite.path
         systems = True  # whether its rows may have system texts, which layout 1 left out
-        if not suite.is_hub_id:
+        if not is_hub_set(suite.path):
             folder = Path(suite.path)
-            files = sorted(folder.rglob("*")) if folder.is_dir() else files_of(suite.path, option)
+            files = sorted(folder.rglob("*")) if folder.is_dir() else [f for _, f in find_files(suite.path, option)]
             files = [file for file in files if file.is_file()]
             content = [artifacts.file_sha256(file)[:16] for file in files]
             systems = any(file.suffix == ".gz" or re.search(rb"system|developer", file.read_bytes()) for file in files)

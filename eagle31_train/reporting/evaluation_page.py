@@ -32,8 +32,8 @@ WIDE = 0.5  # a share whose interval is wider is not worth a point
 KINDS = ("sink", "prompt", "verified", "own")
 
 
-def write(folder: Path, result: dict[str, Any]) -> list[Path]:
-    """Draw a result, of acceptance, of serving, or both; the files that were written.
+def write(folder: Path, result: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Draw a result, of acceptance, of serving, or both; what was written, as a manifest's `files`.
 
     Args:
         folder: gets PAGE, and a PNG of every picture; those that an earlier result there lists as its own go.
@@ -44,7 +44,7 @@ def write(folder: Path, result: dict[str, Any]) -> list[Path]:
     listed = [folder / name for name in earlier.get("files", {}) if name.endswith(".png")]
     files, images = html.draw(folder, list(pictures(result)), listed)
     artifacts.write_text(folder / PAGE, render(result, images))
-    return [*files, folder / PAGE]
+    return artifacts.list_files(folder, [*files, folder / PAGE])
 
 
 def render(result: dict[str, Any], images: html.Images) -> str:

@@ -8,7 +8,6 @@ that is still being written, too: what is committed is checked. It prints what w
 everything that is wrong, a line each, and exits with 1.
 """
 
-import argparse
 import sys
 import tempfile
 from collections import Counter
@@ -116,7 +115,15 @@ def _strays(head: Head, plan: Plan) -> Iterator[Problem]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status: 0, 1 for a damaged store, 2 for what the user can mend."""
-    options = _parser().parse_args(arguments)
+    words = parser("store", __doc__)
+    words.add_argument("command", choices=["verify", "info"])
+    words.add_argument("store", help="its folder, or its URL, such as s3://bucket/store")
+    words.add_argument("--cache-dir", type=Path, help="where copies of a remote store's files lie for a while")
+    words.add_argument("--cache-bytes", default="8GB", help="most that these copies may take (default: 8GB)")
+    words.add_argument(
+        "--remove", action="store_true", help="verify takes damaged shards away, so that extraction makes them anew"
+    )
+    options = words.parse_args(arguments)
     try:
         most = byte_count(options.cache_bytes, "--cache-bytes")
         # A folder of its own: what is checked is the store, and not copies that were made of it earlier.
@@ -178,18 +185,6 @@ def _describe(storage: Storage) -> str:
     rows |= {**head.provenance["inputs"], **head.provenance["states"]}
     rows |= {"fidelity": (head.manifest or {}).get("fidelity"), "damaged": verify if problems else None}
     return "\n".join(f"{name:<17}  {value}" for name, value in rows.items() if value not in (None, {}))
-
-
-def _parser() -> argparse.ArgumentParser:
-    words = parser("store", __doc__)
-    words.add_argument("command", choices=["verify", "info"])
-    words.add_argument("store", help="its folder, or its URL, such as s3://bucket/store")
-    words.add_argument("--cache-dir", type=Path, help="where copies of a remote store's files lie for a while")
-    words.add_argument("--cache-bytes", default="8GB", help="most that these copies may take (default: 8GB)")
-    words.add_argument(
-        "--remove", action="store_true", help="verify takes damaged shards away, so that extraction makes them anew"
-    )
-    return words
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ def _extract(
             prelude(config, engine, writer, splits)
         writer.write_target(engine.readout.weights())
     gate = Gate(engine, config.extract, len(plan.shards))
-    agreement = Agreement(vocab.read(config.data_folder / "vocab.safetensors").t2d, config.regenerate)
+    agreement = Agreement(vocab.read(config.data_folder / "vocab.safetensors").t2d)
     wanted = extract_shards(engine, splits, writer, gate, agreement, is_main())
     lines = writer.gather() if wanted and first else None
     if lines is not None:
@@ -190,7 +190,6 @@ class Agreement:
     """
 
     draft_tokens: NDArray
-    regenerated: bool = False  # stage 1 had them written by the target
     positions: int = 0
     own: int = 0
     outside: int = 0
@@ -212,22 +211,19 @@ class Agreement:
     def lines(self) -> list[str]:
         """What is to be said of it; nothing where nothing was counted."""
         bare = f"extract: {self.bare:,} of {self.conversations:,} conversations have nothing to train"
-        bares = [bare] if self.bare else []
+        lines = [bare] if self.bare else []
         if not self.positions:
-            return bares
+            return lines
         own, outside = self.own / self.positions, self.outside / self.positions
-        lines = [
+        lines.insert(
+            0,
             f"extract: the target would itself write {own:.1%} of the {self.positions:,} answer tokens seen here; "
             f"{outside:.1%} of its choices lie outside the draft vocabulary",
-            *bares,
-        ]
+        )
         if own < FOREIGN:
-            why = "under another chat template, or not regenerated (regenerate=true)"
-            if self.regenerated:
-                why = "by a server of other weights, or drawn at too high a data.generate.temperature"
             lines.append(
-                f"extract: WARNING: hardly its own answers: are they of another target, {why}? A drafter learns little "
-                "from them"
+                "extract: WARNING: hardly its own answers, of which a drafter learns little: are they not regenerated "
+                "(regenerate=true), of other weights or another chat template, or drawn at a high temperature?"
             )
         if outside > OUTSIDE:
             lines.append(

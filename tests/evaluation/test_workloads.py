@@ -9,6 +9,7 @@ from datasets import Dataset, DatasetDict
 from talking import make_tokenizer
 
 from eagle31_train.cli import CONFIGS, load_config
+from eagle31_train.config import is_hub_set
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation import evaluating
 from eagle31_train.evaluation.prompts import Prompt, choose, suite_of
@@ -135,7 +136,7 @@ def test_suites_of_the_project_have_known_options(place):
     """Every file in configs/suite/; and rows of our own forms can stand in."""
     for file in (CONFIGS / "suite").glob("*.yaml"):
         for name, given in place.config(f"suite={file.stem}").evaluate.suites.items():
-            assert suite_of(name, given).is_hub_id, name
+            assert is_hub_set(suite_of(name, given).path), name
     own = place.write("own.jsonl", {"turns": ["hello", "world"], "id": 3})
     _, found = place.workloads("suite=mt_bench", f"evaluate.suites.mt_bench.path={own}")
     assert (place.texts(found), found.prompts[0].id) == (["hello"], "3")

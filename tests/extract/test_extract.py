@@ -67,9 +67,7 @@ def test_how_far_answers_are_the_targets_own_is_counted_and_said(run, capsys):
     assert agreement.lines()[1] == "extract: 2 of 3 conversations have nothing to train"
     extract(tiny_config(run))
     said = capsys.readouterr().out
-    assert "hardly its own answers: are they of another target, under another chat template, or not regenerated" in said
-    agreement = Agreement(drafted.numpy(), regenerated=True, positions=10)
-    assert "of another target, by a server of other weights, or drawn at too high" in agreement.lines()[1]
+    assert "hardly its own answers, of which a drafter learns little: are they not regenerated" in said
 
 
 @torch.no_grad()
