@@ -462,6 +462,15 @@ def byte_count(text: str, option: str) -> int:
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
 
+def check_context_parallel(context: int, devices: int, name: str) -> None:
+    """UserError if devices, called `name`, cannot be put into groups of so many that share conversations."""
+    if devices % context:
+        raise UserError(
+            f"train.context_parallel={context} does not divide {name}={devices}: take a multiple of {context}, or set "
+            "another"
+        )
+
+
 # Beside q_lora_rank, which may be none.
 MLA_WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 

@@ -26,7 +26,7 @@ from accelerate.utils import (
 )
 
 from eagle31_train import PARENT, artifacts
-from eagle31_train.config import Config, TrainConfig
+from eagle31_train.config import Config, TrainConfig, check_context_parallel
 from eagle31_train.console import note
 from eagle31_train.errors import SharedError, UserError
 from eagle31_train.locations import CONFIGS
@@ -70,7 +70,7 @@ def make_accelerator(config: Config, folder: Path) -> Accelerator:
         ],
     )
     check_accelerator(accelerator)
-    check_context_parallel(accelerator.num_processes, config.train.context_parallel)
+    check_context_parallel(config.train.context_parallel, accelerator.num_processes, "processes")
     return accelerator
 
 
@@ -172,15 +172,6 @@ def check_accelerator(accelerator: Accelerator) -> None:
         raise UserError(
             f"the launch asked for {wanted.value}, and accelerate made {came.value} of it: with DeepSpeed leave "
             f"ACCELERATE_USE_CPU away, otherwise {SEE}"
-        )
-
-
-def check_context_parallel(processes: int, context: int) -> None:
-    """Raise a UserError if the processes cannot be put into groups of `context` that share conversations."""
-    if processes % context:
-        raise UserError(
-            f"train.context_parallel={context} does not divide the number of processes, {processes}: launch a multiple "
-            f"of {context}, or set another"
         )
 
 

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from eagle31_train.config import TrainConfig
-from eagle31_train.planning.work import newton_schulz_flops
+from eagle31_train.planning.work import NOT_MAPS, newton_schulz_flops
 
 ADAMW = ("exp_avg", "exp_avg_sq")  # its moments
 MOMENTS = (*ADAMW, "momentum_buffer")  # and Muon's
-NOT_MAPS = ("lm_head", "embed_tokens", "mask_hidden")
 MOMENTUM = 0.95
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Jordan's coefficients
 ITERATIONS = 5

@@ -5,13 +5,12 @@ import math
 from dataclasses import asdict, dataclass
 
 from eagle31_train.checkpoint.contract import weight_shapes
-from eagle31_train.config import Config, DrafterShape
-from eagle31_train.errors import UserError
+from eagle31_train.config import Config, DrafterShape, check_context_parallel
 from eagle31_train.locations import CONFIGS
 from eagle31_train.planning import footprint, inputs
 from eagle31_train.planning.footprint import FP32, Activations, Memory, Profile, State
 from eagle31_train.planning.inputs import Data, Target
-from eagle31_train.planning.work import extraction_flops, training_flops
+from eagle31_train.planning.work import NOT_MAPS, extraction_flops, training_flops
 from eagle31_train.store.codec import CODECS
 from eagle31_train.store.shard_plan import TOKEN_BYTES, Shape
 from eagle31_train.targets.derive import complete, planned_drafter
@@ -144,12 +143,11 @@ class Planned:
         return State(groups, sum(math.prod(shapes[name]) for name in frozen), self.orthogonal())
 
     def orthogonal(self) -> list[tuple[int, int]]:
-        """Sizes of the matrices that Muon updates: all but those with a row for each token, and mask_hidden."""
+        """Sizes of the matrices that Muon updates."""
         if self.config.train.optimizer != "muon":
             return []
         sizes = {name: size for name, size in weight_shapes(self.shape).items() if len(size) == 2}
-        others = ("lm_head", "embed_tokens", "mask_hidden")
-        return [(s[0], s[1]) for name, s in sizes.items() if not name.startswith(others)]
+        return [(s[0], s[1]) for name, s in sizes.items() if not name.startswith(NOT_MAPS)]
 
     def profiles(self) -> list[Profile]:
         optimizer, several = self.config.train.optimizer, self.config.plan.devices > 1
@@ -206,12 +204,7 @@ def reckon(config: Config) -> tuple[Planned, list[str]]:
         UserError: the target cannot be read, no such drafter can be made for it, or train.context_parallel does not
             divide plan.devices.
     """
-    context, devices = config.train.context_parallel, config.plan.devices
-    if devices % context:
-        raise UserError(
-            f"train.context_parallel={context} does not divide plan.devices={devices}: plan a multiple of {context}, "
-            "or set another"
-        )
+    check_context_parallel(config.train.context_parallel, config.plan.devices, "plan.devices")
     target, data = inputs.read_target(config), inputs.read_data(config)
     V, by_coverage = target.description.vocab_size, config.data.draft_vocab_coverage is not None
     size = data.vocabulary or (inputs.VOCABULARY if by_coverage else V)

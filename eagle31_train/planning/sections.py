@@ -139,15 +139,17 @@ def which(plan: Planned) -> list[str]:
     p = plan.config.plan
     simplest = [profile for profile in plan.profiles() if profile.several == (p.devices > 1)]
     peaks: list[float] = []
-    for options, variant in _variants(plan):
+    for variant in _variants(plan):
         for profile in simplest:
             peaks.append(variant.memory(profile).peak / GIB)
             if peaks[-1] <= SPARE * p.device_gib:
-                count = f"--num_processes {p.devices} " if profile.several else ""
+                count = ["--num_processes", str(p.devices)] if profile.several else []
+                given, asked = (vars(one.config.train) for one in (plan, variant))
+                options = [f"train.{name}={value}".lower() for name, value in asked.items() if value != given[name]]
                 return [
                     f"WHICH PROFILE   {profile.name}: {peaks[-1]:.1f} of {p.device_gib:g} GiB, a tenth stays free",
                     f"  accelerate launch --config_file configs/accelerate/{profile.name}.yaml \\",
-                    f"      {count}train.py{''.join(f' {option}' for option in options)} …",
+                    f"      {' '.join([*count, 'train.py', *options])} …",
                 ]
     return [
         f"WHICH PROFILE   none leaves a tenth of {p.device_gib:g} GiB free; the least takes {min(peaks):.1f}.",
@@ -156,32 +158,28 @@ def which(plan: Planned) -> list[str]:
     ]
 
 
-def _variants(plan: Planned) -> Iterator[tuple[list[str], Planned]]:
+def _variants(plan: Planned) -> Iterator[Planned]:
     """The plan as it is; then with less memory, step by step, in ways that change nothing of what is learnt."""
-    options: dict[str, Any] = {}
     devices, longest = plan.config.plan.devices, plan.data.longest
 
-    def changed(**more: Any) -> tuple[list[str], Planned]:
-        options.update(more)
-        config = replace(plan.config, train=replace(plan.config.train, **options))
-        return [f"train.{name}={str(value).lower()}" for name, value in options.items()], replace(plan, config=config)
+    def halved(one: Planned) -> Planned:
+        return _changed(one, gradient_accumulation_steps=2 * one.config.train.gradient_accumulation_steps)
 
-    def halved(one: Planned) -> tuple[list[str], Planned]:
-        return changed(gradient_accumulation_steps=2 * one.config.train.gradient_accumulation_steps)
+    yield plan
+    while plan.micro_tokens(devices) > longest:
+        yield (plan := halved(plan))
+    if not plan.config.train.activation_checkpointing:
+        yield (plan := _changed(plan, activation_checkpointing=True))
+    while devices % (context := 2 * plan.config.train.context_parallel) == 0:
+        plan = _changed(plan, context_parallel=context)
+        while plan.micro_tokens(devices) > longest:  # there are fewer groups of devices now
+            plan = halved(plan)
+        yield plan
 
-    words, one = list[str](), plan
-    yield words, one
-    while one.micro_tokens(devices) > longest:
-        words, one = halved(one)
-        yield words, one
-    if not one.config.train.activation_checkpointing:
-        words, one = changed(activation_checkpointing=True)
-        yield words, one
-    while devices % (context := 2 * one.config.train.context_parallel) == 0:
-        words, one = changed(context_parallel=context)
-        while one.micro_tokens(devices) > longest:  # there are fewer groups of devices now
-            words, one = halved(one)
-        yield words, one
+
+def _changed(plan: Planned, **options: Any) -> Planned:
+    """The plan with other options of train.*."""
+    return replace(plan, config=replace(plan.config, train=replace(plan.config.train, **options)))
 
 
 def _line(label: str, value: str, note: str = "") -> str:

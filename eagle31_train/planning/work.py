@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from eagle31_train.config import DrafterShape, mla_widths
 
 STRETCH = 32  # slots that model/batch.py draws together
+NOT_MAPS = ("lm_head", "embed_tokens", "mask_hidden")  # no maps, so Muon leaves them to AdamW
 
 
 # ---------------------------------------------------------------- how much there is to do

@@ -12,7 +12,7 @@ from conftest import kept_mask
 from made import message_of
 
 from eagle31_train.cli import load_config
-from eagle31_train.config import TrainConfig
+from eagle31_train.config import TrainConfig, check_context_parallel
 from eagle31_train.model.batch import build_batch
 from train import launch
 
@@ -113,9 +113,9 @@ WRONG = {
 
 def test_processes_that_cannot_share_conversations_evenly_are_refused():
     for processes, context in ((1, 2), (2, 4), (4, 3)):
-        words = f"train.context_parallel={context} does not divide the number of processes, {processes}: launch a mult"
-        assert words in message_of(launch.check_context_parallel, processes, context)
-    launch.check_context_parallel(4, 2)
+        words = f"train.context_parallel={context} does not divide processes={processes}: take a multiple of {context}"
+        assert words in message_of(check_context_parallel, context, processes, "processes")
+    check_context_parallel(2, 4, "processes")
 
 
 @pytest.mark.parametrize(("variables", "what", "words"), WRONG.values(), ids=WRONG)

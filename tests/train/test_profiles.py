@@ -279,7 +279,7 @@ def test_muon_under_deepspeed_is_refused_before_anything_is_written(came):
         ("no exchange", "step 1: fc.weight is not the same on all ranks"),
         (
             "three to share",
-            "train.context_parallel=3 does not divide the number of processes, 2: launch a multiple of 3",
+            "train.context_parallel=3 does not divide processes=2: take a multiple of 3",
         ),
         ("no sharding", "step 1: fc.weight is not sharded over all ranks"),
         ("unlike weights", "step 1: norm.weight is not the same on all ranks"),
