@@ -26,7 +26,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
@@ -160,7 +160,7 @@ def first_shards(shards: Sequence[PlannedShard], tokens: int) -> list[PlannedSha
 
 def measure(config: Config, pairs: Sequence[str], tokens: int, folder: Path) -> dict[str, Any]:
     """Every contender on every shard; the first shard once more before, to warm up."""
-    splits = extraction.load_data(config)
+    splits = DatasetDict.load_from_disk(str((config.data_folder / "dataset").absolute()))
     masks = {split: splits[split]["loss_mask"] for split in splits}
     engine = extraction.make_engine(config)
     if not isinstance(engine, TransformersEngine):

@@ -25,7 +25,7 @@ from eagle31_train.console import note
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation import evaluating, perturb, results, workloads
 from eagle31_train.evaluation.measuring import check_options
-from eagle31_train.evaluation.serving import Engine, measure_serving
+from eagle31_train.evaluation.serving import Installation, measure_serving
 from eagle31_train.evaluation.serving import check as check_serving
 from eagle31_train.evaluation.serving.engine import server_arguments, target_arguments
 from eagle31_train.provenance import Provenance
@@ -133,7 +133,7 @@ def serve(config: Config) -> None:
 
 
 def made_from(
-    config: Config, data: dict[str, Any], drafter: dict[str, str], engine: Engine | None = None
+    config: Config, data: dict[str, Any], drafter: dict[str, str], engine: Installation | None = None
 ) -> Provenance:
     """All that the counts depend on; `drafter`: what tells it from others; `engine`: by which it is served."""
     temperatures = [perturb.find(name).temperature for name in config.evaluate.perturbations]

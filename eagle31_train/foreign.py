@@ -95,7 +95,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
     if not is_dataclass(kind):
         return TypeAdapter(kind)
     hints = get_type_hints(kind, include_extras=True)
-    optional = {field.name for field in fields(kind) if field.default is not MISSING}
+    optional = {field.name for field in fields(kind) if (field.default, field.default_factory) != (MISSING, MISSING)}
     entries = {name: NotRequired[hint] if name in optional else hint for name, hint in hints.items()}
     make: Any = TypedDict  # mypy knows no fields of run time
     return TypeAdapter(with_config(ConfigDict(extra="forbid"))(make("fields", entries)))

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from datasets import DatasetDict, load_dataset, load_from_disk
+from pydantic import Field
 
 from eagle31_train import foreign
 from eagle31_train.config import is_hub_set
@@ -44,7 +45,7 @@ class Suite:
     subset, split, revision: of a data set, and not looked at where path is a file; each of several subsets is a source.
     """
 
-    path: str
+    path: Annotated[str, Field(min_length=1)]
     prompt: str | None = None
     tools: str | None = None
     id: str | None = None
@@ -68,12 +69,17 @@ class Suite:
 
 def suite_of(name: str, given: Any) -> Suite:
     """The suite that an option describes: a path, or a mapping of `Suite`'s fields; UserError for anything else."""
-    where = f"evaluate.suites.{name}"
-    given = {"path": given} if isinstance(given, str) else given
-    known = [each.name for each in fields(Suite)]
-    if not isinstance(given, dict) or not given.get("path") or not given.keys() <= set(known):
-        raise UserError(f"{where}={given} is no suite: give {{path: FILE or hub id, …}} of {', '.join(known)}")
-    return Suite(**{key: value for key, value in given.items() if value is not None})
+    options = {"path": given} if isinstance(given, str) else given
+    if isinstance(options, dict):
+        options = {key: value for key, value in options.items() if value is not None}
+    try:
+        suite: Suite = foreign.typed(Suite, options)
+    except ValueError as error:
+        known = ", ".join(each.name for each in fields(Suite))
+        raise UserError(
+            f"evaluate.suites.{name}={given} is no suite ({error}): give {{path: FILE or hub id, …}} of {known}"
+        ) from None
+    return suite
 
 
 def choose(prompts: list[Prompt], count: int, longest: int) -> tuple[list[Prompt], list[str]]:

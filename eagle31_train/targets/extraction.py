@@ -9,7 +9,7 @@ Shapes: T tokens of one conversation; A auxiliary layers; H hidden.
 import importlib.util
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from eagle31_train.model import vocab
 from eagle31_train.provenance import Provenance
 from eagle31_train.store import Storage, StoreWriter, finished, make_plan, shape_of, storage_of
 from eagle31_train.store.document import Document
+from eagle31_train.store.format import Line
 from eagle31_train.store.shard_plan import SPLITS, PlannedShard, Shape
 from eagle31_train.targets.arriving import Arriving
 from eagle31_train.targets.engine import Engine, check_length
@@ -71,7 +72,8 @@ def _extract(
 ) -> None:
     """This process's part of a store that is not finished."""
     began = time.perf_counter()
-    splits, data = load_data(config), provenance.read_data(config)
+    data = provenance.read_data(config, whole=True)
+    splits = DatasetDict.load_from_disk(str((config.data_folder / "dataset").absolute()))
     check_tokenizer(config, data)
     engine = make_engine(config)
     states = describe(engine, config)
@@ -99,24 +101,24 @@ def _extract(
     gate = Gate(engine, config.extract, len(plan.shards))
     agreement = Agreement(vocab.read(config.data_folder / "vocab.safetensors").t2d)
     wanted = extract_shards(engine, splits, writer, gate, agreement, is_main())
-    lines = writer.gather() if wanted and first else None
-    if lines is not None:
-        fidelity = report([line.fidelity for line in lines if line.fidelity is not None])
-        manifest = writer.finish({"fidelity": fidelity, "seconds": time.perf_counter() - began})
-        compared = "fidelity: not compared (extract.gate_batches=0)"
-        if fidelity["batches"]:
-            top1, kl = fidelity["top1_agreement"], fidelity["kl"]
-            compared = f"fidelity: top-1 {top1:.2%}, KL {kl:.2g} over {fidelity['positions']} positions"
-        note(
-            f"extract: {manifest['tokens']:,} tokens, {manifest['bytes_per_token']:,.0f} bytes each, "
-            f"in {storage.location}; {compared}"
-        )
-        for line in agreement.lines():
-            note(line)
+    if wanted and first and (lines := writer.gather()) is not None:
+        _finish(writer, lines, agreement, began)
     elif is_main() and wanted and not first:
         note(f"extract: extract.part={config.extract.part} is done; part 0 finishes {storage.location}")
     elif is_main():
         note(f"extract: the training that follows {storage.location} wants no more of it: stopped, unfinished")
+
+
+def _finish(writer: StoreWriter, lines: Sequence[Line], agreement: "Agreement", began: float) -> None:
+    """Complete the store whose shards are all there, and say what it holds."""
+    fidelity = report([line.fidelity for line in lines if line.fidelity is not None])
+    manifest = writer.finish({"fidelity": fidelity, "seconds": time.perf_counter() - began})
+    compared = "fidelity: not compared (extract.gate_batches=0)"
+    if fidelity["batches"]:
+        top1, kl = fidelity["top1_agreement"], fidelity["kl"]
+        compared = f"fidelity: top-1 {top1:.2%}, KL {kl:.2g} over {fidelity['positions']} positions"
+    size = f"{manifest['tokens']:,} tokens, {manifest['bytes_per_token']:,.0f} bytes each"
+    note("\n".join([f"extract: {size}, in {writer.storage.location}; {compared}", *agreement.lines()]))
 
 
 def rank_of(config: Config) -> tuple[int, int]:
@@ -125,12 +127,6 @@ def rank_of(config: Config) -> tuple[int, int]:
     if part >= parts:
         raise UserError(f"extract.part={part}: with extract.parts={parts} they are numbered from 0 to {parts - 1}")
     return part * launched() + int(os.environ.get("RANK", 0)), parts * launched()
-
-
-def load_data(config: Config) -> DatasetDict:
-    """Stage 1's conversations, once their files are known to be whole."""
-    provenance.read_data(config, whole=True)
-    return DatasetDict.load_from_disk(str((config.data_folder / "dataset").absolute()))
 
 
 def check_tokenizer(config: Config, data: dict[str, Any]) -> None:

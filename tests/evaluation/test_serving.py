@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation import serving
 from eagle31_train.evaluation.prompts import Prompt
-from eagle31_train.evaluation.serving import Engine, measure_serving, report, server
+from eagle31_train.evaluation.serving import Installation, measure_serving, report, server
 from eagle31_train.evaluation.serving.engine import check, fixed, flags, server_arguments
 from eagle31_train.evaluation.serving.server import Answer
 from eagle31_train.reporting.recipe import serve_command
@@ -29,7 +29,7 @@ END = 40
 # Of the second answer, token 5 is an end token.
 PROMPTS = [Prompt("a", "chat", [1, 2, 3]), Prompt("b", "code", [30, 5]), Prompt("b", "code", [50])]
 LIMIT = 9
-ENGINE = Engine("0.0", "some GPU")
+ENGINE = Installation("0.0", "some GPU")
 
 
 @pytest.fixture

@@ -132,6 +132,15 @@ def test_a_row_that_cannot_be_read_is_named_by_its_place(place, last, words):
         place.workloads(f"evaluate.suites.s.path={place.folder / 'own.jsonl'}")
 
 
+SUITES = [({}, "path"), (5, ""), ({"path": ""}, "path"), ({"path": "a", "id": 5}, "id"), ({"path": "a", "ID": "b"}, "ID")]
+
+
+@pytest.mark.parametrize(("given", "field"), SUITES)
+def test_a_suite_of_other_fields_or_types_is_refused_by_name(given, field):
+    with pytest.raises(UserError, match=rf"evaluate\.suites\.s=.* is no suite \({field}.*\): give"):
+        suite_of("s", given)
+
+
 def test_suites_of_the_project_have_known_options(place):
     """Every file in configs/suite/; and rows of our own forms can stand in."""
     for file in (CONFIGS / "suite").glob("*.yaml"):

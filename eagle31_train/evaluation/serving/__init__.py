@@ -16,13 +16,13 @@ from eagle31_train.console import Progress, note
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation.measurement import read_checked, write_checked
 from eagle31_train.evaluation.serving import report
-from eagle31_train.evaluation.serving.engine import DRAFTED, Engine, check, fixed, flags, server_arguments
+from eagle31_train.evaluation.serving.engine import DRAFTED, Installation, check, fixed, flags, server_arguments
 from eagle31_train.evaluation.serving.server import MODULE, Answer, Question, Server, pick_port, run_load
 
 if TYPE_CHECKING:  # the card, which imports this package, has no need of datasets
     from eagle31_train.evaluation.prompts import Prompt
 
-__all__ = ["Engine", "check", "measure_serving"]
+__all__ = ["Installation", "check", "measure_serving"]
 
 Load = tuple[list[Answer], Counter[str]]  # what was answered at one concurrency, and what vLLM counted meanwhile
 WARM_TOKENS = 16  # of an answer that is thrown away
@@ -34,7 +34,7 @@ def measure_serving(
     drafts: Mapping[str, Path],
     prompts: Sequence["Prompt"],
     end_ids: Collection[int],
-    engine: Engine,
+    engine: Installation,
     folder: Path | None = None,
 ) -> dict[str, Any]:
     """Serve the target alone, then every draft with each of evaluate.serve_speculative_tokens, then by the schedule
@@ -203,7 +203,7 @@ def fingerprint(
     drafter: Path | None,
     length: Mapping[str, Any],
     sent: Mapping[int, Sequence[Question]],
-    engine: Engine,
+    engine: Installation,
 ) -> str:
     """What tells a server and its questions from others: weights by what they hold, and not by where they lie."""
     arguments = server_arguments(config, drafter, length, 0)

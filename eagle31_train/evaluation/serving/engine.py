@@ -116,12 +116,14 @@ def flags(arguments: Mapping[str, Any]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Engine:
+class Installation:
+    """The vLLM that `check` found: its version, and the device it will serve on, in words."""
+
     version: str
     device: str
 
 
-def check(config: Config) -> Engine:
+def check(config: Config) -> Installation:
     """Refuse what would measure nothing, or twice the same, before anything is measured; ask vLLM's python what it is.
 
     Raises:
@@ -153,6 +155,6 @@ def check(config: Config) -> Engine:
                 "evaluate.temperature: vLLM 0.32 on a CPU samples wrong tokens when it drafts: set 0, or leave "
                 "evaluate.backend=vllm out"
             )
-        return Engine(version, machine(torch.device("cpu"), threads=False))
+        return Installation(version, machine(torch.device("cpu"), threads=False))
     devices = prod(size for name in PARALLEL if isinstance(size := arguments.get(name), int))
-    return Engine(version, f"{devices} × {gpu}" if devices > 1 else gpu)
+    return Installation(version, f"{devices} × {gpu}" if devices > 1 else gpu)
