@@ -18,8 +18,8 @@ def hold(file: IO[Any], who: str) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         # Whose launcher was killed go on without it, and nobody knows.
-        found = " ".join(map(str, users_of(file)))
-        which, end = (f" (process {found})", f", end it with `kill {found}`") if found else ("", "")
+        pids = " ".join(map(str, users_of(file)))
+        which, end = (f" (process {pids})", f", end it with `kill {pids}`") if pids else ("", "")
         raise UserError(f"{who}{which}: wait for it{end}, or choose another name=… or run_dir=…") from None
     except OSError:  # a file system without locks: go on as the only one, which most are
         pass
@@ -27,12 +27,12 @@ def hold(file: IO[Any], who: str) -> None:
 
 def users_of(file: IO[Any]) -> list[int]:
     """The other processes of this machine that have an open file open too, as far as /proc shows us."""
-    wanted, found = os.fstat(file.fileno()), set()
+    wanted, pids = os.fstat(file.fileno()), set()
     for entry in Path("/proc").glob("[0-9]*/fd/*"):
         with suppress(OSError):  # ended meanwhile, or somebody else's
             if os.path.samestat(entry.stat(), wanted):
-                found.add(int(entry.parts[2]))
-    return sorted(found - {os.getpid()})
+                pids.add(int(entry.parts[2]))
+    return sorted(pids - {os.getpid()})
 
 
 @contextmanager

@@ -47,8 +47,8 @@ def native_bf16(on_cpu: bool) -> tuple[bool, str]:
             return native, "its GPUs multiply in bf16" if native else "a GPU here does not multiply in bf16"
     lines = CPUINFO.read_text(encoding="utf-8").splitlines() if CPUINFO.is_file() else []
     flags = next((set(line.split()) for line in lines if line.startswith(("flags", "Features"))), set())
-    found = sorted(flags & CPU_FLAGS)
-    return bool(found), f"this CPU has {found[0]}" if found else "this CPU has no instructions for bf16"
+    having = sorted(flags & CPU_FLAGS)
+    return bool(having), f"this CPU has {having[0]}" if having else "this CPU has no instructions for bf16"
 
 
 def _recorded_dtype(config: Config) -> str:

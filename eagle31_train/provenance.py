@@ -96,10 +96,10 @@ def whole(folder: Path, record_path: Path, provenance: Provenance, overwrite: bo
 def up_to_date(folder: Path, provenance: Provenance, overwrite: bool) -> bool:
     """Whether the stage that writes `folder` is done for these inputs; see `whole`. One of others is removed."""
     record = folder / MANIFEST
-    found = whole(folder, record, provenance, overwrite, "this command")
+    done = whole(folder, record, provenance, overwrite, "this command")
     if record.is_file() and not provenance.matches(read_json(record, "this command")):
         discard(folder)
-    return found
+    return done
 
 
 def read_data(config: Config, whole: bool = False) -> dict[str, Any]:

@@ -18,7 +18,7 @@ _ACTING = re.compile(
 
 def clean(text: object) -> str:
     r"""Text in which such characters are spelt, \x1b as Python spells it; line breaks and tabs stay."""
-    return _ACTING.sub(lambda found: found[0].encode("unicode_escape", "surrogatepass").decode(), str(text))
+    return _ACTING.sub(lambda match: match[0].encode("unicode_escape", "surrogatepass").decode(), str(text))
 
 
 def line(text: object) -> str:

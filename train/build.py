@@ -24,15 +24,15 @@ LOOK_BACK = 12.0  # nats by which a head's score of the position that it begins 
 
 def check_store(store: Store, data: dict[str, Any], config: Config) -> None:
     """Refuse a store of other data (`data`: stage 1's manifest) or of another target than the configuration's."""
-    made = store.inputs
-    if made["data"] != data["dataset_fingerprint"]:
+    inputs = store.inputs
+    if inputs["data"] != data["dataset_fingerprint"]:
         given = {"data_dir": config.data_dir, "store_dir": config.store_dir}
         led = " or ".join(f"{name}={value}" for name, value in given.items() if value)  # not the store may be wrong
         raise UserError(
             f"{store.location} was made from other data than lies in {config.data_folder} now: "
             + (f"correct {led}" if led else "run `eagle31 extract` again with overwrite=true")
         )
-    there = {name: value for name, value in made["target"].items() if name != "weights"}
+    there = {name: value for name, value in inputs["target"].items() if name != "weights"}
     here = {name: getattr(config.target, name) for name in there}
     if change := artifacts.describe_change(there, here, "target."):
         raise UserError(

@@ -89,12 +89,12 @@ class Rows:
             return last
         with self.path.open("r+b") as file:
             for number, line in enumerate(file, 1):
-                found = _step_of(line)
-                if not line.endswith(b"\n") or found > step:
+                row_step = _step_of(line)
+                if not line.endswith(b"\n") or row_step > step:
                     break
                 size += len(line)
-                last = found or last
-                if not found:
+                last = row_step or last
+                if not row_step:
                     say(f"{self.path}:{number} is damaged, and its row is lost: remove the line")
             file.truncate(size)
         return last

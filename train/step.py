@@ -59,8 +59,8 @@ def broken_samples(batch: GlobalBatch, split: StoreSplit) -> list[int]:
     """Samples of a step, on any rank, with a stored state that is not finite."""
     mine = [i for micro in batch.micro_batches if micro.real for i in micro.samples]
     documents = [(i, split.read(i)) for i in mine]
-    found = [i for i, one in documents if not (as_encoded(one.aux).finite and as_encoded(one.last).finite)]
-    return sorted(set(gather_object(found)))  # ranks may share a sample
+    broken = [i for i, one in documents if not (as_encoded(one.aux).finite and as_encoded(one.last).finite)]
+    return sorted(set(gather_object(broken)))  # ranks may share a sample
 
 
 def samples_to_blame(parallel: Parallel, batch: GlobalBatch) -> list[int]:

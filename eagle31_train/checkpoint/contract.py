@@ -294,32 +294,32 @@ def caveats(shape: DrafterShape, target_positions: int | None = None, target_win
         target_positions: of the longest context of the target, if that is known: what is beyond it concerns nobody.
         target_window: tokens that every layer of the target sees, if each has a sliding window.
     """
-    found = []
+    sentences = []
     if shape.parallel:
-        found.append("vLLM 0.32 drafts in parallel on its V1 runner alone: leave VLLM_USE_V2_MODEL_RUNNER unset")
+        sentences.append("vLLM 0.32 drafts in parallel on its V1 runner alone: leave VLLM_USE_V2_MODEL_RUNNER unset")
     if target_positions is None or target_positions > shape.max_position_embeddings:
-        found.append(
+        sentences.append(
             "vLLM 0.32's V1 runner (on CPUs, or with VLLM_USE_V2_MODEL_RUNNER=0) drafts in contexts of up to "
             f"{shape.max_position_embeddings:,} tokens (drafter.max_position_embeddings)"
             + ("" if shape.parallel else "; V2, on GPUs, drafts in all")
         )
     end = table_end(check_rope(shape))
     if end is not None and (target_positions is None or target_positions > end):
-        found.append(
+        sentences.append(
             f"vLLM's table of its YaRN ends at {end:,.0f} positions: serve the target with --max-model-len of at most "
             f"{end:,.0f}"
         )
     if shape.share_embedding:
         # V1 then leaves embed_tokens as its memory was, and accepts nothing; V2 stops where the embedding is elsewhere.
-        found.append(
+        sentences.append(
             "for pipeline parallelism, where vLLM 0.32 cannot share the target's embedding, train with "
             "drafter.share_embedding=false"
         )
     if 0 in shape.aux_layers:
-        found.append(
+        sentences.append(
             "vLLM 0.32's CUDA kernels write over the input of layer 0: serve this draft without --enforce-eager"
         )
-    return [*found, *window_caveat(shape, target_window, target_positions), *unserved(shape)]
+    return [*sentences, *window_caveat(shape, target_window, target_positions), *unserved(shape)]
 
 
 def window_caveat(shape: DrafterShape, target_window: int | None, target_positions: int | None) -> list[str]:
@@ -356,9 +356,9 @@ def _yarn_problems(shape: DrafterShape) -> list[str]:
 
 def _check_tensor(name: str, value: TensorOrShape, expected: tuple[int, ...]) -> list[str]:
     """Shape, type and finiteness of one tensor."""
-    found = tuple(value.shape) if isinstance(value, torch.Tensor) else tuple(value)
-    if found != expected:
-        return [f"{name} has shape {list(found)}, not {list(expected)}"]
+    size = tuple(value.shape) if isinstance(value, torch.Tensor) else tuple(value)
+    if size != expected:
+        return [f"{name} has shape {list(size)}, not {list(expected)}"]
     if not isinstance(value, torch.Tensor):
         return []
     if name in ("d2t", "t2d"):

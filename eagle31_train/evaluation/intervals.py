@@ -48,17 +48,17 @@ class Estimate:
 
     def intervals(self) -> list[Interval]:
         """[value, low, high] of each; one prompt alone has no interval, nothing counted no value."""
-        found: list[Interval] = []
+        intervals: list[Interval] = []
         for value, draws, prompts in zip(self.values.tolist(), self.draws.T, self.prompts.tolist(), strict=True):
             finite = draws[np.isfinite(draws)]
             if not np.isfinite(value):
-                found.append(NOTHING)
+                intervals.append(NOTHING)
             elif prompts < 2 or not len(finite):
-                found.append([value, None, None])
+                intervals.append([value, None, None])
             else:
                 tail = tail_of(prompts)
-                found.append([value, *np.quantile(finite, [tail, 1 - tail]).tolist()])
-        return found
+                intervals.append([value, *np.quantile(finite, [tail, 1 - tail]).tolist()])
+        return intervals
 
 
 def ratios(numerators: Any, denominators: Any) -> Estimate:

@@ -46,18 +46,18 @@ def record(config: Config, engine: Engine, writer: StoreWriter, splits: DatasetD
         return
     began = time.perf_counter()
     try:
-        made = decode(config, engine, splits["heldout"])
+        trajectories = decode(config, engine, splits["heldout"])
     except Exception as error:
         # Whatever a target's own code makes of a cache, or a GPU of its size: its states can be extracted all the same.
         note(f"{WITHOUT}: {'' if isinstance(error, UserError) else type(error).__name__ + ': '}{error}")
         return
     tensors: dict[str, Tensor] = {}
-    for i, one in enumerate(made):
+    for i, one in enumerate(trajectories):
         for name in IDS:
             tensors[f"{i}.{name}"] = torch.tensor(getattr(one, name), dtype=torch.int32)
         tensors[f"{i}.aux"] = one.aux
     writer.write_trajectories(tensors)
-    note(f"extract: answered {len(made)} held-out prompts for training, in {time.perf_counter() - began:.1f} s")
+    note(f"extract: answered {len(trajectories)} held-out prompts for training, in {time.perf_counter() - began:.1f} s")
 
 
 def decode(config: Config, engine: Engine, heldout: Dataset) -> list[Trajectory]:
@@ -75,18 +75,18 @@ def decode(config: Config, engine: Engine, heldout: Dataset) -> list[Trajectory]
     heldout_prompts = [prompt_of(row) for row in heldout]
     prompts = choose_prompts(heldout_prompts, config.extract.trajectories, options.num_prompts, longest)
     limits = Limits(options.max_new_tokens, frozenset(end_ids))
-    made: list[Trajectory] = []
+    trajectories: list[Trajectory] = []
     # A batch more is an answer's length of passes more: full ones first.
     tokens = 1 if target.alone else config.extract.batch_tokens
     for batch in batches_by_length(list(map(len, prompts)), tokens, batch_cost=tokens):
         rows = [prompts[index] for index in batch]
         for prompt, one in zip(rows, decode_plain(target, rows, limits, beyond=beyond, states=True), strict=True):
             assert one.aux is not None
-            made.append(Trajectory(prompt, one.tokens, one.beyond, one.aux))
-    made = [one for one in made if one.slots]
-    if not made:
+            trajectories.append(Trajectory(prompt, one.tokens, one.beyond, one.aux))
+    trajectories = [one for one in trajectories if one.slots]
+    if not trajectories:
         raise UserError("every answer ends with its first token")
-    return made
+    return trajectories
 
 
 def choose_prompts(heldout: Sequence[Prompt], count: int, evaluated: int, longest: int) -> list[list[int]]:
@@ -114,16 +114,16 @@ def read(store: Store, draft_tokens: int) -> list[Trajectory]:
     Raises:
         UserError: they are damaged, or followed too short a way to draft so many tokens at their end.
     """
-    tensors, made = store.trajectories, []
+    tensors, trajectories = store.trajectories, []
     for i in range(len(tensors) // 4):
         prompt, output, beyond = (tensors[f"{i}.{name}"].tolist() for name in IDS)
-        made.append(Trajectory(prompt, output, beyond, tensors[f"{i}.aux"]))
-    if made and (most := 1 + min(len(one.beyond) for one in made)) < draft_tokens:
+        trajectories.append(Trajectory(prompt, output, beyond, tensors[f"{i}.aux"]))
+    if trajectories and (most := 1 + min(len(one.beyond) for one in trajectories)) < draft_tokens:
         raise UserError(
             f"evaluate.num_speculative_tokens={draft_tokens}: the trajectories of {store.location} are for at most "
             f"{most} (evaluate.max_speculative_tokens of their extraction): train with {most} or fewer"
         )
-    return made
+    return trajectories
 
 
 def digest(prompt: Sequence[int]) -> str:

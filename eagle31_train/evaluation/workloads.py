@@ -90,7 +90,7 @@ def workloads(
     filled = any(one.filled for one in perturbations)
     answers = _answers(dataset, template) if filled and HELDOUT in splits else None
 
-    made = []
+    chosen = []
     for name, (prompts, notes) in sets.items():
         plain = _plain(name, prompts, config, longest, measured_on)
         if name != HELDOUT and (shared := sum(digest(prompt.ids) in trained_on for prompt in plain.prompts)):
@@ -99,29 +99,29 @@ def workloads(
         # Without a held-out split, contexts are filled with the suite's other prompts.
         others = [Filler(tuple(p.ids), p.messages[-1]["content"]) for p in prompts if p.messages]
         context = Context(template, config.data.max_length, others if answers is None else answers)
-        made += [plain, *(_perturbed(plain, perturbation, context, longest) for perturbation in perturbations)]
+        chosen += [plain, *(_perturbed(plain, perturbation, context, longest) for perturbation in perturbations)]
     if "train" in splits:
         limit = longest_sample(dataset)
-        for one in made:
+        for one in chosen:
             needed = max(len(prompt.ids) for prompt in one.prompts) + options.max_new_tokens
             if needed > limit:
                 one.notes.append(f"prompts and answers have up to {needed:,} tokens, samples trained on {limit:,}")
-    return made
+    return chosen
 
 
 def inputs(config: Config) -> dict[str, Any]:
     """What the workloads depend on beside stage 1's data: options, and the contents of files by their hashes."""
     options, target = config.evaluate, config.target
-    found: dict[str, Any] = {"perturbations": [perturbation.name for perturbation in _perturbations(config)]}
+    inputs: dict[str, Any] = {"perturbations": [perturbation.name for perturbation in _perturbations(config)]}
     if options.leave_out:  # without it, all is as it was before there was such an option
-        found["leave_out"] = sorted(set(options.leave_out))
+        inputs["leave_out"] = sorted(set(options.leave_out))
     suites = _suites(config)
     if suites or options.perturbations:
-        found |= {"rendering": artifacts.rendering_fingerprint(target.path), "template_args": target.template_args}
+        inputs |= {"rendering": artifacts.rendering_fingerprint(target.path), "template_args": target.template_args}
         if target.chat_template is not None:
-            found["template"] = artifacts.file_sha256(Path(target.chat_template))[:16]
+            inputs["template"] = artifacts.file_sha256(Path(target.chat_template))[:16]
     if options.perturbations:
-        found["max_length"] = config.data.max_length
+        inputs["max_length"] = config.data.max_length
     for option, suite in suites.values():
         content: Any = suite.path
         systems = True  # whether its rows may have system texts, which layout 1 left out
@@ -131,10 +131,10 @@ def inputs(config: Config) -> dict[str, Any]:
             files = [file for file in files if file.is_file()]
             content = [artifacts.file_sha256(file)[:16] for file in files]
             systems = any(file.suffix == ".gz" or re.search(rb"system|developer", file.read_bytes()) for file in files)
-        found[option] = {**{key: value for key, value in vars(suite).items() if value}, "path": content}
+        inputs[option] = {**{key: value for key, value in vars(suite).items() if value}, "path": content}
         if systems:
-            found[option]["layout"] = LAYOUTS["suite"]
-    return found
+            inputs[option]["layout"] = LAYOUTS["suite"]
+    return inputs
 
 
 def trained_prompts(dataset: Path) -> frozenset[str]:

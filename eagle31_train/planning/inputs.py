@@ -66,13 +66,13 @@ def read_target(config: Config) -> Target:
 
 def weight_bytes(raw: dict[str, Any], dtype: str) -> float:
     """Bytes of a weight: as config.json says it is quantized, else those of the dtype; `auto` is bf16 on a GPU."""
-    found, inner = [], [raw.get("quantization_config") or (raw.get("text_config") or {}).get("quantization_config")]
+    widths, inner = [], [raw.get("quantization_config") or (raw.get("text_config") or {}).get("quantization_config")]
     while inner:
         if isinstance(value := inner.pop(), dict):
-            found += [value[key] for key in ("bits", "num_bits") if isinstance(value.get(key), int)]
-            found += [bits for method, bits in QUANTIZED.items() if value.get("quant_method") == method]
+            widths += [value[key] for key in ("bits", "num_bits") if isinstance(value.get(key), int)]
+            widths += [bits for method, bits in QUANTIZED.items() if value.get("quant_method") == method]
             inner += [other for key, other in value.items() if "activations" not in key]
-    return min(found) / 8 if found else 4.0 if dtype == "float32" else 2.0
+    return min(widths) / 8 if widths else 4.0 if dtype == "float32" else 2.0
 
 
 def count_parameters(text: Any) -> Parameters | None:

@@ -159,10 +159,10 @@ def caveats_of(shape: DrafterShape, data: Mapping[str, Any] | None, weights: str
     """What the drafter does not do everywhere, beside its target as stage 1's manifest describes it, if it does.
     `weights`: export_weights."""
     target = (data or {}).get("target", {})
-    found = caveats(shape, target.get("max_position_embeddings"), target.get("sliding_window"))
+    sentences = caveats(shape, target.get("max_position_embeddings"), target.get("sliding_window"))
     if weights == "int8":
-        found.append("On CPUs with AMX vLLM 0.32 serves int8 weights in bfloat16 or float16, and stops in float32")
-    return found
+        sentences.append("On CPUs with AMX vLLM 0.32 serves int8 weights in bfloat16 or float16, and stops in float32")
+    return sentences
 
 
 def _kind(shape: DrafterShape) -> str:

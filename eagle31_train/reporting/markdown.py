@@ -24,9 +24,9 @@ def public(path: str) -> str:
 def scrubbed(text: str) -> str:
     """A text whose absolute paths are as others may see them; `</b` is what ends a tag, and may be in a name."""
 
-    def shown_to_others(found: re.Match[str]) -> str:
-        ends_tag = text[: found.start()].endswith("<") and found[0].count("/") == 1
-        return found[0] if ends_tag else public(found[0])
+    def shown_to_others(match: re.Match[str]) -> str:
+        ends_tag = text[: match.start()].endswith("<") and match[0].count("/") == 1
+        return match[0] if ends_tag else public(match[0])
 
     return _PATH.sub(shown_to_others, text)
 

@@ -169,15 +169,15 @@ def write(run: Path, out: Path | None = None) -> tuple[Path, list[str]]:
     out = out or history.folder.parent / "report"
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file: give another --out")
-    made = out if out.exists() else out.with_name(f".{out.name}.tmp")  # a new folder is there whole or not at all
+    folder = out if out.exists() else out.with_name(f".{out.name}.tmp")  # a new folder is there whole or not at all
     try:
-        _, images = html.draw(made, list(pictures(history)), [out / f"{plot.name}.png" for plot in PLOTS])
-        artifacts.write_text(made / PAGE, render(history, images))
-        if made != out:
-            artifacts.commit(made, out)
+        _, images = html.draw(folder, list(pictures(history)), [out / f"{plot.name}.png" for plot in PLOTS])
+        artifacts.write_text(folder / PAGE, render(history, images))
+        if folder != out:
+            artifacts.commit(folder, out)
     finally:
-        if made != out:
-            shutil.rmtree(made, ignore_errors=True)
+        if folder != out:
+            shutil.rmtree(folder, ignore_errors=True)
     return out / PAGE, history.notes
 
 

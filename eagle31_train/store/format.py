@@ -155,8 +155,8 @@ def open_checked(storage: Storage, name: str, size: int, expected: str | None, o
     ContentError if the file is another, FileNotFoundError if it is missing."""
 
     def checked(path: Path) -> T:
-        if (found := path.stat().st_size) != size:
-            raise ContentError(f"has {found} bytes, not {size}: truncated or replaced")
+        if (length := path.stat().st_size) != size:
+            raise ContentError(f"has {length} bytes, not {size}: truncated or replaced")
         if expected is not None and checksum(path) != expected:
             raise ContentError("is not as it was written (its checksum differs)")
         return opener(path)

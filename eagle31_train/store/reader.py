@@ -147,10 +147,10 @@ class Store:
             if self.storage.remote:  # what a copy holds is compared whenever it is opened
                 return open_shard(self.storage, line, lengths, self.shape, self.states["vocab_size"])
             status = self.storage.local(shard.name).stat()
-            found = status.st_ino, status.st_mtime_ns  # others, if it was replaced since
-            known = self._verified.get(shard.name) == found
+            version = status.st_ino, status.st_mtime_ns  # others, if it was replaced since
+            known = self._verified.get(shard.name) == version
             file = open_shard(self.storage, line, lengths, self.shape, self.states["vocab_size"], known)
-            self._verified[shard.name] = found
+            self._verified[shard.name] = version
             return file
         except ContentError as error:
             what = str(error)

@@ -255,9 +255,9 @@ def load_engine(config: TargetConfig, batch_tokens: int) -> TransformersEngine:
 def rope_by_length(config: Any) -> bool:
     """Whether a target's RoPE follows the length of a batch, padding included: such conversations run alone."""
     config = config.get_text_config()
-    found = [getattr(config, name, None) or {} for name in ("rope_parameters", "rope_scaling")]
-    found += [value for each in found for value in each.values() if isinstance(value, dict)]  # by type of layer
-    return any(each.get(key) in LENGTH_ROPES for each in found for key in ("rope_type", "type"))
+    ropes = [getattr(config, name, None) or {} for name in ("rope_parameters", "rope_scaling")]
+    ropes += [value for each in ropes for value in each.values() if isinstance(value, dict)]  # by type of layer
+    return any(each.get(key) in LENGTH_ROPES for each in ropes for key in ("rope_type", "type"))
 
 
 def batches_by_length(lengths: Sequence[int], batch_tokens: int, batch_cost: int = BATCH_COST) -> list[list[int]]:

@@ -132,7 +132,7 @@ def test_a_row_that_cannot_be_read_is_named_by_its_place(place, last, words):
         place.workloads(f"evaluate.suites.s.path={place.folder / 'own.jsonl'}")
 
 
-SUITES = [({}, "path"), (5, ""), ({"path": ""}, "path"), ({"path": "a", "id": 5}, "id"), ({"path": "a", "ID": "b"}, "ID")]
+SUITES = [({}, "path"), (5, ""), ({"path": ""}, "path"), ({"path": "a", "id": 5}, "id"), ({"path": "a", "x": "b"}, "x")]
 
 
 @pytest.mark.parametrize(("given", "field"), SUITES)

@@ -184,13 +184,13 @@ def notes(rows: Sequence[Row]) -> list[str]:
 
 def parse(text: str) -> Counter[str]:
     """The counters of /metrics by name, those of a position by NAME[i]; histograms only by their _sum and _count."""
-    found: Counter[str] = Counter()
+    counters: Counter[str] = Counter()
     for name, labels, value in _LINE.findall(text):
         if name.endswith("_bucket"):
             continue
         at = _POSITION.search(labels)
-        found[f"{name}[{at[1]}]" if at else name] += float(value)  # type: ignore[assignment]
-    return found
+        counters[f"{name}[{at[1]}]" if at else name] += float(value)  # type: ignore[assignment]
+    return counters
 
 
 def speculation(counted: Counter[str], draft_tokens: int) -> dict[str, Any]:

@@ -93,9 +93,9 @@ class CachedStorage(Storage):
     def _obtain(self, name: str) -> bool:
         """Whether the file is there now, if need be because it was fetched here."""
         if name not in self._sizes:  # files of a store are written once: one question per file and process
-            if (found := self.size(name)) is None:
+            if (size := self.size(name)) is None:
                 raise FileNotFoundError(f"{self.location}/{name}")
-            self._sizes[name] = found
+            self._sizes[name] = size
         size, path = self._sizes[name], self.folder / name
         if _holds(path, size):
             with suppress(FileNotFoundError):  # just evicted

@@ -153,10 +153,10 @@ class RemoteStorage(CachedStorage):
                 self.fs.mkdir(parent, create_parents=False)
 
     @staticmethod
-    def _compare(found: int | None, expected: int | None) -> None:
+    def _compare(came: int | None, expected: int | None) -> None:
         """A file cut short looks like any other to most drivers."""
-        if found != expected:
-            raise OSError(f"{found} bytes came, not {expected}")
+        if came != expected:
+            raise OSError(f"{came} bytes came, not {expected}")
 
 
 # ---------------------------------------------------------------- what is tried again
