@@ -31,8 +31,10 @@ REPETITIVE = 0.15  # zlib's size of a text of words that come again and again, a
 
 
 @dataclass
-class Written:
-    number: int  # of the try, which seeds its draws
+class Attempt:
+    """A prompt on its way: what the target has written, turn by turn, and the messages that it goes on from."""
+
+    number: int  # seeds its draws
     kind: str  # the name of its system prompt, "" without one
     messages: list[Message] = field(default_factory=list)
     turns: list[str] = field(default_factory=list)
@@ -118,10 +120,10 @@ class Writer:
         self.seen: set[str] = set()
         self.engine = engine(config, template)
 
-    def write(self) -> list[Written]:
+    def write(self) -> list[Attempt]:
         """As many conversations as are wanted; UserError if too many texts are of no use."""
         wanted, tries = self.options.count, MOST_TRIES * self.options.count
-        done: list[Written] = []
+        done: list[Attempt] = []
         numbers = iter(range(tries))
         with Progress(total=wanted * self.options.turns, desc="prompts", unit="text") as self.bar:
             # A batch larger than the engine's, so that texts of like length share one; as many as may be missing.
@@ -137,11 +139,11 @@ class Writer:
             )
         return done[:wanted]
 
-    def _begin(self, number: int) -> Written:
+    def _begin(self, number: int) -> Attempt:
         kind, system = self.kinds[number % len(self.kinds)]
-        return Written(number, kind, [{"role": "system", "content": system}] if system else [])
+        return Attempt(number, kind, [{"role": "system", "content": system}] if system else [])
 
-    def _turns(self, tries: list[Written]) -> list[Written]:
+    def _turns(self, tries: list[Attempt]) -> list[Attempt]:
         """Write every turn of some tries; those whose first one is of use, in their order."""
         going = tries
         for turn in range(self.options.turns):
@@ -170,13 +172,13 @@ class Writer:
     def _ask(self, texts: Texts) -> Outcomes:
         return self.engine.write(texts, self.options, self.stops, self.stop_text)
 
-    def _request(self, one: Written) -> tuple[list[int], int]:
+    def _request(self, one: Attempt) -> tuple[list[int], int]:
         """Token ids up to where the user speaks, and a seed. A space before that is the first word's."""
         messages = [*self.template.history(one.messages), {"role": "user", "content": MARK}]
         ids = self.template.encode(self.template.render(messages).partition(MARK)[0].rstrip(" "))
         return ids, int(artifacts.fingerprint([self.config.seed, one.number, len(ids)])[:8], 16)
 
-    def _answered(self, going: list[Written]) -> list[Written]:
+    def _answered(self, going: list[Attempt]) -> list[Attempt]:
         """The target's answers to what it wrote, before it writes what the user says next."""
         temperature = self.config.data.generate.temperature
         keys = {f"{self.fingerprint}-{one.number}-{len(one.turns)}-answer": one for one in going}

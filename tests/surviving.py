@@ -32,7 +32,7 @@ STEPS = (
     ("train.metrics.Rows.append", 8),
     ("train.trainer.take_snapshot", 2),
     ("train.checkpoint.Saver.save", 2),
-    ("train.windows.Usage.let_go", 3),
+    ("train.windows.Usage.release", 3),
 )
 START = ("train.prepare.claim", "train.tracking.record_launch", "train.checkpoint.load")
 TIMED = ("seconds", "waited", "files")  # a checkpoint's own manifest, which is listed, says seconds too

@@ -149,9 +149,10 @@ def choose_kernels(objective: Objective, t: TrainConfig, device: torch.device) -
     fused = t.kernels != "plain" and not lack
     if fused:
         objective.fuse_kernels()
-    told = lack and t.kernels == "auto" and device.type == "cuda"  # on a CPU nobody expects others
-    said = "fused kernels" if fused else "plain kernels" + (f" ({lack})" if told else "")
+    kernels = "fused kernels" if fused else "plain kernels"
+    if lack and t.kernels == "auto" and device.type == "cuda":  # on a CPU nobody expects others
+        kernels += f" ({lack})"
     restore_flash()
     switches = t.kernels != "plain" and device.type == "cuda" and objective.autocast is not None
     flash = switch_flash(objective.drafter.shape, device) if switches else None
-    return f"{said}, {flash}" if flash else said
+    return f"{kernels}, {flash}" if flash else kernels

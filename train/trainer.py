@@ -202,7 +202,7 @@ class Trainer:
         if main:
             self.saver.save(snapshot, required, best)
         # Steps after this checkpoint do not read these shards, but a run resumed from the previous one would.
-        self.usage.let_go(step, remove=main and required, ended=final)
+        self.usage.release(step, remove=main and required, ended=final)
 
     def finish(self) -> None:
         """Close the run's files; raise Stopped if it is not at its end, else write what later stages read."""

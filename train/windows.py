@@ -71,7 +71,7 @@ class Usage:
         self._window_ends = {max(self._last_use.get(shard, 0) for shard in window) for window in windows}
 
     def begin(self, done: int, remove: bool, ended: bool = False) -> None:
-        """Before the step after `done`: `let_go` of what earlier runs used up, fetch ahead what later steps need. A
+        """Before the step after `done`: `release` what earlier runs used up, fetch ahead what later steps need. A
         UserError if that was removed, by another training or before a checkpoint that is damaged now."""
         store = self._store
         needed = self.needed_after(done)
@@ -85,13 +85,13 @@ class Usage:
             store.wait_for(store.plan.of("heldout"))  # here, and not between the exchanges of an evaluation
         else:
             store.storage.prefetch(needed)
-        self.let_go(done, remove, ended)
+        self.release(done, remove, ended)
 
     def frees_shards(self, step: int) -> bool:
         """Whether a window of a bounded store is used up after this step, so that extraction waits for its removal."""
         return step in self._window_ends and bounded(self._store)
 
-    def let_go(self, step: int, remove: bool, ended: bool = False) -> None:
+    def release(self, step: int, remove: bool, ended: bool = False) -> None:
         """Unmap what no step after `step` reads; of a bounded store `remove` it too. Only one process removes. If the
         run `ended` here, before its schedule does, extraction need store no more."""
         shards, store = self.used_up(step), self._store

@@ -134,7 +134,7 @@ CALLED = {
         "train.trainer.accumulate",
         "train.metrics.Rows.append",
         "train.trainer.take_snapshot",
-        "train.windows.Usage.let_go",
+        "train.windows.Usage.release",
         "train.windows.consume",
     ],
     "extract": [

@@ -25,7 +25,7 @@ IN_STEP = (
     ("train.trainer.Trainer.train_step", 4),
     ("train.trainer.Trainer.log", 4),
     ("train.trainer.take_snapshot", 2),
-    ("train.windows.Usage.let_go", 3),
+    ("train.windows.Usage.release", 3),
 )
 AT_START = ("launch_processes", "claim_folder", "restore", "make_meter")
 WAYS = ["step"] * 6 + ["save"] * 4 + ["snapshot"] * 2 + ["start"] * 3 + ["outside"] * 5 + ["launcher"]

@@ -77,5 +77,5 @@ def test_extraction_is_told_that_a_run_ended_before_its_schedule(monkeypatch, en
     batches = schedule([10] * 6, 20, 1, 1, None, windows.samples(cut))
     store = SimpleNamespace(follow=True, max_bytes=1, storage=None, fingerprint="", release=lambda _: None)
     monkeypatch.setattr(windows, "consume", lambda *given: told.append(given[-1]))
-    windows.Usage(store, split, batches, cut, "").let_go(1, remove=True, ended=ended)
+    windows.Usage(store, split, batches, cut, "").release(1, remove=True, ended=ended)
     assert told == [ended]
