@@ -240,9 +240,8 @@ def _kind(layer: Fields) -> str:
     for kind, names in NAMES.items():
         if registered in names:
             return kind
-    raise UserError(
-        f"config.json is of {name or 'no architecture'}: {' or '.join(name for name, _ in WRITTEN.values())} is needed"
-    )
+    needed = " or ".join(written for written, _ in WRITTEN.values())
+    raise UserError(f"config.json is of {name or 'no architecture'}: {needed} is needed")
 
 
 def _refuse_unsupported(layer: Fields, flags: Fields, kind: str) -> None:

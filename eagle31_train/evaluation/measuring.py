@@ -166,10 +166,8 @@ class Measurer:
                 draws = stream(seed_of(self.seed, prompt), at, TARGET).standard_exponential(max(ours, theirs) + 1)
                 scores -= workload.temperature * float(np.log(draws[theirs] / draws[ours]))
             gap = f"the target's scores differ by {scores:.3g}"
-        raise UserError(
-            f"prompt {prompt.id}, output token {at}: speculation gives {ours}, plain decoding {theirs} ({gap}); "
-            f"{self._advice(prompt)}"
-        )
+        problem = f"prompt {prompt.id}, output token {at}: speculation gives {ours}, plain decoding {theirs} ({gap})"
+        raise UserError(f"{problem}; {self._advice(prompt)}")
 
     def _refuse_other_counts(
         self, prompt: Prompt, candidate: Candidate, trajectory: Trajectory, counts: Counts

@@ -25,7 +25,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Generated:
     """Token ids without the end-of-turn token; `finish_reason` is "stop" or "length"."""
 
     ids: list[int]
@@ -48,7 +48,7 @@ class Generator:
     @torch.inference_mode()
     def answer(
         self, requests: list[Request], max_new_tokens: int, top_p: float, end_ids: list[int] | None = None
-    ) -> list[Answer]:
+    ) -> list[Generated]:
         """Answer one batch of prompts that `refusal` does not refuse; those of like length waste least. A row's draws
         come from its own seed, whichever rows share its batch."""
         longest = max(len(request.ids) for request in requests)
@@ -68,7 +68,7 @@ class Generator:
         answers = []
         for ids in output_BT[:, longest:].tolist():
             end = next((position for position, token in enumerate(ids) if token in end_ids), None)
-            answers.append(Answer(ids[:end], "length" if end is None else "stop"))
+            answers.append(Generated(ids[:end], "length" if end is None else "stop"))
         return answers
 
 

@@ -12,7 +12,7 @@ from data_prep.stage import prepare
 from eagle31_train.cli import load_config
 from eagle31_train.errors import UserError
 from eagle31_train.targets.chat import ChatTemplate
-from eagle31_train.targets.generate import Answer, Generator
+from eagle31_train.targets.generate import Generated, Generator
 
 JOURNAL, MANIFEST = f"{OUTPUT}.partial", "prompts.manifest.json"
 
@@ -127,7 +127,7 @@ def test_text_ends_a_users_turn_where_no_token_does(completions, tiny_target, tm
     # Without the space after it, which is the first word's: " Why" is a token, and a lone space never stands there.
     assert completions.bodies[0]["prompt"] == tokenizer.encode("<s>[INST]")
     texts = iter([" Who? [/INST] I.", " Why is it so? [/INST] Because [INST] No", "and so on and on"])
-    answer = [Answer(tokenizer.encode(text), "length") for text in texts]
+    answer = [Generated(tokenizer.encode(text), "length") for text in texts]
     monkeypatch.setattr(Generator, "answer", lambda self, requests, *_: answer[: len(requests)])
     here = configured(tmp_path / "here", tiny_target, own, "data.self_prompts.count=2", "data.generate.batch_size=3")
     assert [row["turns"] for row in written(here)] == [["Who?"], ["Why is it so?"]]
