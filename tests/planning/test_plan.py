@@ -155,7 +155,7 @@ def test_devices_that_share_a_conversation_divide_its_memory_and_a_longer_one_fi
         capsys, *long, "train.context_parallel=2"
     )
     assert re.search(
-        r"WHICH PROFILE.*\n.*\n.* train.context_parallel=\d …", printed(capsys, *long, "plan.device_gib=40")
+        r"WHICH PROFILE.*\n.*\n.* train.context_parallel=\d.* …", printed(capsys, *long, "plan.device_gib=40")
     )
     with pytest.raises(UserError, match="context_parallel=3 does not divide"):
         planned(*long, "train.context_parallel=3")
