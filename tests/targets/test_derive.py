@@ -3,6 +3,7 @@ docs/targets.md shows both."""
 
 import copy
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 
@@ -156,7 +157,7 @@ def test_parameters_that_a_token_runs_through(name):
 def test_given_options_stay_and_contradictions_are_named():
     options = DrafterConfig(rope_theta=10000.0, num_attention_heads=16, intermediate_size=999)
     filled, rows = derive(options, describe_target(target_of("gpt_oss_20b")))
-    said = {row.name: row.source for row in rows}
+    said = {name: source for name, _, source in (re.split("  +", row.strip()) for row in rows)}
     assert (filled.rope_theta, filled.rope_scaling, filled.num_attention_heads) == (10000.0, {}, 16)
     assert (filled.num_key_value_heads, filled.head_dim) == (None, None)  # as many keys as heads, sharing the width
     assert said["rope_theta"] == "given, UNLIKE the target's 150000.0"
