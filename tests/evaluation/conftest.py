@@ -38,7 +38,7 @@ def model():
 @pytest.fixture
 def no_pages(monkeypatch):
     """Pages and their pictures have tests of their own, and take most of the time."""
-    monkeypatch.setattr(evaluation_page, "write", lambda folder, result: [])
+    monkeypatch.setattr(evaluation_page, "write", lambda folder, result: {})
 
 
 @pytest.fixture
