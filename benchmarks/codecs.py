@@ -13,13 +13,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from benchmarks import machine, run_main
 from eagle31_train import artifacts
 from eagle31_train.api import OpenStore, open_store
 from eagle31_train.errors import UserError
-from eagle31_train.model.norm import rms_norm
+from eagle31_train.model.loss import Teacher
 from eagle31_train.store.codec import CODECS, encode
 
 GREATEST = 8
@@ -41,6 +42,7 @@ def measure(store: OpenStore, split: str, conversations: int) -> list[Row]:
     if (states["aux_codec"], states["last_codec"]) != ("bf16", "bf16"):
         raise UserError("the store's own codecs have rounded its states already: extract with bf16 for both")
     head = target.get("lm_head", target["embed_tokens"]).float()
+    readout = Teacher(target["norm"], states["norm"]["eps"], head, torch.arange(len(head)), states.get("soft_cap"))
     samples = [store.sample(split, index) for index in range(min(conversations, store.count(split)))]
     rows = []
     for codec, how in CODECS.items():
@@ -57,8 +59,7 @@ def measure(store: OpenStore, split: str, conversations: int) -> list[Row]:
                 for place, channels in enumerate((slice(None), others)):
                     aux[layer][place] += error(rounded[:, channels], exact[:, channels]) / count
             wanted, found = (
-                (rms_norm(last.float(), target["norm"].float(), states["norm"]["eps"]) @ head.T).log_softmax(-1)
-                for last in (sample.last, decoded(sample.last, codec))
+                readout.logits(last).log_softmax(-1) for last in (sample.last, decoded(sample.last, codec))
             )
             kl += (wanted.exp() * (wanted - found)).sum(-1).mean().item() / count
             same += (wanted.argmax(-1) == found.argmax(-1)).float().mean().item() / count
