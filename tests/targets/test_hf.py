@@ -10,6 +10,7 @@ from huggingface_hub import constants
 from hypothesis import given
 from hypothesis import strategies as st
 from pipeline import HIDDEN, LAYERS, VOCAB, save_quietly, tiny_llama
+from planting import replaced
 from random_targets import SIZES, randomised
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -118,14 +119,11 @@ def off_by_one_layer(engine, _patch):
     engine.target._taps = [layers[min(layer + 1, LAYERS - 1)] for layer in engine.layers]
 
 
-def after_the_norm(engine, _patch):
-    right = engine.target.states
-
-    def wrong(tokens, mask):
-        states = right(tokens, mask)
+def after_the_norm(engine, patch):
+    @replaced(patch, engine.target, "states")
+    def wrong(right, *given):
+        states = right(*given)
         return type(states)(states.aux, engine.target.final_norm(states.last))
-
-    engine.target.states = wrong
 
 
 def wrong_order(engine, _patch):
