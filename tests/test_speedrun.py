@@ -12,7 +12,6 @@ from pipeline import END, VOCAB, make_run, options
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks import pictures
 from benchmarks.speedrun import __main__ as speedrun
 from benchmarks.speedrun import job as jobs
 from benchmarks.speedrun import measure, peer_store, worker
@@ -141,11 +140,6 @@ def test_the_result_says_who_was_first_and_chooses_by_prompts_of_the_trained_kin
     assert "not reached" in told
     assert "| 5.0 [4.4, 5.6], 0.00M, 5e-13 |" in told
     assert "speedrun" not in told
-
-
-def test_the_picture_shows_defaults_and_the_best(tmp_path):
-    pictures.draw_speedrun(result_of(), tmp_path)
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["speedrun-dark.svg", "speedrun-light.svg"]
 
 
 # ---------------------------------------------------------------- the command

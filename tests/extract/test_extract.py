@@ -28,8 +28,8 @@ def refused(folder, *more):
 
 @pytest.mark.core
 @torch.no_grad()
-def test_every_sample_is_stored_with_the_states_of_running_it_alone(whole):
-    store = Store(whole / "run" / "store")
+def test_every_sample_is_stored_with_the_states_and_choices_of_running_it_alone(whole):
+    store, taught = Store(whole / "run" / "store"), 0
     data = DatasetDict.load_from_disk(str(whole / "run" / "data" / "dataset"))
     target = HiddenStateTarget(tiny_llama(), AUX)
     for name in ("train", "heldout"):
@@ -46,6 +46,12 @@ def test_every_sample_is_stored_with_the_states_of_running_it_alone(whole):
             # One step of bf16 apart at most: the batch that it was computed in may round otherwise.
             torch.testing.assert_close(document.aux.decode().float(), aux, rtol=0.008, atol=1e-5)
             torch.testing.assert_close(document.last.decode().float(), last, rtol=0.008, atol=1e-5)
+            # Top-1 where the next token is the assistant's: of the states before they are rounded, the very choice.
+            teaches = torch.cat([document.loss_mask[1:], torch.tensor([False])])
+            assert torch.equal(document.top1 == -1, ~teaches)
+            assert torch.equal(document.top1[teaches], target.model(tokens).logits[0][teaches].argmax(-1))
+            taught += int(teaches.sum())
+    assert taught > 50
 
 
 def test_how_far_answers_are_the_targets_own_is_counted_and_said(run, capsys):
@@ -70,21 +76,6 @@ def test_how_far_answers_are_the_targets_own_is_counted_and_said(run, capsys):
     assert "hardly its own answers: are they of another target, under another chat template, or not regenerated" in said
     agreement = Agreement(drafted.numpy(), regenerated=True, positions=10)
     assert "of another target, by a server of other weights, or drawn at too high" in agreement.lines()[1]
-
-
-@torch.no_grad()
-def test_top1_is_the_targets_choice_where_the_next_token_is_the_assistants(whole):
-    model, taught = tiny_llama(), 0
-    for name in ("train", "heldout"):
-        split = Store(whole / "run" / "store").split(name)
-        for document in split.read_all(range(len(split))):
-            teaches = torch.cat([document.loss_mask[1:], torch.tensor([False])])
-            assert torch.equal(document.top1 == -1, ~teaches)
-            # Of the states before they are rounded: the very choice.
-            logits = model(document.tokens[None]).logits[0][teaches]
-            assert torch.equal(document.top1[teaches], logits.argmax(-1))
-            taught += int(teaches.sum())
-    assert taught > 50
 
 
 # ---------------------------------------------------------------- again, elsewhere, stopped

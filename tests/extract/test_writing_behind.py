@@ -20,6 +20,11 @@ from eagle31_train.targets.hf import HiddenStateTarget, TransformersEngine
 PATIENCE = 60.0  # seconds after which a test that would wait for ever fails
 
 
+def same_store(*runs):
+    ours, theirs = (timeless(contents(run / "run" / "store")) for run in runs)
+    return ours == theirs
+
+
 def runs_of(patch, around):
     """`around(number, samples)` iterates over what the engine's run of this number, from 0 on, gives."""
     right, runs = TransformersEngine.run, iter(range(10**6))
@@ -44,8 +49,7 @@ def test_the_target_runs_on_while_a_shard_is_written_and_is_one_shard_ahead_at_m
     runs_of(monkeypatch, samples)
     extract(tiny_config(run))
     assert len(written) > 4
-    stores = (contents(folder / "run" / "store") for folder in (run, whole))
-    assert timeless(next(stores)) == timeless(next(stores))
+    assert same_store(run, whole)
 
 
 def failing(patch, number):
@@ -144,8 +148,7 @@ def test_nothing_is_looked_at_before_it_is_here(run, whole, late, capsys):
     extract(tiny_config(run))
     said = capsys.readouterr().out
     assert not late
-    stores = (contents(folder / "run" / "store") for folder in (run, whole))
-    assert timeless(next(stores)) == timeless(next(stores))
+    assert same_store(run, whole)
     assert "the target would itself write" in said
 
 
@@ -172,5 +175,4 @@ def test_planted_who_does_not_wait_is_found(run, whole, late, monkeypatch, who):
         assert message_of(extract, tiny_config(run)).startswith("fidelity gate: ")
         return
     extract(tiny_config(run))
-    stores = (contents(folder / "run" / "store") for folder in (run, whole))
-    assert timeless(next(stores)) != timeless(next(stores))
+    assert not same_store(run, whole)
