@@ -9,8 +9,7 @@ import pytest
 import torch
 from conftest import make_document, make_shape
 from pipeline import END, VOCAB, make_run, options
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from talking import whole_words
 
 from benchmarks.speedrun import __main__ as speedrun
 from benchmarks.speedrun import job as jobs
@@ -161,11 +160,8 @@ def test_trainings_are_named_with_their_options_and_the_sweep_is_stated():
 def tiny(tmp_path):
     """Data and store of a tiny target with a tokenizer, and prompts of another kind; arguments for all commands."""
     make_run(tmp_path)
-    names = [f"w{i}" for i in range(VOCAB)]
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(names)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", eos_token=f"w{END}")
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}"
+    template = "{% for m in messages %}{{ m.content }} {% endfor %}"
+    tokenizer = whole_words([f"w{i}" for i in range(VOCAB)], eos_token=f"w{END}", chat_template=template)
     tokenizer.save_pretrained(tmp_path / "target")
     manifest = tmp_path / "run" / "data" / "manifest.json"
     splits = {split: {"conversations": size} for split, size in (("train", 12), ("heldout", 4))}

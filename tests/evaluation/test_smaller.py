@@ -276,15 +276,10 @@ def test_downloaded_again_it_gives_the_same_counts(options, run, tmp_path, monke
         config = run.config(*options, "target.dtype=float32", "push=true", "repo=me/draft", "private=true")
         evaluate.evaluate(config)
         export.export(config)
-        assert hub.repositories["me/draft"][0] is True
-        files = hub.files("me/draft")
-        assert {"config.json", "model.safetensors", "README.md"} <= files.keys()
         uploaded = hub.cards[-1]
-        assert files["README.md"].decode() == uploaded
+        assert hub.files("me/draft")["README.md"].decode() == uploaded
         assert problems_of(uploaded) == []
         assert ModelCard(uploaded).data.library_name == "vllm"
-        for words in ("## Serve", "## Measured acceptance", "## Drafter", "## Data", "## Training", "## Repeat"):
-            assert words in uploaded
         draft = DrafterCheckpoint.open("me/draft")
         assert draft.commit == hub.commit("me/draft")
         monkeypatch.chdir(tmp_path)

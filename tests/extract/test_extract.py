@@ -7,8 +7,7 @@ import torch
 from datasets import DatasetDict
 from made import message_of
 from pipeline import AUX, LENGTHS, VOCAB, contents, make_run, save_quietly, tiny_config, tiny_llama, write_data
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
+from talking import whole_words
 
 from eagle31_train.store import Store
 from eagle31_train.store.document import Document
@@ -107,9 +106,7 @@ def give_words(folder, swapped=False):
     words = ["<unk>", "one", "two", *(f"word{i}" for i in range(3, VOCAB))]
     if swapped:
         words[1:3] = reversed(words[1:3])
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    )
+    tokenizer = whole_words(words)
     tokenizer.save_pretrained(folder / "target")
     return vocabulary_fingerprint(tokenizer)
 

@@ -34,7 +34,7 @@ from transformers import (
 from eagle31_train.config import Config, ExtractConfig, TargetConfig
 from eagle31_train.errors import UserError
 from eagle31_train.targets import hf, pretrained, vllm_engine
-from eagle31_train.targets.description import describe_target, pick_layers
+from eagle31_train.targets.description import describe_target
 from eagle31_train.targets.hf import (
     HiddenStateTarget,
     TransformersEngine,
@@ -214,13 +214,6 @@ def test_the_gates_reference_is_the_models_ordinary_call_with_a_mask_at_the_want
 def test_layers_that_the_target_lacks_or_vllm_reorders_are_refused(layers):
     with pytest.raises(UserError, match=r"target\.aux_layers="):
         HiddenStateTarget(tiny_llama(), layers)
-
-
-def test_the_input_of_a_deepseeks_layer_0_is_refused_for_vllm_has_none():
-    assert pick_layers([1, 2], 6, "deepseek_v3") == [1, 2]
-    assert pick_layers([0, 2], 6, "llama") == [0, 2]  # the embeddings, which vLLM's Llama gives
-    with pytest.raises(UserError, match=r"aux_layers=\[0, 2\]: vLLM cannot give the input of layer 0 of a deepseek_v3"):
-        pick_layers([0, 2], 6, "deepseek_v3")
 
 
 def test_vllms_engine_refuses_an_input_of_layer_0_that_it_could_not_give(tmp_path, monkeypatch):
