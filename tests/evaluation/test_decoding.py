@@ -141,10 +141,11 @@ def test_rows_that_go_on_at_different_speeds(target, alone, ends):
     def drafters():
         return [Scripted(*told) for told in zip(PROMPTS, alone, WRONG_AT, strict=True)]
 
-    found = speculate(target, drafters(), PROMPTS, 3, ends)
-    assert [one.tokens for one in found] == [ended(tokens, ends) for tokens in alone]
-    for one, prompt, drafter in zip(found, PROMPTS, drafters(), strict=True):
-        assert one.accepted == speculate(target, [drafter], [prompt], 3, ends)[0].accepted
+    for cut in (ends, limits(28)):
+        found = speculate(target, drafters(), PROMPTS, 3, cut)
+        assert [one.tokens for one in found] == [ended(tokens, cut) for tokens in alone]
+        for one, prompt, drafter in zip(found, PROMPTS, drafters(), strict=True):
+            assert one.accepted == speculate(target, [drafter], [prompt], 3, cut)[0].accepted
     assert len({len(one.accepted) for one in found}) == 4
 
 
