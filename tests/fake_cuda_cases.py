@@ -11,7 +11,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from plan_cases import MLA as KIMIS
 from plan_cases import SMALL_MLA, shape_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
@@ -36,7 +35,7 @@ from eagle31_train.targets.readout import Readout
 from train import step as arithmetic
 
 GQA, MLA = shape_of(), shape_of(**SMALL_MLA)
-KIMI, LLAMA = shape_of(**KIMIS), Case("llama8b", 8192, 0.35).drafter()
+KIMI, LLAMA = (Case(name, 8192, 0.35).drafter() for name in ("kimi", "llama8b"))
 
 
 def conversation(tokens: int, turns: int, share: float) -> torch.Tensor:

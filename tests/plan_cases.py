@@ -18,27 +18,7 @@ def shape_of(**changes):
     return make_shape(**{**SIZES, "rope_theta": 1e4, **changes})
 
 
-# Kimi's published drafter.
-MLA = {
-    "architecture": "mla",
-    "hidden_size": 7168,
-    "target_hidden_size": 7168,
-    "aux_layers": [2, 30, 58],
-    "vocab_size": 163840,
-    "draft_vocab_size": 163840,
-    "intermediate_size": 18432,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 64,
-    "head_dim": 192,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-}
-
-
-# The same kind in small; beside `shape_of`'s own sizes.
+# MLA, beside `shape_of`'s own sizes.
 SMALL_MLA = {
     "architecture": "mla",
     "num_key_value_heads": 8,

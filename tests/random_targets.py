@@ -12,6 +12,11 @@ SIZES = {
     "num_key_value_heads": 2,
     "head_dim": 8,
 }
+# Of DeepSeek's kind.
+LATENT = {name: value for name, value in SIZES.items() if name != "head_dim"} | {"num_key_value_heads": 4}
+LATENT |= {"q_lora_rank": 12, "kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10}
+LATENT |= {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+LATENT["moe_intermediate_size"] = 16
 
 
 def randomised(model):

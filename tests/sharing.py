@@ -13,9 +13,11 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import plan_cases
+import pytest
 import torch
 from conftest import kept_mask, make_document, make_mla_shape, make_objective, make_shape
 from made import Documents
+from planting import instead_of
 from torch import distributed as dist
 
 from benchmarks.shapes import turns
@@ -107,12 +109,12 @@ def step(name, mesh, group=None):
 def of_part(change):
     """The batch of a part is another one."""
 
-    def build(*arguments, **named):
+    @instead_of(loader, "build_batch")
+    def plant(right, *arguments, **named):
         batch = right(*arguments, **named)
         return replace(batch, **change(batch, *arguments)) if batch.shared is not None else batch
 
-    right = loader.build_batch
-    return patch.object(loader, "build_batch", build)
+    return plant
 
 
 def whole(name):
@@ -121,20 +123,16 @@ def whole(name):
     return of_part(lambda batch, *arguments: {name: getattr(right(*arguments[:5]), name)})
 
 
-def drop_remote_gradients():
+@instead_of(context_parallel.dist, "reduce_scatter_tensor")
+def drop_remote_gradients(_, mine, everyone, group):
     """Each rank keeps what it says itself of its keys, and not what others do."""
-
-    def only_mine(mine, everyone, group):
-        mine.copy_(everyone.chunk(group.size())[dist.get_rank(group)])
-
-    return patch.object(context_parallel.dist, "reduce_scatter_tensor", only_mine)
+    mine.copy_(everyone.chunk(group.size())[dist.get_rank(group)])
 
 
-def detach_remote_keys():
+@instead_of(context_parallel._Exchanged, "backward")
+def detach_remote_keys(right, ctx, *grads):
     """No gradient goes back through the exchange."""
-    right = context_parallel._Exchanged.backward
-    nothing = staticmethod(lambda ctx, *grads: (*(0 * grad for grad in right(ctx, *grads)[:2]), None))
-    return patch.object(context_parallel._Exchanged, "backward", nothing)
+    return *(0 * grad for grad in right(ctx, *grads)[:2]), None
 
 
 def in_rank_order(name):
@@ -147,34 +145,25 @@ def in_rank_order(name):
     return of_part(change)
 
 
-def with_own_merge():
+@instead_of(DealHeads, "forth")
+def with_own_merge(right, exchange, x):
     """The gradient of dealt heads takes this rank's own outputs for those of the slots of all ranks."""
-    right = context_parallel.DealHeads.forth
-
-    def wrong(exchange, x):
-        got = right(exchange, x)
-        return got.flip(0) if x.ndim == 2 else got  # log-sum-exps of other slots
-
-    return patch.object(context_parallel.DealHeads, "forth", wrong)
+    got = right(exchange, x)
+    return got.flip(0) if x.ndim == 2 else got  # log-sum-exps of other slots
 
 
-def keep_own_heads():
+@instead_of(DealHeads, "back")
+def keep_own_heads(right, exchange, x, count):
     """What other ranks' heads say of a slot is dropped."""
-    right = context_parallel.DealHeads.back
-
-    def wrong(exchange, x, count):
-        own = right(exchange, x, count).tensor_split(exchange.group.size(), 1)
-        rank = dist.get_rank(exchange.group)
-        return torch.cat([part * (index == rank) for index, part in enumerate(own)], 1)
-
-    return patch.object(context_parallel.DealHeads, "back", wrong)
+    own = right(exchange, x, count).tensor_split(exchange.group.size(), 1)
+    rank = dist.get_rank(exchange.group)
+    return torch.cat([part * (index == rank) for index, part in enumerate(own)], 1)
 
 
-def count_own_pairs():
+@instead_of(arithmetic, "reduce_sums")
+def count_own_pairs(right, accelerator, value):
     """N_k of a rank's own pairs."""
-    right = arithmetic.reduce_sums
-    mine = lambda accelerator, value: value if value.dtype == torch.int64 else right(accelerator, value)  # noqa: E731
-    return patch.object(arithmetic, "reduce_sums", mine)
+    return value if value.dtype == torch.int64 else right(accelerator, value)
 
 
 # What is wrong → the step that it is planted in, and how.
@@ -183,19 +172,19 @@ PLANTED = {
     "no key gradients": ("gqa", detach_remote_keys),
     "causal offset among a rank's own positions": (
         "gqa",
-        lambda: of_part(lambda batch, *_: {"layout": make_layout(batch.layout.documents, batch.slot_rows)}),
+        of_part(lambda batch, *_: {"layout": make_layout(batch.layout.documents, batch.slot_rows)}),
     ),
-    "keys in the order of ranks": ("gqa", lambda: in_rank_order("context")),
+    "keys in the order of ranks": ("gqa", in_rank_order("context")),
     "RoPE positions of the part": (
         "gqa",
-        lambda: of_part(lambda batch, *_: {"positions": torch.arange(len(batch.positions))}),
+        of_part(lambda batch, *_: {"positions": torch.arange(len(batch.positions))}),
     ),
     "N_k of each rank": ("gqa", count_own_pairs),
-    "N_k of the whole on every rank": ("gqa", lambda: whole("population")),
-    "eligible pairs of the whole on every rank": ("gqa", lambda: whole("eligible")),
+    "N_k of the whole on every rank": ("gqa", whole("population")),
+    "eligible pairs of the whole on every rank": ("gqa", whole("eligible")),
     "no gradients of dealt keys": ("mla", detach_remote_keys),
-    "dealt keys in the order of ranks": ("mla", lambda: in_rank_order("context")),
-    "dealt slots in the order of ranks": ("mla", lambda: in_rank_order("slots")),
+    "dealt keys in the order of ranks": ("mla", in_rank_order("context")),
+    "dealt slots in the order of ranks": ("mla", in_rank_order("slots")),
     "other slots' log-sum-exp in the gradient": ("mla", with_own_merge),
     "other ranks' heads dropped": ("mla", keep_own_heads),
 }
@@ -263,7 +252,8 @@ def rank(index, folder):
     for name, context in CASES:
         found[name, context] = step(name, meshes[context], groups[context])
     for mistake, (name, plant) in PLANTED.items():
-        with plant():
+        with pytest.MonkeyPatch.context() as planted:
+            plant(planted)
             found[mistake] = step(name, meshes[2], groups[2])
     for kind in LONG if index < 2 else ():
         found["memory", kind] = memory(kind, meshes[2], groups[2])

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from families import byte_pairs
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from eagle31_train.targets.chat import ChatTemplate
@@ -25,6 +26,13 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         additional_special_tokens=SPECIAL,
         chat_template=TEMPLATE.read_text(),
     )
+
+
+def whole_words(words: list[str], **more: str) -> PreTrainedTokenizerFast:
+    """Each of these words is a token, and the first stands for all others."""
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0]))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token=words[0], **more)
 
 
 def make_template() -> ChatTemplate:

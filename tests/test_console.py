@@ -40,14 +40,6 @@ def test_a_log_has_whole_lines_and_notes_between_them(monkeypatch, capsys):
     assert capsys.readouterr().err.splitlines()[-1].startswith("rows: 2 rows, ")
 
 
-def test_a_terminal_has_a_bar_and_notes_above_it(monkeypatch, capsys):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    work(Progress(total=4, desc="train", unit="step", mininterval=0))
-    said = capsys.readouterr()
-    assert said.out == "train: step 2 was odd\n"
-    assert "\rtrain:  75%|" in said.err
-
-
 def test_libraries_draw_no_bars_in_a_log(capsys):
     logging.enable_progress_bar()
     assert list(logging.tqdm(range(3))) == [0, 1, 2]

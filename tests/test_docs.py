@@ -195,35 +195,36 @@ def check_launch(program, words):
     return check_options(parsed.training_script_args)
 
 
-@pytest.mark.parametrize("page", TEXTS)
-def test_commands_are_taken_by_their_programs(page, tmp_path, monkeypatch):
+def test_commands_are_taken_by_their_programs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     new.main(["mine"])  # the recipe that pages speak of, with its target set
     recipe = Path("mine.yaml")
     recipe.write_text(recipe.read_text().replace("???", "HUB-ID"))
     wrong = []
-    for line in dict.fromkeys(commands(TEXTS[page])):
-        try:
-            check(line)
-        except (AssertionError, UserError, ValueError, pytest.fail.Exception) as error:
-            wrong.append(f"{line}\n    {error}")
+    for page, text in TEXTS.items():
+        for line in dict.fromkeys(commands(text)):
+            try:
+                check(line)
+            except (AssertionError, UserError, ValueError, pytest.fail.Exception) as error:
+                wrong.append(f"{page}: {line}\n    {error}")
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("page", TEXTS)
-def test_options_and_paths_exist(page):
-    names, codes = cli.option_names(), re.findall(r"`([^`\n]+)`", TEXTS[page])
+def test_options_and_paths_exist():
+    names, wrong = cli.option_names(), []
     option = re.compile(rf"(?<![\w./-])(?:{'|'.join(SECTIONS)})\.(?!py|json|safetensors)[a-z_0-9.]+(?=[=\s]|$)")
-    wrong = [
-        option
-        for option in {word for code in codes for word in option.findall(code)}
-        if not any(name.startswith(option) or option.startswith(f"{name}.") for name in names)
-    ]
     path = re.compile(
         r"(eagle31_train|train|data_prep|configs|docs|tests|benchmarks)/[\w/.-]+(/|\.(py|yaml|md|sh|svg))"
     )
-    paths = {code for code in codes if path.fullmatch(code)}
-    wrong += [path for path in paths if not (ROOT / path).exists()]
+    for page, text in TEXTS.items():
+        codes = re.findall(r"`([^`\n]+)`", text)
+        options = {word for code in codes for word in option.findall(code)}
+        wrong += [
+            (page, one)
+            for one in options
+            if not any(name.startswith(one) or one.startswith(f"{name}.") for name in names)
+        ]
+        wrong += [(page, code) for code in codes if path.fullmatch(code) and not (ROOT / code).exists()]
     assert not wrong
 
 

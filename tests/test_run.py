@@ -82,59 +82,58 @@ def test_one_process_needs_no_launcher(started, profile):
     assert "eagle31_train.launcher" not in words
 
 
+class Stage:
+    """A stage's process; `happens` while it is waited for, and gives its status."""
+
+    waits, told, killed = 0, False, False
+
+    def __init__(self, words, env):
+        assert (words, env) == (["stage"], {})
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def wait(self):
+        self.waits += 1
+        return self.happens()
+
+    def terminate(self):
+        self.told = True
+
+    def kill(self):
+        self.killed = True
+
+
 @pytest.mark.parametrize("pressed", [1, 2])
 def test_after_ctrl_c_a_stage_ends_by_itself_and_after_another_it_is_killed(monkeypatch, pressed):
-    class Stage:
-        waits, killed = 0, False
-
-        def __init__(self, words, env):
-            assert (words, env) == (["stage"], {})
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            assert (self.waits, self.killed) == (2, pressed == 2), "it was left, or killed, before its end"
-
-        def wait(self):
-            self.waits += 1
+    class Interrupted(Stage):
+        def happens(self):
             if self.waits <= pressed:
                 raise KeyboardInterrupt
             return 130
 
-        def kill(self):
-            self.killed = True
+        def __exit__(self, *_):
+            assert (self.waits, self.killed) == (2, pressed == 2), "it was left, or killed, before its end"
 
-    monkeypatch.setattr(run.subprocess, "Popen", Stage)
+    monkeypatch.setattr(run.subprocess, "Popen", Interrupted)
     with pytest.raises(SystemExit) as stopped:
         run.finished(["stage"], {})
     assert stopped.value.code == 130
 
 
 def test_a_sigterm_is_passed_on_to_the_stage(monkeypatch):
-    class Stage:
-        told = False
-
-        def __init__(self, words, env):
-            pass
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            pass
-
-        def wait(self):
+    class Told(Stage):
+        def happens(self):
             signal.raise_signal(signal.SIGTERM)
             return STOPPED if self.told else 0
-
-        def terminate(self):
-            self.told = True
 
     def die(*_):
         raise AssertionError("the stage goes on alone")
 
-    monkeypatch.setattr(run.subprocess, "Popen", Stage)
+    monkeypatch.setattr(run.subprocess, "Popen", Told)
     before = signal.signal(signal.SIGTERM, die)
     try:
         assert run.finished(["stage"], {}) == STOPPED

@@ -9,10 +9,8 @@ import pytest
 import torch
 from conftest import make_document, make_shape
 from pipeline import END, VOCAB, make_run, options
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from talking import whole_words
 
-from benchmarks import pictures
 from benchmarks.speedrun import __main__ as speedrun
 from benchmarks.speedrun import job as jobs
 from benchmarks.speedrun import measure, peer_store, worker
@@ -143,11 +141,6 @@ def test_the_result_says_who_was_first_and_chooses_by_prompts_of_the_trained_kin
     assert "speedrun" not in told
 
 
-def test_the_picture_shows_defaults_and_the_best(tmp_path):
-    pictures.draw_speedrun(result_of(), tmp_path)
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["speedrun-dark.svg", "speedrun-light.svg"]
-
-
 # ---------------------------------------------------------------- the command
 
 
@@ -167,11 +160,8 @@ def test_trainings_are_named_with_their_options_and_the_sweep_is_stated():
 def tiny(tmp_path):
     """Data and store of a tiny target with a tokenizer, and prompts of another kind; arguments for all commands."""
     make_run(tmp_path)
-    names = [f"w{i}" for i in range(VOCAB)]
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(names)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", eos_token=f"w{END}")
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}"
+    template = "{% for m in messages %}{{ m.content }} {% endfor %}"
+    tokenizer = whole_words([f"w{i}" for i in range(VOCAB)], eos_token=f"w{END}", chat_template=template)
     tokenizer.save_pretrained(tmp_path / "target")
     manifest = tmp_path / "run" / "data" / "manifest.json"
     splits = {split: {"conversations": size} for split, size in (("train", 12), ("heldout", 4))}

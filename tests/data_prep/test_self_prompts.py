@@ -7,7 +7,7 @@ import pytest
 
 from data_prep import self_prompts
 from data_prep.journal import Journal
-from data_prep.self_prompts import OUTPUT, problem_of, user_stop, write_prompts
+from data_prep.self_prompts import OUTPUT, user_stop, write_prompts
 from data_prep.stage import prepare
 from eagle31_train.cli import load_config
 from eagle31_train.errors import UserError
@@ -87,7 +87,7 @@ def test_later_turns_follow_the_targets_answers_and_go_through_stage_1(tiny_targ
 @pytest.fixture
 def completions(server):
     """A server that goes on from token ids with texts in turn."""
-    texts = ["?!", "Who is it that calls?", "and so on", "who is it that calls", "lalala " * 60, "Number 4?"]
+    texts = ["?!", "Who is it that calls?", "and so on", "who is it that calls", "lalala " * 60, "A \ufffd B", "天空?"]
 
     def reply(body):
         text = texts[(len(server.bodies) - 1) % len(texts)]
@@ -108,8 +108,8 @@ def test_a_server_goes_on_where_the_user_speaks(completions, tiny_target, tmp_pa
         "data.self_prompts.system={code: 'You write code.', plain: ''}",
     )
     rows = written(config)
-    assert [row["turns"] for row in rows] == [["Who is it that calls?"], ["Number 4?"]]
-    reasons = ("empty", "not ended", "written before", "repeats itself")
+    assert [row["turns"] for row in rows] == [["Who is it that calls?"], ["天空?"]]
+    reasons = ("empty", "not ended", "written before", "repeats itself", "bytes that are no text")
     assert json.loads((tmp_path / MANIFEST).read_text())["refused"] == dict.fromkeys(reasons, 1)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     # Spelt out here: the template up to the user's words, and not a token more.
@@ -144,22 +144,6 @@ def test_too_few_texts_of_use_end_the_run_by_name(completions, tiny_target, tmp_
     config = configured(tmp_path, tiny_target, f"data.generate.server={completions.url}")
     with pytest.raises(UserError, match=r"wrote 0 prompts of use in 24 tries \(24 empty\)"):
         written(config)
-
-
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("Why is the sky blue?", ""),
-        ("天空为什么是蓝色的?", ""),
-        ("?!", "empty"),
-        ("A \ufffd B", "bytes that are no text"),
-        ("WHY is the sky... blue", ""),
-        ("Tell me, tell me, " * 40, "repeats itself"),
-    ],
-)
-def test_what_is_of_no_use(text, problem):
-    assert problem_of(text, set()) == problem
-    assert problem_of(text, {" ".join(["why", "is", "the", "sky", "blue"])}) in (problem, "written before")
 
 
 def test_prompts_of_the_target_are_one_source_of_several(tiny_target, tmp_path, capsys):

@@ -46,19 +46,6 @@ def target(model):
     return CachedTarget(model, [1, 2, 4])
 
 
-@pytest.fixture
-def make_drafter(target):
-    """A drafter with random weights, and the target's id of each of its tokens."""
-
-    def make(kind="llama"):
-        shape = make_mla_shape(**TINY) if kind == "mla" else tiny_shape()
-        objective = make_objective(shape, torch.float32)
-        objective.drafter.shared_embedding = target.embedding.weight.data
-        return objective.drafter, objective.teacher.target_ids
-
-    return make
-
-
 # One of one token; of several lengths, so that a batch of them is ragged; of two sources.
 PROMPTS = [[7, 3, 41, 20, 11, 5], [9], [30, 2, 2, 17, 40, 8, 8, 1, 25], [12, 44, 6], [3, 19, 28, 33]]
 

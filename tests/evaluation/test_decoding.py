@@ -82,7 +82,7 @@ def test_plain_decoding_is_transformers_own(target, continuation):
     assert continuation == theirs[0, len(PROMPT) :].tolist()
 
 
-def test_the_drafter_gets_the_states_of_the_target_at_the_right_rows(target, make_drafter, continuation):
+def test_the_drafter_gets_the_states_of_the_target_at_the_right_rows(target, continuation):
     scripted = Scripted(PROMPT, continuation + [0] * 9, wrong_at=[0, 2, 1, 3, 0, 1])
     assert speculative(target, scripted, 4, limits(30)).accepted[:6] == [0, 2, 1, 3, 0, 1]
     sequence = torch.tensor([PROMPT + continuation])
@@ -135,28 +135,17 @@ def ended(tokens, limits):
     return output
 
 
-@pytest.mark.parametrize("draft_tokens", [1, 3, 8])
-@pytest.mark.parametrize("kind", ["llama", "mla"])
-def test_prompts_draft_together_as_alone(target, make_drafter, alone, ends, draft_tokens, kind):
-    drafter, target_ids = make_drafter(kind)
-    found = decode_speculative(target, drafter, target_ids, PROMPTS, draft_tokens, ends)
-    assert [one.tokens for one in found] == [ended(tokens, ends) for tokens in alone]
-    for one, prompt in zip(found, PROMPTS, strict=True):
-        (single,) = decode_speculative(target, drafter, target_ids, [prompt], draft_tokens, ends)
-        assert one.accepted == single.accepted
-
-
-def test_rows_that_go_on_at_different_speeds(target, alone):
+def test_rows_that_go_on_at_different_speeds(target, alone, ends):
     """Drafts right in one row and wrong in another, so that rows move over what they forget, and end apart."""
-    cut = limits(28)
 
     def drafters():
         return [Scripted(*told) for told in zip(PROMPTS, alone, WRONG_AT, strict=True)]
 
-    found = speculate(target, drafters(), PROMPTS, 3, cut)
-    assert [one.tokens for one in found] == [tokens[:28] for tokens in alone]
-    for one, prompt, drafter in zip(found, PROMPTS, drafters(), strict=True):
-        assert one.accepted == speculate(target, [drafter], [prompt], 3, cut)[0].accepted
+    for cut in (ends, limits(28)):
+        found = speculate(target, drafters(), PROMPTS, 3, cut)
+        assert [one.tokens for one in found] == [ended(tokens, cut) for tokens in alone]
+        for one, prompt, drafter in zip(found, PROMPTS, drafters(), strict=True):
+            assert one.accepted == speculate(target, [drafter], [prompt], 3, cut)[0].accepted
     assert len({len(one.accepted) for one in found}) == 4
 
 

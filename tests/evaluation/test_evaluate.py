@@ -15,8 +15,7 @@ from configured import configured
 from conftest import make_objective
 from datasets import Dataset, DatasetDict
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from talking import whole_words
 
 from eagle31_train import artifacts, cli, compare, evaluate, export
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
@@ -44,11 +43,7 @@ class TinyRun:
     def __init__(self, folder: Path, model) -> None:
         self.folder, self.target = folder / "run", folder / "target"
         model.to(torch.float32).save_pretrained(self.target)
-        words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
-        words.pre_tokenizer = pre_tokenizers.Whitespace()
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>")
-        tokenizer.chat_template = TEMPLATE
-        tokenizer.save_pretrained(self.target)
+        whole_words(WORDS, chat_template=TEMPLATE).save_pretrained(self.target)
         objective = make_objective(tiny_shape(), torch.float32)
         self.write_data(vocab.DraftVocab(objective.teacher.target_ids.numpy(), 50))
         self.write_weights(objective.drafter)

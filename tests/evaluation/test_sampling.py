@@ -10,6 +10,7 @@ from collections import Counter
 import pytest
 import torch
 from conftest import make_objective, make_shape
+from planting import instead_of
 
 from eagle31_train.evaluation import sampling
 from eagle31_train.evaluation.decoding import Limits, decode_plain, decode_speculative
@@ -140,25 +141,17 @@ def wrong_way(monkeypatch):
     monkeypatch.setattr(sampling, "residual", lambda p, q: (q - p).clamp(min=0))
 
 
-def q_of_another_step(monkeypatch):
-    right = Chooser.verify
-
-    def verify(self, logits, proposed, target_ids):
-        self._drafted.reverse()
-        return right(self, logits, proposed, target_ids)
-
-    monkeypatch.setattr(Chooser, "verify", verify)
+@instead_of(Chooser, "verify")
+def q_of_another_step(right, self, logits, proposed, target_ids):
+    self._drafted.reverse()
+    return right(self, logits, proposed, target_ids)
 
 
-def no_temperature_for_q(monkeypatch):
-    right = Chooser.draft
-
-    def draft(self, step, logits):
-        token = right(self, step, logits)
-        self._drafted[-1] = logits.double().softmax(-1)
-        return token
-
-    monkeypatch.setattr(Chooser, "draft", draft)
+@instead_of(Chooser, "draft")
+def no_temperature_for_q(right, self, step, logits):
+    token = right(self, step, logits)
+    self._drafted[-1] = logits.double().softmax(-1)
+    return token
 
 
 def one_number_for_both(monkeypatch):
@@ -166,9 +159,9 @@ def one_number_for_both(monkeypatch):
     monkeypatch.setattr(sampling, "DRAFT", TARGET)
 
 
-def nucleus_left_out(monkeypatch):
-    right = sampling.probabilities
-    monkeypatch.setattr(sampling, "probabilities", lambda logits, temperature, top_p: right(logits, temperature, 1.0))
+@instead_of(sampling, "probabilities")
+def nucleus_left_out(right, logits, temperature, top_p):
+    return right(logits, temperature, 1.0)
 
 
 MISTAKES = {

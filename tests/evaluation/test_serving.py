@@ -407,36 +407,3 @@ def test_a_schedule_is_served_and_compared_with_the_fixed_number_of_each_load(me
         assert row["speedup"][0] == pytest.approx(row["per_user"][0] / rows[users, 0]["per_user"][0])
         assert row["beside_fixed"][0] == pytest.approx(row["per_user"][0] / rows[users, tokens]["per_user"][0])
         assert line.startswith(f"ours by load at concurrency {users}: {row['speedup'][0]:.2f} [")
-
-
-TEXT = """# TYPE vllm:spec_decode_num_drafts_total counter
-vllm:spec_decode_num_drafts_total{engine="0",model_name="m, \\"x\\""} 10.0
-vllm:spec_decode_num_drafts_total{engine="1",model_name="m"} 2e+00
-vllm:spec_decode_num_draft_tokens_total{engine="0"} 36.0
-vllm:spec_decode_num_accepted_tokens_total{engine="0"} 9.0
-vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="0"} 5.0
-vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="1",position="0"} 1.0
-vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="1"} 3.0
-vllm:spec_decode_num_accepted_tokens_per_pos_created{engine="0",position="1"} 1.7e+09
-vllm:time_to_first_token_seconds_bucket{engine="0",le="+Inf"} 4.0
-vllm:time_to_first_token_seconds_sum{engine="0"} 2.0
-vllm:time_to_first_token_seconds_count{engine="0"} 4.0
-vllm:num_requests_running 0.0
-python_gc_objects_collected_total{generation="0"} 5.0
-"""
-
-
-def test_counters_are_sums_over_engines_between_two_readings():
-    counted = report.parse(TEXT)
-    assert report.speculation(counted, 3) == {
-        "drafts": 12,
-        "draft_tokens_proposed": 36,
-        "accepted": 9,
-        "accepted_per_position": [6, 3, 0],
-        "acceptance_length": 1.75,
-        "acceptance_at_depth": [0.5, 0.25, 0.0],
-        "conditional_acceptance": [0.5, 0.5, 0.0],
-    }
-    assert report.mean(counted, report.TTFT) == 0.5
-    assert report.mean(counted, report.TPOT) is None
-    assert not any("bucket" in name or name.startswith("python") for name in counted)

@@ -8,6 +8,7 @@ import reference
 import reference_mla
 import torch
 from conftest import make_document, make_mla_shape, make_objective, make_shape
+from planting import replaced
 
 from eagle31_train.evaluation import unrolled
 from eagle31_train.evaluation.measurement import Counts, Drift
@@ -200,12 +201,12 @@ def test_counts_and_drift_equal_a_computation_from_scratch(drafted, prompt):
     assert min(ours.own[1:]) > 0
 
 
-def the_boundary_is_off_by(rows):
-    def plant(monkeypatch, drafter):
-        kinds = unrolled.kinds
-        monkeypatch.setattr(unrolled, "kinds", lambda positions, prompt: kinds(positions, prompt + rows))
+def planted_in(owner, name, wrong):
+    return lambda monkeypatch, drafter: replaced(monkeypatch, owner, name)(wrong)
 
-    return plant
+
+def the_boundary_is_off_by(rows):
+    return planted_in(unrolled, "kinds", lambda right, positions, prompt: right(positions, prompt + rows))
 
 
 def one_sink_too_few(monkeypatch, drafter):
@@ -218,11 +219,7 @@ def own_keys_pass_for_verified(monkeypatch, drafter):
 
 
 def attention_of(change):
-    def plant(monkeypatch, drafter):
-        right = drafting.unrolled_attention
-        monkeypatch.setattr(drafting, "unrolled_attention", lambda *args, **given: right(*change(*args), **given))
-
-    return plant
+    return planted_in(drafting, "unrolled_attention", lambda right, *args, **given: right(*change(*args), **given))
 
 
 def without_the_newest_own_key(q, k0, v0, own_k, own_v, layout, scale):
@@ -245,9 +242,7 @@ def rms_of_the_state_before_the_norm(monkeypatch, drafter):
     monkeypatch.setattr(unrolled, "rms", lambda g: rms(given[-2] if len(given) > 1 else g))
 
 
-def entropy_in_bits(monkeypatch, drafter):
-    entr = torch.special.entr
-    monkeypatch.setattr(torch.special, "entr", lambda p: entr(p) / math.log(2))
+entropy_in_bits = planted_in(torch.special, "entr", lambda right, p: right(p) / math.log(2))
 
 
 def rms(states):

@@ -89,13 +89,6 @@ def test_rows_are_read_as_the_suite_says(place, options, texts):
     assert [p.source for p in found.prompts] == [by_number[int(p.id)] for p in found.prompts]
 
 
-def test_a_file_of_rows_is_read_by_its_kind(place):
-    """All kinds are in tests/data_prep/test_files.py."""
-    (place.folder / "own.csv").write_bytes(b"id,prompt\na,hello\nb,world\n")
-    _, found = place.workloads(f"evaluate.suites.s.path={place.folder / 'own.csv'}")
-    assert (place.texts(found), [prompt.id for prompt in found.prompts]) == (["hello", "world"], ["a", "b"])
-
-
 SYSTEM, USER = {"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}
 
 

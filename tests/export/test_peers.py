@@ -84,10 +84,6 @@ def test_a_draft_gives_the_logits_of_its_trainer(draft):
         assert (found[1, rows:9] - wanted[1, rows:9]).abs().max() > 1e-2
 
 
-def test_speculators_names_its_target():
-    assert DrafterCheckpoint.open(FIXTURES / "speculators" / "llama").target_name == "someone/a-target"
-
-
 def test_specforges_layer_ids_are_not_guessed_and_each_reading_is_another_draft():
     folder = FIXTURES / "specforge" / "sglang"
     with pytest.raises(UserError, match=r"the layer ids \[0, 1, 3\], and does not tell"):

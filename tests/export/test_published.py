@@ -94,10 +94,10 @@ def with_(name, make):
     return lambda tensors: {**tensors, name: make(tensors)}
 
 
-def ids_in(where, shift=0):
+def ids_elsewhere(shift):
     def change(config):
         ids = [layer + shift for layer in config.pop("eagle_aux_hidden_state_layer_ids")]
-        return {**config, "eagle_config": {where: ids[::-1], "use_aux_hidden_state": True}}
+        return {**config, "eagle_config": {"eagle_aux_hidden_state_layer_ids": ids[::-1], "use_aux_hidden_state": True}}
 
     return change
 
@@ -118,9 +118,8 @@ SPELLINGS = {  # config.json, tensors
     "no t2d": (same, without("t2d")),
     "tables of RoPE": (same, with_("midlayer.self_attn.rotary_emb.inv_freq", lambda _: torch.ones(3))),
     "int32 d2t": (same, with_("d2t", lambda t: t["d2t"].int())),
-    "layer ids in eagle_config@inputs": (ids_in("eagle_aux_hidden_state_layer_ids"), same),
-    "layer ids by their older name@inputs": (ids_in("layer_ids"), same),
-    "layer ids as SGLang counts them@outputs": (ids_in("eagle_aux_hidden_state_layer_ids", -1), same),
+    "layer ids in eagle_config@inputs": (ids_elsewhere(0), same),
+    "layer ids as SGLang counts them@outputs": (ids_elsewhere(-1), same),
     "rope of older versions": (old_rope, same),
     "llama: speculators": (speculators, layers_0),
     "llama: another name": (lambda c: {**c, "architectures": ["Eagle3LlamaForCausalLM"]}, same),
@@ -169,14 +168,6 @@ def test_shards_are_read_by_their_index(exports, exported, tmp_path):
     assert "weight_map of model.safetensors.index.json names no files" in refusal(sharded)
 
 
-def test_layers_that_are_left_to_vllm_are_counted_from_the_targets(exported, tmp_path):
-    config, tensors = exported
-    del config["eagle_aux_hidden_state_layer_ids"], config["num_aux_hidden_states"]
-    tensors["fc.weight"] = torch.zeros(16, 48)
-    tensors["fc_norm.2.weight"] = torch.ones(16)
-    assert read(write(tmp_path / "open", config, tensors), lambda: 9).shape.aux_layers == [2, 4, 6]
-
-
 def test_the_whole_vocabulary_needs_no_map_and_may_share_the_targets_head(exported, tmp_path):
     config, tensors = exported
     whole = without("d2t", "t2d")(tensors) | {"lm_head.weight": torch.randn(40, 16)}
@@ -207,13 +198,11 @@ def twice(tensors):
 
 
 FAULTS = {  # config.json, tensors, words
-    "layer ids that may count either way": (ids_in("layer_ids"), same, "add @inputs or @outputs to the draft's name"),
     "a Llama called MLA": (lambda c: {**c, "architectures": ["Eagle3DeepseekV2ForCausalLM"]}, same, "model_type llama"),
     "d2t of a fraction": (same, with_("d2t", lambda t: t["d2t"].float()), "torch.float32 is no map of 12"),
     "no d2t": (same, without("d2t"), "d2t is missing though the vocabulary is pruned (12 of 40)"),
     "mla: another rank": (lambda c: {**c, "kv_lora_rank": 13}, same, "kv_a_layernorm.weight has shape [12], not [13]"),
     "EAGLE 1": (same, eagle1, "EAGLE 1 or 2"),
-    "a parallel draft": (lambda c: speculators(c) | {"speculators_model_type": "peagle"}, same, "is no EAGLE 3"),
     "ids for offsets": (
         same,
         with_("d2t", lambda t: t["d2t"] + torch.arange(12)),

@@ -50,23 +50,16 @@ def captured(config):
     return [layer + 1 for layer in config["eagle_config"][IDS]]
 
 
-def test_sglang_and_vllm_find_the_same_layers(deep):
-    config, _, card = deep.exported()
+def test_sglang_and_vllm_find_the_same_layers_and_each_its_norm_and_we_read_it_by_either_count(deep):
+    config, tensors, card = deep.exported()
     assert captured(config) == config[IDS] == deep.shape.aux_layers == [1, 2]
     assert "sglang.launch_server" in card
     assert "--speculative-num-draft-tokens 4" in card
-
-
-def test_a_layer_above_the_first_has_the_norm_that_each_of_them_reads(deep):
-    _, tensors, _ = deep.exported()
     assert torch.equal(tensors["layers.1.hidden_norm.weight"], tensors["layers.1.input_layernorm.weight"])
-
-
-@pytest.mark.parametrize("counted", ["", "@inputs", "@outputs"])
-def test_the_export_reads_back_by_either_count(deep, counted):
-    draft = DrafterCheckpoint.open(f"{deep.folder / 'export'}{counted}")
-    assert draft.shape == deep.shape
-    assert draft.tensors.keys() == contract.weight_shapes(deep.shape).keys()
+    for counted in ("", "@inputs", "@outputs"):
+        draft = DrafterCheckpoint.open(f"{deep.folder / 'export'}{counted}")
+        assert draft.shape == deep.shape
+        assert draft.tensors.keys() == contract.weight_shapes(deep.shape).keys()
 
 
 def rewritten(deep, change):
@@ -77,15 +70,12 @@ def rewritten(deep, change):
     return DrafterCheckpoint.open(deep.folder / "export")
 
 
-def test_a_draft_that_has_sglangs_name_alone_is_read(deep):
+def test_a_draft_that_has_sglangs_name_alone_is_read_and_one_with_two_norms_that_differ_is_refused(deep):
     wanted = deep.exported()[1]["layers.1.input_layernorm.weight"]
-    draft = rewritten(deep, lambda tensors: tensors.pop("layers.1.input_layernorm.weight"))
-    assert torch.equal(draft.tensors["layers.1.input_layernorm.weight"], wanted)
-
-
-def test_two_norms_that_differ_are_refused(deep):
     with pytest.raises(UserError, match="is unlike the layer's hidden_norm"):
         rewritten(deep, lambda tensors: tensors["layers.1.hidden_norm.weight"].add_(1))
+    draft = rewritten(deep, lambda tensors: tensors.pop("layers.1.input_layernorm.weight"))
+    assert torch.equal(draft.tensors["layers.1.input_layernorm.weight"], wanted + 1), "the one that is there"
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,7 @@ import torch
 from datasets import DatasetDict
 from made import message_of
 from pipeline import AUX, LENGTHS, VOCAB, contents, make_run, save_quietly, tiny_config, tiny_llama, write_data
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
+from talking import whole_words
 
 from eagle31_train.store import Store
 from eagle31_train.store.document import Document
@@ -28,8 +27,8 @@ def refused(folder, *more):
 
 @pytest.mark.core
 @torch.no_grad()
-def test_every_sample_is_stored_with_the_states_of_running_it_alone(whole):
-    store = Store(whole / "run" / "store")
+def test_every_sample_is_stored_with_the_states_and_choices_of_running_it_alone(whole):
+    store, taught = Store(whole / "run" / "store"), 0
     data = DatasetDict.load_from_disk(str(whole / "run" / "data" / "dataset"))
     target = HiddenStateTarget(tiny_llama(), AUX)
     for name in ("train", "heldout"):
@@ -46,6 +45,12 @@ def test_every_sample_is_stored_with_the_states_of_running_it_alone(whole):
             # One step of bf16 apart at most: the batch that it was computed in may round otherwise.
             torch.testing.assert_close(document.aux.decode().float(), aux, rtol=0.008, atol=1e-5)
             torch.testing.assert_close(document.last.decode().float(), last, rtol=0.008, atol=1e-5)
+            # Top-1 where the next token is the assistant's: of the states before they are rounded, the very choice.
+            teaches = torch.cat([document.loss_mask[1:], torch.tensor([False])])
+            assert torch.equal(document.top1 == -1, ~teaches)
+            assert torch.equal(document.top1[teaches], target.model(tokens).logits[0][teaches].argmax(-1))
+            taught += int(teaches.sum())
+    assert taught > 50
 
 
 def test_how_far_answers_are_the_targets_own_is_counted_and_said(run, capsys):
@@ -68,21 +73,6 @@ def test_how_far_answers_are_the_targets_own_is_counted_and_said(run, capsys):
     extract(tiny_config(run))
     said = capsys.readouterr().out
     assert "hardly its own answers, of which a drafter learns little: are they not regenerated" in said
-
-
-@torch.no_grad()
-def test_top1_is_the_targets_choice_where_the_next_token_is_the_assistants(whole):
-    model, taught = tiny_llama(), 0
-    for name in ("train", "heldout"):
-        split = Store(whole / "run" / "store").split(name)
-        for document in split.read_all(range(len(split))):
-            teaches = torch.cat([document.loss_mask[1:], torch.tensor([False])])
-            assert torch.equal(document.top1 == -1, ~teaches)
-            # Of the states before they are rounded: the very choice.
-            logits = model(document.tokens[None]).logits[0][teaches]
-            assert torch.equal(document.top1[teaches], logits.argmax(-1))
-            taught += int(teaches.sum())
-    assert taught > 50
 
 
 # ---------------------------------------------------------------- again, elsewhere, stopped
@@ -114,9 +104,7 @@ def give_words(folder, swapped=False):
     words = ["<unk>", "one", "two", *(f"word{i}" for i in range(3, VOCAB))]
     if swapped:
         words[1:3] = reversed(words[1:3])
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    )
+    tokenizer = whole_words(words)
     tokenizer.save_pretrained(folder / "target")
     return vocabulary_fingerprint(tokenizer)
 

@@ -6,6 +6,7 @@ from functools import cache
 import pytest
 import torch
 from pipeline import HIDDEN, VOCAB, tiny_llama
+from planting import instead_of
 from random_targets import SIZES, randomised
 from transformers import Gemma2Config, Gemma2ForCausalLM, GemmaConfig, GemmaForCausalLM
 
@@ -143,14 +144,10 @@ def test_a_planted_mistake_stops_the_run_and_is_named(make, plant, cause, known,
 def of_rows(change):
     """What a document gives of its last states is changed by `change(document, rows)`; top1 is right."""
 
-    def plant(patch):
-        right = Document.supervised_states.fget
-
-        def wrong(document):
-            rows = right(document)
-            return rows if len(document.last) != len(document) else change(document, rows)  # encoded: as before
-
-        patch.setattr(Document, "supervised_states", property(wrong))
+    @instead_of(Document, "supervised_states")
+    def plant(right, document):
+        rows = right(document)
+        return rows if len(document.last) != len(document) else change(document, rows)  # encoded: as before
 
     return plant
 
@@ -158,11 +155,9 @@ def of_rows(change):
 def supervise_elsewhere(by):
     """Positions are taken for supervised ones, all along, which are not."""
 
-    def plant(patch):
-        right = Document.supervised.fget
-        patch.setattr(
-            Document, "supervised", property(lambda document: (right(document) + by).clamp_max(len(document) - 2))
-        )
+    @instead_of(Document, "supervised")
+    def plant(right, document):
+        return (right(document) + by).clamp_max(len(document) - 2)
 
     return plant
 
@@ -171,25 +166,17 @@ def swapped(_document, rows):
     return rows[torch.arange(len(rows)).view(-1, 2).flip(1).flatten()] if len(rows) % 2 == 0 else rows.flip(0)
 
 
-def take_top1_of_the_neighbour(patch):
-    right = stage.top1_of
-
-    def wrong(readout, last, loss_mask):
-        top1, where = right(readout, last, loss_mask), loss_mask[1:].nonzero()[:, 0]
-        top1[where] = top1[where].roll(1)
-        return top1
-
-    patch.setattr(stage, "top1_of", wrong)
+@instead_of(stage, "top1_of")
+def take_top1_of_the_neighbour(right, readout, last, loss_mask):
+    top1, where = right(readout, last, loss_mask), loss_mask[1:].nonzero()[:, 0]
+    top1[where] = top1[where].roll(1)
+    return top1
 
 
-def swap_samples(patch):
-    right = TransformersEngine.run
-
-    def wrong(engine, tokens):
-        for index, aux, last in right(engine, tokens):
-            yield {0: 4, 4: 0}.get(index, index), aux, last
-
-    patch.setattr(TransformersEngine, "run", wrong)
+@instead_of(TransformersEngine, "run")
+def swap_samples(right, engine, tokens):
+    for index, aux, last in right(engine, tokens):
+        yield {0: 4, 4: 0}.get(index, index), aux, last
 
 
 SELECTIONS = {

@@ -8,6 +8,7 @@ import pytest
 from extracting import timeless
 from made import message_of
 from pipeline import contents, make_run, options
+from planting import replaced
 
 from eagle31_train.cli import load_config
 from eagle31_train.store import StoreWriter, stream
@@ -55,15 +56,15 @@ def at_once(*configs):
 
 def written(monkeypatch, stop_after=None):
     """Names of the shards that are committed from here on; the writer after so many is interrupted."""
-    names, right = [], StoreWriter.write
+    names = []
 
-    def write(self, shard, *rest):
+    @replaced(monkeypatch, StoreWriter, "write")
+    def write(right, self, shard, *rest):
         if len(names) == stop_after:
             raise KeyboardInterrupt
         right(self, shard, *rest)
         names.append(shard.name)
 
-    monkeypatch.setattr(StoreWriter, "write", write)
     return names
 
 
@@ -99,13 +100,12 @@ def test_stopped_parts_are_carried_on_by_any_number(whole, tmp_path, command, pa
 def test_the_gate_looks_at_every_part(command, monkeypatch):
     """Though the one shard that the store records a comparison of is part 0's, and right."""
     message_of(extract, command(0, 2, AT_ONCE, "extract.gate_batches=1"))
-    right = HiddenStateTarget.states
 
-    def after_the_norm(self, tokens, mask):
+    @replaced(monkeypatch, HiddenStateTarget, "states")
+    def after_the_norm(right, self, tokens, mask):
         states = right(self, tokens, mask)
         return type(states)(states.aux, self.final_norm(states.last))
 
-    monkeypatch.setattr(HiddenStateTarget, "states", after_the_norm)
     theirs = written(monkeypatch)
     message = message_of(extract, command(1, 2, "extract.gate_batches=1"))
     assert "likely cause: the last hidden state was taken after the final norm" in message

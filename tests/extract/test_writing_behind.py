@@ -7,6 +7,7 @@ import torch
 from extracting import timeless
 from made import Made, message_of
 from pipeline import contents, tiny_config
+from planting import replaced
 
 from eagle31_train.errors import UserError
 from eagle31_train.store import StoreWriter
@@ -19,6 +20,11 @@ from eagle31_train.targets.hf import HiddenStateTarget, TransformersEngine
 PATIENCE = 60.0  # seconds after which a test that would wait for ever fails
 
 
+def same_store(*runs):
+    ours, theirs = (timeless(contents(run / "run" / "store")) for run in runs)
+    return ours == theirs
+
+
 def runs_of(patch, around):
     """`around(number, samples)` iterates over what the engine's run of this number, from 0 on, gives."""
     right, runs = TransformersEngine.run, iter(range(10**6))
@@ -26,39 +32,37 @@ def runs_of(patch, around):
 
 
 def test_the_target_runs_on_while_a_shard_is_written_and_is_one_shard_ahead_at_most(run, whole, monkeypatch):
-    began = [threading.Event() for _ in range(20)]
-    written, right = [], StoreWriter.write
+    began, written = [threading.Event() for _ in range(20)], []
 
     def samples(number, inner):
         began[number].set()
         assert number - len(written) <= 1
         yield from inner
 
-    def write(writer, shard, *rest):
+    @replaced(monkeypatch, StoreWriter, "write")
+    def write(right, writer, shard, *rest):
         if shard.number + 1 < len(writer.plan.shards):
             assert began[shard.number + 1].wait(PATIENCE), "the target waits for the writer"
         right(writer, shard, *rest)
         written.append(shard.number)
 
     runs_of(monkeypatch, samples)
-    monkeypatch.setattr(StoreWriter, "write", write)
     extract(tiny_config(run))
     assert len(written) > 4
-    stores = (contents(folder / "run" / "store") for folder in (run, whole))
-    assert timeless(next(stores)) == timeless(next(stores))
+    assert same_store(run, whole)
 
 
 def failing(patch, number):
     """An event that is set once the shard of this number, counted from the end if negative, could not be written."""
-    failed, right = threading.Event(), StoreWriter.write
+    failed = threading.Event()
 
-    def write(writer, shard, *rest):
+    @replaced(patch, StoreWriter, "write")
+    def write(right, writer, shard, *rest):
         if shard.number == number % len(writer.plan.shards):
             failed.set()
             raise UserError("the disk is full")
         right(writer, shard, *rest)
 
-    patch.setattr(StoreWriter, "write", write)
     return failed
 
 
@@ -101,15 +105,13 @@ def test_an_error_of_the_writer_ends_the_wait_for_free_bytes(tmp_path):
 
 
 def test_a_state_that_is_no_number_is_named_by_its_sample(run, monkeypatch):
-    right = HiddenStateTarget.states
-
-    def spoilt(target, tokens, mask):
+    @replaced(monkeypatch, HiddenStateTarget, "states")
+    def spoilt(right, target, tokens, mask):
         states = right(target, tokens, mask)
         if tokens.shape[1] == 30:  # sample 6 of train is the only one so long
             states.aux[0, 2] = float("inf")
         return states
 
-    monkeypatch.setattr(HiddenStateTarget, "states", spoilt)
     message = message_of(extract, tiny_config(run))
     assert message.startswith("shards/train-00003.safetensors: sample 6: the target's hidden states are not finite")
 
@@ -133,14 +135,12 @@ def late(monkeypatch):
                 there.copy_(x)
             queued.clear()
 
-    right = Arriving.add
-
-    def add(shard, index, document):
+    @replaced(monkeypatch, Arriving, "add")
+    def add(right, shard, index, document):
         right(shard, index, document)
         shard._queued[torch.device("cuda")] = Event()
 
     monkeypatch.setattr(arriving, "to_host", to_host)
-    monkeypatch.setattr(Arriving, "add", add)
     return queued
 
 
@@ -148,35 +148,31 @@ def test_nothing_is_looked_at_before_it_is_here(run, whole, late, capsys):
     extract(tiny_config(run))
     said = capsys.readouterr().out
     assert not late
-    stores = (contents(folder / "run" / "store") for folder in (run, whole))
-    assert timeless(next(stores)) == timeless(next(stores))
+    assert same_store(run, whole)
     assert "the target would itself write" in said
 
 
 @pytest.mark.parametrize("who", ["the gate", "the writer"])
 def test_planted_who_does_not_wait_is_found(run, whole, late, monkeypatch, who):
-    right = Arriving.wait
+    gated = [False]
 
-    def wait(shard):
+    @replaced(monkeypatch, Arriving, "wait")
+    def wait(right, shard):
         if gated[0] == (who == "the gate"):
             shard._queued.clear()
             shard._finite = {index: [] for index in shard._finite}
         return right(shard)
 
-    gated, check = [False], stage.run_shard
-
-    def run_shard(*arguments):
+    @replaced(monkeypatch, stage, "run_shard")
+    def run_shard(right, *arguments):
         gated[0] = True
         try:
-            return check(*arguments)
+            return right(*arguments)
         finally:
             gated[0] = False
 
-    monkeypatch.setattr(stage, "run_shard", run_shard)
-    monkeypatch.setattr(Arriving, "wait", wait)
     if who == "the gate":
         assert message_of(extract, tiny_config(run)).startswith("fidelity gate: ")
         return
     extract(tiny_config(run))
-    stores = (contents(folder / "run" / "store") for folder in (run, whole))
-    assert timeless(next(stores)) != timeless(next(stores))
+    assert not same_store(run, whole)

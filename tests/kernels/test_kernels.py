@@ -219,17 +219,6 @@ def test_every_kernel_is_launched_on_the_device_of_its_tensors(monkeypatch):
     assert launched == dict.fromkeys(kernels, True)
 
 
-def test_narrow_rows_are_shared_by_more_programs(monkeypatch):
-    """A row of 128 values has one warp, and 256 of those would leave most of a GPU idle."""
-    monkeypatch.undo()
-    grids = []
-    monkeypatch.setattr(fused_norm, "launch", lambda kernel, grid, *_, **options: grids.append((*grid, options)))
-    for width in (128, 4096, 7168):
-        x = torch.empty(5000, width)
-        fused_norm.norm_rows_backward(x, x, x[0], x[:, 0], False)
-    assert [grid * options["num_warps"] for grid, options in grids] == [2048, 2048, 4096]
-
-
 def test_what_keeps_triton_from_launching_is_said_in_a_line(monkeypatch):
     assert trial(torch.device("cpu")) is None  # interpreted
 

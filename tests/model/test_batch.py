@@ -10,6 +10,7 @@ import torch
 from conftest import kept_mask, make_document, make_objective, make_shape
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from planting import instead_of
 
 from eagle31_train.model import batch
 from eagle31_train.model.batch import Subset, build_batch
@@ -196,14 +197,10 @@ def test_contexts_are_right_with_several_threads_and_many_slots():
 def of_document(change):
     """The pairs are worked out of a document changed so."""
 
-    def plant(monkeypatch):
-        right = batch._pairs
-
-        def wrong(d, ttt_length, *rest):
-            loss_mask, top1 = change(d)
-            return right(Document(d.tokens, loss_mask, top1, d.aux, d.last), ttt_length, *rest)
-
-        monkeypatch.setattr(batch, "_pairs", wrong)
+    @instead_of(batch, "_pairs")
+    def plant(right, d, *rest):
+        loss_mask, top1 = change(d)
+        return right(Document(d.tokens, loss_mask, top1, d.aux, d.last), *rest)
 
     return plant
 

@@ -5,86 +5,61 @@ import torch
 from conftest import make_shape
 from hypothesis import Phase, given, settings
 from model.test_exactness import PROPERTY, Case, cases, check_fp64
+from planting import instead_of, replaced
 
 from eagle31_train.model import drafter, layer
 from eagle31_train.model import loss as loss_module
 
 
-def scale_by_the_number_of_heads(patch):
-    right = drafter.unrolled_attention
-
-    def wrong(q, *rest, **options):
-        return right(q, *rest[:-1], q.shape[1] ** -0.5, **options)
-
-    patch.setattr(drafter, "unrolled_attention", wrong)
+@instead_of(drafter, "unrolled_attention")
+def scale_by_the_number_of_heads(right, q, *rest, **options):
+    return right(q, *rest[:-1], q.shape[1] ** -0.5, **options)
 
 
-def embedding_never_trained(patch):
-    right = drafter.Drafter.embed
-    patch.setattr(drafter.Drafter, "embed", lambda self, tokens: right(self, tokens).detach())
+@instead_of(drafter.Drafter, "embed")
+def embedding_never_trained(right, self, tokens):
+    return right(self, tokens).detach()
 
 
-def teacher_with_the_norm_of_the_drafter(patch):
-    right = loss_module.Objective.forward
-
-    def wrong(self, *args):
-        self.teacher.eps = self.drafter.norm.eps
-        return right(self, *args)
-
-    patch.setattr(loss_module.Objective, "forward", wrong)
+@instead_of(loss_module.Objective, "forward")
+def teacher_with_the_norm_of_the_drafter(right, self, *args):
+    self.teacher.eps = self.drafter.norm.eps
+    return right(self, *args)
 
 
-def slope_without_its_lk_share(patch):
-    right = loss_module.divergence
-
-    def wrong(logits, *rest):
-        _, slope = right(logits.clone(), *rest[:-1], 0.0)
-        return right(logits, *rest)[0], slope
-
-    patch.setattr(loss_module, "divergence", wrong)
+@instead_of(loss_module, "divergence")
+def slope_without_its_lk_share(right, logits, *rest):
+    _, slope = right(logits.clone(), *rest[:-1], 0.0)
+    return right(logits, *rest)[0], slope
 
 
-def blocks_after_the_first_forgotten(patch):
-    right = loss_module.blocks
-    patch.setattr(loss_module, "blocks", lambda *args: right(*args)[:1])
+@instead_of(loss_module, "blocks")
+def blocks_after_the_first_forgotten(right, *args):
+    return right(*args)[:1]
 
 
-def groups_interleaved(patch):
+@instead_of(layer.GroupedQueryAttention, "queries")
+def groups_interleaved(right, self, project, positions):
     """Query head i reads group i modulo g, where it should read i divided by h / g."""
-    right = layer.GroupedQueryAttention.queries
-
-    def wrong(self, project, positions):
-        q = right(self, project, positions)
-        return q.unflatten(1, (-1, self.groups)).transpose(1, 2).flatten(1, 2)
-
-    patch.setattr(layer.GroupedQueryAttention, "queries", wrong)
+    return right(self, project, positions).unflatten(1, (-1, self.groups)).transpose(1, 2).flatten(1, 2)
 
 
-def queries_at_packed_positions(patch):
+@instead_of(drafter.Drafter, "forward")
+def queries_at_packed_positions(right, self, packed):
     """Keys are rotated by their place in the document, queries by their place in the batch."""
-    right = drafter.Drafter.forward
+    offset = packed.layout.slots - packed.positions[packed.layout.slots]
+    with pytest.MonkeyPatch.context() as inner:
 
-    def wrong(self, packed):
-        offset = packed.layout.slots - packed.positions[packed.layout.slots]
-        queries = layer.GroupedQueryAttention.queries
-        with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(
-                layer.GroupedQueryAttention,
-                "queries",
-                lambda attention, project, positions: queries(attention, project, positions + offset),
-            )
-            return right(self, packed)
+        @replaced(inner, layer.GroupedQueryAttention, "queries")
+        def moved(queries, attention, project, positions):
+            return queries(attention, project, positions + offset)
 
-    patch.setattr(drafter.Drafter, "forward", wrong)
+        return right(self, packed)
 
 
-def own_keys_of_the_last_steps_only(patch):
-    right = drafter.unrolled_attention
-
-    def wrong(q, k0, v0, own_k, own_v, *rest, **options):
-        return right(q, k0, v0, own_k[-3:], own_v[-3:], *rest, **options)
-
-    patch.setattr(drafter, "unrolled_attention", wrong)
+@instead_of(drafter, "unrolled_attention")
+def own_keys_of_the_last_steps_only(right, q, k0, v0, own_k, own_v, *rest, **options):
+    return right(q, k0, v0, own_k[-3:], own_v[-3:], *rest, **options)
 
 
 def gradients_where_nothing_is_trained(patch):

@@ -1,9 +1,11 @@
 """Products by oneDNN against fp64, with every layout of their operands that training hands them."""
 
+import itertools
+
 import pytest
 import torch
 
-from eagle31_train.model.linear import ROWS, linear, product, spare_rows
+from eagle31_train.model.linear import ROWS, linear, product
 
 
 def random(*size, dtype=torch.float32):
@@ -19,13 +21,13 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("a", LAYOUTS)
-@pytest.mark.parametrize("b", LAYOUTS)
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (5, 7, 3), (64, 96, 33)])
-def test_a_product_is_that_of_its_operands_whatever_their_layout(a, b, sizes):
+def test_a_product_is_that_of_its_operands_whatever_their_layout(sizes):
     n, k, m = sizes
-    left, right = LAYOUTS[a](n, k), LAYOUTS[b](m, k)
-    torch.testing.assert_close(product(left, right).double(), left.double() @ right.double().T, rtol=1e-5, atol=1e-5)
+    for a, b in itertools.product(LAYOUTS, LAYOUTS):
+        left, right = LAYOUTS[a](n, k), LAYOUTS[b](m, k)
+        whole = left.double() @ right.double().T
+        assert torch.allclose(product(left, right).double(), whole, rtol=1e-5, atol=1e-5), (a, b)
 
 
 @pytest.mark.parametrize("shape", [(7,), (3, 7), (2, 3, 7), (0, 7)])
@@ -53,13 +55,3 @@ def test_rows_filled_up_for_bf16_change_no_value(shape):
 
     for mine, other in zip(of(linear), of(torch.nn.functional.linear), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-2, atol=1e-2)
-
-
-def test_rows_are_filled_up_only_where_they_are_many_and_shapes_cost_time():
-    low, high = torch.zeros(1, dtype=torch.bfloat16), torch.zeros(1)
-    counts = [0, 1, 4 * ROWS, 4 * ROWS + 1, 5 * ROWS, 6 * ROWS - 1]
-    assert [spare_rows(n, low) for n in counts] == [0, 0, 0, ROWS - 1, 0, 1]
-    assert not any(spare_rows(n, high) for n in counts)
-    assert not any(spare_rows(n, low.to("meta")) for n in counts)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert spare_rows(4 * ROWS + 1, high) == ROWS - 1

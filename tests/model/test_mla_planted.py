@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import make_document, make_mla_shape, make_objective
 from model.test_recurrence import assert_same, gradients, trained
+from planting import instead_of
 
 from eagle31_train.model import drafter, rope
 from eagle31_train.model.layer import LatentAttention
@@ -17,40 +18,27 @@ from eagle31_train.model.rope import Rope
 def read_otherwise(**changes):
     """Frequencies made of other options than the drafter's."""
 
-    def plant(patch):
-        right = rope.frequencies
-
-        def wrong(shape, width):
-            scaling = {**shape.rope_scaling, **{name: x for name, x in changes.items() if name in shape.rope_scaling}}
-            theta = changes.get("rope_theta", shape.rope_theta)
-            return right(replace(shape, rope_scaling=changes.get("rope_scaling", scaling), rope_theta=theta), width)
-
-        patch.setattr(rope, "frequencies", wrong)
+    @instead_of(rope, "frequencies")
+    def plant(right, shape, width):
+        scaling = {**shape.rope_scaling, **{name: x for name, x in changes.items() if name in shape.rope_scaling}}
+        theta = changes.get("rope_theta", shape.rope_theta)
+        return right(replace(shape, rope_scaling=changes.get("rope_scaling", scaling), rope_theta=theta), width)
 
     return plant
 
 
 def factors(change):
     """Other factors of (sines and cosines, softmax) than YaRN's."""
-
-    def plant(patch):
-        right = rope.mla_factors
-        patch.setattr(rope, "mla_factors", lambda shape: change(shape, *right(shape)))
-
-    return plant
+    return instead_of(rope, "mla_factors")(lambda right, shape: change(shape, *right(shape)))
 
 
 def made(change):
     """An attention that is changed once it is made."""
 
-    def plant(patch):
-        right = LatentAttention.__init__
-
-        def wrong(self, shape, inputs):
-            right(self, shape, inputs)
-            change(self)
-
-        patch.setattr(LatentAttention, "__init__", wrong)
+    @instead_of(LatentAttention, "__init__")
+    def plant(right, self, shape, inputs):
+        right(self, shape, inputs)
+        change(self)
 
     return plant
 
@@ -58,16 +46,12 @@ def made(change):
 def of_the_input(change):
     """What kv_a_proj gives, latent and shared key [n, ·] each, is changed before it is used."""
 
-    def plant(patch):
-        right = LatentAttention.keys_values
+    @instead_of(LatentAttention, "keys_values")
+    def plant(right, self, project, positions):
+        def changed(layer):
+            return torch.cat(change(*project(layer).split(self.latent_parts, -1)), -1)
 
-        def wrong(self, project, positions):
-            def changed(layer):
-                return torch.cat(change(*project(layer).split(self.latent_parts, -1)), -1)
-
-            return right(self, changed, positions)
-
-        patch.setattr(LatentAttention, "keys_values", wrong)
+        return right(self, changed, positions)
 
     return plant
 
@@ -75,9 +59,9 @@ def of_the_input(change):
 def at(method, change):
     """Queries, or keys and values, of other positions."""
 
-    def plant(patch):
-        right = getattr(LatentAttention, method)
-        patch.setattr(LatentAttention, method, lambda self, project, positions: right(self, project, change(positions)))
+    @instead_of(LatentAttention, method)
+    def plant(right, self, project, positions):
+        return right(self, project, change(positions))
 
     return plant
 
@@ -138,25 +122,21 @@ def rms(x):
     return (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
 
 
-def shared_key_not_turned(patch):
-    right = Rope.forward
-    patch.setattr(Rope, "forward", lambda self, x, positions: right(self, x, positions) if x.shape[1] > 1 else x)
+@instead_of(Rope, "forward")
+def shared_key_not_turned(right, self, x, positions):
+    return right(self, x, positions) if x.shape[1] > 1 else x
 
 
 def own_keys_at(change):
     """The keys of steps 1, 2, … stand elsewhere; those of step 0 where they should."""
 
-    def plant(patch):
-        right = drafter.AttendingLayer._ask
-
-        def wrong(self, states, read, positions, own):
-            q, residual, *key_value = right(self, states, read, positions, own)
-            if own:
-                normed = self._layer.state_norm(states)
-                key_value = self._layer.self_attn.keys_values(read(normed), change(positions))
-            return q, residual, *key_value
-
-        patch.setattr(drafter.AttendingLayer, "_ask", wrong)
+    @instead_of(drafter.AttendingLayer, "_ask")
+    def plant(right, self, states, read, positions, own):
+        q, residual, *key_value = right(self, states, read, positions, own)
+        if own:
+            normed = self._layer.state_norm(states)
+            key_value = self._layer.self_attn.keys_values(read(normed), change(positions))
+        return q, residual, *key_value
 
     return plant
 

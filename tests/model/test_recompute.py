@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 from plan_cases import SMALL_MLA, measure, objective_and_batch, shape_of
+from planting import instead_of
 
 from benchmarks.shapes import turns
 from eagle31_train.model import drafter, layer, recompute
@@ -69,14 +70,10 @@ def test_gradients_are_to_the_bit_those_of_keeping_everything(changes, precision
 def unpacked(wrong):
     """Where a tensor is worked out again, it is `wrong` of it and of what it comes from."""
 
-    def plant(monkeypatch):
-        right = _Again.unpack
-
-        def unpack(self, packed):
-            out = right(self, packed)
-            return wrong(out, self._function.args[0]) if packed is None else out
-
-        monkeypatch.setattr(_Again, "unpack", unpack)
+    @instead_of(_Again, "unpack")
+    def plant(right, self, packed):
+        out = right(self, packed)
+        return wrong(out, self._function.args[0]) if packed is None else out
 
     return plant
 

@@ -5,11 +5,11 @@ from functools import cache
 import pytest
 import torch
 from conftest import kept_mask, make_document, make_mla_shape, make_objective, make_shape, make_tiny
+from planting import instead_of, replaced
 from reference import dense_scores
 from reference_mla import reference_for
 
 from eagle31_train.model import drafter, layer
-from eagle31_train.model import loss as loss_module
 from eagle31_train.model.batch import build_batch
 from eagle31_train.model.linear import linear
 
@@ -109,12 +109,12 @@ def test_another_window_than_the_shapes_is_caught(window):
 def test_a_forgotten_bias_is_caught(monkeypatch):
     objective, documents = variant("biases")
     right = trained_loss(objective, documents, unroll=3)[0]
-    monkeypatch.setattr(drafter.TokenHalf, "_join", join_without_bias)
+
+    @replaced(monkeypatch, drafter.TokenHalf, "_join")
+    def join_without_bias(_, self, projection, token_half, normed):
+        return token_half - projection.bias + linear(normed, self._state[projection])
+
     assert abs(trained_loss(objective, documents, unroll=3)[0] - right) > 1e-3
-
-
-def join_without_bias(self, projection, token_half, normed):
-    return token_half - projection.bias + linear(normed, self._state[projection])
 
 
 def test_joint_prefix_counts_slots_right_at_every_step(tiny):
@@ -140,62 +140,49 @@ def test_joint_prefix_counts_slots_right_at_every_step(tiny):
 # ---------------------------------------------------------------- mistakes seen in public trainers
 
 
-def feed_back_pre_norm(monkeypatch):
-    monkeypatch.setattr(drafter.Drafter, "feedback", lambda self, h, z: h)
+@instead_of(drafter.Drafter, "feedback")
+def feed_back_pre_norm(_, self, h, z):
+    return h
 
 
-def norm_twice(monkeypatch):
-    forward = drafter.Drafter.forward
-
-    def twice(self, packed):
-        unrolled = forward(self, packed)
-        return drafter.Unrolled(self.norm(unrolled.z), unrolled.rms)
-
-    monkeypatch.setattr(drafter.Drafter, "forward", twice)
+@instead_of(drafter.Drafter, "forward")
+def norm_twice(forward, self, packed):
+    unrolled = forward(self, packed)
+    return drafter.Unrolled(self.norm(unrolled.z), unrolled.rms)
 
 
-def own_keys_under_an_additive_one_zero_mask(monkeypatch):
+@instead_of(drafter, "unrolled_attention")
+def own_keys_under_an_additive_one_zero_mask(_, q, k0, v0, own_k, own_v, layout, scale, **more):
     """Every slot's own keys are in the softmax of every other slot, told apart by +1 and +0 only."""
-
-    def wrong(q, k0, v0, own_k, own_v, layout, scale, **_):
-        scores, values, seen = dense_scores(q, k0, v0, own_k, own_v, layout, scale)
-        context = scores[..., : len(k0)].masked_fill(~seen[:, None, : len(k0)], float("-inf"))
-        own = scores[..., len(k0) :] + seen[:, None, len(k0) :].to(scores.dtype)
-        return torch.einsum("sht,thd->shd", torch.cat([context, own], -1).softmax(-1), values)
-
-    monkeypatch.setattr(drafter, "unrolled_attention", wrong)
+    scores, values, seen = dense_scores(q, k0, v0, own_k, own_v, layout, scale)
+    context = scores[..., : len(k0)].masked_fill(~seen[:, None, : len(k0)], float("-inf"))
+    own = scores[..., len(k0) :] + seen[:, None, len(k0) :].to(scores.dtype)
+    return torch.einsum("sht,thd->shd", torch.cat([context, own], -1).softmax(-1), values)
 
 
-def merge_that_ignores_the_gradient_of_the_log_sum_exp(monkeypatch):
+@instead_of(drafter, "unrolled_attention")
+def merge_that_ignores_the_gradient_of_the_log_sum_exp(_, q, k0, v0, own_k, own_v, layout, scale, **more):
     """Causal part and own keys merged by log-sum-exp, with the causal log-sum-exp treated as a constant."""
-
-    def wrong(q, k0, v0, own_k, own_v, layout, scale, **_):
-        scores, values, seen = dense_scores(q, k0, v0, own_k, own_v, layout, scale)
-        scores = scores.masked_fill(~seen[:, None], float("-inf"))
-        context, own = scores[..., : len(k0)], scores[..., len(k0) :]
-        out = torch.einsum("sht,thd->shd", context.softmax(-1), values[: len(k0)])
-        shares = torch.cat([context.logsumexp(-1, keepdim=True).detach(), own], -1).softmax(-1)
-        return shares[..., :1] * out + torch.einsum("sht,thd->shd", shares[..., 1:], values[len(k0) :])
-
-    monkeypatch.setattr(drafter, "unrolled_attention", wrong)
+    scores, values, seen = dense_scores(q, k0, v0, own_k, own_v, layout, scale)
+    scores = scores.masked_fill(~seen[:, None], float("-inf"))
+    context, own = scores[..., : len(k0)], scores[..., len(k0) :]
+    out = torch.einsum("sht,thd->shd", context.softmax(-1), values[: len(k0)])
+    shares = torch.cat([context.logsumexp(-1, keepdim=True).detach(), own], -1).softmax(-1)
+    return shares[..., :1] * out + torch.einsum("sht,thd->shd", shares[..., 1:], values[len(k0) :])
 
 
-def detach_the_fed_back_state(monkeypatch):
-    right = drafter.Drafter.feedback
-    monkeypatch.setattr(drafter.Drafter, "feedback", lambda self, h, z: right(self, h, z).detach())
+@instead_of(drafter.Drafter, "feedback")
+def detach_the_fed_back_state(right, self, h, z):
+    return right(self, h, z).detach()
 
 
-def positions_that_stand_still(monkeypatch):
+@instead_of(drafter.Drafter, "forward")
+def positions_that_stand_still(forward, self, packed):
     """Every step of a slot is rotated as at position t."""
-    forward = drafter.Drafter.forward
-
-    def frozen(self, packed):
-        rope, origin = self.midlayer.self_attn.rope, packed.positions[packed.layout.slots]
-        right = rope.forward
-        monkeypatch.setattr(rope, "forward", lambda x, p: right(x, origin if len(p) == len(origin) else p))
-        return forward(self, packed)
-
-    monkeypatch.setattr(drafter.Drafter, "forward", frozen)
+    rope, origin = self.midlayer.self_attn.rope, packed.positions[packed.layout.slots]
+    right = rope.forward
+    rope.forward = lambda x, p: right(x, origin if len(p) == len(origin) else p)
+    return forward(self, packed)
 
 
 MISTAKES = {
@@ -233,44 +220,35 @@ def assert_caught(objective, documents, theirs, **options):
         assert_same(trained(objective, documents, **options)[0], theirs, 1e-5)
 
 
-def own_keys_in_the_first_layer_alone(monkeypatch):
-    right = drafter.AttendingLayer.keep_own
-
-    def wrong(self, key, value):
-        if isinstance(self._layer, layer.MidLayer):
-            right(self, key, value)
-
-    monkeypatch.setattr(drafter.AttendingLayer, "keep_own", wrong)
+@instead_of(drafter.AttendingLayer, "keep_own")
+def own_keys_in_the_first_layer_alone(right, self, key, value):
+    if isinstance(self._layer, layer.MidLayer):
+        right(self, key, value)
 
 
-def upper_layers_keep_their_normed_input(monkeypatch):
-    monkeypatch.setattr(layer.Layer, "residual", lambda self, g, normed: normed)
+@instead_of(layer.Layer, "residual")
+def upper_layers_keep_their_normed_input(_, self, g, normed):
+    return normed
 
 
 def upper_layers_read_the_slots_state_of_step_0(monkeypatch):
     """Step-0 keys of the layers above from g_0, not from what the layer below makes of it."""
-    right = drafter.AttendingLayer.keep_context
 
-    def wrong(self, states, read, positions):
-        first = wrong.first = states if isinstance(self._layer, layer.MidLayer) else wrong.first
-        right(self, first, read, positions)
-
-    monkeypatch.setattr(drafter.AttendingLayer, "keep_context", wrong)
+    @replaced(monkeypatch, drafter.AttendingLayer, "keep_context")
+    def wrong(right, self, states, read, positions):
+        wrong.first = states if isinstance(self._layer, layer.MidLayer) else wrong.first
+        right(self, wrong.first, read, positions)
 
 
-def heads_normed_after_their_rotation(monkeypatch):
-    def wrong(self, project, positions):
-        return self.q_norm(self.rope(project(self.q_proj).unflatten(-1, (self.heads, self.width)), positions))
-
-    monkeypatch.setattr(layer.GroupedQueryAttention, "queries", wrong)
+@instead_of(layer.GroupedQueryAttention, "queries")
+def heads_normed_after_their_rotation(_, self, project, positions):
+    return self.q_norm(self.rope(project(self.q_proj).unflatten(-1, (self.heads, self.width)), positions))
 
 
-def norm_before_fc_after_fc_norm(monkeypatch):
-    def wrong(self, aux):
-        states = [norm(layer.decode()) for norm, layer in zip(self.fc_norm, aux.unbind(), strict=True)]
-        return self.fc(self.input_norm(torch.cat(states, -1)))
-
-    monkeypatch.setattr(drafter.Drafter, "fuse", wrong)
+@instead_of(drafter.Drafter, "fuse")
+def norm_before_fc_after_fc_norm(_, self, aux):
+    states = [norm(layer.decode()) for norm, layer in zip(self.fc_norm, aux.unbind(), strict=True)]
+    return self.fc(self.input_norm(torch.cat(states, -1)))
 
 
 MISTAKES_OF_FURTHER_SHAPES = [
@@ -284,12 +262,7 @@ MISTAKES_OF_FURTHER_SHAPES = [
 
 def other_mask(change):
     """Of a parallel drafter, another token or state than the mask's."""
-
-    def plant(monkeypatch):
-        right = drafter.Drafter.mask
-        monkeypatch.setattr(drafter.Drafter, "mask", lambda self: change(self, *right(self)))
-
-    return plant
+    return instead_of(drafter.Drafter, "mask")(lambda right, self: change(self, *right(self)))
 
 
 def mask_rows_beside_the_texts_tokens(monkeypatch):
@@ -303,8 +276,9 @@ def mask_rows_beside_the_texts_tokens(monkeypatch):
     monkeypatch.setattr(drafter.Drafter, "forward", wrong)
 
 
-def mask_rows_that_see_no_other(monkeypatch):
-    monkeypatch.setattr(drafter.AttendingLayer, "keep_own", lambda self, key, value: None)
+@instead_of(drafter.AttendingLayer, "keep_own")
+def mask_rows_that_see_no_other(_, self, key, value):
+    pass
 
 
 PARALLEL_MISTAKES = {
@@ -329,10 +303,3 @@ def test_a_mistake_planted_in_a_further_shape_is_caught(shape, mistake, monkeypa
     theirs = truth_of(shape)
     mistake(monkeypatch)
     assert_caught(*variant(shape), theirs, unroll=3)
-
-
-def test_the_loss_joins_chunks_up_to_its_bound_and_cuts_none():
-    chunks = [(0, 2, 0, 5), (2, 4, 5, 9), (4, 6, 9, 20), (6, 7, 20, 21)]
-    assert loss_module.blocks(chunks, 9) == [(0, 4, 0, 9), (4, 6, 9, 20), (6, 7, 20, 21)]
-    assert loss_module.blocks(chunks, 100) == [(0, 7, 0, 21)]
-    assert [(part.start, part.stop) for part in loss_module.parts(7, 3)] == [(0, 3), (3, 6), (6, 7)]

@@ -50,18 +50,6 @@ def test_coverage_is_reached_and_no_token_too_many(counts, coverage, forced):
         assert counts[draft.target_ids].sum() - min(counts[free]) < wanted
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"size": 4, "coverage": 0.9}, "exclude each other"),
-        ({"size": 0}, "no room for the 1 special"),
-    ],
-)
-def test_what_cannot_be_met_is_refused(options, message):
-    with pytest.raises(UserError, match=message):
-        choose(COUNTS, [7], **options)
-
-
 def test_file_round_trip_and_dtypes(tmp_path):
     draft = choose(COUNTS, [7], size=4)
     vocab.write(tmp_path / "vocab.safetensors", draft)

@@ -80,13 +80,6 @@ def test_times_beyond_all_real_ones_are_told(option, capsys):
     assert re.search(r"\d\.\de\+\d+ days|inf days", printed(capsys, *recipe("qwen3_8b"), option))
 
 
-@pytest.mark.parametrize("experiment", ["llama31_8b", "kimi"])
-def test_the_page_on_launching_shows_what_is_printed(experiment):
-    plan = planned(*recipe(experiment), "run_dir=/nowhere/at/all")
-    page = (ROOT / "docs" / "launch.md").read_text()
-    assert "\n".join(sections.profiles(plan)[: 2 + len(PROFILES)]) in page
-
-
 def test_the_simplest_profile_that_fits_is_named(capsys):
     def named(*overrides):
         return re.search(r"WHICH PROFILE +(\w+)", printed(capsys, *recipe("kimi"), *overrides))[1]
@@ -121,21 +114,17 @@ def test_smaller_micro_batches_are_advised_first_then_recomputation_then_devices
     assert advised(0.99 * least[-1] / 2**30 / sections.SPARE)[0] == "none leaves"
 
 
-@pytest.mark.parametrize(
-    ("row", "words"),
-    [
-        ("`llama31_8b`", recipe("llama31_8b")),
-        ("`llama31_8b train.activation_checkpointing=true`", [*recipe("llama31_8b"), CHECKPOINTING]),
-        ("`kimi`, the MLA drafter", recipe("kimi")),
-        ("`kimi train.activation_checkpointing=true`", [*recipe("kimi"), CHECKPOINTING]),
-    ],
-)
-def test_the_page_on_launching_says_what_a_shared_conversation_takes(row, words):
-    words = [*words, "data.max_length=131072", "plan.sample_tokens=131072", "train.batch_tokens=131072"]
-    ddp = next(profile for profile in PROFILES if profile.name == "ddp")
-    steps = [planned(*words, f"train.context_parallel={n}").memory(ddp).step / 2**30 for n in (1, 2, 4, 8)]
+@pytest.mark.parametrize(("experiment", "row"), [("llama31_8b", "`llama31_8b`"), ("kimi", "`kimi`, the MLA drafter")])
+def test_the_page_on_launching_shows_what_is_printed_and_what_a_shared_conversation_takes(experiment, row):
     page = (ROOT / "docs" / "launch.md").read_text()
-    assert "| ".join([f"| {row} ", *(f"{step:.1f} " for step in steps)]) + "|" in page
+    plan = planned(*recipe(experiment), "run_dir=/nowhere/at/all")
+    assert "\n".join(sections.profiles(plan)[: 2 + len(PROFILES)]) in page
+    long = [f"{name}=131072" for name in ("data.max_length", "plan.sample_tokens", "train.batch_tokens")]
+    ddp = next(profile for profile in PROFILES if profile.name == "ddp")
+    for named, more in ((row, []), (f"`{experiment} {CHECKPOINTING}`", [CHECKPOINTING])):
+        words = [*recipe(experiment), *long, *more]
+        steps = [planned(*words, f"train.context_parallel={n}").memory(ddp).step / 2**30 for n in (1, 2, 4, 8)]
+        assert "| ".join([f"| {named} ", *(f"{step:.1f} " for step in steps)]) + "|" in page
 
 
 def test_devices_that_share_a_conversation_divide_its_memory_and_a_longer_one_fits(capsys):

@@ -127,21 +127,3 @@ def test_the_options_on_the_card_give_the_same_configuration(options):
         assert again.data.prompts == "README.md"
         again.data.prompts = config.data.prompts
     assert again == config
-
-
-def test_a_name_with_spaces_is_quoted_once():
-    config = load_config(["+experiment=kimi", "name=my run", "evaluate.perturbations=[context_2]"])
-    config.evaluate.perturbations.append("a b")
-    words = "'name=my run' 'evaluate.perturbations=[context_2,a b]'"
-    assert recipe.command("eagle31 data", config) == f"eagle31 data +experiment=kimi {words}"
-
-
-def test_one_recipe_is_composed_to_name_a_run_of_another_name(monkeypatch):
-    config = load_config(["+experiment=kimi", "name=another"])
-    recipe._base.cache_clear()
-    composed = []
-    monkeypatch.setattr(
-        recipe.cli, "load_config", lambda words, **how: composed.append(words) or load_config(words, **how)
-    )
-    assert recipe.overrides(config) == ["+experiment=kimi", "name=another"]
-    assert composed == [["+experiment=kimi"]]

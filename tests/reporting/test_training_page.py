@@ -1,6 +1,5 @@
 """The report of a run: what it reads, what it draws and what the page says, for a whole run and a running one."""
 
-import errno
 import json
 import random
 import re
@@ -9,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from eagle31_train import artifacts
 from eagle31_train.report import main
 from eagle31_train.reporting import figures
 from eagle31_train.reporting.training_page import ESTIMATE, PLOTS, write
@@ -81,22 +79,6 @@ def test_the_page_stands_alone_and_says_where_the_curves_ended(tmp_path):
         "steps left out 1",
     ):
         assert words in text_of(html), words
-
-
-def test_a_disk_that_fills_up_leaves_no_half_of_a_report(tmp_path, monkeypatch):
-    run = make_run(tmp_path / "run", steps=5)
-    write_bytes, written = artifacts.write_bytes, []
-
-    def full(path, data):
-        if len(written) == 3:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        written.append(path)
-        write_bytes(path, data)
-
-    monkeypatch.setattr(artifacts, "write_bytes", full)
-    with pytest.raises(OSError, match="No space"):
-        write(run)
-    assert [path.name for path in run.iterdir()] == ["train"]
 
 
 def test_the_torn_last_line_of_a_running_training_is_left_out_and_said(tmp_path, capsys):

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from planting import instead_of
 
 from eagle31_train.store import make_plan, shard
-from eagle31_train.store.codec import CODECS, Encoded, concatenate, encode
+from eagle31_train.store.codec import CODECS, Encoded, encode
 from eagle31_train.store.document import Document
 from eagle31_train.store.shard import ContentError, ShardFile, write_shard
 from eagle31_train.store.shard_plan import SPLITS, Shape, sample_bytes
@@ -106,51 +107,35 @@ def test_random_samples_are_read_as_they_were_written(tmp_path, samples):
 # ---------------------------------------------------------------- planted mistakes
 
 
-def states_of_the_neighbour(patch):
-    right = ShardFile._find_rows
-
-    def wrong(self, lengths):
-        tokens, aux, last = right(self, lengths)
-        return tokens, aux[1:] + aux[-1:], last
-
-    patch.setattr(ShardFile, "_find_rows", wrong)
+@instead_of(ShardFile, "_find_rows")
+def states_of_the_neighbour(right, self, lengths):
+    tokens, aux, last = right(self, lengths)
+    return tokens, aux[1:] + aux[-1:], last
 
 
-def aux_one_row_short(patch):
-    right = Document.attended.fget
-    patch.setattr(Document, "attended", property(lambda self: max(0, right(self) - 1)))
+@instead_of(Document, "attended")
+def aux_one_row_short(right, self):
+    return max(0, right(self) - 1)
 
 
-def last_one_position_early(patch):
-    right = Document.supervised_states.fget
-
-    def wrong(self):
-        if isinstance(self.last, Encoded):
-            return right(self)
-        return self.last[self.supervised - 1]
-
-    patch.setattr(Document, "supervised_states", property(wrong))
+@instead_of(Document, "supervised_states")
+def last_one_position_early(right, self):
+    return right(self) if isinstance(self.last, Encoded) else self.last[self.supervised - 1]
 
 
 def scale_of_the_neighbour(axis):
-    def plant(patch):
-        def wrong(parts):
-            joined = concatenate(parts)
-            return replace(joined, scale=joined.scale.roll(1, axis))
-
-        patch.setattr(shard, "concatenate", wrong)
+    @instead_of(shard, "concatenate")
+    def plant(right, parts):
+        joined = right(parts)
+        return replace(joined, scale=joined.scale.roll(1, axis))
 
     return plant
 
 
-def layers_in_another_order(patch):
-    right = Document.attended_states.fget
-
-    def wrong(self):
-        states = right(self)
-        return states if isinstance(states, Encoded) else states.flip(1)
-
-    patch.setattr(Document, "attended_states", property(wrong))
+@instead_of(Document, "attended_states")
+def layers_in_another_order(right, self):
+    states = right(self)
+    return states if isinstance(states, Encoded) else states.flip(1)
 
 
 MISTAKES = {

@@ -7,7 +7,7 @@ from functools import wraps
 import pytest
 import torch
 from pipeline import VOCAB
-from random_targets import SIZES, randomised
+from random_targets import LATENT, SIZES, randomised
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
@@ -22,11 +22,6 @@ from transformers import (
 from eagle31_train.targets import cached
 from eagle31_train.targets.cached import CachedTarget
 
-LATENT = {**SIZES, "num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 8}
-LATENT |= {"qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10, "moe_intermediate_size": 16}
-LATENT |= {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
-LATENT.pop("head_dim")
-SEVEN = {**SIZES, "num_hidden_layers": 7}
 FAMILIES = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
     "sliding": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=4)),

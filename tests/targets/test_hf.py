@@ -10,10 +10,13 @@ from huggingface_hub import constants
 from hypothesis import given
 from hypothesis import strategies as st
 from pipeline import HIDDEN, LAYERS, VOCAB, save_quietly, tiny_llama
-from random_targets import SIZES, randomised
+from planting import replaced
+from random_targets import LATENT, SIZES, randomised
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     GemmaConfig,
@@ -51,6 +54,7 @@ MODELS = {
     "soft-capped": lambda: randomised(Gemma2ForCausalLM(Gemma2Config(**SIZES, sliding_window=4))),
     "sliding": lambda: randomised(MistralForCausalLM(MistralConfig(**SIZES, sliding_window=4))),
     "experts": lambda: randomised(MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4))),
+    "latent": lambda: randomised(DeepseekV3ForCausalLM(DeepseekV3Config(**LATENT))),
     "qwen3": lambda: randomised(Qwen3ForCausalLM(Qwen3Config(**SIZES))),
 }
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 100.0}
@@ -85,13 +89,13 @@ def check_against_plain_calls(engine, model, tokens):
         hidden = model(
             input_ids=row, attention_mask=torch.ones_like(row), output_hidden_states=True, use_cache=False
         ).hidden_states
-        for layer in EVERY[:-1]:
-            torch.testing.assert_close(aux[:, layer], hidden[layer][0], rtol=1e-4, atol=1e-4, msg=f"layer {layer}")
+        for at, layer in enumerate(engine.layers[:-1]):
+            torch.testing.assert_close(aux[:, at], hidden[layer][0], rtol=1e-4, atol=1e-4, msg=f"layer {layer}")
         # transformers' newest entry is after the final norm; the stored one is before it.
         normed = model.get_decoder().norm(last)
         torch.testing.assert_close(normed, hidden[-1][0], rtol=1e-4, atol=1e-4, msg="the last hidden state")
         assert torch.equal(aux[:, -1], last)
-        assert aux.shape == (len(row[0]), len(EVERY), HIDDEN)
+        assert aux.shape == (len(row[0]), len(engine.layers), HIDDEN)
         seen.add(index)
     assert seen == set(range(len(tokens)))
 
@@ -119,14 +123,11 @@ def off_by_one_layer(engine, _patch):
     engine.target._taps = [layers[min(layer + 1, LAYERS - 1)] for layer in engine.layers]
 
 
-def after_the_norm(engine, _patch):
-    right = engine.target.states
-
-    def wrong(tokens, mask):
-        aux, last = right(tokens, mask)
+def after_the_norm(engine, patch):
+    @replaced(patch, engine.target, "states")
+    def wrong(right, *given):
+        aux, last = right(*given)
         return aux, engine.target.final_norm(last)
-
-    engine.target.states = wrong
 
 
 def wrong_order(engine, _patch):

@@ -3,15 +3,12 @@
 import json
 import random
 import signal
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import pairwise
 
 import pytest
-from launching import ROOT, environment
 from pipeline import assert_equal, options, save_quietly, tiny_llama, write_data
 from safetensors.torch import load_file
 from surviving import lines, wait_until, working
@@ -20,8 +17,8 @@ from watching import updates_of
 from eagle31_train.store import Store
 from train import windows
 
-# Long enough that the corpus is ten times the bound below, which holds the held-out split and two windows.
-LENGTHS = {"train": [9 + 7 * i % 23 for i in range(170)], "heldout": [10, 14]}
+# Long enough that a tenth of the corpus holds the held-out split and two windows.
+LENGTHS = {"train": [9 + 7 * i % 23 for i in range(340)], "heldout": [10, 14]}
 WINDOW = 70
 MORE = (
     f"train.window_tokens={WINDOW}",
@@ -33,44 +30,10 @@ MORE = (
 )
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    """folder/target, folder/run/data, and the offline order: extracted, then trained."""
-    folder = tmp_path_factory.mktemp("corpus")
-    prepare(folder)
-    Process(folder, "extract").wait_well()  # with as many threads as the others: another number rounds otherwise
-    Process(folder, "train").wait_well()
-    return folder
-
-
-class Process:
-    """A stage in a process of its own."""
-
-    def __init__(self, folder, stage, *more):
-        self.output = folder / f"{stage}-{len(list(folder.glob('*.log')))}.log"
-        words = ["train.py"] if stage == "train" else ["-m", "eagle31_train.extract"]
-        words = [sys.executable, *words, *options(folder, *MORE, *more)]
-        with self.output.open("w") as file:
-            how = {"cwd": ROOT, "env": environment("one"), "stdout": file, "stderr": subprocess.STDOUT}
-            self.process = subprocess.Popen(words, **how)
-
-    def wait_well(self):
-        assert self.process.wait(timeout=300) == 0, self.output.read_text()
-
-    def kill_when(self, condition):
-        """SIGKILL as soon as it is so."""
-        pause = threading.Event()
-        while not condition():
-            assert self.process.poll() is None, self.output.read_text()
-            pause.wait(0.01)
-        self.process.kill()
-        self.process.wait()
-
-
-def prepare(folder, lengths=LENGTHS):
+def prepare(folder):
     """folder/target and folder/run/data, the same each time."""
     save_quietly(tiny_llama(), folder / "target")
-    write_data(folder / "run", lengths)
+    write_data(folder / "run", LENGTHS)
     return folder
 
 
@@ -96,36 +59,11 @@ def assert_same_training(ours, theirs):
     assert_equal(weights, wanted)
 
 
-def steps_done(folder):
-    metrics = folder / "run" / "train" / "metrics.jsonl"
-    return metrics.read_text().count('"grad_norm"') if metrics.exists() else 0
-
-
 def consumed(folder):
     file = folder / "run" / "store" / "consumed.json"
     return json.loads(file.read_text())["shards"] if file.exists() else []
 
 
-@pytest.mark.slow
-def test_either_side_is_killed_and_goes_on_and_no_sample_is_lost_or_seen_twice(corpus, tmp_path):
-    bound = bound_of(corpus)
-    folder = prepare(tmp_path)
-    limit = f"store.max_bytes={bound}"
-    writer = Process(folder, "extract", limit)
-    reader = Process(folder, "train", "store.follow=true")
-    writer.kill_when(lambda: len(consumed(folder)) > 5)
-    reader.kill_when(lambda: steps_done(folder) > 2)
-    reader = Process(folder, "train", "store.follow=true")
-    writer = Process(folder, "extract", limit)
-    reader.kill_when(lambda: len(consumed(folder)) > 25)
-    Process(folder, "train", "store.follow=true").wait_well()
-    writer.wait_well()
-    assert_same_training(folder, corpus)
-
-
-# ---------------------------------------------------------------- killed again and again
-
-LONG = {**LENGTHS, "train": [9 + 7 * i % 23 for i in range(340)]}
 # What each side calls: often, in two or three steps or shards, but for the first ones.
 CALLED = {
     "train": [
@@ -152,13 +90,13 @@ WAYS = {"train": ["call"] * 14 + ["save"] * 6 + ["outside"] * 5, "extract": ["ca
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_both_sides_of_a_store_a_tenth_of_its_corpus_are_killed_fifty_times(tmp_path):
-    whole = prepare(tmp_path / "whole", LONG)
+    whole = prepare(tmp_path / "whole")
     for stage in ("extract", "train"):
         run_through(whole, stage)
     plan = Store(whole / "run" / "store").plan
     limit = sum(shard.bytes for shard in plan.shards) // 10
     assert limit >= bound_of(whole)
-    folder, most = prepare(tmp_path / "followed", LONG), 0
+    folder, most = prepare(tmp_path / "followed"), 0
     more = {"extract": [f"store.max_bytes={limit}"], "train": ["store.follow=true"]}
     pause = threading.Event()
     with ThreadPoolExecutor(2) as pool:
@@ -172,7 +110,7 @@ def test_both_sides_of_a_store_a_tenth_of_its_corpus_are_killed_fifty_times(tmp_
     assert_same_training(folder, whole)
     updates = updates_of(folder / "ledger")
     assert updates == updates_of(whole / "ledger")
-    assert sorted(i for samples in updates for i in samples) == list(range(len(LONG["train"])))
+    assert sorted(i for samples in updates for i in samples) == list(range(len(LENGTHS["train"])))
     assert sorted(consumed(folder)) == sorted(shard.name for shard in plan.of("train"))
 
 

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from made import VOCAB, Made
+from planting import instead_of
 
 from eagle31_train.config import TrainConfig
 from eagle31_train.store import Store, make_plan, shape_of
@@ -169,16 +170,15 @@ def test_a_run_that_goes_on_with_other_ranks_goes_on_with_the_same_samples(split
     assert_right(loaded, batches)
 
 
-def rest_of_a_division_dropped(patch):
-    patch.setattr(order, "share", lambda batch, *rest: share(batch[: len(batch) // rest[-1] * rest[-1]], *rest))
+@instead_of(order, "share")
+def rest_of_a_division_dropped(right, batch, *rest):
+    return right(batch[: len(batch) // rest[-1] * rest[-1]], *rest)
 
 
-def every_rank_a_shuffle_of_its_own(patch):
-    def wrong(batch, lengths, parts):
-        turned = batch[parts % len(batch) :] + batch[: parts % len(batch)]  # what a seed with the rank in it does
-        return [turned[:1] if part else turned for part in range(parts)]
-
-    patch.setattr(order, "share", wrong)
+@instead_of(order, "share")
+def every_rank_a_shuffle_of_its_own(_, batch, lengths, parts):
+    turned = batch[parts % len(batch) :] + batch[: parts % len(batch)]  # what a seed with the rank in it does
+    return [turned[:1] if part else turned for part in range(parts)]
 
 
 def whichever_worker_is_first(patch):
@@ -188,9 +188,9 @@ def whichever_worker_is_first(patch):
     patch.setattr(loader, "deque", LastFirst)
 
 
-def position_lost(patch):
-    right = loader.load
-    patch.setattr(loader, "load", lambda split, batches, done, *rest: right(split, batches, max(0, done - 1), *rest))
+@instead_of(loader, "load")
+def position_lost(right, split, batches, done, *rest):
+    return right(split, batches, max(0, done - 1), *rest)
 
 
 @pytest.mark.parametrize(

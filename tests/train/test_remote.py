@@ -48,25 +48,32 @@ def weights(folder):
     return load_file(folder / json.loads((folder / "manifest.json").read_text())["checkpoint"] / "model.safetensors")
 
 
-@pytest.mark.usefixtures("s3_environment")
-def test_a_bucket_is_extracted_into_and_trained_from_as_a_folder_is(made, s3):
+def test_a_bucket_of_which_every_third_answer_fails_is_extracted_into_and_trained_from_as_a_folder_is(
+    made, s3, s3_endpoint, monkeypatch
+):
+    """500s, answers that are cut, lost or never come; s3fs is told to try nothing again by itself."""
+    monkeypatch.setattr(remote, "FIRST_WAIT", 0.0)
+    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
+    monkeypatch.setattr(s3fs.S3FileSystem, "read_timeout", 1)
     plan = Store(made / "local-store").plan
     cut = windows.cut(Store(made / "local-store").split("train"), 20)
     kept = sum(shard.bytes for shard in plan.of("heldout"))
     most = kept + 2 * max(sum(shard.bytes for shard in window) for window in cut)  # and not the whole store
     assert most < sum(shard.bytes for shard in plan.shards)
     config = tiny_config(made, *MORE, f"store_dir={URL}", f"store.cache_bytes={most}")
-    extract(config)
+    with flaky(s3_endpoint, 0.3) as (endpoint, faults), monkeypatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", endpoint)
+        extract(config)
+        loop.train(config)
+    assert set(faults) == set(FAULTS), faults
     there = {name.split("/store/")[1] for name in s3.find("bucket")}
     local = {str(path.relative_to(made / "local-store")) for path in (made / "local-store").rglob("*.*")}
     assert there == local
     for name in there - {"manifest.json"}:
         assert s3.cat_file(f"bucket/runs/tiny/store/{name}") == (made / "local-store" / name).read_bytes(), name
-    loop.train(config)
     assert_equal(weights(made / "run" / "train"), weights(made / "local"))
     cached = [path for path in config.cache_folder.rglob("*") if path.is_file()]
     assert 0 < sum(path.stat().st_size for path in cached) <= most
-    extract(config)  # up to date: nothing is written
     with pytest.raises(
         UserError, match=r"store.cache_bytes=9,000 cannot hold two windows .* lower train.window_tokens"
     ):
@@ -85,22 +92,3 @@ def test_a_followed_bucket_is_emptied_of_what_was_trained(made):
     loop.train(config)
     left = set(storage.names("shards"))
     assert left == {shard.name for shard in store.plan.of("heldout")}
-
-
-def test_a_bucket_of_which_every_third_answer_fails_is_extracted_into_and_trained_from_all_the_same(
-    made, s3, s3_endpoint, monkeypatch
-):
-    """500s, answers that are cut, lost or never come; s3fs is told to try nothing again by itself."""
-    monkeypatch.setattr(remote, "FIRST_WAIT", 0.0)
-    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
-    monkeypatch.setattr(s3fs.S3FileSystem, "read_timeout", 1)
-    config = tiny_config(made, *MORE, f"store_dir={URL}")
-    with flaky(s3_endpoint, 0.3) as (endpoint, faults):
-        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-        extract(config)
-        loop.train(config)
-    assert set(faults) == set(FAULTS), faults
-    for name in s3.find("bucket"):
-        local = made / "local-store" / name.split("/store/")[1]
-        assert local.name == "manifest.json" or s3.cat_file(name) == local.read_bytes(), name
-    assert_equal(weights(made / "run" / "train"), weights(made / "local"))

@@ -54,17 +54,6 @@ def stopped_after(run, text, why):
 # ---------------------------------------------------------------- one process
 
 
-@pytest.mark.slow  # with the signal from within: test_survival.py
-def test_sigterm_saves_and_leaves_with_status_75(new_run, tmp_path):
-    run, output = new_run(), tmp_path / "output"
-    with training(arguments(run, *ENDLESS), output) as process:
-        wait_until(lambda: rows(run) > 3, process.is_alive)
-        process.terminate()
-        process.join()
-    assert process.exitcode == STOPPED == 75
-    assert stopped_after(run, output.read_text(), "SIGTERM") > 3
-
-
 def test_a_run_that_its_time_limit_stops_again_and_again_ends_the_same(new_run, whole, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=lambda: clock[0]))
