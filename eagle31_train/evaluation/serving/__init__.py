@@ -4,7 +4,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,38 +54,22 @@ def measure_serving(
         UserError: a server that does not start or breaks off, a damaged record.
     """
     options = config.evaluate
-    folder = Path(config.run_dir) / "servers" if folder is None else folder
     sent = {users: questions(config, prompts, end_ids, users) for users in options.concurrency}
-
-    def served(name: str | None, length: Mapping[str, Any]) -> dict[int, Load]:
-        """What one server did, by concurrency: now, or as it is recorded."""
-        draft = drafts[name] if name is not None else None
-        depth = length.get(DRAFTED, 0)
-        by_load = ", by load" if len(length) > 1 else ""
-        what = f"serve {name}, {depth} draft tokens{by_load}" if name is not None else "serve without a drafter"
-        # A drafter may be called otherwise beside others, so its name is no part of the file's.
-        file = folder / f"server-{depth}-{fingerprint(config, draft, length, sent, engine)}.json"
-        if (record := read_checked(file, "served")) is not None:
-            note(f"{what}: measured before ({file})")
-        else:
-            log = folder / f"{name or 'none'}-{depth}{'-by-load' if by_load else ''}.log"
-            record = serve(config, draft, length, sent, what, log)
-            write_checked(file, "served", record, drafter=name)
-        return {
-            users: ([Answer(**one) for one in record["answers"][str(users)]], Counter(record["counted"][str(users)]))
-            for users in options.concurrency
-        }
-
-    plain = served(None, {})
+    servers = _Servers(config, drafts, sent, engine, Path(config.run_dir) / "servers" if folder is None else folder)
+    plain = servers.loads(None, {})
     # Sampled answers differ: with a drafter, other random numbers choose.
     reference = None if options.temperature else plain[options.concurrency[0]][0]
-    rows = [report.row(None, 0, users, *plain[users], None, reference) for users in options.concurrency]
-    loads = {(name, 0): plain for name in drafts}
-    for name in drafts:
-        for depth in options.serve_speculative_tokens:
-            loads[name, depth] = served(name, fixed(depth))
-            for users, load in loads[name, depth].items():
-                rows.append(report.row(name, depth, users, *load, plain[users][0], reference))
+
+    def row(name: str | None, depth: int, users: int, load: Load) -> report.Row:
+        return report.row(name, depth, users, *load, plain[users][0] if name else None, reference)
+
+    loads = {
+        (name, depth): servers.loads(name, fixed(depth))
+        for name in drafts
+        for depth in options.serve_speculative_tokens
+    }
+    rows = [row(None, 0, users, load) for users, load in plain.items()]
+    rows += [row(*which, users, load) for which, by_users in loads.items() for users, load in by_users.items()]
     best = report.best(rows)
     # With a parallel drafter vLLM 0.32 always drafts num_speculative_tokens, however few a schedule asks for.
     chains = [name for name, draft in drafts.items() if not drafts_in_parallel(draft)]
@@ -94,11 +78,11 @@ def measure_serving(
     for name, length in schedules.items():
         if len(ranges := length[report.RANGES]) == 1:
             continue  # one number at every load, and measured so
-        for users, load in served(name, length).items():
+        for users, load in servers.loads(name, length).items():
             (depth,) = [depth for first, last, depth in ranges if first <= users <= last]
-            row = report.row(name, depth, users, *load, plain[users][0], reference)
-            beside = report.speed(load[0]) / report.speed(loads[name, depth][users][0])
-            scheduled.append({**row, "beside_fixed": beside.intervals()[0]})
+            always = loads[name, depth] if depth else plain
+            beside = report.speed(load[0]) / report.speed(always[users][0])
+            scheduled.append({**row(name, depth, users, load), "beside_fixed": beside.intervals()[0]})
     return {
         "vllm": engine.version,
         "machine": engine.device,
@@ -113,6 +97,36 @@ def measure_serving(
         "verdict": report.verdict(best, schedules, scheduled),
         "notes": report.notes([*rows, *scheduled]),
     }
+
+
+@dataclass(frozen=True)
+class _Servers:
+    """Servers of one target that are all sent the same questions, by concurrency; see `measure_serving`."""
+
+    config: Config
+    drafts: Mapping[str, Path]
+    sent: Mapping[int, Sequence[Question]]
+    engine: Installation
+    folder: Path
+
+    def loads(self, name: str | None, length: Mapping[str, Any]) -> dict[int, Load]:
+        """What the server with a draft of that length did, by concurrency: now, or as it is recorded."""
+        draft = self.drafts[name] if name is not None else None
+        depth = length.get(DRAFTED, 0)
+        by_load = ", by load" if len(length) > 1 else ""
+        what = f"serve {name}, {depth} draft tokens{by_load}" if name is not None else "serve without a drafter"
+        # A drafter may be called otherwise beside others, so its name is no part of the file's.
+        file = self.folder / f"server-{depth}-{fingerprint(self.config, draft, length, self.sent, self.engine)}.json"
+        if (record := read_checked(file, "served")) is not None:
+            note(f"{what}: measured before ({file})")
+        else:
+            log = self.folder / f"{name or 'none'}-{depth}{'-by-load' if by_load else ''}.log"
+            record = serve(self.config, draft, length, self.sent, what, log)
+            write_checked(file, "served", record, drafter=name)
+        return {
+            users: ([Answer(**one) for one in record["answers"][str(users)]], Counter(record["counted"][str(users)]))
+            for users in self.sent
+        }
 
 
 def serve(
