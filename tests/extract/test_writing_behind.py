@@ -107,10 +107,10 @@ def test_an_error_of_the_writer_ends_the_wait_for_free_bytes(tmp_path):
 def test_a_state_that_is_no_number_is_named_by_its_sample(run, monkeypatch):
     @replaced(monkeypatch, HiddenStateTarget, "states")
     def spoilt(right, target, tokens, mask):
-        states = right(target, tokens, mask)
+        aux, last = right(target, tokens, mask)
         if tokens.shape[1] == 30:  # sample 6 of train is the only one so long
-            states.aux[0, 2] = float("inf")
-        return states
+            aux[0, 2] = float("inf")
+        return aux, last
 
     message = message_of(extract, tiny_config(run))
     assert message.startswith("shards/train-00003.safetensors: sample 6: the target's hidden states are not finite")
