@@ -112,6 +112,7 @@ def teach(model: Any, follow: dict[int, list[int]], generator: torch.Generator) 
         head = torch.zeros_like(embedding)
         for token, after in follow.items():
             head[after] += 16 / HIDDEN * embedding[token]
+        head *= getattr(model.config, "logits_scaling", None) or 1  # by which a Granite divides
         model.lm_head.weight.data = head
         return
     mlp, tokens = model.model.layers[-1].mlp, list(follow)

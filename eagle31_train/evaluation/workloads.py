@@ -112,16 +112,16 @@ def workloads(
 def inputs(config: Config) -> dict[str, Any]:
     """What the workloads depend on beside stage 1's data: options, and the contents of files by their hashes."""
     options, target = config.evaluate, config.target
-    inputs: dict[str, Any] = {"perturbations": [perturbation.name for perturbation in _perturbations(config)]}
+    facts: dict[str, Any] = {"perturbations": [perturbation.name for perturbation in _perturbations(config)]}
     if options.leave_out:  # without it, all is as it was before there was such an option
-        inputs["leave_out"] = sorted(set(options.leave_out))
+        facts["leave_out"] = sorted(set(options.leave_out))
     suites = _suites(config)
     if suites or options.perturbations:
-        inputs |= {"rendering": artifacts.rendering_fingerprint(target.path), "template_args": target.template_args}
+        facts |= {"rendering": artifacts.rendering_fingerprint(target.path), "template_args": target.template_args}
         if target.chat_template is not None:
-            inputs["template"] = artifacts.file_sha256(Path(target.chat_template))[:16]
+            facts["template"] = artifacts.file_sha256(Path(target.chat_template))[:16]
     if options.perturbations:
-        inputs["max_length"] = config.data.max_length
+        facts["max_length"] = config.data.max_length
     for option, suite in suites.values():
         content: Any = suite.path
         systems = True  # whether its rows may have system texts, which layout 1 left out
@@ -131,10 +131,10 @@ def inputs(config: Config) -> dict[str, Any]:
             files = [file for file in files if file.is_file()]
             content = [artifacts.file_sha256(file)[:16] for file in files]
             systems = any(file.suffix == ".gz" or re.search(rb"system|developer", file.read_bytes()) for file in files)
-        inputs[option] = {**{key: value for key, value in vars(suite).items() if value}, "path": content}
+        facts[option] = {**{key: value for key, value in vars(suite).items() if value}, "path": content}
         if systems:
-            inputs[option]["layout"] = LAYOUTS["suite"]
-    return inputs
+            facts[option]["layout"] = LAYOUTS["suite"]
+    return facts
 
 
 def trained_prompts(dataset: Path) -> frozenset[str]:

@@ -3,7 +3,7 @@
     bf16          2 bytes a value, bit for bit
     int8_channel  1 byte, -127 to 127, one scale per token and block of 128 values, and one per document and channel
     fp8           1 byte, float8 e4m3, one scale per token and block of 128 values
-    int8          1 byte, likewise -127 to 127
+    int8          1 byte, as int8_channel without the scales of channels
     int4          half a byte, -8 to 7, one scale per block of 32; measured for auxiliary states only
 
 A few channels of a target's states can be hundreds of times as large as the others. With int8 the others of their

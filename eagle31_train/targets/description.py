@@ -291,13 +291,13 @@ def serving_doubt(target: TargetConfig) -> str | None:
         return None
     tried = "as targets of this kind were" if kind in TRIED else "which was not tried with this kind"
     raw = read_raw(target)
-    undivided = (raw.get("text_config") or raw).get("logits_scaling", 1) != 1
-    return (
+    doubt = (
         f"vLLM 0.32's own class for {kind} takes no EAGLE 3 draft: serve {target.path} by the class that wraps "
         f"transformers' (--model-impl transformers), {tried}"
-        + "; by its source it leaves out logits_scaling: greedy answers are right, sampled ones are not"
-        * undivided
     )
+    if (raw.get("text_config") or raw).get("logits_scaling", 1) != 1:
+        doubt += "; by its source it leaves out logits_scaling: greedy answers are right, sampled ones are not"
+    return doubt
 
 
 def evaluation_doubt(target: TargetConfig, backend: str) -> str | None:

@@ -36,12 +36,13 @@ COUNTERS = {
 }
 
 
-def decode(target, draft, draft_tokens, requests):
+def decode(target, draft, draft_tokens, requests, model_impl="auto"):
     """Decode prompts one at a time, in float32: what others are in the batch then cannot change a number.
 
     Args:
         target: folder; or a draft that names its target, with `draft` null.
         requests: [{"prompt": [token ids], "max_new_tokens", "end_ids"}]
+        model_impl: whose class of the target, as vLLM calls it.
 
     Returns:
         {"outputs": [[token ids]], "seconds": [of each request],
@@ -58,6 +59,7 @@ def decode(target, draft, draft_tokens, requests):
             speculation["parallel_drafting"] = True
     llm = LLM(
         model=target,
+        model_impl=model_impl,
         dtype="float32",
         enforce_eager=True,
         enable_prefix_caching=False,
