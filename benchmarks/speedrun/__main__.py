@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CONTENDERS = ("ours", "speculators", "specforge")
 # As many tries for each, of what is known to matter most to it at this size.
 SWEEP = {
-    "ours": ["train.lr=1.5e-3", "train.batch_tokens=2048"],
+    "ours": ["train.lr=1.5e-3", "train.batch_tokens=4096"],
     "speculators": ["total-seq-len=1024", "total-seq-len=1024,lr=3e-3"],
     "specforge": ["learning_rate=1e-3", "learning_rate=1e-3,ttt_length=3"],
 }
