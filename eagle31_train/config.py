@@ -183,8 +183,13 @@ class DataConfig:
 
     @property
     def source_paths(self) -> list[str]:
-        paths = [one.get("path") for one in self.sources.values() if isinstance(one, dict)]
-        return [path for path in paths if isinstance(path, str)]
+        return [path for path, _ in self.weighted_paths]
+
+    @property
+    def weighted_paths(self) -> list[tuple[str, Any]]:
+        """Path and weight of every source that has a path; nobody has checked the weight."""
+        entries = [one for one in self.sources.values() if isinstance(one, dict)]
+        return [(path, one.get("weight", 1)) for one in entries if isinstance(path := one.get("path"), str)]
 
     @property
     def writes_prompts(self) -> bool:

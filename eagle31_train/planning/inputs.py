@@ -1,6 +1,8 @@
 """What a plan is made of: the target's sizes, the drafter's shape and the data, counted where they can be."""
 
+import math
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -125,14 +127,20 @@ def writes_prompts(config: Config) -> bool:
 
 
 def prompts_at_hand(config: Config) -> int | None:
-    """How many prompts there are to answer, or conversations to learn; None where that takes a download."""
+    """How many prompts there are to answer, or conversations to learn: of a mixture as many as its weights allow. None
+    where that takes a download, or a weight is none."""
     d = config.data
     if d.rows:
         return d.rows
     alone = (d.prompts if config.regenerate else d.conversations) or (SELF if writes_prompts(config) else None)
-    specs: list[str | None] = [*d.source_paths] or [alone]
-    counts = [d.self_prompts.count if spec == SELF else _rows(spec) if spec else None for spec in specs]
-    return None if None in counts else sum(filter(None, counts))
+    sources = d.weighted_paths or ([(alone, 1)] if alone else [])
+    counts = [d.self_prompts.count if path == SELF else _rows(path) for path, _ in sources]
+    known = [rows for rows in counts if rows is not None]
+    given = [weight for _, weight in sources if isinstance(weight, int | float) and 0 < weight < math.inf]
+    if not sources or min(len(known), len(given)) < len(sources):
+        return None
+    weights = [Fraction(str(weight)) for weight in given]
+    return min(rows * sum(weights) // weight for rows, weight in zip(known, weights, strict=True))
 
 
 def conversations_at_hand(config: Config) -> int | None:
