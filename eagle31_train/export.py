@@ -34,7 +34,7 @@ def export(config: Config) -> None:
     """Write `run_dir/export` and `run_dir/export.json`; upload with push=true. A UserError, and nothing written, if an
     input is missing or damaged, was made with other options, or breaks the contract."""
     started = time.monotonic()
-    hub.check(config.push, config.repo)
+    hub.check(config)
     run = Path(config.run_dir)
     checkpoint = served(config)
     shape = exported_shape(config, checkpoint)

@@ -20,7 +20,7 @@ from eagle31_train import cli
 from eagle31_train.cli import ANY
 from eagle31_train.config import SELF, Config
 from eagle31_train.console import STOPPED, note
-from eagle31_train.errors import Stopped
+from eagle31_train.errors import Stopped, UserError
 from eagle31_train.locations import CONFIGS
 
 STAGES = ("data", "extract", "train", "evaluate", "export", "summary")
@@ -32,10 +32,17 @@ PROFILES = [*ALONE, "ddp", "fsdp2", "zero1", "zero2", "zero2_offload", "zero3", 
 
 def run(config: Config, overrides: list[str], first: str, last: str, profile: str | None = None) -> None:
     """Run the stages from `first` to `last`, each in a process of its own, training as `profile` says; SystemExit if
-    one fails, with its status."""
+    one fails, with its status. UserError for options with which they could not end."""
     from eagle31_train.checkpoint import hub  # half a second, which `--help` need not wait for
 
-    hub.check(config.push and last in ("export", "summary"), config.repo)
+    if last in ("export", "summary"):
+        hub.check(config)
+    stages = STAGES[STAGES.index(first) : STAGES.index(last) + 1]
+    if config.store.max_bytes and {"extract", "train"} <= set(stages):
+        raise UserError(
+            "store.max_bytes has extraction wait for a training beside it, and here one follows the other: leave it "
+            "out, or run `eagle31 extract` and `eagle31 train store.follow=true` at once (docs/store.md)"
+        )
     if ANY in overrides and ANY not in sys.argv:
         note(f"run: no recipe is named: {ANY} (configs/experiment/any.yaml; or your own: `eagle31 new NAME`)")
     if not config.data.given:
@@ -45,7 +52,7 @@ def run(config: Config, overrides: list[str], first: str, last: str, profile: st
     environment.setdefault("TOKENIZERS_PARALLELISM", "false")
     if profile == "cpu":
         environment["ACCELERATE_USE_CPU"] = "true"
-    for stage in STAGES[STAGES.index(first) : STAGES.index(last) + 1]:
+    for stage in stages:
         note(f"run: {stage}")
         status = finished([*command(stage, profile), *overrides], environment)
         if status == STOPPED:

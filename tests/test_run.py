@@ -56,12 +56,33 @@ def test_stages_that_end_before_they_begin_are_refused(started, capsys):
     assert "--from export comes after --until data: no stage is left" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("repo", ["", "repo=draft", "repo=me/a..b"])
-def test_a_repository_that_cannot_be_is_refused_before_any_work(repo, started, capsys):
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("", "repo=owner/name"),
+        ("repo=draft", "repo=owner/name"),
+        ("repo=me/a..b", "repo=owner/name"),
+        ("repo=me/a export_format=speculators", "which others do not have: push with export_format=vllm"),
+    ],
+)
+def test_an_upload_that_cannot_be_is_refused_before_any_work(words, said, started, capsys):
     with pytest.raises(SystemExit):
-        started("+experiment=smollm2", "push=true", *([repo] if repo else []))
-    assert "repo=owner/name" in capsys.readouterr().err
-    assert started("+experiment=smollm2", "push=true", "--until", "train")
+        started("+experiment=smollm2", "push=true", *words.split())
+    assert said in capsys.readouterr().err
+    assert started("+experiment=smollm2", "push=true", *words.split(), "--until", "train")
+
+
+def test_a_target_of_the_hub_may_be_named_on_the_hub(started):
+    assert started("target.path=org/target", "push=true", "repo=me/a", "export_format=speculators", "--from", "export")
+
+
+def test_an_extraction_that_would_wait_for_the_training_after_it_is_refused(started, capsys):
+    bounded = ["+experiment=smollm2", "store.max_bytes=1GB"]
+    with pytest.raises(SystemExit):
+        started(*bounded)
+    assert "run `eagle31 extract` and `eagle31 train store.follow=true` at once" in capsys.readouterr().err
+    assert started(*bounded, "--until", "extract")
+    assert started(*bounded, "--from", "train")
 
 
 def test_a_profile_is_taken_by_its_name(started, monkeypatch, capsys):

@@ -6,6 +6,7 @@ from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
+from eagle31_train.config import Config
 from eagle31_train.errors import UserError
 
 # The hub's own errors are OSErrors or ValueErrors; the HTTP client's base error differs between hub versions.
@@ -27,9 +28,11 @@ def fetch(repo: str, revision: str | None) -> Path:
         ) from None
 
 
-def check(push: bool, repo: str | None) -> None:
-    """A UserError for push=true without a repository that can be: known before hours of work, and not after them."""
-    if not push:
+def check(config: Config) -> None:
+    """A UserError for a push=true that cannot be, or whose upload nobody could serve: known before hours of work, and
+    not after them."""
+    repo = config.repo
+    if not config.push:
         return
     try:
         if not repo or "/" not in repo:
@@ -37,6 +40,11 @@ def check(push: bool, repo: str | None) -> None:
         validate_repo_id(repo)
     except HFValidationError as error:
         raise UserError(f"repo={repo} is no name of a hub repository ({error}): give repo=owner/name") from None
+    if config.export_format == "speculators" and not config.target.is_hub_id:
+        raise UserError(
+            f"export_format=speculators names the target's folder, target.path={config.target.path}, which others do "
+            "not have: push with export_format=vllm"
+        )
 
 
 def push(folder: Path, repo: str, private: bool) -> str:
