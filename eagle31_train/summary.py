@@ -13,7 +13,7 @@ from eagle31_train.console import note
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation.intervals import LEVEL, bracket
 from eagle31_train.reporting.tables import count
-from eagle31_train.store import EXTRACT, read_manifest
+from eagle31_train.store import read_manifest
 
 STAGES = ("data", "extract", "train", "evaluate", "export")
 
@@ -27,9 +27,8 @@ def summarise(config: Config) -> None:
         "train": artifacts.read_json(run_dir / "train" / artifacts.MANIFEST, "eagle31 train"),
         "evaluate": artifacts.read_json(run_dir / "evaluate" / artifacts.MANIFEST, evaluate),
     }
-    if (store := read_manifest(config)) is None:
-        raise UserError(f"there is no complete store in {config.store_location}: run `{EXTRACT}` first")
-    manifests |= {"extract": store, "export": run_folder.read_export(run_dir)}
+    # After a training that ended early, or wanted its store no more, there is no complete one.
+    manifests |= {"extract": read_manifest(config) or {}, "export": run_folder.read_export(run_dir)}
     if manifests["evaluate"]["inputs"].get("checkpoint") != served(config).identity:
         raise UserError(f"evaluate was last run on another training: run `{evaluate}` again")
     if (result := manifests["evaluate"].get("result")) is None:
@@ -45,13 +44,17 @@ def summarise(config: Config) -> None:
         timed_length = bracket([timed["by_depth"][depth], None, None], "{:.2f}")
         of = f" ({count(timed['prompts'], 'prompt')}, length {timed_length})"
     prompts = count(workload["prompts"], "prompt")
+    steps = f"{trained['steps']} steps"
+    if "kept" in trained:
+        steps += f", of which step {trained['kept']['step']} is kept"
+    seconds = {stage: manifests[stage].get("seconds") for stage in STAGES}
     rows = {
         "acceptance length": f"{length} at {depth} draft tokens, bonus token included ({LEVEL:.0%} interval)",
         "  by source": "   ".join(f"{name}: {bracket([one, None, None])}" for name, one in lengths.items()),
         "  measured on": f"{prompts} of {workload['name']}, {numbers['generated_tokens']:,} tokens",
         "speed": f"{speculative:.1f} tokens/s with the drafter, {plain:.1f} without, for one user{of}",
-        "trained on": f"{trained['tokens']:,} tokens ({trained['pairs']:,} predictions) in {trained['steps']} steps",
-        "seconds": "   ".join(f"{stage} {manifests[stage]['seconds']:,.0f}" for stage in STAGES),
+        "trained on": f"{trained['tokens']:,} tokens ({trained['pairs']:,} predictions) in {steps}",
+        "seconds": "   ".join(f"{stage} {spent:,.0f}" for stage, spent in seconds.items() if spent is not None),
         "checkpoint": str(Path(config.run_dir) / "export"),
         "serve it": manifests["export"]["serve"],
     }

@@ -227,7 +227,8 @@ def render(history: History, images: html.Images) -> str:
     """The page as text."""
     manifest = {name: value for name, value in (history.manifest or {}).items() if name != "files"}
     state = "Training ended" if history.manifest is not None else "Training had not ended when this page was made"
-    remarks = [f"{state}; the last step was {history.metrics.steps[-1]:,.0f}.", *history.notes]
+    kept = f", and step {manifest['kept']['step']:,} is kept" if "kept" in manifest else ""
+    remarks = [f"{state}; the last step was {history.metrics.steps[-1]:,.0f}{kept}.", *history.notes]
     sections = [
         Section("", remarks, [_numbers(history)]),
         *(Section(name, [], []) for name in images),

@@ -51,7 +51,8 @@ def make_run(folder, steps=40, **options):
     (train / "timings.jsonl").write_text(lines({"step": step, **timing} for step in range(1, steps + 1)))
     (train / "launches.jsonl").write_text(lines({"facts": {"after_step": step}} for step in (0, 12, 30)))
     (train / "config.yaml").write_text("name: <b>mine</b>\n")
-    (train / "manifest.json").write_text(json.dumps({"steps": steps, "seconds": 90, "files": {"a": {"bytes": 1}}}))
+    manifest = {"steps": steps, "seconds": 90, "files": {"a": {"bytes": 1}}, "kept": {"step": 25}}
+    (train / "manifest.json").write_text(json.dumps(manifest))
     return folder
 
 
@@ -70,6 +71,7 @@ def test_the_page_stands_alone_and_says_where_the_curves_ended(tmp_path):
         assert word not in html
     loss = np.mean([row["loss"] for row in metrics(40, left_out=[7]) if "loss" in row])
     for words in (
+        "Training ended; the last step was 40, and step 25 is kept.",
         f"loss {loss:.4g} 3.04 3.005 (step 5)",
         "acceptance_length 1.75 1.9 (step 25)",
         "acceptance_at_depth 0.5, 0.25",
