@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from eagle31_train import artifacts
-from eagle31_train.console import note
+from eagle31_train.console import Progress, note
 from eagle31_train.errors import UserError
 from eagle31_train.provenance import REPLACE
 from eagle31_train.store import format as files
@@ -177,11 +177,13 @@ class StoreWriter:
                 if shard.line not in names
                 or (shard.name in old and sizes.get(shard.name) != old[shard.name] and not self._used_up(shard))
             ]
+            progress.update(len(awaited) - len(missing) - progress.n)
             return not missing or read_consumed(self.storage, self.id).finished
 
         what = "extract: waiting for the other processes' shards"
-        if missing:
-            wait(complete, what, self.patience, lambda: len(self.storage.names("shards")))
+        with Progress(total=len(missing), desc="shards of the others", unit="shard", disable=not missing) as progress:
+            if missing:
+                wait(complete, what, self.patience, lambda: len(self.storage.names("shards")))
         if missing:
             return None
         lines, problems = read_lines(self.storage, self.plan, awaited, self.id)
