@@ -44,6 +44,17 @@ def is_main() -> bool:
     return int(os.environ.get("RANK", 0)) == 0
 
 
+def refuse_lone_process() -> None:
+    """UserError in the one process that accelerate's launcher starts where several were asked for, as it does with
+    --cpu and for profiles of one process: of its variables it sets an address for them then, and no number."""
+    asked = os.environ.get
+    if "ACCELERATE_MIXED_PRECISION" in os.environ and asked("MASTER_ADDR") == "127.0.0.1" and not asked("WORLD_SIZE"):
+        raise UserError(
+            "accelerate was asked for several processes and started one, as it does with --cpu and for profiles of one "
+            "process: use configs/accelerate/ddp.yaml (on a CPU with ACCELERATE_USE_CPU=true), or --num_processes 1"
+        )
+
+
 @contextmanager
 def explained() -> Iterator[None]:
     """Around a command: it ends with 2 on a user's mistake, with 75 if it was told to stop and saved, 130 on Ctrl-C."""

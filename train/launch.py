@@ -27,7 +27,7 @@ from accelerate.utils import (
 
 from eagle31_train import PARENT, artifacts
 from eagle31_train.config import Config, TrainConfig, check_context_parallel
-from eagle31_train.console import note
+from eagle31_train.console import note, refuse_lone_process
 from eagle31_train.errors import SharedError, UserError
 from eagle31_train.locations import CONFIGS
 from train import tracking
@@ -77,13 +77,7 @@ def make_accelerator(config: Config, folder: Path) -> Accelerator:
 def check_environment(t: TrainConfig) -> None:
     """Raise a UserError for what a launch's environment asks for and this trainer would not do, or does otherwise."""
     asked = os.environ.get
-    launched = "ACCELERATE_MIXED_PRECISION" in os.environ
-    if launched and asked("MASTER_ADDR") == "127.0.0.1" and asked("WORLD_SIZE") is None:
-        # accelerate's launcher of one process, asked for several, starts one, and leaves this trace.
-        raise UserError(
-            "accelerate was asked for several processes and started one, as it does with --cpu and for profiles of one "
-            "process: use configs/accelerate/ddp.yaml (on a CPU with ACCELERATE_USE_CPU=true), or --num_processes 1"
-        )
+    refuse_lone_process()
     on_gpus = torch.cuda.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU")
     if on_gpus and (here := int(asked("LOCAL_WORLD_SIZE", "1"))) > (gpus := torch.cuda.device_count()):
         raise UserError(f"{here} processes were launched on a machine with {gpus} GPUs: launch --num_processes {gpus}")

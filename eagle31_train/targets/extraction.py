@@ -22,7 +22,7 @@ from torch import Tensor
 from eagle31_train import provenance
 from eagle31_train.background import Background
 from eagle31_train.config import Config, byte_count
-from eagle31_train.console import Progress, is_main, note
+from eagle31_train.console import Progress, is_main, note, refuse_lone_process
 from eagle31_train.errors import UserError
 from eagle31_train.locks import alone
 from eagle31_train.model import vocab
@@ -123,6 +123,7 @@ def _finish(writer: StoreWriter, lines: Sequence[Line], agreement: "Agreement", 
 
 def rank_of(config: Config) -> tuple[int, int]:
     """Which of how many processes that share the shards this is, by the launcher's environment and the part."""
+    refuse_lone_process()
     part, parts = config.extract.part, config.extract.parts
     if part >= parts:
         raise UserError(f"extract.part={part}: with extract.parts={parts} they are numbered from 0 to {parts - 1}")

@@ -14,6 +14,7 @@ from made import message_of
 from eagle31_train.cli import load_config
 from eagle31_train.config import TrainConfig, check_context_parallel
 from eagle31_train.model.batch import build_batch
+from eagle31_train.targets.extraction import rank_of
 from train import launch
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -33,11 +34,13 @@ def use(monkeypatch, variables):
 
 DEEPSPEED = {"ACCELERATE_USE_DEEPSPEED": "true"}
 FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+LONE = {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1"}
 REFUSED = {
     "FSDP1": ({**FSDP2, "FSDP_VERSION": "1"}, "launched FSDP1"),
     "FSDP offload": ({**FSDP2, "FSDP_OFFLOAD_PARAMS": "true"}, "zero3_offload.yaml"),
     "fp16": ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "set train.precision"),
     "accumulation": ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, "set train.gradient_accumulation_steps"),
+    "one of several": (LONE, "accelerate was asked for several processes and started one"),
     "dynamo": ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "set train.kernels"),
 }
 
@@ -46,6 +49,14 @@ REFUSED = {
 def test_what_this_trainer_would_do_otherwise_is_refused(monkeypatch, variables, words):
     use(monkeypatch, variables)
     assert words in message_of(launch.check_environment, TrainConfig())
+
+
+def test_one_process_of_several_extracts_nothing_alone(monkeypatch):
+    config = load_config(["name=x", "target.path=x", "extract.parts=3", "extract.part=2"])
+    use(monkeypatch, {})
+    assert rank_of(config) == (2, 3)
+    use(monkeypatch, LONE)
+    assert "accelerate was asked for several processes and started one" in message_of(rank_of, config)
 
 
 def test_a_process_whose_launcher_has_ended_does_not_meet_those_of_the_next(monkeypatch):
