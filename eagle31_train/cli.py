@@ -68,7 +68,8 @@ def load_config(
                 _set(composed, word)
         config = _to_config(composed)
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
-        raise UserError(_explain(error)) from None
+        recipe = next((word.partition("=")[2] for word in groups if _key(word) == "experiment"), "")
+        raise UserError(_explain(error).replace("'experiment/given'", recipe)) from None
     if resolve:
         precision.resolve(config)
     return config

@@ -92,6 +92,9 @@ def test_a_recipe_without_a_header_is_one_and_what_is_no_text_is_refused(tmp_pat
         file.write_bytes(text)
         with pytest.raises(UserError, match=r"mine\.yaml cannot be read \(.*\): write one"):
             load_config([f"+experiment={file}", "target.path=x"])
+    file.write_text("trian: {lr: 0.5}\n")
+    with pytest.raises(UserError, match=rf"^In {file}: .*Key 'trian' not in"):
+        load_config([f"+experiment={file}", "target.path=x"])
 
 
 # ---------------------------------------------------------------- groups, and options that are emptied
