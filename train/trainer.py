@@ -184,7 +184,7 @@ class Trainer:
         """
         final = step == self.last_step
         best = self.t.keep_best and self.state.best is not None and self.state.best["step"] == step
-        required = final or stop_requested or self.usage.frees_shards(step)
+        required = final or stop_requested or self.usage.frees_shards(step, self.accelerator)
         saving = required or best or step % self.t.checkpoint_every == 0
         if (saving or step == self.first_step) and (problem := self.parallel.differs()):
             self._abort(f"step {step}: {problem}: the ranks do not train together as they should, nothing was saved")

@@ -4,9 +4,12 @@ written."""
 
 from collections.abc import Sequence
 
+from accelerate import Accelerator
+
 from eagle31_train.errors import UserError
 from eagle31_train.store import PlannedShard, Store, StoreSplit
 from eagle31_train.store.stream import check_consumer, consume
+from train import launch
 
 Window = list[PlannedShard]
 
@@ -87,9 +90,12 @@ class Usage:
             store.storage.prefetch(needed)
         self.release(done, remove, ended)
 
-    def frees_shards(self, step: int) -> bool:
-        """Whether a window of a bounded store is used up after this step, so that extraction waits for its removal."""
-        return step in self._window_ends and bounded(self._store)
+    def frees_shards(self, step: int, accelerator: Accelerator) -> bool:
+        """Whether a window of a bounded store is used up after this step, so that extraction waits for its removal.
+        Every rank must call it, and hears what the main process sees: the bound may come or go between two looks."""
+        if not self._store.follow or step not in self._window_ends:
+            return False
+        return bool(launch.agreed(accelerator, lambda: bounded(self._store)))
 
     def release(self, step: int, remove: bool, ended: bool = False) -> None:
         """Unmap what no step after `step` reads; of a bounded store `remove` it too. Only one process removes. If the

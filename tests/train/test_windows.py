@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle31_train.store.shard_plan import PlannedShard
-from train import windows
+from train import launch, windows
 from train.order import global_batches, schedule
 
+ALONE = SimpleNamespace(is_main_process=True, num_processes=1)
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=60)
 
 
@@ -63,9 +64,9 @@ def test_a_shard_is_used_up_when_no_later_step_reads_it_and_not_before(lengths, 
         sooner = {split.shard_of(i) for batch in batches[:step] for i in batch}
         assert set(usage.used_up(step)) == sooner - later
         assert set(usage.needed_after(step)) == {shard.name for shard in later}
-        if epochs == 1 and usage.frees_shards(step):
+        if epochs == 1 and usage.frees_shards(step, ALONE):
             assert {split.shard_of(i) for i in (batches[step - 1] if step else [])} <= set(usage.used_up(step))
-    ends = [step for step in range(len(batches) + 1) if usage.frees_shards(step)]
+    ends = [step for step in range(len(batches) + 1) if usage.frees_shards(step, ALONE)]
     if most is None:
         assert ends[-1] == len(batches)
 
@@ -79,3 +80,16 @@ def test_extraction_is_told_that_a_run_ended_before_its_schedule(monkeypatch, en
     monkeypatch.setattr(windows, "consume", lambda *given: told.append(given[-1]))
     windows.Usage(store, split, batches, cut, "").release(1, remove=True, ended=ended)
     assert told == [ended]
+
+
+@pytest.mark.parametrize("bound", [None, 1])
+def test_a_rank_that_sees_another_bound_saves_where_the_main_process_does(monkeypatch, bound):
+    """Extraction ended, and its bound with it, after the main process looked and before this rank did; or the reverse.
+    Ranks that save after different steps would wait for one another for ever."""
+    split = split_of([10] * 6, 2)
+    cut = windows.cut(split, 20)
+    batches = schedule([10] * 6, 20, 1, 1, None, windows.samples(cut))
+    usage = windows.Usage(SimpleNamespace(follow=True, max_bytes=bound), split, batches, cut, "")
+    monkeypatch.setattr(launch, "broadcast_object_list", lambda _: [bound is None, None])  # of the main process
+    other = SimpleNamespace(is_main_process=False, num_processes=2)
+    assert [usage.frees_shards(step, other) for step in range(4)] == [False, *[bound is None] * 3]
