@@ -7,7 +7,7 @@ import threading
 import time
 from typing import Any
 
-from eagle31_train.errors import UserError
+from eagle31_train.errors import Stopped, UserError
 
 
 def parse_limit(text: str | None) -> float | None:
@@ -45,6 +45,12 @@ class Deadline:
         if self._signalled:
             return "SIGTERM"
         return "train.time_limit" if time.monotonic() >= self._end else None
+
+    def pause(self, seconds: float) -> None:
+        """Sleep, before the first step; Stopped if this process is to stop, which has nothing to save."""
+        if self.reason is not None:
+            raise Stopped(f"train: stopped by {self.reason} while it waited for the store; the same command goes on")
+        time.sleep(seconds)
 
     def _note(self, *_: object) -> None:
         self._signalled = True

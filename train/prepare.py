@@ -49,7 +49,7 @@ def prepare(config: Config, resources: ExitStack) -> Trainer | None:
     deadline = resources.enter_context(Deadline(parse_limit(t.time_limit)))
     source = initial_weights.open_source(config)
     config = complete_drafter(config, source)
-    data = read_inputs(config, source, resources)
+    data = read_inputs(config, source, deadline, resources)
     accelerator = launch_processes(config, data)
     if claim_folder(config, data, accelerator, resources):
         _say(f"train: up to date ({folder})")
@@ -61,6 +61,7 @@ def prepare(config: Config, resources: ExitStack) -> Trainer | None:
     main, steps = accelerator.is_main_process, len(schedule)
     usage = windows.Usage(data.store, data.train_split, schedule, data.windows, data.made_from.fingerprint)
     usage.begin(state.step, remove=main, ended=state.stale(t.early_stop))
+    data.store.wait_for(data.heldout.shards, deadline.pause)  # here, and not between the exchanges of an evaluation
     tracking.start(accelerator, config, data.made_from.inputs, state.step)
     if main:
         facts = {
@@ -92,10 +93,11 @@ def complete_drafter(config: Config, source: DrafterCheckpoint | None) -> Config
     return complete(config, provenance.read_data(config).get("target"), begun)
 
 
-def read_inputs(config: Config, source: DrafterCheckpoint | None, resources: ExitStack) -> Inputs:
+def read_inputs(config: Config, source: DrafterCheckpoint | None, deadline: Deadline, resources: ExitStack) -> Inputs:
     """Read options, data and store, and refuse what no run can be made of. Every process does it for itself."""
     t, data_dir = config.train, config.data_folder
-    store = resources.enter_context(closing(Store(storage_of(config), config.store.follow, config.store.patience)))
+    follow, patience = config.store.follow, config.store.patience
+    store = resources.enter_context(closing(Store(storage_of(config), follow, patience, deadline.pause)))
     data = provenance.read_data(config)
     check_store(store, data, config)
     vocab_file = data_dir / "vocab.safetensors"

@@ -84,9 +84,7 @@ class Usage:
                 "restore the later checkpoint of this run, which is missing or damaged, or begin again without store "
                 "and training"
             )
-        if store.follow:
-            store.wait_for(store.plan.of("heldout"))  # here, and not between the exchanges of an evaluation
-        else:
+        if not store.follow:
             store.storage.prefetch(needed)
         self.release(done, remove, ended)
 

@@ -1,6 +1,7 @@
 """Reading a store: complete, or while it is still being written; every shard is checked when it is first opened."""
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from functools import cached_property, partial
@@ -19,7 +20,7 @@ from eagle31_train.store.document import Document
 from eagle31_train.store.head import damage_of, read_head, read_lines
 from eagle31_train.store.shard import ContentError, ShardFile, open_shard
 from eagle31_train.store.shard_plan import PlannedShard, shape_of
-from eagle31_train.store.stream import read_bound, read_consumed, wait
+from eagle31_train.store.stream import Pause, read_bound, read_consumed, wait
 
 OPEN = {"local": 1024, "remote": 8}  # mapped shards: a cached copy that is evicted frees its bytes only once unmapped
 
@@ -31,11 +32,14 @@ class Store:
         storage: where it lies, or its folder.
         follow: read it while it is being written, waiting for shards that are not there yet.
         patience: seconds to wait for one.
+        pause: sleeps between looks at whether the store is begun; may raise.
 
     UserError if the store is missing, incomplete (without `follow`) or damaged, or, while reading, a shard is.
     """
 
-    def __init__(self, storage: Storage | Path, follow: bool = False, patience: float = 3600.0) -> None:
+    def __init__(
+        self, storage: Storage | Path, follow: bool = False, patience: float = 3600.0, pause: Pause = time.sleep
+    ) -> None:
         self.storage = open_storage(str(storage), Path(), 0) if isinstance(storage, Path) else storage
         self.location = self.storage.location
         self.follow, self.patience = follow, patience
@@ -47,7 +51,7 @@ class Store:
                 raise UserError(f"{self.location}/{artifacts.MANIFEST} is missing: run `{files.EXTRACT}` first{hint}")
             first = {files.PROVENANCE, files.TARGET_LINE}
             what = f"train: waiting for {self.location} to be begun by `{files.EXTRACT}`"
-            wait(lambda: first <= self.storage.sizes("").keys(), what, patience)
+            wait(lambda: first <= self.storage.sizes("").keys(), what, patience, pause=pause)
             head, problems = read_head(self.storage)
         if problems:
             raise UserError(f"{problems[0].text}: {files.REMAKE}")
@@ -110,8 +114,9 @@ class Store:
     def split(self, name: str) -> "StoreSplit":
         return StoreSplit(self, name)
 
-    def wait_for(self, shards: Iterable[PlannedShard]) -> None:
-        """Return once all of these shards are committed; UserError if one does not come."""
+    def wait_for(self, shards: Iterable[PlannedShard], pause: Pause | None = None) -> None:
+        """Return once all of these shards are committed, at once in a complete store; UserError if one does not come.
+        `pause` sleeps between looks and may raise; without it, `close` ends the wait."""
         for shard in shards:
             if shard.name not in self._lines:
                 wait(
@@ -119,7 +124,7 @@ class Store:
                     f"train: waiting for {shard.name}",
                     self.patience,
                     lambda: len(self.storage.names("shards")),
-                    self._stopped.wait,
+                    pause or self._stopped.wait,
                 )
 
     def _arrived(self, shard: PlannedShard) -> bool:

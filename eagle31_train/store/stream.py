@@ -18,6 +18,7 @@ from eagle31_train.store.sealed import DamagedError, seal
 from eagle31_train.store.shard_plan import Plan, PlannedShard
 
 POLL = 0.5  # seconds between looks at what other processes have done
+Pause = Callable[[float], bool | None]  # sleeps so many seconds; True: to be waited for no more
 
 
 class StoppedError(RuntimeError):
@@ -29,7 +30,7 @@ def wait(
     what: str,
     patience: float,
     progress: Callable[[], object] = lambda: None,
-    pause: Callable[[float], bool | None] = time.sleep,
+    pause: Pause = time.sleep,
 ) -> None:
     """Poll until a condition holds; says once that it waits.
 
@@ -37,7 +38,7 @@ def wait(
         until: the condition.
         what: who waits for what, for people.
         patience: seconds without any change of `progress()` before a UserError.
-        pause: sleeps so many seconds; returns True to be waited for no more, which raises StoppedError.
+        pause: between looks; where it returns True, StoppedError is raised.
     """
     if until():
         return

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 from launching import ROOT, arguments, command, environment, launch
 from pipeline import assert_close
-from surviving import calling, launched, training, wait_until
+from surviving import calling, launched, tell, training, wait_until
 from watching import updates_of
 
 from eagle31_train.console import STOPPED
@@ -71,6 +71,22 @@ def test_a_run_that_its_time_limit_stops_again_and_again_ends_the_same(new_run, 
     assert run.rows() == whole.rows()
 
 
+FOLLOW = ["store.follow=true", "train.window_tokens=40", "train.max_steps=20"]
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_run_that_waits_before_its_first_step_is_ended_by_sigterm(new_run, tmp_path, monkeypatch, begun):
+    """For a store, or for the held-out split of one that is begun."""
+    run = new_run()
+    (run.folder / "run" / "store").rename(tmp_path / "store")
+    if begun:
+        monkeypatch.setattr(StoreWriter, "wait_for_quota", lambda *_: False)
+        extract(run.config())
+    told = calling("eagle31_train.store.reader.wait", tell, "before", 1)
+    with told, pytest.raises(Stopped, match="stopped by SIGTERM while it waited for the store; the same command"):
+        run.fit(*FOLLOW, "store.patience=1")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, STOPPED)])
 def test_a_run_that_waits_for_a_shard_is_ended_by_one_signal(new_run, tmp_path, monkeypatch, number, status):
@@ -78,8 +94,7 @@ def test_a_run_that_waits_for_a_shard_is_ended_by_one_signal(new_run, tmp_path, 
     (run.folder / "run" / "store").rename(tmp_path / "store")
     monkeypatch.setattr(StoreWriter, "wait_for_quota", lambda self, shard, _: shard.number < 4)
     extract(run.config())
-    follow = ["store.follow=true", "store.patience=100000", "train.window_tokens=40", "train.max_steps=20"]
-    with training(arguments(run, *follow), output, grace=0.0) as process:
+    with training(arguments(run, *FOLLOW, "store.patience=100000"), output, grace=0.0) as process:
         wait_until(lambda: "waiting for shards/train-" in output.read_text(), process.is_alive)
         os.kill(process.pid, number)
         process.join()
