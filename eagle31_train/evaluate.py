@@ -28,6 +28,7 @@ from eagle31_train.evaluation.measuring import check_options
 from eagle31_train.evaluation.serving import Installation, measure_serving
 from eagle31_train.evaluation.serving import check as check_serving
 from eagle31_train.evaluation.serving.engine import server_arguments, target_arguments
+from eagle31_train.model.rope import stretched
 from eagle31_train.provenance import Provenance
 from eagle31_train.reporting import evaluation_page, recipe, tables
 from eagle31_train.store import read_manifest
@@ -111,7 +112,7 @@ def serve(config: Config) -> None:
     if (train := run_dir / "train" / artifacts.MANIFEST).is_file():  # vLLM can do without
         trained = artifacts.read_json(train, TRAIN)
         refuse_other_data(trained["inputs"], data, config.data_folder)
-    positions = [exported["inputs"]["shape"]["max_position_embeddings"]]
+    positions = [stretched(shape["max_position_embeddings"], shape.get("rope_scaling"))]
     trainings, measured_on = {config.name: [trained.get("inputs")]}, trained.get("measured_on", [])
     workload, *others = evaluating.choose_workloads(config, trainings, positions, data, measured_on=measured_on)
     if others:

@@ -20,6 +20,8 @@ from eagle31_train.evaluation.measuring import Candidate, Measurer
 from eagle31_train.evaluation.results import summarise
 from eagle31_train.evaluation.serving.engine import max_model_len
 from eagle31_train.evaluation.workloads import Workload, workloads
+from eagle31_train.model.rope import stretched
+from eagle31_train.targets import hf
 from eagle31_train.targets.cached import CachedTarget
 from eagle31_train.targets.hf import DTYPES, load_model, pick_device, read_config
 
@@ -51,7 +53,7 @@ def evaluate(
     chosen = choose_workloads(
         config,
         {name: [one.inputs for one in some] for name, some in checkpoints.items()},
-        [one.shape.max_position_embeddings for one in every],
+        [stretched(one.shape.max_position_embeddings, one.shape.rope_scaling) for one in every],
         data,
         [options.num_speculative_tokens, options.max_speculative_tokens],
         {prompt for one in every for prompt in one.measured_on},
@@ -128,10 +130,10 @@ def choose_workloads(
 def longest_prompt(config: Config, positions: Iterable[int | None], drafted: Iterable[int] = ()) -> int:
     """How many tokens a prompt may have, so that vLLM takes it and drafts every time: near the last position it drafts
     less. UserError where a limit of vLLM's is no number."""
-    options = config.evaluate
-    limits = [*positions, getattr(read_config(config.target), "max_position_embeddings", None)]
+    options, target = config.evaluate, read_config(config.target)
+    limits = [*positions, hf.positions(target)]
     if options.backend == "vllm":
-        limits.append(max_model_len(config))
+        limits.append(max_model_len(config) or hf.served_positions(target))
         drafted = [*drafted, *options.serve_speculative_tokens]
     # What vLLM needs beyond an answer, or it shortens the last drafts: positions of a verification, and of the next,
     # which it prepares meanwhile as if all of it were accepted (seen in 0.32, async scheduling).

@@ -41,7 +41,6 @@ class DraftDecoder:
     def __init__(self, drafter: Drafter, target_ids: Tensor, capacity: int, sequences: int = 1) -> None:
         self.drafter = drafter
         self.target_ids = target_ids
-        self.capacity = capacity
         self.lengths = [0] * sequences  # positions with a step-0 row
         self._caches = [Cache(layer, sequences, capacity) for layer in drafter.stack]
         self._newest: tuple[Tensor, Tensor] | None = None  # the last layer's attention input and residual, [B, ...]

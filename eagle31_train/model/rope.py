@@ -13,7 +13,8 @@ Shapes: n rows; d rotated width.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -169,3 +170,11 @@ def check_rope(shape: DrafterShape) -> dict:
 def table_end(checked: dict) -> float | None:
     """Positions in vLLM's table of a YaRN; None for other RoPE, whose table is as long as the target's contexts."""
     return checked["factor"] * checked[ORIGINAL] if checked["rope_type"] == "yarn" else None
+
+
+def stretched(positions: int, scaling: Mapping[str, Any] | None) -> int:
+    """How far vLLM's table of a RoPE goes that was written down with so many positions. A linear scaling multiplies
+    them. A dynamic one does not: vLLM takes longer contexts, and fails there."""
+    scaling = scaling or {}
+    linear = "linear" in (scaling.get("rope_type"), scaling.get("type"))
+    return int(positions * (scaling.get("factor") or 1)) if linear else positions

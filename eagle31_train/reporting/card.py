@@ -25,7 +25,7 @@ from eagle31_train.reporting.evaluation_page import RESULT, conditions, pictures
 from eagle31_train.reporting.figures import Picture
 from eagle31_train.reporting.html import escape
 from eagle31_train.reporting.markdown import code, grid, plain, scrubbed
-from eagle31_train.reporting.recipe import PROGRAMS, command, serve_command, sglang_command
+from eagle31_train.reporting.recipe import commands, serve_command, sglang_command
 from eagle31_train.reporting.tables import ALL, SERVING
 
 EVALUATE, COMPARE = "eagle31 evaluate", "eagle31 compare"
@@ -151,7 +151,7 @@ def render(
         trained={name: train[name] for name in TRAINED if name in train},
         serve_command=serve_command,
         sglang_command=sglang_command,
-        commands=[command(program, config) for program in PROGRAMS],
+        commands=commands(config),
     )
 
 

@@ -57,6 +57,12 @@ def command(program: str, config: Config) -> str:
     return f"{program} {shlex.join(overrides(config))}"
 
 
+def commands(config: Config) -> list[str]:
+    """The command of every stage."""
+    options = shlex.join(overrides(config))
+    return [f"{program} {options}" for program in PROGRAMS]
+
+
 def overrides(config: Config) -> list[str]:
     """The fewest `key=value` options that give this configuration, starting from a recipe or from the defaults."""
     wanted = _values(config)

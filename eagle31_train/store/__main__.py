@@ -29,18 +29,36 @@ from eagle31_train.store.shard import ContentError, open_shard
 from eagle31_train.store.shard_plan import Plan, shape_of
 from eagle31_train.store.stream import read_consumed
 
+# What other stages leave, by a file of it that no store has.
+OTHERS = {
+    "metrics.jsonl": "a training",
+    "vocab.safetensors": "stage 1's data",
+    "config.json": "a model or an exported drafter",
+    "index.html": "results",
+    "export.json": "a run",
+}
+
 
 def inspect(storage: Storage) -> tuple[Head, list[Problem]]:
     """The head of a store, and what is wrong or missing; UserError if there is no store."""
     head, problems = read_head(storage, every_line=True)
-    if not problems and head.manifest is head.provenance is None and not storage.names("shards"):
-        raise UserError(f"there is no store in {storage.location}: correct the address")  # a plan alone is none yet
+    nothing = head.manifest is head.provenance is None and storage.size(files.PROVENANCE) is None
+    if nothing and not storage.names("shards"):  # a plan alone is none yet
+        raise UserError(_no_store(storage))
     if head.manifest is None and storage.size(files.SHARDS) is not None and storage.size(artifacts.MANIFEST) is None:
         problems.append(Problem(f"{storage.location}/{artifacts.MANIFEST} is missing, though all shards were there"))
     if head.provenance is None or head.plan is None:
         what = f"{files.PROVENANCE} or {files.PLAN}"
         problems.append(Problem(f"{storage.location} lacks a whole {what}, without which no shard can be checked"))
     return head, problems
+
+
+def _no_store(storage: Storage) -> str:
+    """What a folder is that is no store, and where the store is, as far as that is known; in one line."""
+    what = next((f", which holds {what}" for name, what in OTHERS.items() if storage.size(name) is not None), "")
+    folder = Path(storage.location)
+    stores = [one for one in (folder / "store", folder.parent / "store") if (one / files.PROVENANCE).is_file()]
+    return f"there is no store in {storage.location}{what}: {f'give {stores[0]}' if stores else 'correct the address'}"
 
 
 def check(storage: Storage, checked: Counter[str]) -> Iterator[Problem]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from eagle31_train.errors import UserError
-from eagle31_train.targets.description import RECURRENT
+from eagle31_train.targets.description import RECURRENT, layer_types
 from eagle31_train.targets.hf import HiddenStateTarget, rope_by_length
 
 TOGETHER = {"full_attention", "sliding_attention"}  # types of layers of which rows of unequal length are tested
@@ -35,8 +35,7 @@ class CachedTarget(HiddenStateTarget):
 
     @property
     def _types(self) -> set[str]:
-        """The types of its layers, as transformers calls them; none where there is but one."""
-        return set(getattr(self.model.config.get_text_config(), "layer_types", None) or ())
+        return layer_types(self.model.config.get_text_config())
 
     @cached_property
     def alone(self) -> str | None:

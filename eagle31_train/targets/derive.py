@@ -7,7 +7,7 @@ from typing import Any
 from eagle31_train.checkpoint.contract import REQUIRED, drafter_shape, window_caveat
 from eagle31_train.config import MLA_WIDTHS, Config, DrafterConfig, DrafterShape
 from eagle31_train.model.rope import SCALINGS
-from eagle31_train.targets.description import TargetDescription, describe_target, pick_layers
+from eagle31_train.targets.description import TargetDescription, describe_target, kinds, pick_layers, read_raw
 
 # Options of which another value than the target's makes a drafter that reads its states at a loss.
 CONTRADICTIONS = {*REQUIRED, "num_key_value_heads", "head_dim", "rope_scaling"} - {"intermediate_size"}
@@ -33,7 +33,7 @@ def planned_drafter(config: Config, target: TargetDescription, draft_vocab_size:
     """The drafter that a configuration makes for a target, and the table of where its options are from; UserError for
     auxiliary layers that the target does not have, or a drafter that vLLM could not serve."""
     options, rows = derive(config.drafter, target)
-    layers = pick_layers(config.target.aux_layers, target.num_hidden_layers, target.model_type)
+    layers = pick_layers(config.target.aux_layers, target.num_hidden_layers, kinds(read_raw(config.target)))
     shape = drafter_shape(options, target.hidden_size, target.vocab_size, draft_vocab_size, layers)
     source = f"of {target.num_hidden_layers}" + ("" if config.target.aux_layers else ", by default")
     window = window_caveat(shape, target.sliding_window, target.max_position_embeddings)

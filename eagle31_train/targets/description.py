@@ -4,7 +4,7 @@ A drafter's shape (`derive`) and a plan follow from it. Imports no torch.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,7 +50,7 @@ NO_PARTS = {
 # Kinds whose layers (dense and of experts in turn, attention in chunks or to images) nothing here was tried with.
 NOT_DERIVED = {"llama4", "llama4_text", "mllama", "mllama_text_model"}
 # Types of layers that keep a state, not keys of each token, which cannot go back over tokens that were rejected.
-RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
+RECURRENT = {"linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding"}
 EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 CHOSEN = ("num_experts_per_tok", "experts_per_token", "moe_topk")
 EXPERT_WIDTH = ("moe_intermediate_size", "intermediate_size")
@@ -284,6 +284,12 @@ def kinds(raw: dict[str, Any]) -> list[str]:
     return [raw["model_type"]] + [text] * (text != raw["model_type"])
 
 
+def layer_types(text: Any) -> set[str]:
+    """The types of its layers by transformers' configuration, whose older releases have their names elsewhere for a
+    Mamba; none where there is but one."""
+    return set(getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ())
+
+
 def serving_doubt(target: TargetConfig) -> str | None:
     """What is to be known of serving before hours are spent on a drafter for this target; None if nothing."""
     kind = class_without_eagle3(target)
@@ -302,7 +308,7 @@ def serving_doubt(target: TargetConfig) -> str | None:
 
 def evaluation_doubt(target: TargetConfig, backend: str) -> str | None:
     """What is to be known of stage 4, by `evaluate.backend`, before a drafter is trained; None if nothing."""
-    types = RECURRENT.intersection(getattr(text_config(read_raw(target)), "layer_types", None) or ())
+    types = RECURRENT & layer_types(text_config(read_raw(target)))
     if backend == "vllm" or not types:
         return None
     return (
@@ -322,15 +328,15 @@ def class_without_eagle3(target: TargetConfig) -> str | None:
         return None
 
 
-def pick_layers(aux_layers: Sequence[int] | None, depth: int, kind: str = "") -> list[int]:
-    """The auxiliary layers of a target of N layers and of a model_type; by default `default_layers`. UserError for
+def pick_layers(aux_layers: Sequence[int] | None, depth: int, kinds: Iterable[str] = ()) -> list[int]:
+    """The auxiliary layers of a target of N layers and of these `kinds`; by default `default_layers`. UserError for
     layers that it does not have or that vLLM could not give, or not in ascending order."""
     layers = list(aux_layers) if aux_layers is not None else default_layers(depth)
     if layers != sorted(set(layers)) or not layers:
         raise UserError(f"target.aux_layers={layers} must ascend without repeats: set target.aux_layers=[…]")
     if layers[0] < 0 or layers[-1] > depth:
         raise UserError(f"target.aux_layers={layers}: the target has layers 0 to {depth}")
-    if layers[0] == 0 and kind in NO_EMBEDDINGS:
+    if layers[0] == 0 and (kind := next((kind for kind in kinds if kind in NO_EMBEDDINGS), None)):
         raise UserError(f"target.aux_layers={layers}: vLLM cannot give the input of layer 0 of a {kind}: take another")
     return layers
 

@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from eagle31_train.config import TargetConfig
 from eagle31_train.errors import UserError
+from eagle31_train.model.rope import ORIGINAL, stretched
 from eagle31_train.targets.description import pick_layers
 from eagle31_train.targets.engine import Reference
 from eagle31_train.targets.packed_linear import pack_linears
@@ -29,7 +30,6 @@ from eagle31_train.targets.pretrained import from_pretrained
 from eagle31_train.targets.readout import Readout, find_parts, readout_from_checkpoint, readout_of
 from eagle31_train.transfers import to_device
 
-STRETCHED = {"linear", "dynamic"}  # RoPE of which max_position_embeddings is the length before its factor
 LENGTH_ROPES = {"longrope", "dynamic", "su"}  # that follow the length of a batch
 BATCH_COST = 128  # padded tokens that a batch more must save; chosen, not measured
 PADS = 8  # padding that makes the gate's own forward pass take the model's masked path
@@ -110,13 +110,20 @@ def read_config(config: TargetConfig) -> Any:
 
 
 def positions(config: Any) -> int | None:
-    """How many positions a target has, by its configuration and as vLLM counts them; None where it sets no bound."""
+    """How many positions a target has, by its configuration and in vLLM; None where it sets no bound."""
     config = config.get_text_config()
     count: int | None = getattr(config, "max_position_embeddings", None)
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    if count and rope.get("rope_type", rope.get("type")) in STRETCHED and "gemma3" not in config.model_type:
-        return int(count * (rope.get("factor") or 1))
-    return count
+    if count is None or "gemma3" in config.model_type:  # Gemma 3's are of the stretched RoPE
+        return count
+    return max(stretched(count, rope) for rope in _ropes(config))
+
+
+def served_positions(config: Any) -> int | None:
+    """As `positions`, where vLLM is told no max_model_len: of a longrope it then takes the short contexts alone."""
+    config = config.get_text_config()
+    short: int | None = getattr(config, ORIGINAL, None)
+    longrope = any(rope.get("rope_type") == "longrope" for rope in _ropes(config))
+    return short if longrope and short else positions(config)
 
 
 class HiddenStateTarget:
@@ -130,7 +137,8 @@ class HiddenStateTarget:
         parts = find_parts(model)
         self.decoder, self.final_norm = parts.decoder, parts.norm
         self.head, self.embedding, self.depth = parts.head, parts.embedding, len(parts.layers)
-        self.layers = pick_layers(aux_layers, len(parts.layers), model.config.get_text_config().model_type)
+        kinds = model.config.model_type, model.config.get_text_config().model_type
+        self.layers = pick_layers(aux_layers, len(parts.layers), kinds)
         # Input of layer N is the input of the final norm.
         self._taps = [parts.layers[i] if i < len(parts.layers) else self.final_norm for i in self.layers]
 
@@ -254,10 +262,14 @@ def load_engine(config: TargetConfig, batch_tokens: int) -> TransformersEngine:
 
 def rope_by_length(config: Any) -> bool:
     """Whether a target's RoPE follows the length of a batch, padding included: such conversations run alone."""
+    return any(each.get(key) in LENGTH_ROPES for each in _ropes(config) for key in ("rope_type", "type"))
+
+
+def _ropes(config: Any) -> list[dict[str, Any]]:
+    """Wherever a target's configuration may have its RoPE; where layers differ, that of each type too."""
     config = config.get_text_config()
     ropes = [getattr(config, name, None) or {} for name in ("rope_parameters", "rope_scaling")]
-    ropes += [value for each in ropes for value in each.values() if isinstance(value, dict)]  # by type of layer
-    return any(each.get(key) in LENGTH_ROPES for each in ropes for key in ("rope_type", "type"))
+    return ropes + [value for each in ropes for value in each.values() if isinstance(value, dict)]
 
 
 def batches_by_length(lengths: Sequence[int], batch_tokens: int, batch_cost: int = BATCH_COST) -> list[list[int]]:

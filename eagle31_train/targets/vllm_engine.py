@@ -23,7 +23,7 @@ from eagle31_train.config import Config
 from eagle31_train.errors import UserError
 from eagle31_train.targets.description import kinds, pick_layers, read_raw
 from eagle31_train.targets.engine import Reference, check_length
-from eagle31_train.targets.hf import DTYPES, pick_device, ranks
+from eagle31_train.targets.hf import DTYPES, pick_device, positions, ranks
 from eagle31_train.targets.pretrained import require_path
 from eagle31_train.targets.readout import readout_from_checkpoint
 from eagle31_train.targets.vllm_states import CANNOT, LAYERS, number
@@ -66,8 +66,7 @@ class VllmEngine:
             raise UserError(f"extract.engine_args.{name} cannot be set: the engine sets it itself")
         require_path(config.target)
         self.readout = readout_from_checkpoint(config.target, DTYPES[config.target.dtype])
-        kind = kinds(read_raw(config.target))[-1]
-        self.layers = pick_layers(config.target.aux_layers, self.readout.depth, kind)
+        self.layers = pick_layers(config.target.aux_layers, self.readout.depth, kinds(read_raw(config.target)))
         if self.layers[0] == 0 and config.extract.engine_args.get("enforce_eager") and torch.cuda.is_available():
             raise UserError(
                 f"target.aux_layers={self.layers}: vLLM's kernels write over the input of layer 0 unless it compiles: "
@@ -165,9 +164,8 @@ def _start(config: Config, layers: list[int]) -> Any:
     try:
         # No more than the data needs: vLLM reserves memory for a conversation of the greatest length.
         # vLLM's own reading of the configuration, which knows more kinds than transformers.
-        text = get_config(target.path, target.trust_remote_code, revision=target.revision).get_text_config()
-        positions = getattr(text, "max_position_embeddings", None) or float("inf")
-        arguments["max_model_len"] = min(config.data.max_length + 1, positions)
+        read = get_config(target.path, target.trust_remote_code, revision=target.revision)
+        arguments["max_model_len"] = min(config.data.max_length + 1, positions(read) or float("inf"))
         return LLM(**{**arguments, **wanted, **more})
     except (ValueError, TypeError, RuntimeError, AssertionError, NotImplementedError, OSError) as error:
         raise UserError(

@@ -1,6 +1,7 @@
 """Measurements are kept: nothing is measured twice, nothing that is stale or damaged is believed."""
 
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -132,3 +133,23 @@ def test_a_damaged_file_is_refused(candidates, tmp_path, damage):
     file.write_text(damage(file.read_text()))
     with pytest.raises(UserError, match=r"one-\w+\.json is damaged.*: remove it"):
         measurer.run(tmp_path, candidates[:1], [ONE])
+
+
+LINEAR, DYNAMIC = ({"rope_type": kind, "factor": 4.0, "rope_theta": 1e4} for kind in ("linear", "dynamic"))
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 1e4}
+EACH = {"full_attention": LINEAR, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+SIZES = {"hidden_size": 16, "num_attention_heads": 2, "max_position_embeddings": 1000}
+LONGEST = [
+    ({"model_type": "llama"}, 1000),
+    ({"model_type": "llama", "rope_parameters": LINEAR}, 4000),
+    ({"model_type": "llama", "rope_parameters": DYNAMIC}, 1000),  # vLLM counts 4,000, and its table ends here
+    ({"model_type": "gemma3_text", "rope_parameters": EACH}, 1000),  # of the stretched RoPE
+    ({"model_type": "phi3", "rope_parameters": LONG, "original_max_position_embeddings": 250}, 250),  # by default
+]
+
+
+@pytest.mark.parametrize(("target", "longest"), LONGEST)
+def test_prompts_are_as_long_as_vllm_serves_their_target(tmp_path, target, longest):
+    (tmp_path / "config.json").write_text(json.dumps({**SIZES, **target}))
+    config = configured(f"target.path={tmp_path}", "evaluate.backend=vllm", "evaluate.serve_speculative_tokens=[3]")
+    assert evaluating.longest_prompt(config, [None]) == longest - config.evaluate.max_new_tokens - 2 * 4

@@ -6,7 +6,7 @@ import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -138,6 +138,23 @@ def test_what_another_process_fetches_is_waited_for_until_it_ends_or_dies(fs, op
         assert other.closed
     assert held(tmp_path) == 100
     assert fs.fetched == ["a"]
+
+
+def test_what_another_process_begins_to_fetch_behind_a_finished_file_stays(open_cache, monkeypatch):
+    storage = open_cache(300)
+    locked, part = storage._locked, storage.scratch("a").parent / ".a.100.part"
+
+    @contextmanager
+    def and_then_another():
+        with locked():
+            yield
+        if (storage.folder / "a").exists():  # it evicts the file, and fetches it again
+            storage.forget("a")
+            part.touch()
+
+    monkeypatch.setattr(storage, "_locked", and_then_another)
+    storage.local("a")
+    assert part.exists()
 
 
 # ---------------------------------------------------------------- no wrong files

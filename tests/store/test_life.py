@@ -3,6 +3,7 @@
 import shutil
 import threading
 from collections import Counter
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -96,6 +97,17 @@ def test_stored_states_that_are_no_numbers_are_named_by_their_sample(tmp_path, c
     out = capsys.readouterr().out.splitlines()
     assert out[0].endswith(f"{planned.name} holds states that are not finite, in sample {planned.first + 1} of train")
     assert out[1].split(": ")[1] == "problems"
+
+
+OTHERS = {"": "a run", "train": "a training", "data": "stage 1's data", "export": "a model or an exported drafter"}
+
+
+@pytest.mark.parametrize("folder", [*OTHERS, "evaluate"])
+def test_a_folder_of_another_stage_is_no_damaged_store(capsys, folder):
+    run = Path(__file__).parents[1] / "fixtures" / "v68c343f" / "run"
+    assert main(["verify", str(run / folder)]) == 2
+    said = f"there is no store in {run / folder}, which holds {OTHERS.get(folder, 'results')}: give {run / 'store'}\n"
+    assert capsys.readouterr().err == f"error: {said}"
 
 
 def test_what_is_removed_is_made_anew_and_nothing_else(store, capsys):

@@ -130,7 +130,7 @@ def test_the_shape_is_the_published_drafters_but_for_what_is_named(name, archite
     # docs/targets.md shows both.
     page = (PUBLISHED.parent.parent / "docs" / "targets.md").read_text().splitlines()
     derived = cells(ours)
-    layers = pick_layers(None, described.num_hidden_layers, described.model_type)
+    layers = pick_layers(None, described.num_hidden_layers)
     columns = " | ".join([*derived, ", ".join(map(str, layers))])
     published = [cell if cell == mine else f"**{cell}**" for cell, mine in zip(cells(theirs), derived, strict=True)]
     rows = [at for at, line in enumerate(page) if line.endswith(f"| derived | {columns} |")]
@@ -176,7 +176,7 @@ def test_a_drafters_folder_is_no_target(tmp_path, mark):
 
 @pytest.mark.parametrize("depth", range(1, 13))
 def test_default_layers_are_valid_for_any_depth_and_vllms_where_these_are(depth):
-    layers = pick_layers(None, depth, "deepseek_v3")
+    layers = pick_layers(None, depth, ["deepseek_v3"])
     vllms = [2, depth // 2, depth - 3]
     assert layers == (vllms if vllms == sorted(set(vllms)) and depth > 5 else layers)
     assert len(layers) == min(3, depth)
@@ -263,6 +263,8 @@ def test_layers_with_which_stage_4_cannot_decode_are_named_before_it(tmp_path):
     target = written(tmp_path, {"model_type": "qwen3_next"})
     assert "layers of type linear_attention, with which stage 4" in evaluation_doubt(target, "transformers")
     assert evaluation_doubt(target, "vllm") is None
+    unknown = written(tmp_path, {"model_type": "of_tomorrow", "layers_block_type": ["mamba", "attention"]})
+    assert "layers of type mamba, with which stage 4" in evaluation_doubt(unknown, "transformers")
     assert evaluation_doubt(written(tmp_path, {"model_type": "qwen3"}), "transformers") is None
 
 
@@ -284,4 +286,10 @@ def test_of_a_multimodal_target_vllm_serves_the_whole(tmp_path, kind):
     target = written(tmp_path, {"model_type": kind, **({"text_config": {"model_type": text}} if text else {})})
     doubt = serving_doubt(target)
     named = kind if kind in NO_EAGLE3 else text
-    assert doubt is None if kind in ("llama", "mistral3", "qwen3_vl") else f"class for {named} takes no" in doubt
+    if kind in ("llama", "mistral3", "qwen3_vl"):
+        assert doubt is None
+    else:  # nor is there the input of layer 0
+        assert f"class for {named} takes no" in doubt
+        config = load_config([f"target.path={target.path}", "target.aux_layers=[0,2]"])
+        with pytest.raises(UserError, match=rf"vLLM cannot give the input of layer 0 of a {named}: take another$"):
+            planned_drafter(config, describe_target(target_of("qwen3_8b")), 32000)

@@ -218,10 +218,10 @@ def test_layers_that_the_target_lacks_or_vllm_reorders_are_refused(layers):
 
 @pytest.mark.parametrize("kind", ["deepseek_v3", "gemma2", "olmo2"])
 def test_the_input_of_layer_0_is_refused_where_vllm_has_none(kind):
-    assert pick_layers([1, 2], 6, kind) == [1, 2]
-    assert pick_layers([0, 2], 6, "llama") == [0, 2]  # the embeddings, which vLLM's Llama gives
+    assert pick_layers([1, 2], 6, [kind]) == [1, 2]
+    assert pick_layers([0, 2], 6, ["llama"]) == [0, 2]  # the embeddings, which vLLM's Llama gives
     with pytest.raises(UserError, match=rf"aux_layers=\[0, 2\]: vLLM cannot give the input of layer 0 of a {kind}"):
-        pick_layers([0, 2], 6, kind)
+        pick_layers([0, 2], 6, [kind])
 
 
 def test_vllms_engine_refuses_an_input_of_layer_0_that_it_could_not_give(tmp_path, monkeypatch):

@@ -113,6 +113,7 @@ class CachedStorage(Storage):
                 _touch(part)
                 with self._locked():  # whoever counts sees the part or the file, never none or both
                     part.replace(path)
+                    held.close()  # later, the next one's part may have this name
         except Exception:
             self._sizes.pop(name, None)  # it may have been replaced where it comes from
             raise
