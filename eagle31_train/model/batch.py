@@ -153,14 +153,9 @@ def build_batch(
         slot, context = all_trained.any(1).nonzero()[:, 0], context[here]
         states = (context - edges[owner[context]]).split(owner[context].bincount(minlength=len(documents)).tolist())
 
-    tokens, following = torch.cat([d.tokens for d in documents]), context + 1
     # Steps past the end of a document are not pairs; they read its last token, to keep indices valid.
-    end = edges[owner[slot] + 1] - 1
-    read, reads = torch.minimum(slot + 1 + torch.arange(K)[:, None], end).unique(return_inverse=True)
-    if count > 1:  # only the tokens that this rank reads
-        used = torch.cat([following, read]).unique()
-        tokens, following, read = tokens[used], torch.searchsorted(used, following), torch.searchsorted(used, read)
-
+    wanted = torch.minimum(slot + 1 + torch.arange(K)[:, None], edges[owner[slot] + 1] - 1)
+    tokens, following, read, reads = _tokens_read(documents, context + 1, wanted, shared is not None)
     rows, ks, supervised = _by_supervisor(all_trained, slot)
     teachers, pair_teacher = torch.unique_consecutive(supervised, return_inverse=True)
     with_state = torch.cat([d.supervised + start for d, start in zip(documents, edges.tolist(), strict=False)])
@@ -191,6 +186,19 @@ def build_batch(
         assistant_tokens=int(sum(d.loss_mask.sum() for d in documents)),
         shared=shared,
     )
+
+
+def _tokens_read(
+    documents: Sequence[Document], following: Tensor, wanted: Tensor, some: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Token ids; where in them are those at `following` [C] and, each once, at `wanted` [K, S]; and [K, S] into the
+    latter. some: without ids that are at neither, which other ranks read."""
+    tokens = torch.cat([document.tokens for document in documents])
+    read, reads = wanted.unique(return_inverse=True)
+    if some:
+        used = torch.cat([following, read]).unique()
+        tokens, following, read = tokens[used], torch.searchsorted(used, following), torch.searchsorted(used, read)
+    return tokens, following, read, reads
 
 
 def _contexts(slot: Tensor, edges: Tensor, owner: Tensor) -> tuple[Tensor, Tensor]:
