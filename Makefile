@@ -32,10 +32,11 @@ demo: install
 
 install: $(VENV)/.complete
 
+# The constraint has the version that pip knows: PyPI's torch is 2.13.0 to pip and 2.13.0+cu130 to itself.
 $(VENV)/.complete: pyproject.toml constraints-cpu.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install -q $$(grep '^torch==' constraints-cpu.txt)
-	$(BIN)/python -c 'import torch; print("torch==" + torch.__version__)' > $(VENV)/constraints.txt
+	$(BIN)/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > $(VENV)/constraints.txt
 	grep -v -e '^torch==' -e '^triton==' constraints-cpu.txt >> $(VENV)/constraints.txt
 	$(BIN)/python -c 'import triton' 2>/dev/null || grep '^triton==' constraints-cpu.txt >> $(VENV)/constraints.txt
 	DS_BUILD_OPS=0 $(BIN)/pip install -q --editable '.[dev]' --constraint $(VENV)/constraints.txt

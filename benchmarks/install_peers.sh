@@ -25,7 +25,7 @@ echo "installing ${peers[*]} into $venv (about 2 minutes, 2.5 GB)"
 pip install "$torch" "${ours[@]}"
 constraints=$(mktemp)
 trap 'rm -f "$constraints"' EXIT
-"$venv/bin/python" -c "import torch; print('torch==' + torch.__version__)" > "$constraints" # with its +cpu or +cu…
+"$venv/bin/python" -c "from importlib.metadata import version; print('torch==' + version('torch'))" > "$constraints"
 pip install "$transformers" "${imports[@]}" --constraint "$constraints"
 pip install --no-deps "${peers[@]}" hs-connectors==0.9.0
 "$venv/bin/python" -c 'import speculators.models.eagle3, specforge.algorithms.eagle3.model' 2> "$venv/import.log" ||

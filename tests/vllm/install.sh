@@ -45,7 +45,7 @@ for requirement in metadata.get_all("Requires-Dist") or []:
     if "extra ==" not in requirement and project not in {"torch", "torchvision", "torchaudio", "torchcodec"}:
         print(requirement)
 PY
-"$venv/bin/python" -c "import torch; print('torch==' + torch.__version__)" > "$wheels/constraints.txt"
+"$venv/bin/python" -c "from importlib.metadata import version; print('torch==' + version('torch'))" > "$wheels/constraints.txt"
 pip install --requirement "$wheels/requirements.txt" --constraint "$wheels/constraints.txt"
 pip install --no-deps "$wheels"/*.whl
 pip install gguf accelerate pytest --constraint "$wheels/constraints.txt"
