@@ -88,9 +88,9 @@ class BatchMetrics:
 MEASURES = len(fields(BatchMetrics))
 
 # Most logits (rows × Vd) at once, by device: in one matrix product, and in one piece of softmax and divergence, which
-# make several copies. Products are faster with many rows, a CPU with pieces small enough to reuse memory; the fused
-# kernel makes no copies.
-LOGITS = {"cpu": (2**23, 2**22), "other": (2**28, 2**26), "fused": (2**30, 2**26)}
+# make several copies. Products are faster with many rows, a CPU with pieces that stay in its cache; the fused kernel
+# makes no copies.
+LOGITS = {"cpu": (2**23, 2**18), "other": (2**28, 2**26), "fused": (2**30, 2**26)}
 
 
 class Objective(nn.Module):
@@ -199,12 +199,13 @@ def plain_pairs(logits: Tensor, teacher: Tensor, supervised: Tensor, objective: 
         value [P] in nats, fp32 or wider; arg-max [P] int64.
     """
     wide = torch.promote_types(logits.dtype, torch.float32)
-    log_p = teacher.to(wide).log_softmax(-1)
-    p = log_p.exp()
-    negentropy = torch.linalg.vecdot(p, log_p)
-    del log_p
+    rows = objective.logit_counts(logits.device)[1] // logits.shape[1]
+    p, negentropy = torch.empty_like(teacher, dtype=wide), teacher.new_empty(len(teacher), dtype=wide)
+    for some in parts(len(teacher), rows):
+        log_p = teacher[some].to(wide).log_softmax(-1)
+        negentropy[some] = torch.linalg.vecdot(torch.exp(log_p, out=p[some]), log_p)
     value, best = torch.empty_like(supervised, dtype=wide), torch.empty_like(supervised)
-    for some in parts(len(logits), objective.logit_counts(logits.device)[1] // logits.shape[1]):
+    for some in parts(len(logits), rows):
         best[some] = first_largest(logits[some])
         exact = logits[some].to(wide)
         value[some], logits[some] = divergence(exact, p, negentropy, supervised[some], objective.kind, objective.lk)
