@@ -11,16 +11,17 @@ from eagle31_train.artifacts import make_folder
 from eagle31_train.errors import UserError
 
 
-def hold(file: IO[Any], who: str) -> None:
+def hold(file: IO[Any], who: str, instead: str = "name=… or run_dir=…") -> None:
     """Lock an open file until it is closed; where the file system has no locks, nothing is locked. UserError if another
-    process holds it: says `who` ("another process trains in runs/a now"), and its number if it is ours and here."""
+    process holds it: says `who` ("another process trains in runs/a now"), and its number if it is ours and here;
+    `instead`: the options with which it is another's work."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         # Whose launcher was killed go on without it, and nobody knows.
         pids = " ".join(map(str, users_of(file)))
         which, end = (f" (process {pids})", f", end it with `kill {pids}`") if pids else ("", "")
-        raise UserError(f"{who}{which}: wait for it{end}, or choose another name=… or run_dir=…") from None
+        raise UserError(f"{who}{which}: wait for it{end}, or choose another {instead}") from None
     except OSError:  # a file system without locks: go on as the only one, which most are
         pass
 
@@ -36,9 +37,9 @@ def users_of(file: IO[Any]) -> list[int]:
 
 
 @contextmanager
-def alone(path: Path, who: str) -> Iterator[None]:
+def alone(path: Path, who: str, instead: str = "name=… or run_dir=…") -> Iterator[None]:
     """While this lasts, no other process holds `path`, a file for this alone, which stays; UserError as `hold`."""
     make_folder(path.parent)
     with path.open("a") as file:
-        hold(file, who)
+        hold(file, who, instead)
         yield

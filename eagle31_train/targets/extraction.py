@@ -11,7 +11,6 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,7 +62,7 @@ def extract(config: Config, prelude: Prelude | None = None) -> None:
             note(f"extract: up to date ({storage.location})")
         return
     who = f"another process extracts the same shards of {storage.location} now"
-    with alone(Path(config.run_dir) / f".extracting-{rank}", who):
+    with alone(storage.lock(f"extracting-{rank}"), who, "store_dir=…"):
         _extract(config, rank, ranks, storage, made_from, prelude)
 
 

@@ -12,7 +12,9 @@ from planting import replaced
 
 from eagle31_train import console
 from eagle31_train.cli import load_config
-from eagle31_train.store import StoreWriter, stream
+from eagle31_train.store import StoreWriter, shard, stream
+from eagle31_train.store.backends import LocalStorage
+from eagle31_train.store.sealed import seal
 from eagle31_train.targets import extraction as stage
 from eagle31_train.targets.extraction import extract
 from eagle31_train.targets.hf import HiddenStateTarget
@@ -98,6 +100,27 @@ def test_stopped_parts_are_carried_on_by_any_number(whole, tmp_path, command, pa
 
 
 # ---------------------------------------------------------------- mistakes
+
+
+def test_one_store_is_extracted_by_one_command_whatever_their_runs(whole, tmp_path, monkeypatch):
+    """The other begins while the first builds a shard, and when it has discarded what another run had begun."""
+    store, link = tmp_path / "there" / "store", tmp_path / "link"
+    LocalStorage("", store).write("provenance.json", seal({"fingerprint": "another's"}))
+    link.symlink_to(store)
+    shared = [f"target.path={whole / 'target'}", f"data_dir={whole / 'run' / 'data'}", "overwrite=true"]
+    second = load_config(options(tmp_path, *shared, f"store_dir={link}", f"run_dir={tmp_path / 'other'}"))
+    refused = []
+
+    @replaced(monkeypatch, shard, "save_file")
+    def save_file(right, tensors, path):
+        right(tensors, path)
+        refused.append(message_of(extract, second))
+
+    extract(load_config(options(tmp_path, *shared, f"store_dir={store}")))
+    assert timeless(contents(store)) == timeless(store_of(whole))
+    assert len(refused) == len(list((store / "shards").iterdir()))
+    words = f"another process extracts the same shards of {link} now: wait for it, or choose another store_dir=…"
+    assert set(refused) == {words}
 
 
 def test_the_gate_looks_at_every_part(command, monkeypatch):

@@ -16,6 +16,7 @@ from s3fs.errors import translate_boto_error
 
 from eagle31_train import artifacts
 from eagle31_train.errors import UserError
+from eagle31_train.locks import alone
 from eagle31_train.store.backends import RemoteStorage, open_storage
 
 CACHE = 4096 * 16
@@ -98,6 +99,27 @@ def test_discarded_is_gone(storage, again):
     assert not local.exists()
     again().write("shards/a", b"something longer than before")
     assert storage.local("shards/a").read_bytes() == b"something longer than before"
+
+
+def test_who_holds_a_storage_is_alone_there_also_when_it_is_discarded(storage, again, tmp_path):
+    with alone(storage.lock("writing"), "another"):
+        storage.write("shards/a", b"a")
+        storage.discard()
+        with pytest.raises(UserError, match="another: wait for it"), alone(again().lock("writing"), "another"):
+            pass
+    elsewhere = open_storage(f"{storage.location}-2", tmp_path / "cache", CACHE)
+    with alone(again().lock("writing"), ""), alone(storage.lock("reading"), ""), alone(elsewhere.lock("writing"), ""):
+        assert storage.names("") == []
+
+
+def test_where_nothing_can_be_made_beside_a_folder_it_holds_its_lock(tmp_path, monkeypatch):
+    local = open_storage(str(tmp_path / "mount"), tmp_path, 1)
+    assert local.lock("writing").parent == tmp_path
+    monkeypatch.setattr(os, "access", lambda path, _: Path(path) != tmp_path)  # root may do anything
+    assert local.lock("writing").parent == local.folder
+    local.write("a", b"a")
+    with alone(local.lock("writing"), ""):
+        assert local.names("") == ["a"]
 
 
 def test_a_failed_put_leaves_no_scratch_and_no_name(storage, monkeypatch):

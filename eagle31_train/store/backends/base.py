@@ -31,6 +31,10 @@ class Storage(ABC):
         """Where, on this machine, to build a big file that `put` then commits."""
 
     @abstractmethod
+    def lock(self, name: str) -> Path:
+        """A file of this machine for `locks.alone`, the same for all who write here; `discard` leaves it."""
+
+    @abstractmethod
     def put(self, scratch: Path, name: str) -> None:
         """Commit the finished file `scratch` under its name; `scratch` is gone afterwards, also after a failure."""
 

@@ -1,6 +1,7 @@
 """Whole files fetched from elsewhere into a bounded folder, ahead of their use, shared by threads and processes.
 
     base/.lock                                                     held while space is reserved, or a file gets its name
+    base/.store-<hash>.extracting-0                                held by a process that extracts into the store
     base/store-<hash>/shards/train-00000.safetensors
     base/store-<hash>/shards/.train-00000.safetensors.<bytes>.part    being fetched, by whoever holds a lock on it
     base/store-<hash>/shards/.train-00000.safetensors.tmp             being built for upload
@@ -89,6 +90,9 @@ class CachedStorage(Storage):
         with self._explained():
             path.parent.mkdir(parents=True, exist_ok=True)
         return path.with_name(f".{path.name}.tmp")
+
+    def lock(self, name: str) -> Path:
+        return self.base / f".{self.folder.name}.{name}"
 
     def _obtain(self, name: str) -> bool:
         """Whether the file is there now, if need be because it was fetched here."""

@@ -42,6 +42,13 @@ class LocalStorage(Storage):
             self._make(path.parent)
         return path.with_name(f".{path.name}.tmp")
 
+    def lock(self, name: str) -> Path:
+        beside = self._beside(name)
+        with self._explained("write", ""):
+            self._make(beside.parent)
+        # Where nothing can be made beside the folder, as beside a mount, `discard` cannot rename it either.
+        return beside if os.access(beside.parent, os.W_OK) else self.folder / beside.name
+
     def put(self, scratch: Path, name: str) -> None:
         try:
             with self._explained("write", name):
@@ -90,7 +97,12 @@ class LocalStorage(Storage):
 
     def clean(self, names: Sequence[str]) -> None:
         super().clean(names)
-        shutil.rmtree(self.folder.with_name(f".{self.folder.name}.old"), ignore_errors=True)  # of a killed `discard`
+        shutil.rmtree(self._beside("old"), ignore_errors=True)  # of a killed `discard`
+
+    def _beside(self, end: str) -> Path:
+        """A hidden name beside the folder, wherever a link leads."""
+        folder = Path(os.path.realpath(self.folder))
+        return folder.with_name(f".{folder.name}.{end}")
 
     def _make(self, folder: Path) -> None:
         """A folder whose own name survives a power cut, like the files in it."""
