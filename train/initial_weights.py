@@ -27,6 +27,7 @@ from eagle31_train.model.rope import Rope, rope_parameters
 from eagle31_train.model.vocab import DraftVocab
 from eagle31_train.store import Store, StoreSplit
 from eagle31_train.store.codec import as_encoded
+from eagle31_train.store.stream import Pause
 
 POSITIONS = 512  # of the store, whose states tell what fc has read so far
 ROPE = {"rope_theta", "rope_scaling", "max_position_embeddings"}
@@ -138,14 +139,20 @@ def _same_rope(there: DrafterShape, here: DrafterShape) -> bool:
 
 @torch.no_grad()
 def copy_initial_weights(
-    source: DrafterCheckpoint, vocab: DraftVocab, store: Store, drafter: Drafter, say: Callable[[str], None]
+    source: DrafterCheckpoint,
+    vocab: DraftVocab,
+    store: Store,
+    drafter: Drafter,
+    say: Callable[[str], None],
+    pause: Pause | None = None,
 ) -> None:
     """Copy the source's weights into a drafter that has its own initial weights and is not wrapped yet, on every rank,
-    to the same bits. What they lack keeps its value, and `say` is told."""
+    to the same bits. What they lack keeps its value, and `say` is told. pause: as `Store.wait_for`'s, where states are
+    needed that are not there yet."""
     say(f"train: starts with the weights of {source.folder}")
     rms = None
     if drafter.shape.fc_norm and not source.shape.fc_norm:
-        rms = state_rms(store.split("train"))
+        rms = state_rms(store.split("train"), pause)
         say(f"train: it has no fc_norm, which starts at the RMS of the target's states, {rms.numpy().round(3)}")
     for name, parameter in drafter.named_parameters():
         if name.startswith("fc_norm.") and rms is not None:
@@ -163,7 +170,7 @@ def copy_initial_weights(
             parameter.copy_(source.tensors[name])
 
 
-def state_rms(split: StoreSplit) -> Tensor:
+def state_rms(split: StoreSplit, pause: Pause | None = None) -> Tensor:
     """[A] fp32, the RMS of each auxiliary layer's states, of the split's first POSITIONS.
 
     fc_norm divides a state by its RMS r; with the weight c, fc reads c / r times what it read before. The median of
@@ -172,6 +179,7 @@ def state_rms(split: StoreSplit) -> Tensor:
     """
     rows: list[Tensor] = []
     for index in range(len(split)):
+        split.store.wait_for([split.shard_of(index)], pause)
         states = as_encoded(split.read(index).attended_states)[: POSITIONS - sum(map(len, rows))]
         rows.append(states.decode().float().square().mean(-1).sqrt())  # [n, A]
         if sum(map(len, rows)) == POSITIONS:

@@ -57,7 +57,7 @@ def prepare(config: Config, resources: ExitStack) -> Trainer | None:
     schedule = order.schedule(
         data.train_split.lengths, t.batch_tokens, config.seed, t.epochs, t.max_steps, windows.samples(data.windows)
     )
-    newest, best, state, parallel = restore(config, data, accelerator)
+    newest, best, state, parallel = restore(config, data, accelerator, deadline)
     main, steps = accelerator.is_main_process, len(schedule)
     usage = windows.Usage(data.store, data.train_split, schedule, data.windows, data.made_from.fingerprint)
     usage.begin(state.step, remove=main, ended=state.stale(t.early_stop))
@@ -196,7 +196,9 @@ def claim(folder: Path, made_from: Provenance, overwrite: bool) -> None:
 # ---------------------------------------------------------------- state
 
 
-def restore(config: Config, data: Inputs, accelerator: Accelerator) -> tuple[Path | None, Path | None, State, Parallel]:
+def restore(
+    config: Config, data: Inputs, accelerator: Accelerator, deadline: Deadline
+) -> tuple[Path | None, Path | None, State, Parallel]:
     """The newest whole checkpoint of the run, its best one (`train.keep_best`) and its state, or none and the initial
     state, on the launch's devices."""
     folder, fingerprint = Path(config.run_dir) / "train" / CHECKPOINTS, data.made_from.fingerprint
@@ -207,7 +209,8 @@ def restore(config: Config, data: Inputs, accelerator: Accelerator) -> tuple[Pat
     if newest is None:
         if (source := initial_weights.open_source(config, needed=True)) is not None:
             initial_weights.refuse_other_kind(source, data.shape, data.store)  # the hub's may have changed meanwhile
-            initial_weights.copy_initial_weights(source, data.draft_vocab, data.store, objective.drafter, _say)
+            pause, drafter = deadline.pause, objective.drafter
+            initial_weights.copy_initial_weights(source, data.draft_vocab, data.store, drafter, _say, pause)
         state, parallel = State(), parallelise(accelerator, objective, config.train)
     else:
         loaded = checkpoint.load(newest, data.shape)

@@ -87,6 +87,18 @@ def test_a_run_that_waits_before_its_first_step_is_ended_by_sigterm(new_run, tmp
         run.fit(*FOLLOW, "store.patience=1")
 
 
+def test_a_run_that_waits_for_what_its_first_weights_need_is_ended_too(copy_of, new_run, tmp_path, monkeypatch):
+    """From EAGLE 3 to 3.1, which needs some of the training split before it has begun; the held-out split is there."""
+    eagle3 = copy_of(tmp_path / "eagle3").fit("drafter.fc_norm=false", "drafter.norm_output=false", "train.epochs=1")
+    run = new_run()
+    (run.folder / "run" / "store").rename(tmp_path / "store")
+    monkeypatch.setattr(StoreWriter, "wait_for_quota", lambda self, shard, _: shard.split == "heldout")
+    extract(run.config())
+    told = calling("eagle31_train.store.reader.wait", tell, "before", 1)
+    with told, pytest.raises(Stopped, match="stopped by SIGTERM while it waited for the store; the same command"):
+        run.fit(*FOLLOW, f"train.init_from={eagle3.folder / 'run'}", "store.patience=1")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, STOPPED)])
 def test_a_run_that_waits_for_a_shard_is_ended_by_one_signal(new_run, tmp_path, monkeypatch, number, status):
