@@ -1,4 +1,4 @@
-"""Completion of commands, options and recipes.
+"""Completion of commands, options, recipes and suites.
 
 eval "$(eagle31 completion bash)"          in ~/.bashrc; zsh likewise
 """
@@ -6,14 +6,32 @@ eval "$(eagle31 completion bash)"          in ~/.bashrc; zsh likewise
 from eagle31_train import cli
 from eagle31_train.__main__ import COMMANDS
 from eagle31_train.console import note, parser, tidy
+from eagle31_train.run import PROFILES, STAGES
 
 SCRIPT = """{zsh}_eagle31() {{
-  local word="${{COMP_WORDS[COMP_CWORD]}}"
-  if [ "$COMP_CWORD" -eq 1 ]; then COMPREPLY=($(compgen -W "{commands}" -- "$word"))
-  else compopt -o nospace 2>/dev/null; COMPREPLY=($(compgen -W "{options}" -- "$word")); fi
+  local word="${{COMP_WORDS[COMP_CWORD]}}" before="${{COMP_WORDS[COMP_CWORD-1]}}" words
+  if [ "$COMP_CWORD" -eq 1 ]; then words="{commands}"
+  else case "${{COMP_WORDS[1]}} $before" in
+{cases}
+    *) words="{options}" ;;
+  esac; fi
+  if [ "$COMP_CWORD" -gt 1 ]; then compopt -o nospace 2>/dev/null; fi
+  COMPREPLY=($(compgen -W "$words" -- "$word"))
 }}
 COMP_WORDBREAKS="${{COMP_WORDBREAKS//=/}}"
 complete -o default -F _eagle31 eagle31"""
+COMMON = "--help --cfg --config-dir"
+# By command and the word before, as patterns of the shell; the first that fits. All others take options of a recipe.
+WORDS = {
+    "run --from|run --until": " ".join(STAGES),
+    "run --profile": " ".join(PROFILES),
+    "* --config-dir|* --cache-dir|* --out": "",  # a folder
+    "store store": "verify info",
+    "store *": "--help --remove --cache-dir --cache-bytes",
+    "report *": "--help --out",
+    "new *": "--help",
+    "completion *": "--help bash zsh",
+}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -21,9 +39,17 @@ def main(argv: list[str] | None = None) -> None:
     options.add_argument("shell", choices=("bash", "zsh"))
     zsh = "autoload -U bashcompinit && bashcompinit\n" if options.parse_args(argv).shell == "zsh" else ""
     words = [f"{name}=" for name in cli.option_names()]
-    words += [f"+experiment={name}" for name in cli.choices("experiment")]
+    words += [f"+{group}={name}" for group in ("experiment", "suite") for name in cli.choices(group)]
+    recipe = " ".join([COMMON, *words])
+    by_pattern = {**WORDS, "run *": f"--from --until --profile {recipe}"}
+    cases = "\n".join(f'    {_escaped(pattern)}) words="{some}" ;;' for pattern, some in by_pattern.items())
     with tidy():
-        note(SCRIPT.format(zsh=zsh, commands=" ".join(COMMANDS), options=" ".join(words)))
+        note(SCRIPT.format(zsh=zsh, commands=" ".join(COMMANDS), cases=cases, options=recipe))
+
+
+def _escaped(pattern: str) -> str:
+    """A pattern of `case` whose blanks stand for themselves."""
+    return pattern.replace(" ", "\\ ")
 
 
 if __name__ == "__main__":

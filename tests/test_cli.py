@@ -2,6 +2,8 @@
 
 import errno
 import operator
+import re
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,10 +12,12 @@ import made
 import pytest
 
 from eagle31_train import __main__ as console_script
-from eagle31_train import artifacts, cli
+from eagle31_train import artifacts, cli, completion, report
+from eagle31_train import run as stages
 from eagle31_train.cli import load_config, run
 from eagle31_train.config import RENAMED, Config
 from eagle31_train.errors import Stopped, UserError
+from eagle31_train.store import __main__ as store
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = "+experiment=smollm2"
@@ -231,3 +235,40 @@ def test_a_run_where_no_folder_can_be_made_is_one_line(capsys):
     assert stopped.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "/proc/none/.data.tmp cannot be made there" in line
+
+
+def offered(shell, *words):
+    """What bash would complete the last of the words to."""
+    script = 'COMP_WORDS=("$@"); COMP_CWORD=$(($#-1)); _eagle31; printf "%s\\n" "${COMPREPLY[@]}"'
+    done = subprocess.run(
+        ["bash", "-c", f"{shell}\n{script}", "bash", "eagle31", *words], capture_output=True, text=True, check=True
+    )
+    return done.stdout.split()
+
+
+def test_each_command_completes_what_it_takes(capsys):
+    completion.main(["bash"])
+    shell = capsys.readouterr().out
+    assert {"run", "store", "new"} <= set(offered(shell, ""))
+    assert offered(shell, "run", "--p") == ["--profile"]
+    assert offered(shell, "run", "--from", "") == offered(shell, "run", "--until", "") == list(stages.STAGES)
+    assert offered(shell, "run", "--profile", "zero3") == ["zero3", "zero3_offload"]
+    assert "--profile" not in offered(shell, "evaluate", "")
+    for command in ("run", "evaluate", "compare"):
+        assert offered(shell, command, "train.lr=") == ["train.lr="]
+        assert offered(shell, command, "a", "+suite=mt") == ["+suite=mt_bench"]
+        assert offered(shell, command, "+experiment=kimi_t") == ["+experiment=kimi_toy"]
+    for command in ("store", "report", "new", "completion"):
+        for words in ([""], ["x", ""]):
+            assert not [word for word in offered(shell, command, *words) if "=" in word], command
+    assert offered(shell, "store", "") == ["verify", "info"]
+    assert offered(shell, "store", "verify", "--c") == ["--cache-dir", "--cache-bytes"]
+
+
+@pytest.mark.parametrize(("command", "main"), [("store", store.main), ("report", report.main)])
+def test_completion_knows_the_arguments_of_commands_without_a_recipe(command, main, capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    told = set(re.findall(r"--[a-z-]+", capsys.readouterr().out.partition("options:")[2]))
+    words = completion.WORDS[f"{command} *"].split()
+    assert told == {word for word in words if word.startswith("--")}
