@@ -22,7 +22,7 @@ from torch import Tensor
 
 from eagle31_train import provenance
 from eagle31_train.config import Config
-from eagle31_train.console import note
+from eagle31_train.console import Progress, is_main, note
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation.decoding import Limits, decode_plain
 from eagle31_train.evaluation.measurement import Counts
@@ -78,11 +78,14 @@ def decode(config: Config, engine: Engine, heldout: Dataset) -> list[Trajectory]
     trajectories: list[Trajectory] = []
     # A batch more is an answer's length of passes more: full ones first.
     tokens = 1 if target.alone else config.extract.batch_tokens
-    for batch in batches_by_length(list(map(len, prompts)), tokens, batch_cost=tokens):
-        rows = [prompts[index] for index in batch]
-        for prompt, one in zip(rows, decode_plain(target, rows, limits, beyond=beyond, states=True), strict=True):
-            assert one.aux is not None
-            trajectories.append(Trajectory(prompt, one.tokens, one.beyond, one.aux))
+    shown = {"desc": "held-out answers", "total": len(prompts), "unit": "prompt", "disable": not is_main()}
+    with Progress(**shown) as progress:
+        for batch in batches_by_length(list(map(len, prompts)), tokens, batch_cost=tokens):
+            rows = [prompts[index] for index in batch]
+            for prompt, one in zip(rows, decode_plain(target, rows, limits, beyond=beyond, states=True), strict=True):
+                assert one.aux is not None
+                trajectories.append(Trajectory(prompt, one.tokens, one.beyond, one.aux))
+            progress.update(len(rows))
     trajectories = [one for one in trajectories if one.slots]
     if not trajectories:
         raise UserError("every answer ends with its first token")
