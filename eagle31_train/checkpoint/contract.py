@@ -16,7 +16,7 @@ import torch
 from eagle31_train.config import MLA_WIDTHS, DrafterConfig, DrafterShape, check_value, mla_widths
 from eagle31_train.errors import UserError
 from eagle31_train.model import vocab
-from eagle31_train.model.rope import check_rope, mla_factors, rope_parameters, table_end
+from eagle31_train.model.rope import check_rope, mla_factors, rope_parameters, stretched, table_end
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 # Targets of which SGLang 0.5.23 takes layer ids for outputs only where the first is 1, and else for inputs.
@@ -297,10 +297,11 @@ def caveats(shape: DrafterShape, target_positions: int | None = None, target_win
     sentences = []
     if shape.parallel:
         sentences.append("vLLM 0.32 drafts in parallel on its V1 runner alone: leave VLLM_USE_V2_MODEL_RUNNER unset")
-    if target_positions is None or target_positions > shape.max_position_embeddings:
+    positions = stretched(shape.max_position_embeddings, shape.rope_scaling)
+    if target_positions is None or target_positions > positions:
         sentences.append(
             "vLLM 0.32's V1 runner (on CPUs, or with VLLM_USE_V2_MODEL_RUNNER=0) drafts in contexts of up to "
-            f"{shape.max_position_embeddings:,} tokens (drafter.max_position_embeddings)"
+            f"{positions:,} tokens (drafter.max_position_embeddings)"
             + ("" if shape.parallel else "; V2, on GPUs, drafts in all")
         )
     end = table_end(check_rope(shape))

@@ -13,7 +13,7 @@ Shapes: n rows; d rotated width.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -178,3 +178,10 @@ def stretched(positions: int, scaling: Mapping[str, Any] | None) -> int:
     scaling = scaling or {}
     linear = "linear" in (scaling.get("rope_type"), scaling.get("type"))
     return int(positions * (scaling.get("factor") or 1)) if linear else positions
+
+
+def target_positions(count: int | None, model_type: str, scalings: Iterable[Mapping[str, Any]]) -> int | None:
+    """How many positions a target has whose config.json says `count`, with these scalings; None for no bound."""
+    if count is None or "gemma3" in model_type:  # Gemma 3's are of the stretched RoPE
+        return count
+    return max((stretched(count, scaling) for scaling in scalings), default=count)

@@ -20,6 +20,7 @@ from eagle31_train.config import RENAMED, Config, DrafterShape
 from eagle31_train.console import note
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation.intervals import bracket
+from eagle31_train.model.rope import target_positions
 from eagle31_train.reporting import tables
 from eagle31_train.reporting.evaluation_page import RESULT, conditions, pictures
 from eagle31_train.reporting.figures import Picture
@@ -159,7 +160,9 @@ def caveats_of(shape: DrafterShape, data: Mapping[str, Any] | None, weights: str
     """What the drafter does not do everywhere, beside its target as stage 1's manifest describes it, if it does.
     `weights`: export_weights."""
     target = (data or {}).get("target", {})
-    sentences = caveats(shape, target.get("max_position_embeddings"), target.get("sliding_window"))
+    scaling = target.get("rope_scaling") or {}
+    positions = target_positions(target.get("max_position_embeddings"), target.get("model_type", ""), [scaling])
+    sentences = caveats(shape, positions, target.get("sliding_window"))
     if weights == "int8":
         sentences.append("On CPUs with AMX vLLM 0.32 serves int8 weights in bfloat16 or float16, and stops in float32")
     return sentences

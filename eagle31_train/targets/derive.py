@@ -6,7 +6,7 @@ from typing import Any
 
 from eagle31_train.checkpoint.contract import REQUIRED, drafter_shape, window_caveat
 from eagle31_train.config import MLA_WIDTHS, Config, DrafterConfig, DrafterShape
-from eagle31_train.model.rope import SCALINGS
+from eagle31_train.model.rope import SCALINGS, target_positions
 from eagle31_train.targets.description import TargetDescription, describe_target, kinds, pick_layers, read_raw
 
 # Options of which another value than the target's makes a drafter that reads its states at a loss.
@@ -36,7 +36,8 @@ def planned_drafter(config: Config, target: TargetDescription, draft_vocab_size:
     layers = pick_layers(config.target.aux_layers, target.num_hidden_layers, kinds(read_raw(config.target)))
     shape = drafter_shape(options, target.hidden_size, target.vocab_size, draft_vocab_size, layers)
     source = f"of {target.num_hidden_layers}" + ("" if config.target.aux_layers else ", by default")
-    window = window_caveat(shape, target.sliding_window, target.max_position_embeddings)
+    positions = target_positions(target.max_position_embeddings, target.model_type, [target.rope_scaling])
+    window = window_caveat(shape, target.sliding_window, positions)
     first = _row("aux_layers", ", ".join(map(str, layers)), source)
     return shape, [first, *rows, *(f"  {caveat}" for caveat in window)]
 

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from eagle31_train.config import TargetConfig
 from eagle31_train.errors import UserError
-from eagle31_train.model.rope import ORIGINAL, stretched
+from eagle31_train.model.rope import ORIGINAL, target_positions
 from eagle31_train.targets.description import pick_layers
 from eagle31_train.targets.engine import Reference
 from eagle31_train.targets.packed_linear import pack_linears
@@ -112,10 +112,7 @@ def read_config(config: TargetConfig) -> Any:
 def positions(config: Any) -> int | None:
     """How many positions a target has, by its configuration and in vLLM; None where it sets no bound."""
     config = config.get_text_config()
-    count: int | None = getattr(config, "max_position_embeddings", None)
-    if count is None or "gemma3" in config.model_type:  # Gemma 3's are of the stretched RoPE
-        return count
-    return max(stretched(count, rope) for rope in _ropes(config))
+    return target_positions(getattr(config, "max_position_embeddings", None), config.model_type, _ropes(config))
 
 
 def served_positions(config: Any) -> int | None:

@@ -1,11 +1,13 @@
 """The contract's table, and every fault that vLLM would load in silence."""
 
+import re
 from dataclasses import replace
 
 import pytest
 import torch
 
 from eagle31_train.checkpoint import contract
+from eagle31_train.reporting import card
 
 pytestmark = pytest.mark.core
 
@@ -21,6 +23,29 @@ def test_a_draft_that_reads_the_embeddings_is_to_be_served_compiled(tiny):
     embeddings = contract.caveats(replace(tiny, aux_layers=[0, 2]))
     [caveat] = set(embeddings) - set(caveats)
     assert caveat.endswith("serve this draft without --enforce-eager")
+
+
+def test_contexts_are_compared_as_far_as_a_linear_rope_stretches_them(tiny):
+    """128 positions, stretched twice, are those of a target of 256, and fewer than those of one of 128 times four."""
+    short = replace(tiny, max_position_embeddings=128)
+    linear = replace(short, rope_scaling={"rope_type": "linear", "factor": 2.0})
+
+    def said(shape, positions, factor=1.0):
+        target = {"max_position_embeddings": positions, "rope_scaling": {"rope_type": "linear", "factor": factor}}
+        sentences = card.caveats_of(shape, {"target": target})
+        return [re.search(r"contexts of up to (\S+) tokens", one)[1] for one in sentences if "contexts" in one]
+
+    assert (said(short, 128), said(short, 256)) == ([], ["128"])
+    assert (said(linear, 256), said(linear, 257), said(linear, 128, 2.0)) == ([], ["256"], [])
+    assert (said(linear, 128, 4.0), said(short, 64, 4.0)) == (["256"], ["128"])
+    gemma = {
+        "model_type": "gemma3_text",
+        "max_position_embeddings": 256,
+        "rope_scaling": {"factor": 8.0, "type": "linear"},
+    }
+    assert card.caveats_of(linear, {"target": gemma}) == card.caveats_of(
+        linear, {"target": {"max_position_embeddings": 256}}
+    )
 
 
 def test_the_table_follows_the_flags(tiny, tiny_tensors):
