@@ -46,8 +46,9 @@ class DrafterCheckpoint:
     commit: str | None = None  # of a hub repository
     target_name: str | None = None  # path or hub id of its target, where the checkpoint says it
     train: Path | None = None  # the run's folder train/; None of a published draft, as all below
-    inputs: dict[str, Any] | None = None  # what the run was trained from: fingerprints and options
+    inputs: dict[str, Any] | None = None  # what the run was trained from: fingerprints and options; known of its export
     manifest: dict[str, Any] | None = None  # what a finished training left
+    exported: dict[str, Any] | None = None  # of a run's export, what its training left
     rounded: frozenset[str] = frozenset()  # weights that are served as int8: `int8.py`
     smaller: dict[str, Any] | None = None  # how it was made smaller after training: `smaller.py`
     _mapped: dict[str, Tensor] | None = field(default=None, repr=False)  # of a published draft, or a smaller one
@@ -155,8 +156,19 @@ class DrafterCheckpoint:
             shape, vocab, tensors, rounded, target_name = published.read(folder, target_layers, counted)
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
+        training = run_folder.training_of_export(folder)
         checkpoint = cls(
-            where, folder, shape, vocab, commit, target_name, rounded=rounded, _mapped=tensors, _counted=counted
+            where,
+            folder,
+            shape,
+            vocab,
+            commit,
+            target_name,
+            inputs=training and training["inputs"],
+            exported=training,
+            rounded=rounded,
+            _mapped=tensors,
+            _counted=counted,
         )
         checkpoint._require({name: tuple(tensor.shape) for name, tensor in tensors.items()})
         return checkpoint
@@ -191,7 +203,7 @@ class DrafterCheckpoint:
     @cached_property
     def measured_on(self) -> list[str]:
         """Prompts that its training was measured on, by their digests; of a published draft nobody knows."""
-        state = self.manifest
+        state = self.manifest or self.exported
         if state is None and self.train is not None:
             state = run_folder.sealed_manifest(self.folder)["extra"].get("state")
         return list((state or {}).get("measured_on", []))

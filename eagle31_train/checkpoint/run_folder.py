@@ -137,3 +137,15 @@ def read_export(run: Path) -> dict[str, Any]:
                 f"{run / 'export'} has other weights than {run / 'train'}: run `{EXPORT}` again, with overwrite=true"
             )
     return record
+
+
+def training_of_export(folder: Path) -> dict[str, Any] | None:
+    """The manifest of the training whose export `folder` is, in its run; None where that is not known for certain."""
+    run = folder.resolve().parent
+    if folder.resolve().name != "export" or not (run / EXPORTED).is_file():
+        return None
+    try:
+        read_export(run)
+        return artifacts.read_json(run / "train" / artifacts.MANIFEST, TRAIN)
+    except UserError:
+        return None

@@ -320,8 +320,16 @@ SHAPE = ["drafter.num_attention_heads=4", "drafter.num_key_value_heads=2", "draf
 def test_drafters_of_other_or_unknown_data(run, call, prompts):
     published, b = run.another("theirs", 5), run.another("b")
     export.export(published.config("target.aux_layers=[1,2,4]", *SHAPE))
-    result = call(run.folder, f"theirs:{published.folder / 'export'}")
-    assert "theirs may have been trained on these prompts" in result["workloads"][0]["notes"]
+    its_own = published.folder / "export"
+    shutil.copytree(its_own, published.folder / "copied")
+    result = call(run.folder, f"known:{its_own}", f"theirs:{published.folder / 'copied'}")
+    notes = result["workloads"][0]["notes"]
+    assert [note for note in notes if "may have" in note] == ["theirs may have been trained on these prompts"]
+    known, whole = DrafterCheckpoint.open(its_own), DrafterCheckpoint.open(published.folder)
+    assert (known.inputs, known.measured_on) == (whole.inputs, whole.measured_on)
+    with (its_own / "README.md").open("a") as card:  # changed since, and perhaps its weights were
+        card.write("more")
+    assert DrafterCheckpoint.open(its_own).inputs is None
     other_data(b)
     b.finish_training(data="b" * 16)
     code, line = call(run.folder, b.folder)
