@@ -108,7 +108,8 @@ def tidy() -> Iterator[None]:
             if module in sys.modules:
                 getattr(sys.modules[module], off)()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)
+        # Of a letter that a terminal's encoding lacks, its number: LANG=en_US is Latin-1, which has no arrows.
+        sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
     record, warning = logging.getLogRecordFactory(), warnings.formatwarning
     logging.setLogRecordFactory(lambda *given, **named: _cleaned(record(*given, **named)))
     warnings.formatwarning = lambda *given, **named: shown.clean(warning(*given, **named))

@@ -61,6 +61,14 @@ def test_a_reader_who_has_enough_ends_a_command_without_a_traceback(command):
     assert done.returncode in (1, 2)
 
 
+def test_letters_that_the_encoding_of_the_output_lacks_are_spelt():
+    environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    words = [sys.executable, "-m", "eagle31_train", "--help"]
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode(errors="replace")
+    assert rb"prompts or conversations \u2192 answers" in done.stdout
+
+
 def test_of_ranks_that_fail_alike_the_first_speaks_and_none_that_fails_otherwise_is_lost(monkeypatch, tmp_path, capsys):
     def fail(rank, text):
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / str(rank) / "error.json") if launched else "")
