@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, masking_utils
 
 from eagle31_train.config import TargetConfig
 from eagle31_train.errors import UserError
@@ -157,7 +157,7 @@ class HiddenStateTarget:
 
         Without a mask, which is faster, rows padded at the end are right all the same in a causal decoder.
         """
-        with self._tapped([*self._taps, self.final_norm]) as caught:
+        with self._tapped([*self._taps, self.final_norm]) as caught, unpacked_rows():
             self.decoder(input_ids=tokens, attention_mask=attention_mask, use_cache=False)
         return self._stacked(caught), caught[len(self._taps)]
 
@@ -188,6 +188,19 @@ class HiddenStateTarget:
         if "logits_to_keep" in inspect.signature(self.model.forward).parameters:
             return self.model(**inputs, logits_to_keep=positions.to(tokens.device)).logits.float()
         return self.model(**inputs).logits[:, positions].float()  # code that came with an older target
+
+
+@contextmanager
+def unpacked_rows() -> Iterator[None]:
+    """While it lasts, transformers does not ask whether a row without a mask is several sequences packed into one: the
+    answer is no, and a GPU's host would wait for it in every forward pass."""
+    name = "find_packed_sequence_indices"
+    before = getattr(masking_utils, name)
+    setattr(masking_utils, name, lambda _: None)
+    try:
+        yield
+    finally:
+        setattr(masking_utils, name, before)
 
 
 def _catch(caught: dict[int, Tensor], index: int, _module: nn.Module, args: tuple, kwargs: dict) -> None:

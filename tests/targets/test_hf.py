@@ -14,6 +14,7 @@ from planting import replaced
 from random_targets import LATENT, SIZES, randomised
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
@@ -108,6 +109,28 @@ def test_aux_layer_i_is_the_input_of_layer_i_and_last_is_before_the_final_norm(n
     model = MODELS[name]()
     engine = TransformersEngine(HiddenStateTarget(model, EVERY), batch_tokens=batch_tokens)
     check_against_plain_calls(engine, model, conversations())
+
+
+class Looks(TorchDispatchMode):
+    """Counts how often Python looks at a value, for which it would wait where that is a GPU's."""
+
+    count = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.count += operator.overloadpacket.__name__ in ("_local_scalar_dense", "nonzero")
+        return operator(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_forward_pass_waits_for_no_value(name):
+    """Of transformers' own looks only this test knows: they are not made where tensors are fake."""
+    target, tokens = HiddenStateTarget(MODELS[name](), [1]), torch.ones(3, 13, dtype=torch.int64)
+    with Looks() as ours:
+        target.states(tokens, None)
+    with Looks() as plain:
+        target.decoder(input_ids=tokens, use_cache=False)
+    assert ours.count == 0
+    assert plain.count > 0, "transformers does not look any more: hf.unpacked_rows can go"
 
 
 def outputs_for_inputs(_engine, patch):
