@@ -59,8 +59,10 @@ def build(folder: Path) -> Path:
     """The library, compiled for this torch into `folder` if it is not there yet.
 
     Raises:
-        UnavailableError: no compiler, or it does not manage.
+        UnavailableError: this torch has CUDA's devices already; no compiler, or it does not manage.
     """
+    if torch.version.cuda is not None:
+        raise UnavailableError("this torch is built for CUDA, whose devices are real")
     name = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
     library = folder / f"fake_cuda-{name}.so"
     if library.is_file():
@@ -92,10 +94,8 @@ def enter(folder: Path = ROOT / "build") -> None:
     """Give this process a fake CUDA device: at the first call it starts again from its first line, with the library.
 
     Raises:
-        UnavailableError: there is a real one, or no compiler.
+        UnavailableError: see `build`.
     """
-    if torch.version.cuda is not None:
-        raise UnavailableError("this torch is built for CUDA, whose devices are real")
     library = str(build(folder))
     if os.environ.get("LD_PRELOAD") != library:  # torch asks for devices while it is imported, and never again
         os.execve(sys.executable, sys.orig_argv, {**os.environ, "LD_PRELOAD": library})
