@@ -53,7 +53,7 @@ tests() { # files of tests/gpu
 
 run() { # one stage
     case $1 in
-        correct) tests correct attention.py kernels.py step.py codec.py mla.py extraction.py ;;
+        correct) tests correct attention.py kernels.py step.py codec.py mla.py extraction.py vllm_states.py ;;
         memory) tests memory memory.py profiles.py ;;
         steps) "$PYTHON" $BENCH --out "$OUT/steps_measured" --cases $CASES --longest ;;
         kimi_toy) toy ;;

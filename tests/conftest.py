@@ -23,10 +23,6 @@ from eagle31_train.model.drafter import Drafter
 from eagle31_train.model.loss import Objective, Teacher
 from eagle31_train.store.document import Document
 
-# Without a GPU, Triton's kernels are interpreted; read where triton is first imported.
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
-
 # How fast a machine is, or how busy, fails no test. `make test-slow` tries five times as many random cases.
 ANY_SPEED = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
 hypothesis.settings.register_profile("quick", max_examples=16, **ANY_SPEED)
@@ -41,12 +37,22 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 LONG = {"test_profiles.py", "test_full_disk.py", "test_fake_cuda.py", "test_context_parallel.py"}
 
 
+def pytest_configure(config):
+    """No test but those of gpu/ sees a GPU: what they compare is a CPU's to the bit. There, Triton's kernels are
+    interpreted; both variables are read later, where CUDA and triton are first used."""
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"
+
+
 def pytest_collection_modifyitems(items):
     """The long files first (the Makefile tells xdist to keep the order); what is in gpu/ wants a device."""
     for item in items:
         if item.path.parent.name == "gpu":
             item.add_marker(pytest.mark.gpu)
-            item.add_marker(pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
+            seen = torch.cuda.is_available()
+            item.add_marker(pytest.mark.skipif(not seen, reason="no CUDA device, or not run by -m gpu"))
     items.sort(key=lambda item: item.path.name not in LONG)
 
 

@@ -57,3 +57,8 @@ def test_a_stage_that_there_is_not_is_refused_before_any_runs(tmp_path):
     assert done.returncode == 2
     assert done.stderr.startswith("gpu_day: no stage corect: they are correct memory steps ")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_only_the_tests_of_gpus_see_one():
+    """Here, too: this test is not among them."""
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
