@@ -51,6 +51,14 @@ def native_bf16(on_cpu: bool) -> tuple[bool, str]:
     return bool(having), f"this CPU has {having[0]}" if having else "this CPU has no instructions for bf16"
 
 
+def whole_float32() -> None:
+    """Have a GPU multiply float32 as float32, whatever this process's environment says: NVIDIA's containers set
+    TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, by which torch rounds the factors to eleven bits."""
+    import torch
+
+    torch.set_float32_matmul_precision("highest")
+
+
 def _recorded_dtype(config: Config) -> str:
     """In which the target ran for this run's store, training, answers or prompts, the first that there is."""
     run = Path(config.run_dir)

@@ -1,12 +1,17 @@
 """Precision `auto`: what this machine's hardware, or a record, makes of it; and every record has that value."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
+from pipeline import save_quietly, tiny_llama
 
 from eagle31_train import cli, precision
 from eagle31_train.cli import load_config
+from eagle31_train.config import TargetConfig
+from eagle31_train.targets.hf import load_model
+from train import launch
 
 WORDS = ["name=x", "target.path=t"]
 
@@ -84,3 +89,22 @@ def test_what_was_begun_on_another_machine_stays_as_it_was_begun(machine, tmp_pa
         assert chosen("run_dir=nowhere", f"store_dir={tmp_path / 'store'}") == ("bfloat16", "no")
     file.write_text("{torn")
     assert chosen(f"run_dir={tmp_path}") == ("float32", "bf16"), "a damaged record is told of by its stage"
+
+
+@pytest.fixture
+def tf32():
+    """As torch starts where NVIDIA's containers set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE."""
+    torch.set_float32_matmul_precision("high")
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
+def test_float32_is_whole_where_a_target_is_loaded_and_where_a_training_begins(tf32, tmp_path, monkeypatch):
+    folder = save_quietly(tiny_llama(), tmp_path / "target")
+    load_model(TargetConfig(path=str(folder), dtype="float32", device="cpu"))
+    assert torch.get_float32_matmul_precision() == "highest"
+    torch.set_float32_matmul_precision("high")
+    monkeypatch.setattr(launch, "Accelerator", lambda **_: SimpleNamespace(num_processes=1))
+    monkeypatch.setattr(launch, "check_accelerator", lambda _: None)
+    launch.make_accelerator(load_config([*WORDS, "train.wandb=disabled"]), tmp_path)
+    assert torch.get_float32_matmul_precision() == "highest"

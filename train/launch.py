@@ -30,6 +30,7 @@ from eagle31_train.config import Config, TrainConfig, check_context_parallel
 from eagle31_train.console import note, refuse_lone_process
 from eagle31_train.errors import SharedError, UserError
 from eagle31_train.locations import CONFIGS
+from eagle31_train.precision import whole_float32
 from train import tracking
 
 SEE = "see docs/launch.md"
@@ -42,6 +43,7 @@ PATIENCE = timedelta(hours=2)
 def make_accelerator(config: Config, folder: Path) -> Accelerator:
     """The accelerator; a UserError if it is not what was asked for, or nothing that this trainer serves."""
     check_environment(config.train)
+    whole_float32()
     if config.train.deterministic:
         make_deterministic()
     # Libraries tell one another's authors what will change: nothing that a user could mend.

@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from eagle31_train.config import TargetConfig
 from eagle31_train.errors import UserError
 from eagle31_train.model.rope import ORIGINAL, target_positions
+from eagle31_train.precision import whole_float32
 from eagle31_train.targets.description import pick_layers
 from eagle31_train.targets.engine import Reference
 from eagle31_train.targets.packed_linear import pack_linears
@@ -75,6 +76,7 @@ def load_model(config: TargetConfig, dtype: str | None = None) -> Any:
         raise UserError(
             "target.device_map spreads one target over the devices: start one process, and leave target.device=auto"
         )
+    whole_float32()
     options: dict[str, Any] = {"device_map": config.device_map} if config.device_map else {}
     device = None if config.device_map else pick_device(config.device)
     # Tensors of another size than the model's are refused below, by name.
