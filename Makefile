@@ -19,7 +19,7 @@ export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 2)
 export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo install check test test-alone lint test-slow test-versions test-gpu test-vllm docs bench bench-peers speedrun bench-mla bench-gpu bench-gpu-model bench-store clean
+.PHONY: demo install environment check test test-alone lint test-slow test-versions test-gpu test-vllm docs bench bench-peers speedrun bench-mla bench-gpu bench-gpu-model bench-store clean
 
 demo: install
 	$(BIN)/python -m eagle31_train.targets.embedded
@@ -70,8 +70,15 @@ test-versions:
 	tests/versions.sh lowest $(LOWEST_PYTHON) .venv-lowest
 	tests/versions.sh highest $(HIGHEST_PYTHON) .venv-highest
 
+# A GPU's machine may have no network: an environment that somebody else made is taken as it is, if it has what is needed.
+NEEDED := torch accelerate datasets hydra hypothesis pytest safetensors transformers xxhash
+environment:
+	@test ! -e $(VENV)/.complete && $(BIN)/python -c \
+		'import sys, importlib.util as u; sys.exit(not all(map(u.find_spec, sys.argv[1:])))' $(NEEDED) 2>/dev/null \
+		|| $(MAKE) --no-print-directory install
+
 # What needs a CUDA device; a torch built for one must be in the environment before `make install`.
-test-gpu: install
+test-gpu: environment
 	$(BIN)/python -m pytest -m gpu -rs tests/gpu
 
 # Real vLLM, in an environment of its own; serves runs/smollm2 if the demo has been run, else a short training run.
@@ -106,7 +113,7 @@ speedrun: install
 	$(BIN)/python -m benchmarks.speedrun all --peers-python $(PEERS_VENV)/bin/python $(ARGS)
 
 # The training step on a GPU (a torch built for one must be in the environment before): runs/bench/gpu.json
-bench-gpu: install
+bench-gpu: environment
 	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
 # What that should take, estimated without a GPU from a step on fake tensors (half a minute): runs/bench/gpu_model.json

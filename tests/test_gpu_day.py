@@ -5,6 +5,8 @@ import os
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from benchmarks import gpu_day
 
 SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "gpu_day.sh"
@@ -62,3 +64,16 @@ def test_a_stage_that_there_is_not_is_refused_before_any_runs(tmp_path):
 def test_only_the_tests_of_gpus_see_one():
     """Here, too: this test is not among them."""
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_make_installs_nothing_where_all_is_there(tmp_path, whole):
+    """On a machine without a network, in somebody else's environment; this one's python only notes its calls."""
+    python, calls = tmp_path / "bin" / "python", tmp_path / "calls"
+    python.parent.mkdir()
+    python.write_text(f'#!/bin/sh\necho "$@" >> {calls}\n[ "$1" != -c ] || exit {int(not whole)}\n')
+    python.chmod(0o755)
+    words = ["make", "test-gpu", f"VENV={tmp_path}"]
+    done = subprocess.run(words, cwd=SCRIPT.parent.parent, capture_output=True, text=True, check=False)
+    assert (done.returncode == 0) == whole, done.stderr  # there is no pip
+    assert ("-m pytest -m gpu" in calls.read_text()) == whole
