@@ -94,17 +94,20 @@ def matrices(shape: DrafterShape) -> dict[str, int]:
 def _loss(shape: DrafterShape, work: Work, step: Step) -> float:
     """Bytes of logits while a block of them is alive.
 
-    Of the block's pairs, logits in the precision of the products; of the positions that teach them, likewise, and p in
-    fp32; of a part of the pairs, in fp32: logits (with bf16), log q, the teacher's rows of p, their product; three
-    more with train.lk. After that, of a part of lm_head, its gradient before it is added up, and its factor.
+    Of the block's pairs, states and logits in the precision of the products. While divergences are worked out, of the
+    positions that teach them, likewise, and p in fp32; of a part of the pairs, in fp32: logits (with bf16), log q, the
+    teacher's rows of p, their product; three more with train.lk. After that, the gradient of the states, and weighted
+    in fp32; or, of a part of lm_head, its gradient before it is added up, and its factor.
     """
     pairs = sum(work.pairs)
     block = min(step.logits[0], pairs * shape.draft_vocab_size)
     teacher = block * work.targets / max(pairs, 1)
     copies = 3 + (step.value < FP32) + 3 * step.lk
     part = FP32 * copies * min(step.logits[1], block)
+    states = block / shape.draft_vocab_size * shape.hidden_size
     head = 2 * step.value * min(step.logits[1], shape.draft_vocab_size * shape.hidden_size) * step.train_lm_head
-    return step.value * (block + teacher) + FP32 * teacher + max(part, head)
+    after = max((step.value + FP32) * states, head)
+    return step.value * (block + states) + max((step.value + FP32) * teacher + part, after)
 
 
 def _backward(shape: DrafterShape, w: Widths, work: Work, step: Step) -> float:
