@@ -79,7 +79,10 @@ def _tried(render: Callable[[Any], object]) -> NoReturn:
             signal.signal(name, signal.SIG_DFL)
             signal.setitimer(timer, seconds)
         there = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (there + MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
+        limit, most = there + MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]
+        if most != resource.RLIM_INFINITY:  # as by `ulimit -v`
+            limit = min(limit, most)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, most))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         for messages in TRIED:
             render(messages)

@@ -1,9 +1,11 @@
 """A target from the hub, broken: its config.json, its tokenizer, its chat template."""
 
 import json
+import resource
 import shutil
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import strategies as st
@@ -179,6 +181,13 @@ def test_templates(case, template_file):
 def test_a_template_without_end_is_refused_in_one_line(text, template_file):
     problem = outcome(lambda: ChatTemplate.load(template_file(text)))
     assert "case.jinja takes more than 0.05 s or 64 MiB" in str(problem)
+
+
+def test_a_template_without_end_is_refused_under_a_lower_limit_of_memory(template_file, monkeypatch):
+    there = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (there + 2**24, there + 2**24))  # `ulimit -v`
+    with pytest.raises(UserError, match="a loop or a product in it is huge"):
+        ChatTemplate.load(template_file("{{ 'a' * 10**10 }}"))
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors"])
