@@ -196,13 +196,15 @@ class HiddenStateTarget:
 def unpacked_rows() -> Iterator[None]:
     """While it lasts, transformers does not ask whether a row without a mask is several sequences packed into one: the
     answer is no, and a GPU's host would wait for it in every forward pass."""
-    name = "find_packed_sequence_indices"
-    before = getattr(masking_utils, name)
-    setattr(masking_utils, name, lambda _: None)
+    name = "find_packed_sequence_indices"  # not of its public interface
+    before = getattr(masking_utils, name, None)
+    if before:
+        setattr(masking_utils, name, lambda _: None)
     try:
         yield
     finally:
-        setattr(masking_utils, name, before)
+        if before:
+            setattr(masking_utils, name, before)
 
 
 def _catch(caught: dict[int, Tensor], index: int, _module: nn.Module, args: tuple, kwargs: dict) -> None:
