@@ -1,9 +1,12 @@
 """Drafters large enough that a step's memory is that of its tensors."""
 
+from unittest.mock import patch
+
 import torch
 from conftest import make_shape
 from torch import profiler
 
+from eagle31_train.model import loss
 from eagle31_train.model.batch import build_batch
 from eagle31_train.model.drafter import Drafter
 from eagle31_train.model.loss import Objective, Teacher
@@ -55,15 +58,24 @@ def objective_and_batch(shape, masks, unroll, dtype=torch.float32, codec="bf16",
     return Objective(drafter, teacher, "kl"), build_batch(documents, unroll, kept, "mask", part=part)
 
 
+# Logits at once, in pieces as large beside a block as a GPU's are; with a CPU's small ones other moments are the worst.
+LOGITS = (2**23, 2**22)
+
+
 def measure(objective, batch, weights):
     """Bytes after the forward pass, and at the worst moment of it and of the backward pass."""
+    with patch.dict(loss.LOGITS, cpu=LOGITS):
+        return _measure(objective, batch, weights)
+
+
+def _measure(objective, batch, weights):
     objective(batch, weights)[0].backward()  # what is made once is there
     objective.zero_grad(set_to_none=True)
     with profiler.profile(activities=[profiler.ProfilerActivity.CPU], profile_memory=True) as recorded:
         with profiler.record_function("FORWARD"):
-            loss = objective(batch, weights)[0]
+            total = objective(batch, weights)[0]
         with profiler.record_function("BACKWARD"):
-            loss.backward()
+            total.backward()
     events = recorded.profiler.kineto_results.events()
     backward = next(event.start_ns() for event in events if event.name() == "BACKWARD")
     begin = next(event.start_ns() for event in events if event.name() == "FORWARD")

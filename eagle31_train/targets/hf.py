@@ -11,6 +11,7 @@ import inspect
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cached_property, partial
 from typing import Any
 
@@ -192,19 +193,21 @@ class HiddenStateTarget:
         return self.model(**inputs).logits[:, positions].float()  # code that came with an older target
 
 
+_UNPACKED: ContextVar[bool] = ContextVar("unpacked", default=False)
+_PACKED = "find_packed_sequence_indices"  # of transformers, not of its public interface
+if _find := getattr(masking_utils, _PACKED, None):
+    setattr(masking_utils, _PACKED, lambda position_ids: None if _UNPACKED.get() else _find(position_ids))
+
+
 @contextmanager
 def unpacked_rows() -> Iterator[None]:
-    """While it lasts, transformers does not ask whether a row without a mask is several sequences packed into one: the
-    answer is no, and a GPU's host would wait for it in every forward pass."""
-    name = "find_packed_sequence_indices"  # not of its public interface
-    before = getattr(masking_utils, name, None)
-    if before:
-        setattr(masking_utils, name, lambda _: None)
+    """While it lasts, transformers does not ask in this thread whether a row without a mask is several sequences packed
+    into one: the answer is no, and a GPU's host would wait for it in every forward pass."""
+    token = _UNPACKED.set(True)
     try:
         yield
     finally:
-        if before:
-            setattr(masking_utils, name, before)
+        _UNPACKED.reset(token)
 
 
 def _catch(caught: dict[int, Tensor], index: int, _module: nn.Module, args: tuple, kwargs: dict) -> None:

@@ -9,10 +9,10 @@ import pytest
 import sharing
 import torch
 from launching import environment
+from plan_cases import LOGITS
 from sharing import DEEP, LONG, MASKS, PLANTED, RAGGED, RANKS, Mesh
 
 from eagle31_train.model.context_parallel import deals_heads, owners
-from eagle31_train.model.loss import LOGITS
 from eagle31_train.planning.footprint import Step, activations
 from eagle31_train.planning.work import count_work
 
@@ -87,7 +87,7 @@ def test_two_ranks_take_at_most_three_fifths_each_as_the_plan_says(found, kind):
     assert all(ours <= 0.6 * whole for ours, whole in zip(shared, unshared, strict=True))
 
     work = count_work([mask.numpy() for mask in MASKS], DEEP)
-    step = Step(4, recompute=kind == "mla", logits=LOGITS["cpu"], flash=False, context=2)
+    step = Step(4, recompute=kind == "mla", logits=LOGITS, flash=False, context=2)
     reckoned = activations(LONG[kind], work, step)
     assert reckoned.after_forward == pytest.approx(shared[0], rel=0.01)
     assert reckoned.peak == pytest.approx(shared[1], rel=0.1)

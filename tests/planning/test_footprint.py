@@ -8,14 +8,13 @@ import pytest
 import torch
 from holding import SHAPE
 from launching import ROOT, command, environment
-from plan_cases import SMALL_MLA, measure, objective_and_batch, shape_of
+from plan_cases import LOGITS, SMALL_MLA, measure, objective_and_batch, shape_of
 
 from benchmarks.shapes import turns
 from eagle31_train.checkpoint.contract import weight_shapes
 from eagle31_train.cli import CONFIGS
-from eagle31_train.model import linear
+from eagle31_train.model import linear, loss
 from eagle31_train.model.drafter import Drafter
-from eagle31_train.model.loss import LOGITS
 from eagle31_train.model.packing import MOST_COPIES
 from eagle31_train.planning import footprint
 from eagle31_train.planning.footprint import PROFILES, Activations, State, Step, activations, memory
@@ -53,7 +52,7 @@ def test_activations_are_what_torch_allocates(monkeypatch, changes, value, recom
     kept, peak = measure(objective, batch, torch.full((unroll,), 1e-3))
 
     work = count_work([mask.numpy() for mask in masks], unroll)
-    step = Step(value, decodes=codec != "bf16" or value == FP32, recompute=recompute, logits=LOGITS["cpu"], flash=False)
+    step = Step(value, decodes=codec != "bf16" or value == FP32, recompute=recompute, logits=LOGITS, flash=False)
     reckoned = activations(shape, work, step)
     assert reckoned.after_forward == pytest.approx(kept, rel=0.005)
     assert reckoned.peak == pytest.approx(peak, rel=0.1)
@@ -64,7 +63,7 @@ def test_freezing_lm_head_saves_its_gradient_and_a_gpu_holds_as_many_logits_as_t
     shape = shape_of()
     trained, frozen = (activations(shape, work, Step(train_lm_head=trains)) for trains in (True, False))
     assert trained.head - frozen.head == FP32 * shape.draft_vocab_size * shape.hidden_size
-    assert LOGITS["other"] == footprint.LOGITS
+    assert loss.LOGITS["other"] == footprint.LOGITS
     assert MOST_COPIES == footprint.MOST_COPIES
 
 
