@@ -37,7 +37,7 @@ def regenerate(config: Config, template: ChatTemplate) -> tuple[Path, dict[str, 
     made_from = Provenance({**settings, **_prompts(corpus)})
     journal = Journal(output)
     if journal.finished(made_from, config.overwrite):
-        manifest = artifacts.read_json(journal.manifest, "eagle31 data")
+        manifest: dict[str, Any] = artifacts.read_json(journal.manifest, "eagle31 data")
         if not (blank := 0 if "layout" in manifest else _blank(output)):
             note(f"answers: {output} is up to date")
             return output, manifest

@@ -125,14 +125,33 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
-def read_json(path: Path, made_by: str) -> dict[str, Any]:
+class MissingKeyError(UserError, LookupError):
+    """A record of ours lacks a key. A template of Jinja's, which may ask for any, takes it as it takes a KeyError."""
+
+
+class Record(dict[str, Any]):
+    """A JSON object of ours, read back. To ask for what it lacks is a UserError: somebody altered it."""
+
+    def __init__(self, value: Mapping[str, Any], path: Path, made_by: str) -> None:
+        super().__init__(value)
+        self._path, self._made_by = path, made_by
+
+    def __missing__(self, key: str) -> Any:
+        raise MissingKeyError(_damaged(self._path, f"it has no {key}", self._made_by))
+
+
+def read_json(path: Path, made_by: str) -> Record:
     """Read a JSON object; `made_by` is the command that makes it, for the error."""
     if not path.is_file():
         raise UserError(f"{path} is missing: run `{made_by}` first")
     try:
-        return foreign.read_object(path)
+        return Record(foreign.read_object(path), path, made_by)
     except ValueError as error:
-        raise UserError(f"{path} is damaged ({error}): remove it and run `{made_by}` again") from None
+        raise UserError(_damaged(path, error, made_by)) from None
+
+
+def _damaged(path: Path, how: object, made_by: str) -> str:
+    return f"{path} is damaged ({how}): remove it and run `{made_by}` again"
 
 
 def list_files(folder: Path, files: Iterable[Path]) -> dict[str, dict[str, Any]]:

@@ -245,9 +245,21 @@ def other_data(run):
     artifacts.write_json(path, {**artifacts.read_json(path, "the test"), "dataset_fingerprint": "b" * 16})
 
 
+def a_record_without(name, key):
+    def change(run):
+        path = run.folder / name
+        record = artifacts.read_json(path, "the test")
+        del record[key]
+        artifacts.write_json(path, record)
+
+    return change
+
+
 @pytest.mark.parametrize(
     ("change", "option", "message"),
     [
+        (a_record_without("data/manifest.json", "dataset_fingerprint"), "seed=0", r"damaged \(it has no dataset_"),
+        (a_record_without("train/manifest.json", "inputs"), "seed=0", r"manifest.json is damaged \(it has no inputs"),
         (another_vocabulary, "seed=0", "is not the vocabulary that the drafter was trained with"),
         (another_target, "seed=0", "the drafter was trained for some/target"),
         (other_data, "seed=0", "is not the data that the drafter was trained on"),
