@@ -78,7 +78,8 @@ def compare(trainings: Named, config: Config) -> None:
 
     # Comparisons without a folder of their own share what is measured.
     shared = Path(config.compare.out or COMPARISONS)
-    result, decoded, _ = evaluate(config, checkpoints, data, shared / "workloads", config.compare.verified)
+    verified = dict.fromkeys(checkpoints, config.compare.verified)
+    result, decoded, _ = evaluate(config, checkpoints, data, shared / "workloads", verified)
     first, *others = trainings
     words = [f"{name}:{','.join(map(public, some))}" for name, some in trainings.items()]
     result |= {

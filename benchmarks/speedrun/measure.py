@@ -89,14 +89,16 @@ def accepted(trainings: Sequence[Training], options: Sequence[str], out: Path) -
     config = cli.load_config([*recipe, f"run_dir={out}", "evaluate.drift=false", "evaluate.warmup=false", *options])
     check_options(config.evaluate)
     data, draft_tokens = provenance.read_data(config, whole=True), config.evaluate.num_speculative_tokens
-    checkpoints = {
-        f"{training.name} {folder.name}": [DrafterCheckpoint.open(folder)]
-        for training in trainings
-        for folder in training.drafts
-    }
+    checkpoints, verified = {}, {}
+    for training in trainings:
+        *_, last = training.drafts
+        for folder in training.drafts:
+            name = f"{training.name} {folder.name}"
+            checkpoints[name] = [DrafterCheckpoint.open(folder)]
+            verified[name] = config.compare.verified if folder == last else 0
     positions = [one.shape.max_position_embeddings for (one,) in checkpoints.values()]
     workloads = evaluating.choose_workloads(config, {}, positions, data, [config.evaluate.max_speculative_tokens])
-    measured = evaluating.decode(config, checkpoints, workloads, data, out / "workloads", config.compare.verified)
+    measured = evaluating.decode(config, checkpoints, workloads, data, out / "workloads", verified)
     found = {}
     for kind in KINDS:
         chosen = [m for one, m in zip(workloads, measured, strict=True) if (one.name == HELDOUT) == (kind == TRAINED)]

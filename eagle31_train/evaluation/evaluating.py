@@ -33,7 +33,7 @@ def evaluate(
     checkpoints: Mapping[str, Sequence[DrafterCheckpoint]],
     data: dict[str, Any],
     folder: Path,
-    verified: int | None = None,
+    verified: Mapping[str, int] | None = None,
 ) -> tuple[dict[str, Any], list[Workload], list[dict[str, list[Measurement]]]]:
     """Decode all workloads with all drafters. What was loaded for it is free again afterwards.
 
@@ -41,7 +41,7 @@ def evaluate(
         checkpoints: of each drafter by name, its trainings; the others are compared with the first.
         data: stage 1's manifest.
         folder: keeps the measurements.
-        verified: see `Measurer.measure`.
+        verified: of each drafter by name, see `Candidate`.
 
     Returns:
         The result (see `results.py`); what was decoded; and the measurements of each, by drafter, of every training.
@@ -72,7 +72,7 @@ def decode(
     chosen: Sequence[Workload],
     data: dict[str, Any],
     folder: Path,
-    verified: int | None = None,
+    verified: Mapping[str, int] | None = None,
 ) -> list[dict[str, list[Measurement]]]:
     """Of each workload, the measurements by drafter, of every training; arguments and errors as of `evaluate`."""
     # Prompts before the target: what is wrong with them is reported within seconds.
@@ -80,7 +80,7 @@ def decode(
     target = CachedTarget(model, [1])  # every drafter reads layers of its own
     candidates = {
         name: [
-            load(one, name if len(some) == 1 else f"{name}/{number}", target, config)
+            load(one, name if len(some) == 1 else f"{name}/{number}", target, config, (verified or {}).get(name))
             for number, one in enumerate(some, 1)
         ]
         for name, some in checkpoints.items()
@@ -89,11 +89,13 @@ def decode(
     measurer = Measurer(model, limits, config.evaluate, config.seed)
     inputs = provenance.of_workload(config, data["end_ids"], target.device.type, str(torch.__version__))
     every = [one for some in candidates.values() for one in some]
-    by_training = measure(folder, chosen, measurer, every, inputs, verified)
+    by_training = measure(folder, chosen, measurer, every, inputs)
     return [{name: [of[one.name] for one in some] for name, some in candidates.items()} for of in by_training]
 
 
-def load(checkpoint: DrafterCheckpoint, name: str, target: CachedTarget, config: Config) -> Candidate:
+def load(
+    checkpoint: DrafterCheckpoint, name: str, target: CachedTarget, config: Config, verified: int | None = None
+) -> Candidate:
     """The drafter as it is served: weights rounded to the target's dtype, and run in evaluate.dtype.
 
     Raises:
@@ -101,7 +103,7 @@ def load(checkpoint: DrafterCheckpoint, name: str, target: CachedTarget, config:
     """
     drafter = checkpoint.load(target, DTYPES[config.target.dtype], DTYPES[config.evaluate.dtype])
     ids = torch.from_numpy(checkpoint.vocab.target_ids).to(target.embedding.weight.device)
-    return Candidate(name, checkpoint.identity, drafter, ids)
+    return Candidate(name, checkpoint.identity, drafter, ids, verified)
 
 
 def choose_workloads(
@@ -168,13 +170,11 @@ def measure(
     measurer: Measurer,
     candidates: list[Candidate],
     inputs: Inputs,
-    verified: int | None = None,
 ) -> list[dict[str, Measurement]]:
     """Every workload's measurements by drafter; what `folder` has of them is read.
 
     Args:
         inputs: what a measurement depends on beside its workload and its drafter (`provenance.of_workload`).
-        verified: see `Measurer.measure`.
 
     Raises:
         UserError: as `Measurer.measure`; a damaged file; or drafters beside which the target wrote different outputs.
@@ -185,8 +185,11 @@ def measure(
         # What is said of a workload may depend on who else is measured, and no count does.
         decoded = asdict(replace(workload, left_out={}, notes=[]))
         # By what the drafter is and not by its name, which another drafter beside it may change.
-        whole = {"inputs": inputs, "workload": decoded, "verified": verified}
-        keys = {one.name: artifacts.fingerprint({**whole, "drafter": one.identity}) for one in candidates}
+        whole = {"inputs": inputs, "workload": decoded}
+        keys = {
+            one.name: artifacts.fingerprint({**whole, "verified": one.verified, "drafter": one.identity})
+            for one in candidates
+        }
         slug = re.sub(r"[^A-Za-z0-9.]+", "-", workload.name)[-80:]
         files = {name: folder / f"{slug}-{key[:12]}.json" for name, key in keys.items()}
         known = {name: one for name, file in files.items() if (one := read_measurement(file)) is not None}
@@ -194,7 +197,7 @@ def measure(
             if not warm:
                 measurer.warm_up(workload, missing)
                 warm = True
-            for name, one in measurer.measure(workload, missing, verified).items():
+            for name, one in measurer.measure(workload, missing).items():
                 known[name] = replace(one, machine=here)
                 write_measurement(files[name], known[name], key=keys[name], workload=workload.name)
         known = {one.name: known[one.name] for one in candidates}

@@ -38,12 +38,14 @@ TIE = 1e-4  # scores that float32 may round either way
 @dataclass(frozen=True)
 class Candidate:
     """A drafter in memory, beside its target. identity: its checkpoint's. target_ids: [Vd] int64, on the drafter's
-    device."""
+    device. verified: it decodes the first so many prompts of a workload for real; None: all of them. Where drafts are
+    sampled it decodes them all, since nothing else tells what is accepted then."""
 
     name: str
     identity: str
     drafter: Drafter
     target_ids: Tensor
+    verified: int | None = None
 
 
 @dataclass(frozen=True)
@@ -64,18 +66,8 @@ class Measurer:
         """Whether one output of the target serves every drafter and every number of draft tokens."""
         return workload.temperature == 0 or self.options.draft_sampling == "greedy"
 
-    def measure(
-        self, workload: Workload, candidates: list[Candidate], verified: int | None = None
-    ) -> dict[str, Measurement]:
-        """Decode a workload.
-
-        Args:
-            candidates: the drafters, whose names differ.
-            verified: the first so many prompts are decoded with every drafter, too; default: all of them, and all
-                where drafts are sampled, since nothing else tells what is accepted then.
-
-        Returns:
-            The measurement of every drafter, by name.
+    def measure(self, workload: Workload, candidates: list[Candidate]) -> dict[str, Measurement]:
+        """Decode a workload with some drafters, whose names differ: the measurement of each, by name.
 
         Raises:
             UserError: speculation changed an output, or the two ways of counting differ.
@@ -83,14 +75,18 @@ class Measurer:
         prompts, options, headline = workload.prompts, self.options, self.options.num_speculative_tokens
         one_output = self.one_output(workload)
         depths = [headline] if one_output else range(1, options.max_speculative_tokens + 1)
-        verified = len(prompts) if verified is None or not one_output else min(verified, len(prompts))
+        verified = {
+            one.name: len(prompts) if one.verified is None or not one_output else min(one.verified, len(prompts))
+            for one in candidates
+        }
+        most = max(verified.values())
         every = [PLAIN, *((c.name, depth) for c in candidates for depth in depths)]
         outputs: list[list[int]] = [[] for _ in prompts]
         counts: dict[str, list[Any]] = {candidate.name: [None] * len(prompts) for candidate in candidates}
         tokens, seconds = dict.fromkeys(every, 0), dict.fromkeys(every, 0.0)
         with Progress(total=len(prompts), desc=f"evaluate {workload.name}", unit="prompt") as bar:
-            for number, batch in enumerate(batches(prompts, options, verified)):
-                ways = every if max(batch) < verified else [PLAIN]
+            for number, batch in enumerate(batches(prompts, options, most)):
+                ways = [way for way in every if way == PLAIN or max(batch) < verified[way[0]]]
                 # In turns, so that a busy machine slows both alike.
                 turns = ways if number % 2 == 0 else ways[::-1]
                 decoded = {way: self._decode(way, workload, batch, candidates) for way in turns}
@@ -99,15 +95,16 @@ class Measurer:
                     outputs[at] = of_prompt[PLAIN].tokens
                     for candidate in candidates:
                         counts[candidate.name][at] = self._count(workload, at, of_prompt, candidate, candidates)
-                for way, answers in decoded.items() if max(batch) < min(verified, options.timed_prompts) else ():
+                for way, answers in decoded.items() if max(batch) < min(most, options.timed_prompts) else ():
                     tokens[way] += sum(len(one.tokens) for one in answers)
                     seconds[way] += sum(one.seconds for one in answers)
                 bar.update(len(batch))
         measurements = {}
         for name in counts:
-            way, total = (name, headline), tokens[PLAIN]
-            speculative = seconds[way] * total / tokens[way] if total else 0.0
-            measurements[name] = Measurement(outputs, counts[name], total, seconds[PLAIN], speculative)
+            way, timed = (name, headline), (0, 0.0, 0.0)
+            if tokens[way]:
+                timed = tokens[PLAIN], seconds[PLAIN], seconds[way] * tokens[PLAIN] / tokens[way]
+            measurements[name] = Measurement(outputs, counts[name], *timed)
         return measurements
 
     def warm_up(self, workload: Workload, candidates: list[Candidate]) -> None:

@@ -35,18 +35,19 @@ class Recorded(Measurer):
     def warm_up(self, workload, candidates):
         self.asked.append(f"warm-up with {', '.join(candidate.name for candidate in candidates)}")
 
-    def measure(self, workload, candidates, verified=None):
+    def measure(self, workload, candidates):
         if workload.name == Recorded.stop:
             raise KeyboardInterrupt
-        self.asked.append((workload.name, [candidate.name for candidate in candidates], verified))
+        self.asked.append((workload.name, [candidate.name for candidate in candidates]))
         drift = Drift(*([0.1 * i, 1 / 3] for i in range(6)))
         outputs, counts = [list(Recorded.output)] * len(workload.prompts), [Counts("p", "s", 2, [3], drift, {3: [1]})]
         return {candidate.name: Measurement(outputs, counts, 2, 0.1, 0.3) for candidate in candidates}
 
     def run(self, folder, candidates, workloads=(ONE, TWO), verified=None, end_ids=(2, 1), torch="2.9"):
         self.asked.clear()
+        candidates = [dataclasses.replace(one, verified=verified) for one in candidates]
         inputs = provenance.of_workload(self.config, list(end_ids), "cpu", torch)
-        return evaluating.measure(folder, workloads, self, candidates, inputs, verified)
+        return evaluating.measure(folder, workloads, self, candidates, inputs)
 
 
 @pytest.fixture(autouse=True)
@@ -74,14 +75,14 @@ def test_what_is_left_is_measured_alone(candidates, tmp_path, monkeypatch):
     monkeypatch.setattr(Recorded, "stop", TWO.name)
     with pytest.raises(KeyboardInterrupt):
         measurer.run(tmp_path, candidates[:1])
-    assert measurer.asked == ["warm-up with llama", ("one", ["llama"], None)]
+    assert measurer.asked == ["warm-up with llama", ("one", ["llama"])]
     monkeypatch.setattr(Recorded, "stop", None)
     measurer = Recorded(QUIET)
     renamed = [dataclasses.replace(candidates[0], name="草/" * 200), *candidates[1:]]
     measurer.run(tmp_path, renamed, [ONE])
-    assert measurer.asked == [("one", ["mla", "other"], None)]
+    assert measurer.asked == [("one", ["mla", "other"])]
     measurer.run(tmp_path, candidates[::-1], [TWO, ONE])
-    assert measurer.asked == [(TWO.name, ["other", "mla", "llama"], None)]
+    assert measurer.asked == [(TWO.name, ["other", "mla", "llama"])]
     better = dataclasses.replace(candidates[0], identity="trained on")
     measurer.run(tmp_path, [better, *candidates[1:]])
     assert [asked[1] for asked in measurer.asked] == [["llama"], ["llama"]]
@@ -97,7 +98,7 @@ def test_what_other_options_or_versions_count_is_measured_anew(candidates, tmp_p
     for option in OTHERS:
         other = Recorded(QUIET, option)
         other.run(tmp_path, candidates[:1], [ONE])
-        assert other.asked == [("one", ["llama"], None)], option
+        assert other.asked == [("one", ["llama"])], option
     same = Recorded(QUIET, "evaluate.backend=vllm", "evaluate.leave_out=[of-another-set]")
     same.run(tmp_path, candidates[:1], [ONE], end_ids=(1, 2))
     assert same.asked == [], "the first measurement is kept beside the others; end tokens are a set"
@@ -122,7 +123,7 @@ def test_drafters_beside_which_the_target_wrote_otherwise_are_not_compared(candi
             measurer.run(tmp_path, candidates, [ONE])
     file.unlink()
     measurer.run(tmp_path, candidates, [ONE])
-    assert measurer.asked == [("one", ["llama"], None)]
+    assert measurer.asked == [("one", ["llama"])]
 
 
 @pytest.mark.parametrize("damage", [lambda text: text[: len(text) // 2], lambda text: text.replace("0.3", "0.4")])

@@ -138,7 +138,8 @@ def test_draws_are_the_same_with_every_drafter(model, candidates, temperature, t
 
 def test_drawn_drafts_are_decoded_at_every_depth_for_every_prompt(model, candidates):
     measurer = measurer_of(model, "evaluate.draft_sampling=probabilistic", "evaluate.max_speculative_tokens=4")
-    found = measurer.measure(workload_of(temperature=0.5), candidates[:2], verified=1)
+    once = [dataclasses.replace(one, verified=1) for one in candidates[:2]]
+    found = measurer.measure(workload_of(temperature=0.5), once)
     for measurement in found.values():
         for one in measurement.counts:
             assert sorted(one.seen) == [1, 2, 3, 4], "what is not decoded is not known"
@@ -198,3 +199,15 @@ def test_an_output_that_differs_is_refused_by_how_much(model, candidates, monkey
         race = race - temperature * np.log(stream(seed_of(0, workload.prompts[0]), 4, TARGET).standard_exponential(50))
     assert race.argmax() == theirs
     assert f"differ by {race[theirs] - race[ours]:.3g})" in str(error.value)
+
+
+def test_each_drafter_decodes_as_many_prompts_for_real_as_it_is_asked_to(model, candidates):
+    """And is counted on all of them alike; it has a speed where it decoded what is timed."""
+    asked = [dataclasses.replace(one, verified=count) for one, count in zip(candidates, (2, 0), strict=False)]
+    found = measurer_of(model).measure(GREEDY, asked)
+    for measurement, count in zip(found.values(), (2, 0), strict=True):
+        assert [bool(one.seen) for one in measurement.counts] == [number < count for number in range(len(PROMPTS))]
+        assert (measurement.tokens > 0, measurement.speculative > 0) == (count > 0, count > 0)
+    whole = measurer_of(model).measure(GREEDY, candidates[:2])
+    for name, measurement in found.items():
+        assert [one.accepted for one in measurement.counts] == [one.accepted for one in whole[name].counts]
