@@ -121,11 +121,10 @@ class Local:
             yield key, Answer({"role": "user", "content": text}, reason, 0)
 
     def _draw(self, requests: dict[str, Any], *how: Any) -> Iterator[tuple[str, Any]]:
-        """The tokens of each request, in batches of like length, the longest first: memory trouble shows at once."""
+        """The tokens of each request as they end, the longest prompts first: memory trouble shows at once."""
         order = sorted(requests, key=lambda key: (-len(requests[key].ids), key))
-        for start in range(0, len(order), self.at_once):
-            keys = order[start : start + self.at_once]
-            yield from zip(keys, self.generator.answer([requests[key] for key in keys], *how), strict=True)
+        for index, answer in self.generator.answer([requests[key] for key in order], self.at_once, *how):
+            yield order[index], answer
 
     @cached_property
     def generator(self) -> Any:

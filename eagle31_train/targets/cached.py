@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import DynamicCache
 
 from eagle31_train.errors import UserError
@@ -33,20 +34,10 @@ class CachedTarget(HiddenStateTarget):
         super().__init__(model, aux_layers)
         self.reset()
 
-    @property
-    def _types(self) -> set[str]:
-        return layer_types(self.model.config.get_text_config())
-
     @cached_property
     def alone(self) -> str | None:
-        """Why this target reads one sequence at a time; None if it reads several."""
-        if others := self._types - TOGETHER:
-            return f"layers of type {', '.join(sorted(others))}"
-        if rope_by_length(self.model.config.get_text_config()):
-            return "a RoPE that follows the longest sequence of a batch"
-        if "position_ids" not in inspect.signature(self.model.forward).parameters:
-            return "code that takes no position_ids"
-        return None
+        """See `why_alone`."""
+        return why_alone(self.model)
 
     @cached_property
     def _cache_argument(self) -> str:
@@ -57,7 +48,7 @@ class CachedTarget(HiddenStateTarget):
     def reset(self, rows: int = 1) -> None:
         """Forget everything; `rows` sequences come. UserError for more than one of a target that decodes alone, or
         cannot forget."""
-        if states := self._types & RECURRENT:
+        if states := _types(self.model) & RECURRENT:
             raise UserError(
                 f"the target has layers of type {', '.join(sorted(states))}, whose states cannot go back over tokens "
                 "that were rejected: measure it as vLLM serves it, evaluate.backend=vllm"
@@ -101,6 +92,16 @@ class CachedTarget(HiddenStateTarget):
         self._cache.batch_select_indices(torch.tensor(list(rows)))
         self._narrow()
 
+    def join(self, other: "CachedTarget") -> None:
+        """Put the sequences of another one of the same model behind those of this one."""
+        if more := max(self.lengths) - max(other.lengths):
+            narrow = other if more > 0 else self
+            for layer in narrow._filled():
+                layer.keys, layer.values = (pad(states, (0, 0, abs(more), 0)) for states in (layer.keys, layer.values))
+        for ours, theirs in zip(self._filled(), other._filled(), strict=True):
+            ours.keys, ours.values = torch.cat([ours.keys, theirs.keys]), torch.cat([ours.values, theirs.values])
+        self.lengths += other.lengths
+
     def _narrow(self) -> None:
         """Drop what is padding in every row."""
         width = max(self.lengths)
@@ -125,6 +126,21 @@ class CachedTarget(HiddenStateTarget):
         cache = {self._cache_argument: self._cache}
         with shared_keys() if n > 1 and self.device.type == "cpu" else nullcontext():
             return self.model(**inputs, **cache, use_cache=True, logits_to_keep=logit_rows).logits.float()
+
+
+def why_alone(model: Any) -> str | None:
+    """Why a target reads one sequence at a time; None if it reads several."""
+    if others := _types(model) - TOGETHER:
+        return f"layers of type {', '.join(sorted(others))}"
+    if rope_by_length(model.config.get_text_config()):
+        return "a RoPE that follows the longest sequence of a batch"
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return "code that takes no position_ids"
+    return None
+
+
+def _types(model: Any) -> set[str]:
+    return layer_types(model.config.get_text_config())
 
 
 @contextmanager

@@ -1,18 +1,22 @@
-"""In-process answers of a target: batched transformers `generate`, greedy and sampled rows side by side.
+"""In-process answers of a target, greedy and sampled rows side by side; where some have ended, others take over.
 
-Shape suffixes: B rows, L padded prompt length, V vocabulary.
+Shape suffixes: B rows, V vocabulary.
 """
 
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from eagle31_train.config import TargetConfig
+from eagle31_train.targets.cached import CachedTarget, why_alone
 from eagle31_train.targets.hf import load_model, positions
 
 NUCLEUS = 512  # candidates looked at before a full sort; nearly every nucleus is smaller
+REFILL = 0.25  # of the places are free before others come: each time the keys of all are copied
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,16 @@ class Generated:
     finish_reason: str
 
 
+@dataclass
+class Row:
+    """An answer on its way: which request's, what decides each of its draws, and its tokens so far."""
+
+    index: int
+    request: Request
+    uniforms: list[float]
+    ids: list[int] = field(default_factory=list)
+
+
 class Generator:
     def __init__(self, target: TargetConfig, end_ids: list[int]) -> None:
         """Load the target; `end_ids` are token ids that end an answer. UserError if it cannot be loaded."""
@@ -47,58 +61,109 @@ class Generator:
 
     @torch.inference_mode()
     def answer(
-        self, requests: list[Request], max_new_tokens: int, top_p: float, end_ids: list[int] | None = None
-    ) -> list[Generated]:
-        """Answer one batch of prompts that `refusal` does not refuse; those of like length waste least. A row's draws
-        come from its own seed, whichever rows share its batch."""
-        longest = max(len(request.ids) for request in requests)
-        device, end_ids = self.model.device, end_ids or self.end_ids
-        pad = end_ids[0]
-        rows = [[pad] * (longest - len(request.ids)) + request.ids for request in requests]
-        masks = [[0] * (longest - len(request.ids)) + [1] * len(request.ids) for request in requests]
+        self,
+        requests: Sequence[Request],
+        at_once: int,
+        max_new_tokens: int,
+        top_p: float,
+        end_ids: Collection[int] | None = None,
+    ) -> Iterator[tuple[int, Generated]]:
+        """Answer prompts that `refusal` does not refuse, at most `at_once` together: (index, answer) of each request,
+        as soon as it has ended. Neighbours of like length waste least.
+
+        A row's draws come from its own seed, whichever rows are beside it.
+        """
+        end_ids = set(end_ids or self.end_ids)
+        waiting = deque(Row(i, request, _uniforms(request, max_new_tokens)) for i, request in enumerate(requests))
+        ended = self._by_transformers if why_alone(self.model) else self._decode
+        for row in ended(waiting, at_once, max_new_tokens, top_p, end_ids):
+            end = next((at for at, token in enumerate(row.ids) if token in end_ids), None)
+            yield row.index, Generated(row.ids[:end], "length" if end is None else "stop")
+
+    def _decode(
+        self, waiting: deque[Row], at_once: int, max_new_tokens: int, top_p: float, end_ids: Collection[int]
+    ) -> Iterator[Row]:
+        """The rows, as they end."""
+        target, rows = CachedTarget(self.model, None), list[Row]()
+        while waiting or rows:
+            free = at_once - len(rows)
+            if waiting and free >= min(REFILL * at_once, len(waiting)):
+                new = [waiting.popleft() for _ in range(min(free, len(waiting)))]
+                joining = CachedTarget(self.model, None)
+                joining.reset(len(new))
+                extend(new, joining.read_plain([row.request.ids for row in new])[:, 0], top_p)
+                if rows:
+                    target.join(joining)
+                else:
+                    target = joining
+                rows += new
+            else:
+                extend(rows, target.read_plain([row.ids[-1:] for row in rows])[:, 0], top_p)
+            going = [at for at, row in enumerate(rows) if row.ids[-1] not in end_ids and len(row.ids) < max_new_tokens]
+            if len(going) < len(rows):
+                yield from (row for at, row in enumerate(rows) if at not in going)
+                if going:
+                    target.select(going)
+                rows = [rows[at] for at in going]
+
+    def _by_transformers(
+        self, waiting: deque[Row], at_once: int, max_new_tokens: int, top_p: float, end_ids: Collection[int]
+    ) -> Iterator[Row]:
+        """As `_decode`, for targets whose cache we cannot handle: a batch ends with its last row."""
+        pad = min(end_ids)
         # A configuration of our own: the target's may ask for sampling or penalties by default.
         self.model.generation_config = GenerationConfig(
-            max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=end_ids, pad_token_id=pad
+            max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=sorted(end_ids), pad_token_id=pad
         )
-        output_BT = self.model.generate(
-            input_ids=torch.tensor(rows, device=device),
-            attention_mask=torch.tensor(masks, device=device),
-            logits_processor=LogitsProcessorList([SeededSampling(requests, longest, max_new_tokens, top_p)]),
-        )
-        answers = []
-        for ids in output_BT[:, longest:].tolist():
-            end = next((position for position, token in enumerate(ids) if token in end_ids), None)
-            answers.append(Generated(ids[:end], "length" if end is None else "stop"))
-        return answers
+        while waiting:
+            rows = [waiting.popleft() for _ in range(min(at_once, len(waiting)))]
+            longest = max(len(row.request.ids) for row in rows)
+            padding = [longest - len(row.request.ids) for row in rows]
+            self.model.generate(
+                input_ids=torch.tensor(
+                    [[pad] * more + row.request.ids for more, row in zip(padding, rows, strict=True)],
+                    device=self.model.device,
+                ),
+                attention_mask=torch.tensor(
+                    [[0] * more + [1] * (longest - more) for more in padding], device=self.model.device
+                ),
+                logits_processor=LogitsProcessorList([Extending(rows, top_p)]),
+            )
+            yield from rows
 
 
-class SeededSampling(LogitsProcessor):
-    """Nucleus sampling with a seed per row, as a processor under greedy search: only the drawn token stays finite.
-    `generate` has one global random state, with which a row's answer would depend on the rows beside it."""
+class Extending(LogitsProcessor):
+    """Chooses the tokens of rows under transformers' greedy search: only the chosen one stays finite. `generate` has
+    one global random state, with which a row's answer would depend on the rows beside it."""
 
-    def __init__(self, requests: list[Request], prompt_length: int, max_new_tokens: int, top_p: float) -> None:
-        self.prompt_length = prompt_length
-        self.top_p = top_p
-        self.rows = torch.tensor([i for i, request in enumerate(requests) if request.temperature > 0])
-        sampled = [requests[i] for i in self.rows.tolist()]
-        self.temperatures = torch.tensor([request.temperature for request in sampled])
-        generators = [torch.Generator().manual_seed(request.seed) for request in sampled]
-        draws = [torch.rand(max_new_tokens, generator=generator) for generator in generators]
-        self.uniforms = torch.stack(draws) if draws else torch.empty(0, max_new_tokens)
+    def __init__(self, rows: list[Row], top_p: float) -> None:
+        self.rows, self.top_p = rows, top_p
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """input_ids [B, L + step] int64, scores [B, V] float → scores with one token per sampled row."""
-        if not len(self.rows):
-            return scores
-        device = scores.device
-        step = input_ids.shape[1] - self.prompt_length
-        rows = self.rows.to(device)
-        logits = scores[rows].float() / self.temperatures.to(device)[:, None]
-        chosen = draw(logits, self.uniforms[:, step].to(device), self.top_p)
-        scores = scores.clone()
-        scores[rows] = float("-inf")
-        scores[rows, chosen] = 0.0
-        return scores
+    def __call__(self, _input_ids: Tensor, scores: Tensor) -> Tensor:
+        """scores [B, V] float → the same shape."""
+        extend(self.rows, scores, self.top_p)
+        chosen = torch.tensor([row.ids[-1] for row in self.rows], device=scores.device)
+        return torch.full_like(scores, float("-inf")).scatter_(1, chosen[:, None], 0.0)
+
+
+def _uniforms(request: Request, count: int) -> list[float]:
+    if not request.temperature:
+        return []
+    return torch.rand(count, generator=torch.Generator().manual_seed(request.seed)).tolist()
+
+
+def extend(rows: Sequence[Row], logits_BV: Tensor, top_p: float) -> None:
+    """Add to each row its next token, the most likely or a drawn one; logits_BV [B, V] float."""
+    chosen = logits_BV.argmax(-1)
+    sampled = [at for at, row in enumerate(rows) if row.request.temperature]
+    if sampled:
+        device, these = logits_BV.device, [rows[at] for at in sampled]
+        at = torch.tensor(sampled, device=device)
+        temperatures = torch.tensor([row.request.temperature for row in these], device=device)
+        uniforms = torch.tensor([row.uniforms[len(row.ids)] for row in these], device=device)
+        chosen[at] = draw(logits_BV[at].float() / temperatures[:, None], uniforms, top_p)
+    for row, token in zip(rows, chosen.tolist(), strict=True):
+        row.ids.append(token)
 
 
 def draw(logits_BV: Tensor, uniform_B: Tensor, top_p: float) -> Tensor:

@@ -97,7 +97,7 @@ def locally(config, chatml, ids, finish_reason):
     """What becomes of these tokens of the target: the content of the message, or the reason of the refusal."""
     local = Local(config, chatml)
     answer = SimpleNamespace(ids=ids, finish_reason=finish_reason)
-    local.generator = SimpleNamespace(refusal=lambda *_: None, answer=lambda *_: [answer])
+    local.generator = SimpleNamespace(refusal=lambda *_: None, answer=lambda *_: enumerate([answer]))
     ((_, result),) = local.answers(jobs("hi"))
     if isinstance(result, Refused):
         return str(result)

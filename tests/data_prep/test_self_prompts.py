@@ -128,7 +128,7 @@ def test_text_ends_a_users_turn_where_no_token_does(completions, tiny_target, tm
     assert completions.bodies[0]["prompt"] == tokenizer.encode("<s>[INST]")
     texts = iter([" Who? [/INST] I.", " Why is it so? [/INST] Because [INST] No", "and so on and on"])
     answer = [Generated(tokenizer.encode(text), "length") for text in texts]
-    monkeypatch.setattr(Generator, "answer", lambda self, requests, *_: answer[: len(requests)])
+    monkeypatch.setattr(Generator, "answer", lambda self, requests, *_: enumerate(answer[: len(requests)]))
     here = configured(tmp_path / "here", tiny_target, own, "data.self_prompts.count=2", "data.generate.batch_size=3")
     assert [row["turns"] for row in written(here)] == [["Who?"], ["Why is it so?"]]
 

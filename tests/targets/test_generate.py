@@ -34,27 +34,70 @@ def test_draws_follow_the_nucleus(top_p, top, monkeypatch):
     torch.testing.assert_close(shares, nucleus(logits, top_p), atol=2e-4, rtol=0)
 
 
-def test_answers_end_before_the_end_token_and_say_why(tmp_path):
+@pytest.fixture
+def target(tmp_path):
+    """The options of a tiny target, and the model."""
     model = tiny_llama()
     # A target that asks for penalties by default must not get its way: answers are the plain arg-max.
     model.generation_config.repetition_penalty = 5.0
     model.generation_config.max_length = 3
     save_quietly(model, tmp_path)
-    target = TargetConfig(path=str(tmp_path), dtype="float32", device="cpu")
+    return TargetConfig(path=str(tmp_path), dtype="float32", device="cpu"), model
 
-    def reference(ids, count):
-        with torch.no_grad():
-            for _ in range(count):
-                ids = [*ids, int(model(torch.tensor([ids])).logits[0, -1].argmax())]
-        return ids[-count:]
 
-    prompts = [[5, 6, 7, 8, 9, 10], [11], [3, 2]]
-    expected = [reference(prompt, 8) for prompt in prompts]
-    nothing = [token for token in range(40) if all(token not in answer for answer in expected)]
-    answers = Generator(target, nothing[:1]).answer([Request(p, 0.0, 0) for p in prompts], 8, 1.0)
-    assert [answer.ids for answer in answers] == expected  # left padding changes nothing
-    assert {answer.finish_reason for answer in answers} == {"length"}
-    end = expected[0][2]
-    stopped = Generator(target, [end]).answer([Request(prompts[0], 0.0, 0)], 8, 1.0)[0]
-    assert stopped.ids == expected[0][: expected[0].index(end)]
-    assert stopped.finish_reason == "stop"
+def alone(model, request, count, top_p):
+    """The tokens of one answer, each by a forward pass over all that is before it."""
+    ids, uniforms = list(request.ids), torch.rand(count, generator=torch.Generator().manual_seed(request.seed))
+    with torch.no_grad():
+        for uniform in uniforms:
+            logits = model(torch.tensor([ids])).logits[:, -1].float()
+            if request.temperature:
+                ids.append(int(draw(logits / request.temperature, uniform[None], top_p)))
+            else:
+                ids.append(int(logits.argmax()))
+    return ids[len(request.ids) :]
+
+
+def requests_of_all_kinds():
+    """Prompts of many lengths, the longest first; every third is greedy."""
+    random = torch.Generator().manual_seed(7)
+    lengths = [23, 17, 17, 9, 8, 5, 4, 3, 2, 1, 1]
+    words = [torch.randint(0, 40, (length,), generator=random).tolist() for length in lengths]
+    return [Request(ids, 0.9 * (i % 3 > 0), 100 + i) for i, ids in enumerate(words)]
+
+
+@pytest.mark.parametrize("handles_cache", [True, False])
+@pytest.mark.parametrize("at_once", [1, 3, 4, 64])
+def test_every_answer_is_what_it_is_alone(target, at_once, handles_cache, monkeypatch):
+    """Whichever rows are beside it, come and leave: those that end early make room for others."""
+    options, model = target
+    if not handles_cache:
+        monkeypatch.setattr(generate, "why_alone", lambda model: "a cache of its own")
+    requests = requests_of_all_kinds()
+    whole = [alone(model, request, 12, 0.9) for request in requests]
+    ends = {whole[0][2], whole[4][0], whole[7][5]}
+    answers = dict(Generator(options, [0]).answer(requests, at_once, 12, 0.9, ends))
+    assert answers.keys() == set(range(len(requests)))
+    lengths = set()
+    for index, ids in enumerate(whole):
+        end = next((at for at, token in enumerate(ids) if token in ends), None)
+        assert answers[index].ids == ids[:end]
+        assert answers[index].finish_reason == ("length" if end is None else "stop")
+        lengths.add(len(answers[index].ids))
+    assert 12 in lengths
+    assert len(lengths) > 3  # rows leave at different times
+
+
+def test_places_that_become_free_are_taken(target, monkeypatch):
+    """No more rows at once than asked for, and never a pass with fewer than three quarters of them while some wait."""
+    options, model = target
+    requests = requests_of_all_kinds()
+    ends = [alone(model, request, 12, 0.9)[at % 5] for at, request in enumerate(requests)]
+    passes, extend = [], generate.extend
+    monkeypatch.setattr(generate, "extend", lambda rows, *more: (passes.append(len(rows)), extend(rows, *more)))
+    found = list(Generator(options, ends[:1]).answer(requests, 4, 12, 0.9, ends))
+    assert len(found) == len(requests)
+    assert max(passes) == 4
+    whole = sum(len(answer.ids) + (answer.finish_reason == "stop") for _, answer in found)
+    assert sum(passes) == whole  # no row is carried along after its end
+    assert len(passes) < sum(max(len(answer.ids) for _, answer in found[at : at + 4]) for at in (0, 4, 8)) + 9
