@@ -124,7 +124,7 @@ class CachedTarget(HiddenStateTarget):
             inputs["attention_mask"] = (positions >= 0).long()
             inputs["position_ids"] = positions[:, -n:].clamp(min=0)
         cache = {self._cache_argument: self._cache}
-        with shared_keys() if n > 1 and self.device.type == "cpu" else nullcontext():
+        with shared_keys() if self.device.type == "cpu" else nullcontext():
             return self.model(**inputs, **cache, use_cache=True, logits_to_keep=logit_rows).logits.float()
 
 
@@ -145,8 +145,8 @@ def _types(model: Any) -> set[str]:
 
 @contextmanager
 def shared_keys() -> Iterator[None]:
-    """While it lasts, attention of several queries under a mask reads the keys that heads share, which transformers
-    otherwise copies for each head, in every layer of every pass. The numbers are the same to the bit."""
+    """While it lasts, attention under a mask reads the keys that heads share, which transformers otherwise copies for
+    each head, in every layer of every pass. The numbers are the same, but for rounding of a single query."""
     before = os.environ.get(SHARED_KEYS)
     os.environ[SHARED_KEYS] = "1"
     try:
