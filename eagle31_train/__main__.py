@@ -8,9 +8,10 @@
 
 import runpy
 import sys
+from pathlib import Path
 
 from eagle31_train.console import explained, note, tidy
-from eagle31_train.locations import STAGES
+from eagle31_train.errors import UserError
 
 # Command → the module that is run, and what it does. The stages first, in their order.
 COMMANDS = {
@@ -31,18 +32,25 @@ COMMANDS = {
 
 
 def main() -> None:
-    command = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    with explained(), tidy():  # Ctrl-C while libraries are imported, too, which takes seconds
+        _run(sys.argv[1] if len(sys.argv) > 1 else "--help")
+
+
+def _run(command: str) -> None:
     if command in ("-h", "--help"):
-        with tidy():
-            note(usage())
+        note(usage())
         return
     if command not in COMMANDS:
-        note(f"error: no command {command!r}: there are {', '.join(COMMANDS)}", error=True)
-        raise SystemExit(2)
+        raise UserError(f"no command {command!r}: there are {', '.join(COMMANDS)}")
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise UserError("the folder that this was started in is gone: change into another") from None
+    from eagle31_train.locations import STAGES  # which asks for that folder, too
+
     sys.argv = [f"eagle31 {command}", *sys.argv[2:]]
     sys.path.insert(0, str(STAGES))  # before a train.py or data_prep/ of the user's own
-    with explained():  # Ctrl-C while libraries are imported, too, which takes seconds
-        runpy.run_module(COMMANDS[command][0], run_name="__main__")
+    runpy.run_module(COMMANDS[command][0], run_name="__main__")
 
 
 def usage() -> str:

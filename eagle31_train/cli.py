@@ -282,8 +282,8 @@ def run(
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="options, listed below")
     parser.add_argument("--cfg", action="store_true", help="print the resolved configuration and stop")
     parser.add_argument("--config-dir", type=Path, help="a folder of recipes and groups of your own, like configs/")
-    arguments = parser.parse_intermixed_args(argv)
     with explained(), tidy():
+        arguments = parser.parse_intermixed_args(argv)
         config = load_config(arguments.overrides, saved, arguments.config_dir, resolve=False)
         resolved = precision.resolve(config) if resolve else {}
         if arguments.cfg:

@@ -58,6 +58,7 @@ def refuse_lone_process() -> None:
 @contextmanager
 def explained() -> Iterator[None]:
     """Around a command: it ends with 2 on a user's mistake, with 75 if it was told to stop and saved, 130 on Ctrl-C."""
+    _open_streams()
     try:
         yield
     except UserError as error:
@@ -76,6 +77,14 @@ def explained() -> Iterator[None]:
     except KeyboardInterrupt:
         _say_once("stopped; the same command goes on from here")
         raise SystemExit(130) from None
+
+
+def _open_streams() -> None:
+    """Let standard streams that a scheduler, or `>&-`, closed lead nowhere: Python has None for them, on which every
+    command and library fails, and a file of ours would be given their numbers, which child processes write to."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # in the order of their numbers
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115 (stays open)
 
 
 def _say_once(line: str) -> None:
@@ -159,7 +168,14 @@ def note(text: str, error: bool = False) -> None:
     """What a command says: lines of their own, above the bar; `error`: on standard error."""
     text = shown.clean(text)
     file = sys.stderr if error else sys.stdout
-    if sys.stderr.isatty():
-        tqdm.write(text, file=file)
-    else:
-        print(text, file=file, flush=True)
+    try:
+        if sys.stderr.isatty():
+            tqdm.write(text, file=file)
+        else:
+            print(text, file=file, flush=True)
+    except BrokenPipeError:  # see `tidy`
+        raise
+    except OSError as failure:  # /dev/full, or a log on a disk that is
+        if not error:  # else nobody can be told
+            reason = failure.strerror or failure
+            raise UserError(f"standard output cannot be written ({reason}): make room where it leads") from None

@@ -6,7 +6,9 @@ eagle31 run +experiment=mine.yaml
 
 from pathlib import Path
 
-from eagle31_train.console import note, parser
+from eagle31_train import artifacts
+from eagle31_train.console import explained, note, parser, tidy
+from eagle31_train.errors import UserError
 from eagle31_train.locations import PACKAGE
 
 TEMPLATE = PACKAGE / "recipe.yaml"
@@ -19,14 +21,12 @@ def main(argv: list[str] | None = None) -> None:
     file = Path(f"{name}.yaml")
     if not name.replace("-", "").replace("_", "").isalnum():
         options.error(f"{name!r} is no name for a recipe: use letters, digits, - and _")
-    try:
-        with file.open("x", encoding="utf-8") as written:
-            written.write(TEMPLATE.read_text(encoding="utf-8").replace("NAME", name))
-    except FileExistsError:
-        note(f"error: {file} exists: choose another name, or move it away", error=True)
-        raise SystemExit(2) from None
-    note(f"wrote {file}: set target.path in it, then")
-    note(f"  eagle31 plan +experiment={file}\n  eagle31 run +experiment={file}")
+    with explained(), tidy():
+        if file.exists():
+            raise UserError(f"{file} exists: choose another name, or move it away")
+        artifacts.write_text(file, TEMPLATE.read_text(encoding="utf-8").replace("NAME", name))
+        note(f"wrote {file}: set target.path in it, then")
+        note(f"  eagle31 plan +experiment={file}\n  eagle31 run +experiment={file}")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers.utils import logging
 
-from eagle31_train import console
+from eagle31_train import console, new
 from eagle31_train.console import Progress, explained, note, tidy
 from eagle31_train.errors import UserError
 
@@ -49,24 +49,58 @@ def test_libraries_draw_no_bars_in_a_log(capsys):
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("command", [["completion", "bash"], ["data", "+experiment=kimi_toy", "--cfg"]])
-def test_a_reader_who_has_enough_ends_a_command_without_a_traceback(command):
+def eagle31(*words, cwd=ROOT, **options):
+    """A command in a process of its own, as a user starts it."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **options.pop("env", {})}
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "check": False, **options}
+    return subprocess.run([sys.executable, "-m", "eagle31_train", *words], cwd=cwd, env=environment, **options)
+
+
+@pytest.mark.parametrize(
+    "command", [["completion", "bash"], ["data", "+experiment=kimi_toy", "--cfg"], ["new", "mine"]]
+)
+def test_a_reader_who_has_enough_ends_a_command_without_a_traceback(command, tmp_path):
     read, write = os.pipe()
     os.close(read)
-    words = [sys.executable, "-m", "eagle31_train", *command]
-    done = subprocess.run(words, cwd=ROOT, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    done = eagle31(*command, cwd=tmp_path, stdout=write, text=True)
     os.close(write)
     assert "Error" not in done.stderr
     assert "Exception" not in done.stderr
     assert done.returncode in (1, 2)
 
 
-def test_letters_that_the_encoding_of_the_output_lacks_are_spelt():
-    environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
-    words = [sys.executable, "-m", "eagle31_train", "--help"]
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, check=False)
+@pytest.mark.parametrize("command", [[], ["data"]])
+def test_letters_that_the_encoding_of_the_output_lacks_are_spelt(command):
+    done = eagle31(*command, "--help", env={"PYTHONIOENCODING": "latin-1"})
     assert done.returncode == 0, done.stderr.decode(errors="replace")
-    assert rb"prompts or conversations \u2192 answers" in done.stdout
+    assert rb"conversations \u2192" in done.stdout
+
+
+@pytest.mark.parametrize("closed", [(1,), (0, 1, 2)])
+def test_streams_that_are_closed_lead_nowhere(closed, tmp_path):
+    done = eagle31("new", "mine", cwd=tmp_path, preexec_fn=lambda: [os.close(number) for number in closed])
+    assert (done.returncode, done.stderr) == (0, b"")
+    text = new.TEMPLATE.read_text(encoding="utf-8").replace("NAME", "mine")
+    assert (tmp_path / "mine.yaml").read_text(encoding="utf-8") == text
+
+
+def test_an_output_that_is_full_is_named():
+    with Path("/dev/full").open("w") as full:
+        done = eagle31("--help", stdout=full)
+        assert eagle31("nonsense", stderr=full).returncode == 2
+    assert (done.returncode, done.stderr.splitlines()) == (
+        2,
+        [b"error: standard output cannot be written (No space left on device): make room where it leads"],
+    )
+
+
+def test_a_folder_that_is_gone_is_said(tmp_path):
+    (folder := tmp_path / "gone").mkdir()
+    done = eagle31("new", "mine", cwd=folder, preexec_fn=folder.rmdir)
+    assert (done.returncode, done.stderr.splitlines()) == (
+        2,
+        [b"error: the folder that this was started in is gone: change into another"],
+    )
 
 
 def test_of_ranks_that_fail_alike_the_first_speaks_and_none_that_fails_otherwise_is_lost(monkeypatch, tmp_path, capsys):
