@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import resource
+import signal
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from eagle31_train.errors import UserError
 
 ROOM = 2 << 30  # bytes that a case may take beyond what the process has
+SECONDS = 20  # of processor time that it may take
 LONGEST = 2000  # characters of a line that says what is wrong
 
 DEEP = json.loads("[" * 300 + "]" * 300)
@@ -54,7 +56,10 @@ def cases(strategy, quick, thorough):
 
 @contextmanager
 def bounded():
-    """Nothing within takes more than ROOM of memory: what does fails with a MemoryError, and the machine goes on."""
+    """Nothing within takes more than ROOM of memory: what does fails with a MemoryError, and the machine goes on. What
+    takes more than SECONDS fails the test, by what no `except Exception` catches."""
+    before = signal.signal(signal.SIGPROF, lambda *_: pytest.fail(f"a case takes more than {SECONDS} s"))
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     there = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (there + ROOM, hard))
@@ -62,6 +67,8 @@ def bounded():
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 def outcome(call):

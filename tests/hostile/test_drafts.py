@@ -106,7 +106,7 @@ def headers(draw, kind):
     return kind, length.to_bytes(8, "little") + text + data
 
 
-@cases(KINDS.flatmap(headers), quick=40, thorough=15_000)
+@cases(KINDS.flatmap(headers), quick=130, thorough=15_000)
 def test_safetensors(case, draft):
     kind, data = case
     outcome(lambda: read(draft(kind, model__safetensors=data)))
@@ -115,7 +115,7 @@ def test_safetensors(case, draft):
 INDICES = [{"metadata": {"total_size": 9}, "weight_map": dict.fromkeys(parts(FILES["llama"])[0], "model.safetensors")}]
 
 
-@cases(texts(documents(INDICES, ["weight_map"], ["config.json", "model.safetensors"])), quick=30, thorough=8_000)
+@cases(texts(documents(INDICES, ["weight_map"], ["config.json", "model.safetensors"])), quick=60, thorough=8_000)
 def test_index(case, draft):
     outcome(lambda: read(draft("llama", **{"model__safetensors__index__json": case})))
 

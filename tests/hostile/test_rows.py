@@ -51,7 +51,7 @@ def learned(row):
 ROW = documents(list(ROWS.values()), NAMES, TEXTS)
 
 
-@cases(st.tuples(ROW, st.sampled_from(["auto", *FORMATS])), quick=60, thorough=15_000)
+@cases(st.tuples(ROW, st.sampled_from(["auto", *FORMATS])), quick=180, thorough=15_000)
 def test_rows(case):
     value, form = case
     outcome(lambda: learned(parse(value, form, "f.jsonl:1", "f-1")))
@@ -77,7 +77,7 @@ def data_files(draw):
     return f"rows.{kind}", draw(torn(data)) if draw(st.booleans()) else data
 
 
-@cases(data_files(), quick=50, thorough=12_000)
+@cases(data_files(), quick=110, thorough=12_000)
 def test_files(case, tmp_path):
     name, data = case
     (tmp_path / name).write_bytes(data)
@@ -90,7 +90,7 @@ def test_files(case, tmp_path):
     outcome(read)
 
 
-@cases(st.tuples(texts(ROW), st.sampled_from([None, "prompt", "{prompt} {id!r:>9}"])), quick=40, thorough=8_000)
+@cases(st.tuples(texts(ROW), st.sampled_from([None, "prompt", "{prompt} {id!r:>9}"])), quick=110, thorough=8_000)
 def test_prompts_of_an_evaluation(case, tmp_path):
     data, column = case
     (tmp_path / "suite.jsonl").write_bytes(data + b"\n")

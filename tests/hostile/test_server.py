@@ -66,7 +66,7 @@ def replies(draw):
     return draw(st.lists(st.tuples(statuses, bodies), min_size=1, max_size=4)), draw(st.sampled_from([0, 1]))
 
 
-@cases(replies(), quick=50, thorough=10_000)
+@cases(replies(), quick=100, thorough=10_000)
 def test_answers(case, server):
     queue, template = case
     queue = list(queue)
@@ -79,7 +79,7 @@ def test_answers(case, server):
     outcome(lambda: ask(server, TEMPLATES[template]))
 
 
-@cases(texts(documents([COMPLETION], ["text"], SAID)), quick=20, thorough=3_000)
+@cases(texts(documents([COMPLETION], ["text"], SAID)), quick=50, thorough=3_000)
 def test_completions(case, server):
     server.reply = body(case)
     asking = Server(server.url, "m", TEMPLATES[0], max_tokens=8)

@@ -105,7 +105,7 @@ def harm(folder, name, data):
             path.write_text(json.dumps(values[at]))
 
 
-@cases(stores_with_a_fault(), quick=50, thorough=4_000)
+@cases(stores_with_a_fault(), quick=60, thorough=4_000)
 def test_stores(case, stores, tmp_path, monkeypatch):
     begun, name, data = case
     monkeypatch.setattr(stream, "POLL", 0)

@@ -54,7 +54,7 @@ def described(folder):
     return planned_drafter(replace(CONFIG, target=target), found, min(8, found.vocab_size))
 
 
-@cases(texts(documents(CONFIGS, NAMES, VALUES)), quick=50, thorough=10_000)
+@cases(texts(documents(CONFIGS, NAMES, VALUES)), quick=120, thorough=10_000)
 def test_config_json(case, target):
     outcome(lambda: described(target(config__json=case)))
 
@@ -99,7 +99,7 @@ def tokenizer_files(draw):
     return name, draw(texts(documents([FILES[name]], names, ["BertTokenizer", "LlamaTokenizerFast"])))
 
 
-@cases(tokenizer_files(), quick=10, thorough=3_000)
+@cases(tokenizer_files(), quick=20, thorough=3_000)
 def test_tokenizer(case, target):
     name, data = case
     files = {key: json.dumps(FILES[key]).encode() for key in ("tokenizer.json", "tokenizer_config.json")} | {name: data}
@@ -154,7 +154,7 @@ def template_file(target, monkeypatch):
     return write
 
 
-@cases(TEMPLATES, quick=15, thorough=4_000)
+@cases(TEMPLATES, quick=20, thorough=4_000)
 def test_templates(case, template_file):
     def rendered():
         config = template_file(case)
