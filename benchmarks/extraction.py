@@ -161,7 +161,7 @@ def first_shards(shards: Sequence[PlannedShard], tokens: int) -> list[PlannedSha
 def measure(config: Config, pairs: Sequence[str], tokens: int, folder: Path) -> dict[str, Any]:
     """Every contender on every shard; the first shard once more before, to warm up."""
     splits = DatasetDict.load_from_disk(str((config.data_folder / "dataset").absolute()))
-    masks = {split: splits[split]["loss_mask"] for split in splits}
+    masks = {split: list(extraction.loss_masks(splits[split])) for split in splits}
     engine = extraction.make_engine(config)
     if not isinstance(engine, TransformersEngine):
         raise UserError("this measures extract.engine=transformers")

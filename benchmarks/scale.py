@@ -1,40 +1,49 @@
 """What a very large store costs before and between steps, without its states: `python -m benchmarks.scale`.
 
 10^7 samples in 10^5 shards are some 6·10^9 tokens, whose states no machine here could hold. Lengths are drawn, and
-everything that looks at all samples or shards runs on them: the plan is written, read and checked; 1,024 processes
-share the shards, and 1,024 ranks the samples of a step.
+everything that looks at all samples or shards runs on them, as the stages do it: extraction begins and finishes the
+store, of which a training reads the small files, puts its steps in order and learns when shards are used up. 1,024
+processes share the shards, and 1,024 ranks the samples of a step.
 """
 
 import argparse
 import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
+from datasets import Dataset
 
 from benchmarks import machine, run_main
 from eagle31_train import artifacts
-from eagle31_train.store.format import PLAN
-from eagle31_train.store.sealed import seal, unseal
-from eagle31_train.store.shard_plan import HEADER, Plan, PlannedShard, plan_shards
-from train import order
+from eagle31_train.store import Store, StoreSplit, StoreWriter, shard_plan
+from eagle31_train.store.backends import LocalStorage
+from eagle31_train.store.format import PLAN, Line
+from eagle31_train.store.shard_plan import HEADER, Plan, PlannedShard, Shape, plan_shards
+from eagle31_train.targets.extraction import loss_masks
+from train import build, order, windows
 
 RANKS = 1024
 BATCH_TOKENS = 2**22  # 4,096 tokens for each rank
 LONGEST = 4096
+MASKS = 10**5  # samples whose loss masks are drawn
 STEPS = 20  # that are shared among the ranks
+STATES = {"aux_layers": [1], "hidden_size": 8, "vocab_size": 8, "aux_codec": "fp8", "last_codec": "fp8"}
+STATES["norm"] = {"kind": "rms", "eps": 1e-5}
+PROVENANCE = {"fingerprint": "f" * 16, "inputs": {"data": "d" * 16, "target": {}}, "states": STATES}
 
 Result = TypeVar("Result")
 
 
-def memory_mib() -> float:
-    """What this process holds now."""
-    resident = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))
-    return int(resident.split()[1]) / 1024
+def memory_mib(field: str = "VmRSS") -> float:
+    """What this process holds now, or (VmHWM) has held at most since `Stopwatch` began a piece of work."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) / 1024
 
 
 def draw_lengths(samples: int, seed: int = 0) -> list[int]:
@@ -53,23 +62,20 @@ def make_plan(lengths: list[int], shards: int) -> Plan:
     return Plan({"heldout": [], "train": lengths}, planned)
 
 
-def sealed(plan: Plan) -> bytes:
-    """plan.json as extraction writes it."""
-    return seal({"lengths": plan.lengths, "shards": [asdict(shard) for shard in plan.shards], "store": "scale"})
-
-
 class Stopwatch:
-    """Seconds and memory after each piece of work, printed as they come."""
+    """Seconds of each piece of work, and the most memory that the process held in it, printed as they come."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
 
     def __call__(self, what: str, work: Callable[[], Result]) -> Result:
+        with suppress(OSError):  # else the most of all pieces so far
+            Path("/proc/self/clear_refs").write_text("5")
         began, busy = time.perf_counter(), time.process_time()
         result = work()
         row = {"what": what, "seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - busy}
-        self.rows.append({**row, "mib": memory_mib()})
-        print(f"{what:<58} {row['cpu_seconds']:9.3f} s of a core {self.rows[-1]['mib']:7,.0f} MiB", flush=True)
+        self.rows.append({**row, "most_mib": memory_mib("VmHWM"), "mib": memory_mib()})
+        print(f"{what:<58} {row['cpu_seconds']:9.3f} s of a core {self.rows[-1]['most_mib']:7,.0f} MiB", flush=True)
         return result
 
 
@@ -80,10 +86,51 @@ def share_steps(schedule: list[list[int]], lengths: list[int]) -> None:
         assert sorted(i for share in shares for i in share) == sorted(batch), "a sample is lost or there twice"
 
 
-def share_shards(plan: Plan) -> None:
-    """Share all shards among RANKS extracting processes, as the first and the last of them do."""
-    first, last = plan.share(0, RANKS), plan.share(RANKS - 1, RANKS)
-    assert not {shard.name for shard in first} & {shard.name for shard in last}, "a shard is there twice"
+def plan_from_masks(watch: Stopwatch, lengths: list[int], folder: Path) -> None:
+    """Plan a store of MASKS samples, as extraction does, from a data set on disk."""
+    some, random = lengths[:: max(1, len(lengths) // MASKS)], np.random.default_rng(0)
+    Dataset.from_dict({"loss_mask": [random.random(length) < 0.5 for length in some]}).save_to_disk(folder)
+    rows = {"train": loss_masks(Dataset.load_from_disk(folder)), "heldout": []}
+    shape = Shape(8, 1, "fp8", "fp8")
+    plan = watch(f"extraction reads {len(some):,} loss masks", lambda: shard_plan.make_plan(rows, LONGEST * 16, shape))
+    assert plan.lengths["train"] == some
+
+
+def extract(watch: Stopwatch, lengths: list[int], shards: int, folder: Path) -> None:
+    """Begin and finish a store whose shards are taken for written."""
+    storage = LocalStorage(str(folder), folder)
+    plan = watch("the shards are planned", lambda: make_plan(lengths, shards))
+    writer = watch("extraction begins the store", lambda: StoreWriter(storage, PROVENANCE, plan, ranks=RANKS))
+    print(f"  {(folder / PLAN).stat().st_size / 2**20:,.0f} MiB of plan, {len(plan.shards):,} shards")
+    mine = watch(f"its first process of {RANKS:,} finds its shards", writer.mine)
+    assert len(mine) >= len(plan.shards) // RANKS
+    writer.write_target({"embed_tokens": torch.zeros(8, 8), "norm": torch.ones(8)})
+    writer.lines = {shard.name: Line(shard.name, writer.id, shard.bytes, "0" * 32) for shard in plan.shards}
+    writer._sizes = {shard.name: shard.bytes for shard in plan.shards}
+    watch("and finishes the store", lambda: writer.finish({"seconds": 0.0}))
+
+
+def start_training(watch: Stopwatch, folder: Path) -> tuple[StoreSplit, list[list[int]]]:
+    """What a training does with all samples and shards before its first step: its split, and its steps."""
+
+    def opened() -> StoreSplit:
+        split = Store(folder).split("train")
+        build.check_samples(split, BATCH_TOKENS)
+        return split
+
+    split = watch("training opens the store", opened)
+    cut = windows.cut(split, None)
+    schedule = watch(
+        "puts the steps of a pass in order",
+        lambda: order.schedule(split.lengths, BATCH_TOKENS, 0, 1, None, windows.samples(cut)),
+    )
+    print(f"  {len(schedule):,} steps")
+    usage = watch(
+        "learns when each shard is used up", lambda: windows.Usage(split.store, split, schedule, cut, "t" * 16)
+    )
+    watch("and which shards are needed", lambda: usage.begin(0, remove=True))
+    watch("at a checkpoint: which are needed no more", lambda: usage.release(len(schedule), remove=True))
+    return split, schedule
 
 
 def main() -> None:
@@ -97,18 +144,12 @@ def main() -> None:
     print(machine.summary(machine.describe()))
     print(f"{len(lengths):,} samples, {sum(lengths):,} tokens; {memory_mib():,.0f} MiB with their lengths alone")
     with TemporaryDirectory() as folder:
-        file = Path(folder) / PLAN
-        plan = watch("the plan is made", lambda: make_plan(lengths, int(chosen.shards)))
-        watch("and written", lambda: file.write_bytes(sealed(plan)))
-        print(f"  {file.stat().st_size / 2**20:,.0f} MiB, {len(plan.shards):,} shards")
-        del plan
-        plan = watch("the plan is read and checked", lambda: Plan.from_json(unseal(file.read_bytes())))
-    lengths = plan.lengths["train"]
-    watch(f"shards of two of {RANKS:,} extracting processes", lambda: share_shards(plan))
-    schedule = watch("one pass's steps are put in order", lambda: order.schedule(lengths, BATCH_TOKENS, 0, 1, None))
-    print(f"  {len(schedule):,} steps")
-    watch(f"{STEPS} steps are shared among {RANKS:,} ranks", lambda: share_steps(schedule, lengths))
-    result = {"machine": machine.describe(), "samples": len(lengths), "shards": len(plan.shards), "rows": watch.rows}
+        plan_from_masks(watch, lengths, Path(folder) / "data")
+        extract(watch, lengths, int(chosen.shards), Path(folder) / "store")
+        lengths.clear()  # else training would hold them twice
+        split, schedule = start_training(watch, Path(folder) / "store")
+    watch(f"{STEPS} steps are shared among {RANKS:,} ranks", lambda: share_steps(schedule, split.lengths))
+    result = {"machine": machine.describe(), "samples": len(split), "shards": len(split.shards), "rows": watch.rows}
     chosen.out.parent.mkdir(parents=True, exist_ok=True)
     artifacts.write_text(chosen.out, json.dumps(result, indent=1) + "\n")
 

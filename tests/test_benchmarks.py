@@ -1,10 +1,12 @@
-"""The parts of the benchmarks that need no peer: counted work, the contender with eager attention, and pictures."""
+"""The parts of the benchmarks that need no peer: counted work, the contender with eager attention, pictures, scale."""
+
+import tracemalloc
 
 import pytest
 import torch
 from made import Made
 
-from benchmarks import codecs, contenders
+from benchmarks import codecs, contenders, scale
 from benchmarks import pictures as redrawn
 from benchmarks.contenders.ours import Ours
 from benchmarks.shapes import Case, make_material, turns
@@ -78,3 +80,15 @@ def test_a_codec_is_compared_with_the_stored_states(tmp_path):
     Made(aux_codec="int8_channel").write(tmp_path / "rounded")
     with pytest.raises(UserError, match="extract with bf16 for both"):
         codecs.measure(open_store(tmp_path / "rounded"), "heldout", 20)
+
+
+def test_a_training_begins_with_so_few_bytes_a_sample_that_ten_million_fit_into_2_gib(tmp_path):
+    lengths, samples = scale.draw_lengths(100_000), 100_000
+    scale.extract(lambda _, work: work(), lengths, samples // 100, tmp_path)
+    lengths.clear()
+    tracemalloc.start()
+    split, schedule = scale.start_training(lambda _, work: work(), tmp_path)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (len(split), sorted(i for batch in schedule for i in batch)) == (samples, list(range(samples)))
+    assert 8 < most / samples < 150  # beside half a gigabyte of libraries

@@ -44,11 +44,16 @@ def global_batches(
     return ordered
 
 
+def longest_first(samples: Sequence[int], lengths: Sequence[int]) -> list[int]:
+    """Samples by their length, of equals the first first; two sorts by plain numbers are faster than one by pairs."""
+    return sorted(sorted(samples), key=lengths.__getitem__, reverse=True)
+
+
 def best_fit(samples: Sequence[int], lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
     """Best fit, longest first: each sample goes into the fullest batch that still has room for it."""
     batches: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (tokens left, batch), ascending
-    for index in sorted(samples, key=lambda i: (-lengths[i], i)):
+    for index in longest_first(samples, lengths):
         place = bisect_left(room, (lengths[index], -1))
         if place == len(room):
             batches.append([])
@@ -81,7 +86,7 @@ def share(batch: Sequence[int], lengths: Sequence[int], parts: int) -> list[list
     """Split a global batch into `parts` of about equal token counts; a part may be empty."""
     shares: list[list[int]] = [[] for _ in range(parts)]
     loads = [(0, part) for part in range(parts)]  # a heap: the lightest part, the first of equals, is at its top
-    for index in sorted(batch, key=lambda i: (-lengths[i], i)):
+    for index in longest_first(batch, lengths):
         tokens, lightest = loads[0]
         shares[lightest].append(index)
         heapreplace(loads, (tokens + lengths[index], lightest))

@@ -3,7 +3,9 @@ store need not be at hand as a whole: not in the cache of a remote one, nor on t
 written."""
 
 from collections.abc import Sequence
+from itertools import chain
 
+import numpy as np
 from accelerate import Accelerator
 
 from eagle31_train.errors import UserError
@@ -69,9 +71,14 @@ class Usage:
         windows: Sequence[Window],
         fingerprint: str,
     ) -> None:
-        self._store, self._split, self._schedule, self._fingerprint = store, split, schedule, fingerprint
-        self._last_use = {split.shard_of(i): step for step, batch in enumerate(schedule, 1) for i in batch}
-        self._window_ends = {max(self._last_use.get(shard, 0) for shard in window) for window in windows}
+        self._store, self._shards, self._schedule, self._fingerprint = store, split.shards, schedule, fingerprint
+        # Of each sample its shard, of each shard the step that uses it last, or 0: there may be 10^7 and 10^5.
+        self._owner = np.repeat(np.arange(len(split.shards), dtype=np.int32), [s.end - s.first for s in split.shards])
+        self._last_use = np.zeros(len(split.shards), dtype=np.int64)
+        for step, batch in enumerate(schedule, 1):
+            self._last_use[self._owner[batch]] = step
+        ends = np.cumsum([len(window) for window in windows])[:-1]
+        self._window_ends = {int(last.max(initial=0)) for last in np.split(self._last_use, ends)}
 
     def begin(self, done: int, remove: bool, ended: bool = False) -> None:
         """Before the step after `done`: `release` what earlier runs used up, fetch ahead what later steps need. A
@@ -105,9 +112,9 @@ class Usage:
 
     def needed_after(self, step: int) -> dict[str, int]:
         """The shards that later steps read, in the order of first use, with the bytes that they take at most."""
-        shards = (self._split.shard_of(i) for batch in self._schedule[step:] for i in batch)
-        return {shard.name: shard.bytes for shard in shards}
+        later = dict.fromkeys(chain.from_iterable(self._owner[batch].tolist() for batch in self._schedule[step:]))
+        return {self._shards[i].name: self._shards[i].bytes for i in later}
 
     def used_up(self, step: int) -> list[PlannedShard]:
         """The shards that no later step reads, in order."""
-        return sorted((shard for shard, last in self._last_use.items() if last <= step), key=lambda s: s.number)
+        return [self._shards[i] for i in np.flatnonzero((self._last_use > 0) & (self._last_use <= step))]

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from numpy.typing import NDArray
 from torch import Tensor
 
 from eagle31_train.store.codec import Encoded
@@ -14,7 +15,7 @@ def supervised_positions(loss_mask: Tensor) -> Tensor:
     return loss_mask[2:].nonzero()[:, 0] + 1
 
 
-def attended_positions(supervised: Tensor) -> int:
+def attended_positions(supervised: Tensor | NDArray) -> int:
     """How many positions slots attend to: the last slot is one before the last supervised position."""
     return int(supervised[-1]) if len(supervised) else 0
 

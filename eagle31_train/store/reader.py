@@ -2,6 +2,7 @@
 
 import threading
 import time
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from functools import cached_property, partial
@@ -182,13 +183,15 @@ class StoreSplit:
         self.store = store
         self.lengths = store.plan.lengths[name]
         self.shards = store.plan.of(name)
-        self._where = [(shard, i) for shard in self.shards for i in range(shard.end - shard.first)]
+        self._firsts = [shard.first for shard in self.shards]  # a pair for each of 10^7 samples would take 800 MB
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def shard_of(self, index: int) -> PlannedShard:
-        return self._where[index][0]
+        if not 0 <= index < len(self):
+            raise IndexError(f"there is no sample {index} among {len(self):,}")
+        return self.shards[bisect_right(self._firsts, index) - 1]
 
     def wait_for(self, indices: Iterable[int]) -> None:
         """Return once all of these samples can be read; at once in a complete store."""
@@ -196,8 +199,8 @@ class StoreSplit:
 
     def read(self, index: int, states: bool = True) -> Document:
         """One sample, with the states that are needed (see `Document`), mapped from the file until they are used."""
-        shard, i = self._where[index]
-        return self.store.open(shard).read(i, states)
+        shard = self.shard_of(index)
+        return self.store.open(shard).read(index - shard.first, states)
 
     def read_all(self, indices: Iterable[int]) -> list[Document]:
         return [self.read(index) for index in indices]

@@ -31,7 +31,8 @@ def unseal(data: bytes) -> dict[str, Any]:
             raise ValueError("its checksum does not match")
     except ValueError as error:  # of JSON or of UTF-8, too
         raise DamagedError(str(error)) from None
-    if data not in (seal(value), seal(value, indent=2)):  # blanks and line ends, which the checksum cannot see
+    # Blanks and line ends, which the checksum cannot see. Indented text of 10^7 samples' plan takes 10 s and 1 GiB.
+    if data != seal(value) and data != seal(value, indent=2):
         raise DamagedError("it is not as it was written, though its values are")
     return value
 

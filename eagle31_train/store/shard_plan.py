@@ -8,13 +8,13 @@ from itertools import accumulate
 from typing import Annotated, Any
 
 import numpy as np
-import torch
+from numpy.typing import ArrayLike
 from pydantic import Field
 from typing_extensions import TypedDict
 
 from eagle31_train import foreign
 from eagle31_train.store.codec import CODECS
-from eagle31_train.store.document import attended_positions, supervised_positions
+from eagle31_train.store.document import attended_positions
 from eagle31_train.store.format import line_name
 
 SPLITS = ("heldout", "train")  # in the order of extraction: training evaluates from its first steps on
@@ -121,12 +121,13 @@ class Plan:
         return plan
 
 
-def make_plan(loss_masks: Mapping[str, Iterable[Sequence[bool]]], shard_tokens: int, shape: Shape) -> Plan:
-    """Plan a store for samples given by their loss masks, per split; each is looked at once."""
+def make_plan(loss_masks: Mapping[str, Iterable[ArrayLike]], shard_tokens: int, shape: Shape) -> Plan:
+    """Plan a store for samples given by their loss masks [T], per split; each is looked at once."""
     shards: list[PlannedShard] = []
     lengths: dict[str, list[int]] = {}
     for split in SPLITS:
-        counted = [(len(mask), sample_bytes(mask, shape)) for mask in loss_masks[split]]
+        masks = (np.asarray(mask, dtype=bool) for mask in loss_masks[split])
+        counted = [(len(mask), sample_bytes(mask, shape)) for mask in masks]
         lengths[split] = [length for length, _ in counted]
         sizes = [0, *accumulate(size for _, size in counted)]
         for count, (first, end) in enumerate(plan_shards(lengths[split], shard_tokens)):
@@ -148,9 +149,9 @@ def plan_shards(lengths: Sequence[int], shard_tokens: int) -> list[tuple[int, in
     return [*shards, (first, len(lengths))] if lengths else []
 
 
-def sample_bytes(loss_mask: Sequence[bool], shape: Shape) -> int:
+def sample_bytes(loss_mask: ArrayLike, shape: Shape) -> int:
     """What a sample takes in its shard, see `Document` for which states are stored."""
-    supervised = supervised_positions(torch.from_numpy(np.array(loss_mask, dtype=bool)))  # of a list sooner than torch
+    supervised = np.flatnonzero(np.asarray(loss_mask, dtype=bool)[2:]) + 1  # `supervised_positions`, 10 times as fast
     aux, last = shape.row_bytes
     states = attended_positions(supervised) * aux + len(supervised) * last + shape.document_bytes
-    return len(loss_mask) * TOKEN_BYTES + states
+    return np.size(loss_mask) * TOKEN_BYTES + states

@@ -15,11 +15,13 @@ from planting import instead_of
 
 from eagle31_train.config import TrainConfig
 from eagle31_train.store import Store, make_plan, shape_of
+from eagle31_train.store.shard_plan import Shape
 from train import loader, order
 from train.order import PACKED, global_batches, schedule, share
 
 LENGTHS = st.lists(st.integers(1, 100), min_size=1, max_size=60)
 SEEDS = st.integers(0, 2**32)
+SMALL = Shape(8, 1, "fp8", "fp8")
 
 
 @given(LENGTHS, st.integers(0, 300), SEEDS, st.integers(0, 5))
@@ -58,6 +60,20 @@ def test_shares_hold_every_sample_once_and_are_balanced(lengths, parts):
     loads = [sum(lengths[i] for i in part) for part in shares]
     assert max(loads) - min(loads) <= max(lengths)
     assert shares == share(list(reversed(batch)), lengths, parts), "the order within a batch does not matter"
+
+
+def test_1024_ranks_share_a_step_and_processes_a_store_and_nothing_is_lost_or_there_twice():
+    ranks = 1024
+    lengths = np.random.default_rng(0).integers(16, 900, 30_000).tolist()
+    for batch in schedule(lengths, 2**21, 0, 1, 3):
+        shares = share(batch, lengths, ranks)
+        assert sorted(i for part in shares for i in part) == sorted(batch)
+        assert len(batch) < 2 * ranks or all(shares)
+    plan = make_plan({"train": [[True] * length for length in lengths], "heldout": [[True] * 9] * 7}, 4096, SMALL)
+    shares = [[shard.number for shard in plan.share(rank, ranks)] for rank in range(ranks)]
+    assert sorted(number for mine in shares for number in mine) == list(range(len(plan.shards)))
+    assert len(plan.shards) > 3 * ranks
+    assert all(mine and mine == sorted(mine) for mine in shares)
 
 
 # ---------------------------------------------------------------- as it is loaded
