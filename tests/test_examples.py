@@ -28,6 +28,7 @@ def scripts_in(value):
 def command_lines(text):
     """What a script asks of our programs, with the variables that its settings hold."""
     text = re.sub(r"^\s*#.*\n", "", text.replace("\\\n", " "), flags=re.M)
+    text = text.replace("python -m eagle31_train.launcher", "accelerate launch")  # which takes the same
     values = {"OPTIONS": "+experiment=llama31_8b run_dir=x", "TARGET": "HUB-ID", "NAME": "x"}
     for name, value in values.items():
         text = re.sub(rf"\$\{{?{name}\}}?", value, text)
@@ -45,6 +46,32 @@ def test_shellcheck_finds_nothing_in_the_scripts(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     (tmp_path / "unquoted.sh").write_text("#!/bin/bash\nls $1\n")
     assert "SC2086" in shellcheck(tmp_path / "unquoted.sh").stdout
+
+
+@pytest.mark.parametrize(
+    ("status", "finished", "asked"),
+    [(75, 0, "scontrol requeue 7"), (137, 0, "scontrol requeue 7"), (2, 0, ""), (0, 1, "eagle31 evaluate")],
+)
+def test_a_job_is_queued_again_after_a_stop_or_an_accident_and_not_after_a_mistake(tmp_path, status, finished, asked):
+    """srun ends with the training's status; what else the script starts says so."""
+    for script in (EXAMPLES / "slurm").iterdir():
+        (tmp_path / script.name).write_text(script.read_text().replace("/shared", str(tmp_path)))
+    run = tmp_path / "runs" / "llama31_8b" / "train"
+    for folder in (tmp_path / "eagle31", tmp_path / "venv" / "bin", run):
+        folder.mkdir(parents=True)
+    stubs = {"srun": f"exit {status}", "scontrol": 'echo "scontrol $*"', "eagle31": 'echo "eagle31 $*"', "activate": ""}
+    for name, body in stubs.items():
+        (tmp_path / "venv" / "bin" / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / "venv" / "bin" / name).chmod(0o755)
+    if finished:
+        (run / "manifest.json").touch()
+    variables = {"PATH": f"{tmp_path}/venv/bin:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a"}
+    done = subprocess.run(
+        ["bash", "train.sbatch"], cwd=tmp_path, env=variables, capture_output=True, text=True, check=False
+    )
+    assert done.stderr == ""
+    assert done.stdout.startswith(asked), done.stdout
+    assert (done.returncode, bool(done.stdout)) == ((0, True) if asked else (status, False))
 
 
 def fits(manifest):
