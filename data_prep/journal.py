@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from eagle31_train import artifacts, provenance
+from eagle31_train import artifacts, foreign, provenance
 from eagle31_train.errors import Refused, UserError
 from eagle31_train.locks import hold
 from eagle31_train.provenance import Provenance
@@ -69,7 +69,7 @@ class Journal:
             if not line.endswith(b"\n"):
                 break  # the line being written when the run was killed
             try:
-                entry = json.loads(line)
+                entry = foreign.parse_json(line)
                 self.answers[entry["key"]] = Answer(entry["message"], entry["finish_reason"], entry["tokens"])
             except (ValueError, TypeError, KeyError):
                 raise UserError(f"{self.path}:{number} is damaged: remove this line and run again") from None

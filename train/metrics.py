@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from eagle31_train import artifacts
+from eagle31_train import artifacts, foreign
 from eagle31_train.console import Progress, note
 
 METRICS, TIMINGS = "metrics.jsonl", "timings.jsonl"
@@ -113,8 +113,8 @@ class Rows:
 def _step_of(line: bytes) -> int:
     """The step of a row; 0 of a line that is none."""
     try:
-        return int(json.loads(line)["step"])
-    except (ValueError, TypeError, KeyError):
+        return int(foreign.parse_json(line)["step"])
+    except (ValueError, TypeError, KeyError, OverflowError):  # the last of Infinity
         return 0
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from eagle31_train import artifacts
+from eagle31_train import artifacts, foreign
 from eagle31_train.errors import UserError
 from eagle31_train.reporting import figures, html
 from eagle31_train.reporting.figures import Floats, Picture
@@ -56,7 +56,14 @@ class Log:
 
 
 def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else np.nan
+    try:
+        return float(value) if isinstance(value, int | float) else np.nan
+    except OverflowError:  # an integer of 400 digits
+        return np.nan
+
+
+def _is_step(value: Any) -> bool:
+    return isinstance(value, int) and bool(np.isfinite(_number(value)))
 
 
 @dataclass(frozen=True)
@@ -112,10 +119,10 @@ def _rows(path: Path, notes: list[str], needs: str | None = "step") -> Iterator[
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
-                row = json.loads(line)
+                row = foreign.parse_json(line)
             except ValueError:  # of JSON or of UTF-8
                 row = None
-            if isinstance(row, dict) and (needs is None or isinstance(row.get(needs), int)):
+            if isinstance(row, dict) and (needs is None or _is_step(row.get(needs))):
                 yield row
             elif line.endswith(b"\n"):
                 raise UserError(f"{path}:{number} is damaged: remove the line, and the report lacks its row")

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from made import message_of
 
 from eagle31_train.report import main
 from eagle31_train.reporting import figures
-from eagle31_train.reporting.training_page import ESTIMATE, PLOTS, write
+from eagle31_train.reporting.training_page import ESTIMATE, PLOTS, read, write
 
 DEPTHS = 3
 
@@ -93,3 +94,15 @@ def test_the_torn_last_line_of_a_running_training_is_left_out_and_said(tmp_path,
     assert page == str(tmp_path / "out" / "report.html")
     assert said in text_of(Path(page).read_text())
     assert not (run / "report").exists()
+
+
+@pytest.mark.parametrize(
+    "line", ['{"step": 1' + "0" * 400 + "}", "[" * 5000, '{"step": Infinity}', "[1]"], ids=range(4)
+)
+def test_a_damaged_line_is_named(tmp_path, line):
+    run = make_run(tmp_path / "run")
+    file = run / "train" / "metrics.jsonl"
+    file.write_text(f"{line}\n{file.read_text()}")
+    assert f"{file}:1 is damaged" in message_of(read, run)
+    file.write_text(file.read_text().replace(line, '{"step": 1, "loss": 1' + "0" * 400 + "}"))  # no number for a plot
+    assert np.isnan(read(run).metrics["loss"][0])

@@ -47,11 +47,14 @@ def test_rows_after_a_stop_are_the_same_bytes(tmp_path, done):
         assert (stopped / name).read_bytes() == (whole / name).read_bytes()
 
 
-def test_damaged_and_missing_rows_are_named_when_a_run_goes_on(tmp_path, capsys):
+@pytest.mark.parametrize(
+    "damaged", [b'{"step": ', b'{"step": Infinity}', b'{"step": 1e999}', b"[" * 5000, b"[1]", b"\xff"], ids=range(6)
+)
+def test_damaged_and_missing_rows_are_named_when_a_run_goes_on(tmp_path, capsys, damaged):
     fill(tmp_path, losses(30))
     file = tmp_path / "metrics.jsonl"
     lines = file.read_bytes().splitlines(keepends=True)
-    lines[11] = lines[11][:9] + b"\n"
+    lines[11] = damaged + b"\n"
     file.write_bytes(b"".join(lines))
     Reporter(Recorder(), tmp_path, 20, 1000).close()
     assert capsys.readouterr().out == f"{file}:12 is damaged, and its row is lost: remove the line\n"
