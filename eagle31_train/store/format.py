@@ -53,11 +53,11 @@ class Entry(TypedDict):
 
 
 class Manifest(TypedDict):
-    """Of a complete store; what else it says concerns people."""
+    """Of a complete store; what else it says concerns people. A copy of each file goes into a cache by its name."""
 
     fingerprint: str
     inputs: dict[str, Any]
-    files: dict[str, Entry]
+    files: dict[Annotated[str, Field(pattern=r"^(shards/)?[a-z0-9][a-z0-9._-]*$")], Entry]
 
 
 class Norm(TypedDict):

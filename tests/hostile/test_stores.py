@@ -13,7 +13,7 @@ from eagle31_train.artifacts import MANIFEST
 from eagle31_train.errors import UserError
 from eagle31_train.store import Store, stream
 from eagle31_train.store.__main__ import _describe, check
-from eagle31_train.store.backends import LocalStorage
+from eagle31_train.store.backends import LocalStorage, open_storage
 from eagle31_train.store.format import CONSUMED, PLAN, PROVENANCE, SHARDS, STREAM, TARGET, TARGET_LINE
 from eagle31_train.store.sealed import digest, seal, unseal
 
@@ -154,3 +154,18 @@ def test_a_plan_that_names_files_elsewhere_is_refused(stores, tmp_path):
     (folder / PLAN).write_bytes(seal(plan))
     problem = outcome(lambda: read(folder, follow=True, patience=-1))
     assert "plan.json is damaged (name: String should match" in str(problem)
+
+
+def test_a_manifest_that_lists_files_elsewhere_writes_and_removes_nothing_there(stores, tmp_path):
+    """Copies of a bucket's files go into a cache by their names, and leave it where they are not as they are listed."""
+    bucket = open_storage("memory://hostile/store", tmp_path / "deep" / "cache", 10**6)
+    theirs, removed, written = b"0123456789", tmp_path / "removed", tmp_path / "written"
+    removed.write_bytes(b"our own 10")
+    manifest = unseal((stores[False] / MANIFEST).read_bytes())
+    for path, checksum in ((removed, "0" * 32), (written, digest(theirs))):
+        bucket.fs.pipe_file(f"{bucket.root}/../../../{path.name}", theirs)
+        manifest["files"][f"../../../{path.name}"] = {"bytes": len(theirs), "checksum": checksum}
+    bucket.write(MANIFEST, seal(manifest, indent=2))
+    assert "manifest.json is damaged (files" in str(outcome(lambda: Store(bucket)))
+    assert removed.read_bytes() == b"our own 10"
+    assert not written.exists()
