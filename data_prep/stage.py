@@ -17,7 +17,7 @@ from data_prep.self_prompts import write_prompts
 from data_prep.sources import Corpus, Source, named
 from eagle31_train import artifacts, provenance
 from eagle31_train.config import Config, DataConfig
-from eagle31_train.console import note
+from eagle31_train.console import note, ranks
 from eagle31_train.errors import UserError
 from eagle31_train.model import vocab
 from eagle31_train.rows.files import open_files
@@ -44,7 +44,7 @@ def prepare(config: Config) -> None:
     else."""
     started = time.monotonic()
     data, folder = config.data, Path(os.path.realpath(config.data_folder))
-    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+    if ranks() > 1:
         raise UserError("eagle31 data is one process, and WORLD_SIZE is set: start it without a launcher")
     target = describe_target(config.target)
     template = ChatTemplate.load(config.target)

@@ -39,9 +39,19 @@ def parser(command: str, description: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(prog=f"eagle31 {command}", description=description, formatter_class=shape)
 
 
+def ranks() -> int:
+    """How many processes a launcher (accelerate, torchrun) started together; 1 without one."""
+    return int(os.environ.get("WORLD_SIZE") or 1)
+
+
+def rank() -> int:
+    """Which of them this is; a RANK that a scheduler or a shell left over says nothing of a process alone."""
+    return int(os.environ.get("RANK") or 0) if ranks() > 1 else 0
+
+
 def is_main() -> bool:
     """Whether this is the first process of its launch, which speaks for all."""
-    return int(os.environ.get("RANK", 0)) == 0
+    return rank() == 0
 
 
 def refuse_lone_process() -> None:

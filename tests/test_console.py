@@ -126,3 +126,16 @@ def test_of_ranks_that_fail_alike_the_first_speaks_and_none_that_fails_otherwise
     monkeypatch.undo()
     launched = False
     assert fail(0, "no data") == fail(1, "no data") == "error: no data\n"
+
+
+@pytest.mark.parametrize(
+    ("left", "expected"),
+    [({"RANK": "3"}, (0, 1)), ({"RANK": "", "WORLD_SIZE": ""}, (0, 1)), ({"RANK": "3", "WORLD_SIZE": "8"}, (3, 8))],
+)
+def test_a_rank_left_over_says_nothing_of_a_process_alone(monkeypatch, left, expected):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in left.items():
+        monkeypatch.setenv(name, value)
+    assert (console.rank(), console.ranks()) == expected
+    assert console.is_main() == (expected[0] == 0)

@@ -61,6 +61,7 @@ def test_the_hardware_decides_and_it_is_said(machine, monkeypatch, tmp_path, cap
     assert capsys.readouterr().out == told
     # Of several processes one speaks; and whoever plans for other devices leaves it open.
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     cli.run(lambda config: print(config.target.dtype), "", WORDS)
     cli.run(lambda config: print(config.target.dtype), "", WORDS, resolve=False)
     assert capsys.readouterr().out == "float32\nauto\n"

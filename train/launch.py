@@ -27,7 +27,7 @@ from accelerate.utils import (
 
 from eagle31_train import PARENT, artifacts
 from eagle31_train.config import Config, TrainConfig, check_context_parallel
-from eagle31_train.console import note, refuse_lone_process
+from eagle31_train.console import note, ranks, refuse_lone_process
 from eagle31_train.errors import SharedError, UserError
 from eagle31_train.locations import CONFIGS
 from eagle31_train.precision import whole_float32
@@ -57,7 +57,7 @@ def make_accelerator(config: Config, folder: Path) -> Accelerator:
         from deepspeed import ops
 
         ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and os.getppid() != PARENT:
+    if ranks() > 1 and os.getppid() != PARENT:
         # It would meet the processes of the next launch, which listens where the first did, and leave them waiting.
         raise UserError("the launcher of this process has ended, was killed perhaps: give its command again")
     accelerator = Accelerator(
@@ -148,7 +148,7 @@ def deepspeed_plugin(t: TrainConfig) -> DeepSpeedPlugin:
 def check_accelerator(accelerator: Accelerator) -> None:
     """Raise a UserError if kind, number of processes or back end are not what the launch asked for."""
     came, count = accelerator.distributed_type, accelerator.num_processes
-    if count != (launched := int(os.environ.get("WORLD_SIZE", "1"))):
+    if count != (launched := ranks()):
         raise UserError(
             f"{launched} processes were launched, and each would train alone: on a machine without GPUs set "
             "ACCELERATE_USE_CPU=true before the command, or launch one process"

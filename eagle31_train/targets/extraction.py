@@ -7,7 +7,6 @@ Shapes: T tokens of one conversation; A auxiliary layers; H hidden.
 """
 
 import importlib.util
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from torch import Tensor
 from eagle31_train import provenance
 from eagle31_train.background import Background
 from eagle31_train.config import Config, byte_count
-from eagle31_train.console import Progress, is_main, note, refuse_lone_process
+from eagle31_train.console import Progress, is_main, note, rank, ranks, refuse_lone_process
 from eagle31_train.errors import UserError
 from eagle31_train.locks import alone
 from eagle31_train.model import vocab
@@ -35,7 +34,6 @@ from eagle31_train.targets.arriving import Arriving
 from eagle31_train.targets.engine import Engine, check_length
 from eagle31_train.targets.fidelity import Figures, Gate, report
 from eagle31_train.targets.hf import load_engine
-from eagle31_train.targets.hf import ranks as launched
 from eagle31_train.targets.pretrained import load_tokenizer, vocabulary_fingerprint
 from eagle31_train.targets.readout import Readout
 from eagle31_train.targets.vllm_engine import VllmEngine
@@ -135,7 +133,7 @@ def rank_of(config: Config) -> tuple[int, int]:
     part, parts = config.extract.part, config.extract.parts
     if part >= parts:
         raise UserError(f"extract.part={part}: with extract.parts={parts} they are numbered from 0 to {parts - 1}")
-    return part * launched() + int(os.environ.get("RANK", 0)), parts * launched()
+    return part * ranks() + rank(), parts * ranks()
 
 
 def check_tokenizer(config: Config, data: dict[str, Any]) -> None:

@@ -22,6 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, masking_utils
 
 from eagle31_train.config import TargetConfig
+from eagle31_train.console import ranks
 from eagle31_train.errors import UserError
 from eagle31_train.model.rope import ORIGINAL, target_positions
 from eagle31_train.precision import whole_float32
@@ -36,11 +37,6 @@ LENGTH_ROPES = {"longrope", "dynamic", "su"}  # that follow the length of a batc
 BATCH_COST = 128  # padded tokens that a batch more must save; chosen, not measured
 PADS = 8  # padding that makes the gate's own forward pass take the model's masked path
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def ranks() -> int:
-    """How many processes a launcher (accelerate, torchrun) started together; 1 without one."""
-    return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def pick_device(name: str) -> torch.device:
