@@ -13,7 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from data_prep.journal import Answer
@@ -44,7 +44,7 @@ OPENER = urllib.request.build_opener(_NoRedirects)
 @dataclass
 class Server:
     """A chat-completions endpoint. url: ends with /v1; a key is taken from OPENAI_API_KEY. given_up: nothing is
-    repeated."""
+    repeated. doubts: what was said, once each, of answers that may be another target's."""
 
     url: str
     model: str
@@ -52,7 +52,7 @@ class Server:
     max_tokens: int
     top_p: float = 1.0
     given_up: bool = False
-    warned: bool = False
+    doubts: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
@@ -80,12 +80,21 @@ class Server:
             **self.options,
         }
         prompt_tokens = len(self.template.prompt_ids(messages, tools))
-        answer, prompt_tokens_there = self._read(self._ask(self.url, body))
-        if not self.warned and prompt_tokens_there not in (0, prompt_tokens):  # the drafter would learn for others
-            self.warned = True
-            counts = f"{self.url} makes {prompt_tokens_there} tokens of a prompt that has {prompt_tokens} here"
-            note(f"{counts}: compare its chat template with target.chat_template and .template_args", error=True)
+        answer, prompt_tokens_there, model = self._read(self._ask(self.url, body))
+        if prompt_tokens_there not in (0, prompt_tokens):  # the drafter would learn for others
+            self._doubt(
+                f"{self.url} makes {prompt_tokens_there} tokens of a prompt that has {prompt_tokens} here: compare its "
+                "chat template with target.chat_template and .template_args",
+                kind="tokens",
+            )
+        if model not in ("", self.model):
+            self._doubt(f"{self.url} answers as {model[:200]}, and {self.model} was asked for", kind="model")
         return answer
+
+    def _doubt(self, text: str, kind: str) -> None:
+        if kind not in self.doubts:
+            self.doubts.add(kind)
+            note(text, error=True)
 
     def complete(self, **request: Any) -> tuple[str, str]:
         """Go on from token ids: the text, and why it ended (stop, length); `request` as /v1/completions takes it. Needs
@@ -140,8 +149,8 @@ class Server:
                     raise TimeoutError("timed out")
         return bytes(content)
 
-    def _read(self, content: bytes) -> tuple[Answer, int]:
-        """The answer, and the tokens of its prompt (0 if the server does not say)."""
+    def _read(self, content: bytes) -> tuple[Answer, int, str]:
+        """The answer, the tokens of its prompt, and whose it is ("" and 0 if the server does not say)."""
         try:
             value = foreign.parse_json(content)
             choice = value["choices"][0]
@@ -153,6 +162,7 @@ class Server:
             tokens, prompt_tokens = foreign.typed(list[Count], counts)
             foreign.typed(str | None, thought)
             foreign.typed(str | None, text)
+            model = foreign.typed(str, value.get("model") or "")
         except (ValueError, KeyError, IndexError, TypeError, AttributeError):
             raise UserError(f"{self.url} answered no chat completion: is the server OpenAI-compatible?") from None
         if thought and not self.template.reads_thoughts:  # half of what the target wrote would be lost
@@ -169,7 +179,7 @@ class Server:
         check_text(message)
         if tokens:
             message["tokens"] = tokens
-        return Answer(message, reason, tokens), prompt_tokens
+        return Answer(message, reason, tokens), prompt_tokens, model
 
 
 def _sent(message: Message) -> Message:

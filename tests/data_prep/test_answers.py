@@ -1,5 +1,6 @@
 """Answers: what a server is asked and what is made of it, and what in this process is no text."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -54,6 +55,16 @@ def test_a_server_that_renders_other_prompts_is_named(server, chatml, completion
     server.reply = lambda _: completion("yes", prompt=99)
     ask(server, chatml)
     assert "makes 99 tokens of a prompt that has" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("model", "said"), [("another", 1), ("m", 0), (None, 0)])
+def test_a_server_that_answers_as_another_model_says_so_once(server, chatml, completion, capsys, model, said):
+    status, body = completion("yes")
+    server.reply = lambda _: (status, json.dumps({**json.loads(body), "model": model}).encode())
+    asking = Server(server.url, "m", chatml, 7)
+    for _ in range(2):
+        asking.answer([ASK], 0.5, 11)
+    assert capsys.readouterr().err.count("answers as another, and m was asked for") == said
 
 
 def test_an_answer_taken_apart_is_put_together_as_the_target_wrote_it(server, thinking, chatml, completion):
