@@ -21,7 +21,7 @@ from eagle31_train.errors import UserError
 from eagle31_train.evaluation import serving
 from eagle31_train.evaluation.prompts import Prompt
 from eagle31_train.evaluation.serving import Installation, measure_serving, report, server
-from eagle31_train.evaluation.serving.engine import check, fixed, flags, server_arguments
+from eagle31_train.evaluation.serving.engine import RANGES, check, fixed, flags, server_arguments
 from eagle31_train.evaluation.serving.server import Answer
 from eagle31_train.reporting.recipe import serve_command
 
@@ -29,6 +29,7 @@ END = 40
 # Of the second answer, token 5 is an end token.
 PROMPTS = [Prompt("a", "chat", [1, 2, 3]), Prompt("b", "code", [30, 5]), Prompt("b", "code", [50])]
 LIMIT = 9
+SCHEDULE = report.schedule
 ENGINE = Installation("0.0", "some GPU")
 
 
@@ -54,6 +55,12 @@ def config(tmp_path):
         )  # fmt: skip
 
     return load
+
+
+@pytest.fixture(autouse=True)
+def unscheduled(monkeypatch):
+    """What is the fastest here is chance, and so would be the servers that a schedule wants."""
+    monkeypatch.setattr(report, "schedule", lambda rows, name: None)
 
 
 @pytest.fixture
@@ -195,7 +202,6 @@ def test_counts_read_too_early_would_be_others(monkeypatch, measure):
 
 
 def test_requests_say_all_that_matters(measure, asked, monkeypatch):
-    monkeypatch.setattr(report, "schedule", lambda rows, name: None)
     measure("seed=7", "evaluate.concurrency=[1,2]", "evaluate.temperature=0.8", prompts=PROMPTS[:2])
     requests = [json.loads(line) for line in asked.read_text().splitlines()]
     assert {(tuple(one["prompt"]), one["seed"]) for one in requests} == {((1, 2, 3), 7), ((30, 5), 8)}
@@ -367,7 +373,7 @@ def made_up(speeds):
 def test_a_schedule_drafts_what_was_fastest_at_every_load(speeds, ranges):
     """So it is below no fixed number there. Another drafter's rows are not looked at."""
     others = [{**row, "drafter": "other", "per_user": [99.0, 0, 0]} for row in made_up(speeds) if row["drafter"]]
-    options = report.schedule(made_up(speeds) + others, "ours")
+    options = SCHEDULE(made_up(speeds) + others, "ours")
     assert options["num_speculative_tokens_per_batch_size"] == ranges
     assert options["num_speculative_tokens"] == max(tokens for _, _, tokens in ranges)
     for users, by_tokens in speeds.items():
@@ -375,8 +381,36 @@ def test_a_schedule_drafts_what_was_fastest_at_every_load(speeds, ranges):
         assert by_tokens[tokens] >= 0.97 * max(by_tokens.values())
 
 
+def test_drafting_nothing_is_as_fast_as_the_idle_drafter_was():
+    """And not as no drafter: it reads every token."""
+    rows = made_up({1: {0: 10, 1: 12}, 16: {0: 6, 1: 5}})
+    assert SCHEDULE(rows, "ours")[RANGES] == [[1, 1, 1], [2, 16, 0]]
+    for speed, ranges in ((4.9, [[1, 16, 1]]), (5.1, [[1, 1, 1], [2, 16, 0]])):
+        idle_rows = [{**row, "drafter": "ours"} for row in made_up({1: {0: 9}, 16: {0: speed}})]
+        assert SCHEDULE(rows + idle_rows, "ours")[RANGES] == ranges
+
+
+def test_an_idle_drafter_is_measured_where_nothing_should_be_drafted(measure, monkeypatch):
+    asked_for = []
+
+    def schedule(rows, name):
+        asked_for.append([row["concurrency"] for row in rows if row["drafter"] == name and not row["draft_tokens"]])
+        return fixed(1) | {RANGES: [[1, 1, 1], [2, 2, 0]] if len(asked_for) == 1 else [[1, 2, 1]]}
+
+    monkeypatch.setattr(report, "schedule", schedule)
+    started = []
+    monkeypatch.setattr(serving, "flags", lambda given: started.append(given) or flags(given))
+    served = measure("evaluate.serve_speculative_tokens=[1]", "evaluate.concurrency=[1,2]")
+    assert asked_for == [[], [1, 2]]
+    assert [given.get("speculative_config", {}).get(RANGES) for given in started] == [None, None, [[1, 2, 0]]]
+    assert [row["drafter"] for row in served["rows"] if row["draft_tokens"] == 0] == [None, None, "ours", "ours"]
+    assert all(row["acceptance"] is None and row["different"] == 0 for row in served["rows"][-2:])
+    assert served["schedules"] == {"ours": fixed(1) | {RANGES: [[1, 2, 1]]}}
+    assert {best["tried"] for best in served["best"]} == {1}
+
+
 def test_without_a_gain_there_is_no_schedule():
-    assert report.schedule(made_up({1: {0: 10, 3: 9}}), "ours") is None
+    assert SCHEDULE(made_up({1: {0: 10, 3: 9}}), "ours") is None
 
 
 def test_a_schedule_is_told_and_none_of_a_parallel_drafter(measure, monkeypatch):
@@ -390,17 +424,18 @@ def test_a_schedule_is_told_and_none_of_a_parallel_drafter(measure, monkeypatch)
 
 
 def test_a_schedule_is_served_and_compared_with_the_fixed_number_of_each_load(measure, monkeypatch):
-    options = fixed(3) | {report.RANGES: [[1, 1, 0], [2, 4, 1], [5, 16, 3]]}
+    options = fixed(3) | {RANGES: [[1, 1, 0], [2, 4, 1], [5, 16, 3]]}
     monkeypatch.setattr(report, "schedule", lambda rows, name: options)
     started = []
     monkeypatch.setattr(serving, "flags", lambda given: started.append(given) or flags(given))
     served = measure("evaluate.serve_speculative_tokens=[1,3]", "evaluate.concurrency=[1,2,5]")
-    assert [given.get("speculative_config", {}).get(report.RANGES) for given in started] == [
+    assert [given.get("speculative_config", {}).get(RANGES) for given in started] == [
         *[None] * 3,
-        options[report.RANGES],
+        [[1, 5, 0]],
+        options[RANGES],
     ]
     assert [(row["concurrency"], row["draft_tokens"]) for row in served["by_load"]] == [(1, 0), (2, 1), (5, 3)]
-    rows = {(row["concurrency"], row["draft_tokens"]): row for row in served["rows"]}
+    rows = {(row["concurrency"], row["draft_tokens"]): row for row in served["rows"][:9]}  # behind these the idle one's
     for row, line in zip(served["by_load"], served["verdict"][1:4], strict=True):
         users, tokens = row["concurrency"], row["draft_tokens"]
         assert row["different"] == 0

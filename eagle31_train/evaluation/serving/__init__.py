@@ -16,7 +16,16 @@ from eagle31_train.console import Progress, note
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation.measurement import read_checked, write_checked
 from eagle31_train.evaluation.serving import report
-from eagle31_train.evaluation.serving.engine import DRAFTED, Installation, check, fixed, flags, server_arguments
+from eagle31_train.evaluation.serving.engine import (
+    DRAFTED,
+    RANGES,
+    Installation,
+    check,
+    fixed,
+    flags,
+    idle,
+    server_arguments,
+)
 from eagle31_train.evaluation.serving.server import MODULE, Answer, Question, Server, pick_port, run_load
 
 if TYPE_CHECKING:  # the card, which imports this package, has no need of datasets
@@ -73,10 +82,19 @@ def measure_serving(
     best = report.best(rows)
     # With a parallel drafter vLLM 0.32 always drafts num_speculative_tokens, however few a schedule asks for.
     chains = [name for name, draft in drafts.items() if not drafts_in_parallel(draft)]
-    schedules = {name: by_load for name in chains if (by_load := report.schedule(rows, name))}
+    schedules: dict[str, dict[str, Any]] = {}
+    for name in chains:
+        wanted = report.schedule(rows, name)
+        if wanted and any(depth == 0 for *_, depth in wanted[RANGES]):
+            # A drafter that drafts nothing still reads all tokens, so it is not as fast as none.
+            resting = servers.loads(name, idle(wanted[DRAFTED], max(options.concurrency)))
+            rows += [row(name, 0, users, load) for users, load in resting.items()]
+            wanted = report.schedule(rows, name)
+        if wanted:
+            schedules[name] = wanted
     scheduled: list[report.Row] = []
     for name, length in schedules.items():
-        if len(ranges := length[report.RANGES]) == 1:
+        if len(ranges := length[RANGES]) == 1:
             continue  # one number at every load, and measured so
         for users, load in servers.loads(name, length).items():
             (depth,) = [depth for first, last, depth in ranges if first <= users <= last]
@@ -113,14 +131,15 @@ class _Servers:
         """What the server with a draft of that length did, by concurrency: now, or as it is recorded."""
         draft = self.drafts[name] if name is not None else None
         depth = length.get(DRAFTED, 0)
-        by_load = ", by load" if len(length) > 1 else ""
+        ranges = length.get(RANGES, [])
+        by_load = ", idle" if [drafted for *_, drafted in ranges] == [0] else ", by load" if ranges else ""
         what = f"serve {name}, {depth} draft tokens{by_load}" if name is not None else "serve without a drafter"
         # A drafter may be called otherwise beside others, so its name is no part of the file's.
         file = self.folder / f"server-{depth}-{fingerprint(self.config, draft, length, self.sent, self.engine)}.json"
         if (record := read_checked(file, "served")) is not None:
             note(f"{what}: measured before ({file})")
         else:
-            log = self.folder / f"{name or 'none'}-{depth}{'-by-load' if by_load else ''}.log"
+            log = self.folder / f"{name or 'none'}-{depth}{by_load.replace(', ', '-').replace(' ', '-')}.log"
             record = serve(self.config, draft, length, self.sent, what, log)
             write_checked(file, "served", record, drafter=name)
         return {

@@ -19,6 +19,7 @@ from eagle31_train.evaluation.serving.server import ENVIRONMENT
 from eagle31_train.targets.description import class_without_eagle3
 
 DRAFTED = "num_speculative_tokens"
+RANGES = "num_speculative_tokens_per_batch_size"  # [[users from, to, draft tokens], …]
 # Arguments that the measurement sets itself.
 OURS = {"model", "revision", "trust_remote_code", "speculative_config", "host", "port", "api_key"}
 OURS |= {"enable_prefix_caching", "disable_log_stats"}  # prompts are sent again and again; the counters are read
@@ -61,6 +62,11 @@ def speculation(config: Config, drafter: str, length: Mapping[str, Any], paralle
 def fixed(draft_tokens: int) -> dict[str, Any]:
     """As many tokens in every draft."""
     return {DRAFTED: draft_tokens}
+
+
+def idle(draft_tokens: int, users: int) -> dict[str, Any]:
+    """No draft for up to so many users, of a drafter that could write as many tokens."""
+    return {DRAFTED: draft_tokens, RANGES: [[1, users, 0]]}
 
 
 def server_arguments(config: Config, drafter: Path | None, length: Mapping[str, Any], port: int) -> dict[str, Any]:

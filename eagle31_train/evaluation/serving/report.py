@@ -4,8 +4,9 @@ As JSON (`measure_serving` makes it):
 
     {"vllm": version, "machine": what it ran on, "dtype", "arguments": evaluate.vllm_args,
      "prompts", "max_new_tokens", "temperature", "top_p",
-     "rows": [{"drafter": NAME or null, "draft_tokens": 0 without one, "concurrency", "requests", "output_tokens",
-               "seconds", "ttft": {"mean", "p50", "p95"}, "tpot": likewise, "per_user": [value, low, high],
+     "rows": [{"drafter": NAME or null, "draft_tokens": 0 without one, and of one that drafts nothing, "concurrency",
+               "requests", "output_tokens", "seconds", "ttft": {"mean", "p50", "p95"}, "tpot": likewise,
+               "per_user": [value, low, high],
                "total": tokens/s, "speedup": [value, low, high] or null without a drafter,
                "different": how many, or null when sampling, "acceptance": `speculation` or null,
                "counted": {"requests", "output_tokens", "ttft", "tpot", "preemptions"} of vLLM itself}],
@@ -30,10 +31,10 @@ import numpy as np
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation.intervals import Estimate, Interval, bracket, ratios
 from eagle31_train.evaluation.measurement import acceptance
+from eagle31_train.evaluation.serving.engine import DRAFTED, RANGES
 from eagle31_train.evaluation.serving.server import Answer
 
 Row = dict[str, Any]
-RANGES = "num_speculative_tokens_per_batch_size"
 # Prometheus' text: a name, labels, a value.
 _LINE = re.compile(r"^(vllm:[\w:]+?)(?:\{(.*)\})? ([^ ]+)$", re.MULTILINE)
 _POSITION = re.compile(r'position="(\d+)"')
@@ -132,12 +133,15 @@ def schedule(rows: Sequence[Row], drafter: str) -> dict[str, Any] | None:
     """Options with which vLLM drafts by load: at every measured concurrency as many tokens, or none, as gave the most
     tokens/s/user there; between two of them as with the more users. None where drafting is slower everywhere.
 
-    Unlike `best` it does not ask whether a gain is shown: what is drafted must be some number.
+    Drafting none is what the idle drafter was measured to be, or, if it was not, no drafter. Unlike `best` it does not
+    ask whether a gain is shown: what is drafted must be some number.
     """
+    idle = any(one["drafter"] == drafter and not one["draft_tokens"] for one in rows)
+    names = {drafter} if idle else {drafter, None}
     ranges: list[list[int]] = []  # first and last number of users, draft tokens
     end = 0
     for users in sorted({one["concurrency"] for one in rows}):
-        measured = [one for one in rows if one["concurrency"] == users and one["drafter"] in (None, drafter)]
+        measured = [one for one in rows if one["concurrency"] == users and one["drafter"] in names]
         tokens = max(measured, key=lambda one: one["per_user"][0])["draft_tokens"]
         if ranges and ranges[-1][2] == tokens:
             ranges[-1][1] = users
@@ -145,7 +149,7 @@ def schedule(rows: Sequence[Row], drafter: str) -> dict[str, Any] | None:
             ranges.append([end + 1, users, tokens])
         end = users
     most = max(tokens for _, _, tokens in ranges)
-    return {"num_speculative_tokens": most, RANGES: ranges} if most else None
+    return {DRAFTED: most, RANGES: ranges} if most else None
 
 
 def verdict(chosen: Sequence[Row], schedules: Mapping[str, Any], by_load: Sequence[Row]) -> list[str]:
