@@ -8,8 +8,9 @@ accepted, verification by verification, must equal the run from every position.
 import hashlib
 import json
 import shlex
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
@@ -32,6 +33,7 @@ from eagle31_train.targets.cached import CachedTarget
 
 Way = tuple[str, int]  # drafter's name and number of draft tokens; PLAIN for no drafter
 PLAIN: Way = ("", 0)
+TRIED_TOKENS = 8  # of an answer that is decoded only for its time
 TIE = 1e-4  # scores that float32 may round either way
 
 
@@ -60,7 +62,8 @@ class Measurer:
 
     @property
     def machine(self) -> str:
-        return f"{machine(self.model.device)}, torch {torch.__version__}, transformers {version('transformers')}"
+        here = machine(self.model.device, threads=False)
+        return f"{here}, torch {torch.__version__}, transformers {version('transformers')}"
 
     def one_output(self, workload: Workload) -> bool:
         """Whether one output of the target serves every drafter and every number of draft tokens."""
@@ -108,9 +111,17 @@ class Measurer:
         return measurements
 
     def warm_up(self, workload: Workload, candidates: list[Candidate]) -> None:
-        """Decode one prompt in every way: the first also pays for what libraries set up."""
-        for way in [PLAIN, *((candidate.name, self.options.num_speculative_tokens) for candidate in candidates)]:
-            self._decode(way, workload, [0], candidates)
+        """Decode one prompt in every way: the first also pays for what libraries set up. Then choose the threads."""
+        ways = [PLAIN, *((candidate.name, self.options.num_speculative_tokens) for candidate in candidates)]
+        limits = replace(self.limits, max_new_tokens=min(TRIED_TOKENS, self.limits.max_new_tokens))
+
+        def decode(measurer: Measurer) -> None:
+            for way in ways:
+                measurer._decode(way, workload, [0], candidates)
+
+        decode(self)
+        if self.model.device.type == "cpu":
+            use_quickest_threads(lambda: decode(replace(self, limits=limits)))
 
     def _decode(self, way: Way, workload: Workload, batch: list[int], candidates: list[Candidate]) -> list[Decoded]:
         """The answers to the prompts at these indices, with their auxiliary states where PLAIN serves every drafter."""
@@ -215,6 +226,24 @@ def batches(prompts: list[Prompt], options: EvaluateConfig, verified: int) -> It
     for part in (range(timed, verified), range(verified, len(prompts))):
         ordered = sorted(part, key=lambda i: len(prompts[i].ids))
         yield from (ordered[at : at + options.batch_size] for at in range(0, len(ordered), options.batch_size))
+
+
+def use_quickest_threads(work: Callable[[], object]) -> None:
+    """Use as many of torch's threads as do some work soonest: all, a half of them, and so on to one.
+
+    The products of a few tokens are short: threads that sleep until the next one take longer to wake than to work.
+    """
+    most = torch.get_num_threads()
+    seconds = {}
+    for threads in (most >> halvings for halvings in range(most.bit_length())):
+        torch.set_num_threads(threads)
+        began = time.perf_counter()
+        work()
+        seconds[threads] = time.perf_counter() - began
+    quickest = min(seconds, key=seconds.__getitem__)
+    torch.set_num_threads(quickest)
+    if quickest < most:
+        note(f"evaluate: on {quickest} of {most} threads, which is quicker here")
 
 
 def seed_of(seed: int, prompt: Prompt) -> int:

@@ -211,3 +211,22 @@ def test_each_drafter_decodes_as_many_prompts_for_real_as_it_is_asked_to(model, 
     whole = measurer_of(model).measure(GREEDY, candidates[:2])
     for name, measurement in found.items():
         assert [one.accepted for one in measurement.counts] == [one.accepted for one in whole[name].counts]
+
+
+@pytest.mark.parametrize(("seconds", "quickest"), [({4: 3, 2: 1, 1: 2}, 2), ({4: 1, 2: 1, 1: 2}, 4), ({1: 1}, 1)])
+def test_decoding_is_on_as_many_threads_as_are_quickest(monkeypatch, capsys, seconds, quickest):
+    """By a made-up clock; of two numbers that are as quick, the first tried, which is all threads."""
+    threads, now = [max(seconds)], [0.0]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[0])
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: threads.__setitem__(0, count))
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: now[0])
+    tried = []
+
+    def work():
+        tried.append(threads[0])
+        now[0] += seconds[threads[0]]
+
+    measuring.use_quickest_threads(work)
+    assert tried == list(seconds)
+    assert threads == [quickest]
+    assert ("threads" in "".join(capsys.readouterr())) == (quickest < max(seconds))
