@@ -5,8 +5,8 @@
         --from extract --until train
 
 Each stage that is done is passed over, so the same command goes on after a stop. Without prompts the target writes
-them itself (data.prompts=self), and without a recipe +experiment=any is taken. Training uses every GPU of this machine,
-or its CPU; --profile ddp, fsdp2, zero2 … says how they share it (docs/launch.md).
+them itself (data.prompts=self), and without a recipe +experiment=any is taken. Extraction and training use every GPU of
+this machine, or its CPU; --profile ddp, fsdp2, zero2 … says how they share the training (docs/launch.md).
 """
 
 import argparse
@@ -54,7 +54,7 @@ def run(config: Config, overrides: list[str], first: str, last: str, profile: st
         environment["ACCELERATE_USE_CPU"] = "true"
     for stage in stages:
         note(f"run: {stage}")
-        status = finished([*command(stage, profile), *overrides], environment)
+        status = finished([*command(stage, config, profile), *overrides], environment)
         if status == STOPPED:
             raise Stopped(f"run: {stage} was stopped and saved; the same command goes on from there")
         if status:
@@ -84,19 +84,25 @@ def finished(words: list[str], environment: dict[str, str]) -> int:
             signal.signal(signal.SIGTERM, before)
 
 
-def command(stage: str, profile: str | None = None) -> list[str]:
-    """The words that start a stage, without its options; training on all devices of this machine."""
+def command(stage: str, config: Config, profile: str | None = None) -> list[str]:
+    """The words that start a stage, without its options; extraction and training on all devices of this machine."""
     script = Path(sys.executable).with_name("eagle31")
     program = [str(script)] if script.is_file() else ["-m", "eagle31_train"]
-    if stage != "train":
-        return [sys.executable, *program, stage]
+    alone = [sys.executable, *program, stage]
+    if stage not in ("extract", "train"):
+        return alone
     fitting, devices = launch_profile()
-    profile = profile or fitting
+    if stage == "train":
+        profile = profile or fitting
+    elif config.extract.engine == "vllm" or config.target.device_map or config.target.device != "auto":
+        return alone  # one process has the whole target
+    else:
+        profile = fitting
     processes = 1 if profile in ALONE else max(1, devices)
     where = "the CPU" if profile == "cpu" or not devices else f"{processes} GPU{'s' * (processes > 1)}"
-    note(f"run: training on {where}, profile {profile}")
+    note(f"run: training on {where}, profile {profile}" if stage == "train" else f"run: extracting on {where}")
     if profile in ALONE:  # needs no launcher, which takes seconds
-        return [sys.executable, *program, stage]
+        return alone
     launch = [sys.executable, "-m", "eagle31_train.launcher"]
     launch += ["--config_file", str(CONFIGS / "accelerate" / f"{profile}.yaml"), "--num_processes", str(processes)]
     return [*launch, *(["--module", "eagle31_train"] if program[0] == "-m" else program), stage]

@@ -96,6 +96,22 @@ def test_a_profile_is_taken_by_its_name(started, monkeypatch, capsys):
     assert all((cli.CONFIGS / "accelerate" / f"{name}.yaml").is_file() for name in run.PROFILES)
 
 
+@pytest.mark.parametrize(
+    ("options", "processes"),
+    [("", 4), ("target.device_map=auto", 1), ("target.device=cuda:1", 1), ("extract.engine=vllm", 1)],
+)
+def test_extraction_is_on_every_gpu_that_can_hold_the_target(started, monkeypatch, capsys, options, processes):
+    monkeypatch.setattr(run, "launch_profile", lambda: ("ddp", 4))
+    extract = ["+experiment=smollm2", "--from", "extract", "--until", "extract", "--profile", "zero2", *options.split()]
+    words = started(*extract)[0]
+    assert ("--num_processes" in words) == (processes > 1)
+    if processes > 1:
+        assert words[words.index("--num_processes") + 1] == str(processes)
+        assert words[words.index("--config_file") + 1] == str(cli.CONFIGS / "accelerate" / "ddp.yaml")
+        assert words[words.index("extract") :] == ["extract", "+experiment=smollm2"]
+        assert "run: extracting on 4 GPUs" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("profile", run.ALONE)
 def test_one_process_needs_no_launcher(started, profile):
     words = started("+experiment=smollm2", "--from", "train", "--until", "train", "--profile", profile)[0]
