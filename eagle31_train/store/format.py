@@ -10,7 +10,7 @@
     shards/train-00000.json …          one `Line` for each committed shard, with its checksum
     shards.jsonl        those lines together, in the order of the plan; replaces them once all are there
     consumed.json       which shards a training has used up and removed (`stream.Consumed`)
-    manifest.json       written last: the store is complete; lists the small files with their checksums
+    manifest.json       written last: the store is complete; lists the small files, for people: each knows its checksum
 
 Every JSON file carries a checksum of itself (`sealed`). A shard is committed once its line is there. While a store is
 written each line is a file of its own, so that processes commit shards independently, on a disk or in a bucket.
@@ -40,24 +40,18 @@ TRAJECTORIES = "trajectories.safetensors"
 TRAJECTORIES_LINE = "trajectories.json"
 SHARDS = "shards.jsonl"
 CONSUMED = "consumed.json"
-FILES = {artifacts.MANIFEST, PROVENANCE, PLAN, SHARDS, CONSUMED}  # beside shards/; STREAM only while it is written
-FILES |= {TARGET, TARGET_LINE, TRAJECTORIES, TRAJECTORIES_LINE}
+NEEDED = (PROVENANCE, PLAN, SHARDS, TARGET_LINE)  # small files that every complete store has
+FILES = {*NEEDED, artifacts.MANIFEST, CONSUMED, TARGET, TRAJECTORIES, TRAJECTORIES_LINE}  # beside shards/ and STREAM
 
 EXTRACT = "eagle31 extract"
 REMAKE = f"run `{EXTRACT}` again, which makes what is damaged or missing anew"
 
 
-class Entry(TypedDict):
-    bytes: int
-    checksum: str
-
-
 class Manifest(TypedDict):
-    """Of a complete store; what else it says concerns people. A copy of each file goes into a cache by its name."""
+    """Of a complete store; what else it says concerns people."""
 
     fingerprint: str
     inputs: dict[str, Any]
-    files: dict[Annotated[str, Field(pattern=r"^(shards/)?[a-z0-9][a-z0-9._-]*$")], Entry]
 
 
 class Norm(TypedDict):

@@ -45,19 +45,16 @@ def read_head(storage: Storage, every_line: bool = False) -> tuple[Head, list[Pr
 
     def read(name: str, parse: Callable[[Any], Any], store: str | None = None) -> Any:
         try:
-            return None if name in changed else files.read_record(storage, name, parse, store)
+            return files.read_record(storage, name, parse, store)
         except DamagedError as error:
             problems.append(Problem(str(error)))
             return None
 
-    changed: set[str] = set()
     head = Head(storage)
     head.manifest = read(artifacts.MANIFEST, partial(foreign.typed, files.Manifest))
-    if head.manifest is not None:  # a changed length or layer id would be read as wrong states, and silently
-        for name, entry in head.manifest["files"].items():
-            if damage := difference(storage, name, entry["bytes"], entry["checksum"]):
-                problems.append(Problem(damage))
-                changed.add(name)
+    if head.manifest is not None:
+        there = storage.sizes("")
+        problems += [Problem(f"{storage.location}/{name} is missing") for name in files.NEEDED if name not in there]
     head.provenance = read(files.PROVENANCE, partial(foreign.typed, files.Origin))
     store = head.provenance["fingerprint"] if head.provenance is not None else None
     head.plan = read(files.PLAN, Plan.from_json, store)
@@ -119,18 +116,6 @@ def _merged_lines(storage: Storage, where: str, store: str) -> tuple[dict[str, L
     return lines, problems
 
 
-def difference(storage: Storage, name: str, size: int, checksum: str) -> str | None:
-    """How a file differs from its listed size and checksum, in words; None if it does not."""
-    where = f"{storage.location}/{name}"
-    try:
-        files.open_checked(storage, name, size, checksum, lambda _: None)
-    except files.ContentError as error:
-        return f"{where} {error}"
-    except FileNotFoundError:
-        return f"{where} is missing"
-    return None
-
-
 def big_files(storage: Storage) -> list[str]:
     """The big files beside the shards: the target's weights, and the trajectories of stores that have them."""
     trajectories = storage.size(files.TRAJECTORIES_LINE) is not None
@@ -139,16 +124,22 @@ def big_files(storage: Storage) -> list[str]:
 
 def damage_of(storage: Storage, name: str, store: str, by_size: bool = False) -> str | None:
     """What is wrong with a big file beside the shards, or with its size, in words; None if nothing is."""
+    where = f"{storage.location}/{name}"
     try:
         line = files.read_line(storage, name, store)
+        if line is None:
+            return f"{storage.location}/{files.line_name(name)} is missing"
+        if by_size:
+            size = storage.size(name)
+            return None if size == line.size else f"{where} has {size or 'no'} bytes, not {line.size}"
+        files.open_checked(storage, name, line.size, line.checksum, lambda _: None)
     except DamagedError as error:
         return str(error)
-    if line is None:
-        return f"{storage.location}/{files.line_name(name)} is missing"
-    if by_size:
-        size = storage.size(name)
-        return None if size == line.size else f"{storage.location}/{name} has {size or 'no'} bytes, not {line.size}"
-    return difference(storage, name, line.size, line.checksum)
+    except files.ContentError as error:
+        return f"{where} {error}"
+    except FileNotFoundError:
+        return f"{where} is missing"
+    return None
 
 
 def finished(storage: Storage, provenance: Provenance, overwrite: bool) -> dict[str, Any] | None:

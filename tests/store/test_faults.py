@@ -103,12 +103,6 @@ class Fault:
         del lines[self.rng.randrange(len(lines))]
         self.change(SHARDS, b"".join(lines))
 
-    def swap_lines(self):
-        lines = self.content(SHARDS).splitlines(True)
-        one, other = sorted(self.rng.sample(range(len(lines)), 2))
-        lines[one], lines[other] = lines[other], lines[one]
-        self.change(SHARDS, b"".join(lines))
-
     def swap_line_files(self):
         lines = [name.replace(".safetensors", ".json") for name in SHARD_FILES[: self.committed]]
         one, other = self.rng.sample(lines, 2)
@@ -122,7 +116,7 @@ class Fault:
 BOTH = [
     *[Fault.flip_a_bit] * 4, Fault.truncate, Fault.append, Fault.lose_a_file, Fault.swap_shards, Fault.leave_a_stray,
 ]  # fmt: skip
-COMPLETE = [*BOTH, Fault.drop_a_line, Fault.swap_lines]
+COMPLETE = [*BOTH, Fault.drop_a_line]
 BEGUN = [*BOTH, Fault.swap_line_files]
 
 
