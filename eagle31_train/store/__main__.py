@@ -29,36 +29,22 @@ from eagle31_train.store.shard import ContentError, open_shard
 from eagle31_train.store.shard_plan import Plan, shape_of
 from eagle31_train.store.stream import read_consumed
 
-# What other stages leave, by a file of it that no store has.
-OTHERS = {
-    "metrics.jsonl": "a training",
-    "vocab.safetensors": "stage 1's data",
-    "config.json": "a model or an exported drafter",
-    "index.html": "results",
-    "export.json": "a run",
-}
-
 
 def inspect(storage: Storage) -> tuple[Head, list[Problem]]:
     """The head of a store, and what is wrong or missing; UserError if there is no store."""
     head, problems = read_head(storage, every_line=True)
     nothing = head.manifest is head.provenance is None and storage.size(files.PROVENANCE) is None
     if nothing and not storage.names("shards"):  # a plan alone is none yet
-        raise UserError(_no_store(storage))
+        folder = Path(storage.location)
+        near = [one for one in (folder / "store", folder.parent / "store") if (one / files.PROVENANCE).is_file()]
+        remedy = f"give {near[0]}" if near else "correct the address"
+        raise UserError(f"there is no store in {storage.location}: {remedy}")
     if head.manifest is None and storage.size(files.SHARDS) is not None and storage.size(artifacts.MANIFEST) is None:
         problems.append(Problem(f"{storage.location}/{artifacts.MANIFEST} is missing, though all shards were there"))
     if head.provenance is None or head.plan is None:
         what = f"{files.PROVENANCE} or {files.PLAN}"
         problems.append(Problem(f"{storage.location} lacks a whole {what}, without which no shard can be checked"))
     return head, problems
-
-
-def _no_store(storage: Storage) -> str:
-    """What a folder is that is no store, and where the store is, as far as that is known; in one line."""
-    what = next((f", which holds {what}" for name, what in OTHERS.items() if storage.size(name) is not None), "")
-    folder = Path(storage.location)
-    stores = [one for one in (folder / "store", folder.parent / "store") if (one / files.PROVENANCE).is_file()]
-    return f"there is no store in {storage.location}{what}: {f'give {stores[0]}' if stores else 'correct the address'}"
 
 
 def check(storage: Storage, checked: Counter[str]) -> Iterator[Problem]:
@@ -78,7 +64,13 @@ def check(storage: Storage, checked: Counter[str]) -> Iterator[Problem]:
         if not coming and (damage := damage_of(storage, name, head.provenance["fingerprint"])):
             yield Problem(damage)
     yield from _shards(head, head.plan, head.provenance, checked)
-    yield from _strays(head, head.plan)
+    ours = files.FILES | {shard.name for shard in head.plan.shards}
+    if head.manifest is None:  # lines have files of their own
+        ours |= {files.STREAM, *(shard.line for shard in head.plan.shards)}
+    for name in [*storage.names("shards"), *storage.names("")]:
+        if name not in ours:
+            stray = name if "/" in name else None  # beside the shards may lie what is somebody else's
+            yield Problem(f"{storage.location}/{name} is no file of this store: remove it", stray)
 
 
 def _shards(head: Head, plan: Plan, provenance: dict[str, Any], checked: Counter[str]) -> Iterator[Problem]:
@@ -115,20 +107,6 @@ def _used_up(storage: Storage, store: str) -> list[str]:
         return read_consumed(storage, store).shards
     except UserError:  # which was named already
         return []
-
-
-def _strays(head: Head, plan: Plan) -> Iterator[Problem]:
-    """Files that are none of the store's."""
-    storage, ours = head.storage, files.FILES | {shard.name for shard in plan.shards}
-    if head.manifest is None:  # lines have files of their own
-        ours |= {files.STREAM, *(shard.line for shard in plan.shards)}
-    for name in [*storage.names("shards"), *storage.names("")]:
-        if name not in ours:
-            stray = name if "/" in name else None  # beside the shards may lie what is somebody else's
-            yield Problem(f"{storage.location}/{name} is no file of this store: remove it", stray)
-
-
-# ---------------------------------------------------------------- the command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
