@@ -21,10 +21,6 @@ POLL = 0.5  # seconds between looks at what other processes have done
 Pause = Callable[[float], bool | None]  # sleeps so many seconds; True: to be waited for no more
 
 
-class StoppedError(RuntimeError):
-    """Whoever waited is wanted no more."""
-
-
 def wait(
     until: Callable[[], bool],
     what: str,
@@ -38,7 +34,7 @@ def wait(
         until: the condition.
         what: who waits for what, for people.
         patience: seconds without any change of `progress()` before a UserError.
-        pause: between looks; where it returns True, StoppedError is raised.
+        pause: between looks; where it returns True, whoever waits is wanted no more: RuntimeError.
     """
     if until():
         return
@@ -53,7 +49,7 @@ def wait(
                 )
             began, seen = time.monotonic(), now
         if pause(POLL):
-            raise StoppedError(what)
+            raise RuntimeError(f"{what}: stopped")
 
 
 @dataclass(frozen=True)
