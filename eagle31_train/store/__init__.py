@@ -11,26 +11,14 @@ from eagle31_train import artifacts
 from eagle31_train.config import Config, byte_count
 from eagle31_train.errors import UserError
 from eagle31_train.store.backends import Storage, open_storage
-from eagle31_train.store.format import EXTRACT, REMAKE, read_record
+from eagle31_train.store.format import REMAKE, read_record
 from eagle31_train.store.head import finished
 from eagle31_train.store.reader import Store, StoreSplit
 from eagle31_train.store.sealed import DamagedError
-from eagle31_train.store.shard_plan import PlannedShard, make_plan, plan_shards, shape_of
+from eagle31_train.store.shard_plan import PlannedShard, make_plan, shape_of
 from eagle31_train.store.writer import StoreWriter
 
-__all__ = [
-    "EXTRACT",
-    "PlannedShard",
-    "Store",
-    "StoreSplit",
-    "StoreWriter",
-    "finished",
-    "make_plan",
-    "plan_shards",
-    "read_manifest",
-    "shape_of",
-    "storage_of",
-]
+__all__ = ["PlannedShard", "Store", "StoreSplit", "StoreWriter", "finished", "make_plan", "shape_of"]
 
 
 def storage_of(config: Config) -> Storage:

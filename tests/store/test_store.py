@@ -8,9 +8,10 @@ from made import LENGTHS, Made, read_whole
 from pipeline import flip_bit
 from safetensors.torch import load_file
 
-from eagle31_train.store import Store, make_plan, plan_shards, shape_of
+from eagle31_train.store import Store, make_plan, shape_of
 from eagle31_train.store.backends import open_storage
 from eagle31_train.store.sealed import DamagedError, seal, unseal
+from eagle31_train.store.shard_plan import plan_shards
 
 MADE = Made()
 NAMES = [planned.name for planned in MADE.plan.shards]
