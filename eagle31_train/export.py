@@ -148,8 +148,8 @@ def write_checkpoint(checkpoint: DrafterCheckpoint, shape: DrafterShape, config:
             raise UserError(f"SGLang would not draft as was trained: {problems[0]}: export with export_format=vllm")
         fields = config_json.sglang_json(shape, dtype, config.target_name)
         for number in range(1, shape.num_layers):  # SGLang has another name for these
-            norm = tensors[contract.layer_name(number, "input_layernorm")].clone()
-            tensors[contract.layer_name(number, "hidden_norm")] = norm
+            norm = tensors[f"layers.{number}.input_layernorm.weight"].clone()
+            tensors[f"layers.{number}.hidden_norm.weight"] = norm
     else:
         fields = config_json.config_json(shape, dtype, config.target_name)
     if rounded:

@@ -1,11 +1,8 @@
-"""What the tensors of a checkpoint must be so that vLLM serves it: names and shapes, once. config.json: `config_json`.
+"""What the tensors of a checkpoint must be so that vLLM serves it. config.json: `config_json`.
 
-vLLM checks no completeness. A checkpoint without `lm_head.weight`, `d2t` or any norm loads in
-silence and is never accepted, so everything that vLLM 0.32 reads is written down here and
-`check` compares a checkpoint with all of it.
-
-Letters: A auxiliary layers, D and H hidden sizes of drafter and target, I MLP width, V and Vd
-target and draft vocabulary.
+vLLM checks no completeness. A checkpoint without `lm_head.weight`, `d2t` or any norm loads in silence and is never
+accepted. The drafter's own parameters have the names and shapes that vLLM 0.32 reads, and `check` compares a
+checkpoint with all of them.
 """
 
 from collections.abc import Mapping
@@ -16,6 +13,7 @@ import torch
 from eagle31_train.config import MLA_WIDTHS, DrafterConfig, DrafterShape, check_value, mla_widths
 from eagle31_train.errors import UserError
 from eagle31_train.model import vocab
+from eagle31_train.model.drafter import Drafter
 from eagle31_train.model.rope import check_rope, mla_factors, rope_parameters, stretched, table_end
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -36,76 +34,11 @@ TensorOrShape = torch.Tensor | tuple[int, ...]
 
 
 def weight_shapes(shape: DrafterShape) -> dict[str, tuple[int, ...]]:
-    """Every weight of a checkpoint, by its name in the file, with its shape. A UserError if MLA lacks a width."""
-    D, H, A = shape.hidden_size, shape.target_hidden_size, len(shape.aux_layers)
-    tensors: dict[str, tuple[int, ...]] = {"fc.weight": (D, A * H)}
-    for number in range(shape.num_layers):
-        sizes = _layer_shapes(shape, number == 0)
-        tensors |= {layer_name(number, name): size for name, size in sizes.items()}
-        tensors |= {layer_name(number, name, "bias"): sizes[name][:1] for name in _with_bias(shape)}
-    tensors |= {"norm.weight": (D,), "lm_head.weight": (shape.draft_vocab_size, D)}
-    if shape.fc_norm:
-        tensors |= {f"fc_norm.{i}.weight": (H,) for i in range(A)}
-    if shape.norm_before_fc:
-        tensors["input_norm.weight"] = (A * H,)
-    if not shape.share_embedding:
-        tensors["embed_tokens.weight"] = (shape.vocab_size, D)
-    if shape.parallel:
-        tensors["mask_hidden"] = (1, A * H)
-    return tensors
-
-
-def layer_name(number: int, name: str, kind: str = "weight") -> str:
-    return f"layers.{number}.{name}.{kind}" if number else f"midlayer.{name}.{kind}"
-
-
-def _with_bias(shape: DrafterShape) -> list[str]:
-    """Modules of a layer that have a bias: as vLLM's Llama, or its Qwen3, whose o_proj has none."""
-    attention = ("q", "k", "v") if shape.qk_norm else ("q", "k", "v", "o")
-    names = [f"self_attn.{name}_proj" for name in attention] if shape.attention_bias else []
-    return names + ([f"mlp.{name}_proj" for name in ("gate", "up", "down")] if shape.mlp_bias else [])
-
-
-def _layer_shapes(shape: DrafterShape, first: bool) -> dict[str, tuple[int, ...]]:
-    """One layer. The attention of the first reads cat(embedding, state), hence 2 D."""
-    D, I = shape.hidden_size, shape.intermediate_size  # noqa: E741
-    attention = (_mla_shapes if shape.architecture == "mla" else _llama_shapes)(shape, D * (1 + first))
-    return {
-        "input_layernorm": (D,),
-        **({"hidden_norm": (D,)} if first else {}),
-        **{f"self_attn.{name}": size for name, size in attention.items()},
-        "post_attention_layernorm": (D,),
-        "mlp.gate_proj": (I, D),
-        "mlp.up_proj": (I, D),
-        "mlp.down_proj": (D, I),
-    }
-
-
-def _llama_shapes(shape: DrafterShape, inputs: int) -> dict[str, tuple[int, ...]]:
-    d = shape.head_dim
-    queries, keys = shape.num_attention_heads * d, shape.num_key_value_heads * d
-    return {
-        "q_proj": (queries, inputs),
-        "k_proj": (keys, inputs),
-        "v_proj": (keys, inputs),
-        "o_proj": (shape.hidden_size, queries),
-        **({"q_norm": (d,), "k_norm": (d,)} if shape.qk_norm else {}),
-    }
-
-
-def _mla_shapes(shape: DrafterShape, inputs: int) -> dict[str, tuple[int, ...]]:
-    """DeepSeek's latent attention; without q_lora_rank queries are of full rank."""
-    latent, nope, rope, value = mla_widths(shape)
-    heads, rank = shape.num_attention_heads, shape.q_lora_rank
-    full = heads * (nope + rope)
-    low_rank = {"q_a_proj": (rank, inputs), "q_a_layernorm": (rank,), "q_b_proj": (full, rank)} if rank else None
-    return {
-        **(low_rank or {"q_proj": (full, inputs)}),
-        "kv_a_proj_with_mqa": (latent + rope, inputs),
-        "kv_a_layernorm": (latent,),
-        "kv_b_proj": (heads * (nope + value), latent),
-        "o_proj": (shape.hidden_size, heads * value),
-    }
+    """Every weight of a checkpoint, by its name in the file, with its shape: the drafter's own. A UserError for a RoPE
+    that vLLM would read otherwise, or if MLA lacks a width."""
+    with torch.device("meta"):
+        drafter = Drafter(shape, torch.empty(shape.vocab_size, shape.hidden_size))
+    return {name: tuple(weight.shape) for name, weight in drafter.named_parameters()}
 
 
 def map_tensors(shape: DrafterShape) -> dict[str, tuple[int, ...]]:
@@ -180,10 +113,11 @@ def check(tensors: Mapping[str, TensorOrShape], shape: DrafterShape) -> list[str
     Args:
         tensors: name in the file → tensor, or only its shape (then values and types are not checked).
     """
+    if problems := check_shape(shape):
+        return problems
     expected = weight_shapes(shape) | map_tensors(shape)
-    problems = check_shape(shape)
     prefixed = [name for name in sorted(tensors) if name.startswith("model.")]
-    problems += [f"{name} has the prefix 'model.', which vLLM adds itself" for name in prefixed[:1]]
+    problems = [f"{name} has the prefix 'model.', which vLLM adds itself" for name in prefixed[:1]]
     lacking = "which vLLM would load in silence and serve badly"
     problems += [f"{name} is missing, {lacking}" for name in sorted(expected.keys() - tensors.keys())]
     beyond = "the options or config.json have no place for it (fc_norm, draft_vocab_size, share_embedding, …)"

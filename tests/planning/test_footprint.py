@@ -14,7 +14,6 @@ from benchmarks.shapes import turns
 from eagle31_train.checkpoint.contract import weight_shapes
 from eagle31_train.cli import CONFIGS
 from eagle31_train.model import linear, loss
-from eagle31_train.model.drafter import Drafter
 from eagle31_train.model.packing import MOST_COPIES
 from eagle31_train.planning import footprint
 from eagle31_train.planning.footprint import PROFILES, Activations, State, Step, activations, memory
@@ -65,22 +64,6 @@ def test_freezing_lm_head_saves_its_gradient_and_a_gpu_holds_as_many_logits_as_t
     assert trained.head - frozen.head == FP32 * shape.draft_vocab_size * shape.hidden_size
     assert loss.LOGITS["other"] == footprint.LOGITS
     assert MOST_COPIES == footprint.MOST_COPIES
-
-
-LLAMAS = [{}, {"fc_norm": False}, {"share_embedding": False}, {"hidden_size": 128}]
-LLAMAS += [{"num_layers": 3, "norm_before_fc": True, "qk_norm": True}]
-
-
-@pytest.mark.parametrize("changes", [*LLAMAS, SMALL_MLA, {**SMALL_MLA, "num_layers": 2}])
-def test_parameters_are_those_of_the_drafter(changes):
-    shape = shape_of(**changes)
-    with torch.device("meta"):
-        embedding = torch.empty(shape.vocab_size, shape.hidden_size)
-        drafter = Drafter(shape, embedding)
-    there = {name: tuple(parameter.shape) for name, parameter in drafter.named_parameters()}
-    assert weight_shapes(shape) == there
-    matrices = footprint.matrices(shape)
-    assert sum(matrices.values()) == sum(p.numel() for p in drafter.parameters() if p.dim() == 2)
 
 
 # ---------------------------------------------------------------- launch profiles
