@@ -12,11 +12,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 from eagle31_train import artifacts
+from eagle31_train.artifacts import checksum
 from eagle31_train.cli import load_config
 from eagle31_train.errors import UserError
 from eagle31_train.model import vocab
 from eagle31_train.store.format import SHARDS, TARGET, TARGET_LINE
-from eagle31_train.store.sealed import checksum, seal, unseal
+from eagle31_train.store.sealed import seal, unseal
 
 LAYERS, HIDDEN, VOCAB = 6, 32, 40
 AUX = [1, 3, 5]

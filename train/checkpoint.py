@@ -26,7 +26,7 @@ from eagle31_train.checkpoint import run_folder
 from eagle31_train.checkpoint.run_folder import MODEL, OPTIMIZER, SHAPE, in_order, name_of, sealed_manifest, step_of
 from eagle31_train.config import DrafterShape
 from eagle31_train.errors import UserError
-from eagle31_train.store.sealed import checksum, seal
+from eagle31_train.store.sealed import seal
 from eagle31_train.store.tensors import save_file
 
 
@@ -70,7 +70,7 @@ def damage(path: Path, fingerprint: str) -> str | None:
         return str(error)
     if manifest.get("fingerprint") != fingerprint:
         return "it is of a run of other inputs"
-    return run_folder.first_damaged(path, manifest["files"])
+    return artifacts.first_damaged(path, manifest["files"])
 
 
 # ---------------------------------------------------------------- writing
@@ -168,7 +168,7 @@ def _write(snapshot: Snapshot, path: Path, fingerprint: str) -> None:
         save_file(snapshot.moments, temporary / OPTIMIZER)
         (temporary / SHAPE).write_bytes(json.dumps(asdict(snapshot.shape), indent=2).encode() + b"\n")
         written = [temporary / name for name in (MODEL, OPTIMIZER, SHAPE)]
-        files = {file.name: {"bytes": file.stat().st_size, "checksum": checksum(file)} for file in written}
+        files = {file.name: {"bytes": file.stat().st_size, "checksum": artifacts.checksum(file)} for file in written}
         manifest = {"step": snapshot.step, "fingerprint": fingerprint, "extra": dict(snapshot.extra), "files": files}
         # Sealed as JSON has it: a key that is no string, for one, would be read back as another.
         (temporary / artifacts.MANIFEST).write_bytes(seal(json.loads(json.dumps(manifest)), indent=2))

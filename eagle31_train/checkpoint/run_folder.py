@@ -8,7 +8,6 @@ RUN/export.json                 the record of RUN/export/
 """
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from eagle31_train.config import DrafterShape
 from eagle31_train.errors import UserError
 from eagle31_train.model import vocab
 from eagle31_train.model.vocab import DraftVocab
-from eagle31_train.store.sealed import DamagedError, checksum, read_sealed
+from eagle31_train.store.sealed import DamagedError, unseal
 
 TRAIN, EXPORT = "eagle31 train", "eagle31 export"
 EXPORTED = "export.json"  # beside RUN/export/, of which every file is for vLLM or the hub
@@ -68,20 +67,13 @@ def sealed_manifest(checkpoint: Path) -> dict[str, Any]:
     damaged."""
     file = checkpoint / artifacts.MANIFEST
     try:
-        return read_sealed(file)
+        try:
+            return unseal(file.read_bytes())
+        except DamagedError:  # it may be the disk that erred, for once
+            artifacts.forget_pages(file)
+            return unseal(file.read_bytes())
     except (OSError, DamagedError) as error:
         raise UserError(f"{file} is missing or damaged ({error}): give another checkpoint") from None
-
-
-def first_damaged(checkpoint: Path, files: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """What is wrong with the first of these files of its own manifest that is not as it was written, if any."""
-    for name, entry in files.items():
-        try:
-            if damage := artifacts.first_damaged(checkpoint, {name: entry}, "checksum", checksum):
-                return damage
-        except OSError as error:
-            return f"{checkpoint / name} cannot be read ({error})"
-    return None
 
 
 def load_weights(checkpoint: Path, manifest: dict[str, Any] | None) -> dict[str, Tensor]:
@@ -92,7 +84,7 @@ def load_weights(checkpoint: Path, manifest: dict[str, Any] | None) -> dict[str,
         damage = artifacts.first_damaged(checkpoint.parent.parent, files)
     else:
         files = sealed_manifest(checkpoint)["files"]
-        damage = first_damaged(checkpoint, {name: files[name] for name in (MODEL, SHAPE)})
+        damage = artifacts.first_damaged(checkpoint, {name: files[name] for name in (MODEL, SHAPE)})
     if damage:
         raise UserError(f"{damage}: give another checkpoint, or run `{TRAIN}` again")
     return load_file(checkpoint / MODEL)

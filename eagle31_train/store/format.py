@@ -28,7 +28,7 @@ from typing_extensions import NotRequired, TypedDict
 from eagle31_train import artifacts, foreign
 from eagle31_train.foreign import Count, Number, Positions, Width
 from eagle31_train.store.backends import Storage
-from eagle31_train.store.sealed import DamagedError, checksum, seal, unseal
+from eagle31_train.store.sealed import DamagedError, seal, unseal
 
 T = TypeVar("T")
 PROVENANCE = "provenance.json"
@@ -151,7 +151,7 @@ def open_checked(storage: Storage, name: str, size: int, expected: str | None, o
     def checked(path: Path) -> T:
         if (length := path.stat().st_size) != size:
             raise ContentError(f"has {length} bytes, not {size}: truncated or replaced")
-        if expected is not None and checksum(path) != expected:
+        if expected is not None and artifacts.checksum(path) != expected:
             raise ContentError("is not as it was written (its checksum differs)")
         return opener(path)
 

@@ -1,15 +1,13 @@
 """JSON that knows whether it is whole: an object whose last entry is a checksum of the others."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from eagle31_train import artifacts, foreign
+from eagle31_train import foreign
 
 CHECK = "check"
-CHUNK = 1 << 22
 
 
 class DamagedError(ValueError):
@@ -35,24 +33,6 @@ def unseal(data: bytes) -> dict[str, Any]:
     if data != seal(value) and data != seal(value, indent=2):
         raise DamagedError("it is not as it was written, though its values are")
     return value
-
-
-def read_sealed(path: Path) -> dict[str, Any]:
-    """What `unseal` makes of a file, which is read from the disk once more where it is damaged."""
-    try:
-        return unseal(path.read_bytes())
-    except DamagedError:
-        artifacts.forget_pages(path)
-        return unseal(path.read_bytes())
-
-
-def checksum(path: Path) -> str:
-    """XXH3-128 of a file's bytes, as hex: finds any accident as surely as SHA-256 does, at the memory's speed."""
-    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(CHUNK))
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(buffer[:count])
-    return digest.hexdigest()
 
 
 def digest(data: bytes | memoryview) -> str:

@@ -17,7 +17,7 @@ from eagle31_train.store.backends import Storage
 from eagle31_train.store.document import Document
 from eagle31_train.store.format import Line
 from eagle31_train.store.head import damage_of, read_lines
-from eagle31_train.store.sealed import DamagedError, checksum, digest, seal
+from eagle31_train.store.sealed import DamagedError, digest, seal
 from eagle31_train.store.shard import write_shard
 from eagle31_train.store.shard_plan import Plan, PlannedShard, shape_of
 from eagle31_train.store.stream import check_bound, read_bound, read_consumed, wait
@@ -115,7 +115,9 @@ class StoreWriter:
             write_shard(scratch, documents, self.shape)
             size = scratch.stat().st_size
             assert size <= shard.bytes, "the plan is wrong about the size of a shard"
-            line = Line(shard.name, self.id, size, checksum(scratch), list(fidelity) if fidelity is not None else None)
+            line = Line(
+                shard.name, self.id, size, artifacts.checksum(scratch), list(fidelity) if fidelity is not None else None
+            )
             self._commit(scratch, line, self.lines.get(shard.name))
             if self._used_up(shard):  # its line was lost, and is all that is still wanted
                 self.storage.remove(shard.name)
@@ -137,7 +139,7 @@ class StoreWriter:
     def _write_tensors(self, file: str, tensors: dict[str, Tensor]) -> None:
         with self._building(file) as scratch:
             save_file({name: tensor.cpu() for name, tensor in tensors.items()}, scratch)
-            line = Line(file, self.id, scratch.stat().st_size, checksum(scratch))
+            line = Line(file, self.id, scratch.stat().st_size, artifacts.checksum(scratch))
             try:
                 old = files.read_line(self.storage, file, self.id)
             except DamagedError:

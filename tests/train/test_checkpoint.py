@@ -11,10 +11,10 @@ from checkpointing import FILES, FINGERPRINT, failing, names, newest, same, save
 from pipeline import contents, flip_bit
 
 from eagle31_train import artifacts
-from eagle31_train.checkpoint import run_folder
+from eagle31_train.artifacts import checksum
 from eagle31_train.errors import UserError
 from eagle31_train.store import tensors as store_tensors
-from eagle31_train.store.sealed import checksum, unseal
+from eagle31_train.store.sealed import unseal
 from train import checkpoint
 
 pytestmark = pytest.mark.usefixtures("no_power_is_lost")
@@ -60,8 +60,8 @@ def remove(file):
 
 def test_a_checkpoint_that_cannot_be_read_is_passed_over_too(tmp_path, monkeypatch):
     save(tmp_path, snapshot(1), snapshot(2))
-    right, fail, said = run_folder.checksum, failing(errno.EIO), []
-    monkeypatch.setattr(run_folder, "checksum", lambda file: (fail if "000002" in str(file) else right)(file))
+    right, fail, said = artifacts.checksum, failing(errno.EIO), []
+    monkeypatch.setattr(artifacts, "checksum", lambda file: (fail if "000002" in str(file) else right)(file))
     assert same(newest(tmp_path, said), snapshot(1))
     assert ".safetensors cannot be read ([Errno 5] Input/output error)" in said[0]
 
