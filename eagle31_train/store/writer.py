@@ -1,7 +1,6 @@
 """Writing a store: every shard is committed whole, by any number of processes, and never past a bound of bytes."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -111,17 +110,12 @@ class StoreWriter:
         self, shard: PlannedShard, documents: Sequence[Document], fidelity: Sequence[float] | None = None
     ) -> None:
         """Commit one shard: its file, then its line; UserError if the disk is full."""
-        with self._building(shard.name) as scratch:
-            write_shard(scratch, documents, self.shape)
-            size = scratch.stat().st_size
-            assert size <= shard.bytes, "the plan is wrong about the size of a shard"
-            line = Line(
-                shard.name, self.id, size, artifacts.checksum(scratch), list(fidelity) if fidelity is not None else None
-            )
-            self._commit(scratch, line, self.lines.get(shard.name))
-            if self._used_up(shard):  # its line was lost, and is all that is still wanted
-                self.storage.remove(shard.name)
-        self.lines[shard.name], self._sizes[shard.name] = line, size
+        recorded = list(fidelity) if fidelity is not None else None
+        old = self.lines.get(shard.name)
+        line = self._commit(shard.name, lambda path: write_shard(path, documents, self.shape), old, recorded)
+        if self._used_up(shard):  # its line was lost, and is all that is still wanted
+            self.storage.remove(shard.name)
+        self.lines[shard.name], self._sizes[shard.name] = line, line.size
 
     def write_target(self, weights: dict[str, Tensor]) -> None:
         """Write the target's weights that training needs: embed_tokens, norm and, unless tied, lm_head."""
@@ -137,31 +131,29 @@ class StoreWriter:
         return damage_of(self.storage, files.TRAJECTORIES, self.id) is None
 
     def _write_tensors(self, file: str, tensors: dict[str, Tensor]) -> None:
-        with self._building(file) as scratch:
-            save_file({name: tensor.cpu() for name, tensor in tensors.items()}, scratch)
-            line = Line(file, self.id, scratch.stat().st_size, artifacts.checksum(scratch))
-            try:
-                old = files.read_line(self.storage, file, self.id)
-            except DamagedError:
-                old = None
-            # The same bytes replace those of an earlier start: a training that begins meanwhile finds them all along.
-            self._commit(scratch, line, old)
+        try:
+            old = files.read_line(self.storage, file, self.id)
+        except DamagedError:
+            old = None
+        # The same bytes replace those of an earlier start: a training that begins meanwhile finds them all along.
+        self._commit(file, lambda path: save_file({name: one.cpu() for name, one in tensors.items()}, path), old)
 
-    @contextmanager
-    def _building(self, name: str) -> Iterator[Path]:
-        """Where to build a big file; nothing of it stays there."""
+    def _commit(
+        self, name: str, save: Callable[[Path], None], old: Line | None, fidelity: list[float] | None = None
+    ) -> Line:
+        """Build a big file by `save`, give it its name, then write its line; nothing else of it stays."""
         scratch = self.storage.scratch(name)
         try:
             with artifacts.explained(f"write {scratch}", "mend that and run the same command again, which goes on"):
-                yield scratch
+                save(scratch)
+                line = Line(name, self.id, scratch.stat().st_size, artifacts.checksum(scratch), fidelity)
+                if old not in (None, line):  # a kill must not leave the line of another file beside the new one
+                    self.storage.remove(files.line_name(name))
+                self.storage.put(scratch, name)
+                self.storage.write(files.line_name(name), line.sealed())
+                return line
         finally:
             scratch.unlink(missing_ok=True)
-
-    def _commit(self, scratch: Path, line: Line, old: Line | None) -> None:
-        if old not in (None, line):  # a kill must not leave the line of another file beside the new one
-            self.storage.remove(files.line_name(line.name))
-        self.storage.put(scratch, line.name)
-        self.storage.write(files.line_name(line.name), line.sealed())
 
     def gather(self) -> list[Line] | None:
         """The lines of all shards, in order, once all are there; None if the training that follows wants no more."""

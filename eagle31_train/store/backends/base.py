@@ -36,7 +36,7 @@ class Storage(ABC):
 
     @abstractmethod
     def put(self, scratch: Path, name: str) -> None:
-        """Commit the finished file `scratch` under its name; `scratch` is gone afterwards, also after a failure."""
+        """Commit the finished file `scratch` under its name; what is left of `scratch` is its builder's to remove."""
 
     @abstractmethod
     def size(self, name: str) -> int | None:

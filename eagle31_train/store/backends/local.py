@@ -50,11 +50,8 @@ class LocalStorage(Storage):
         return beside if os.access(beside.parent, os.W_OK) else self.folder / beside.name
 
     def put(self, scratch: Path, name: str) -> None:
-        try:
-            with self._explained("write", name):
-                artifacts.commit(scratch, self.folder / name)
-        finally:  # after a full disk, or Ctrl-C
-            scratch.unlink(missing_ok=True)
+        with self._explained("write", name):
+            artifacts.commit(scratch, self.folder / name)
 
     def size(self, name: str) -> int | None:
         with self._explained("read", name):

@@ -47,10 +47,7 @@ class RemoteStorage(CachedStorage):
 
     def put(self, scratch: Path, name: str) -> None:
         path = self._path(name)
-        try:
-            self._send("uploading", name, lambda: self.fs.put_file(str(scratch), path), scratch.stat().st_size)
-        finally:
-            scratch.unlink(missing_ok=True)
+        self._send("uploading", name, lambda: self.fs.put_file(str(scratch), path), scratch.stat().st_size)
 
     def size(self, name: str) -> int | None:
         return self._call("asking for the size", name, lambda: self._size(name))
