@@ -132,10 +132,10 @@ def write_checkpoint(checkpoint: DrafterCheckpoint, shape: DrafterShape, config:
     dtype, rounded = config.target.dtype, checkpoint.rounded
     tensors = dict(checkpoint.tensors)
     tensors |= {name: one.to(getattr(torch, dtype)) for name, one in tensors.items() if name not in rounded}
-    if contract.map_tensors(shape):
+    contract.require(tensors, shape, str(checkpoint.folder / MODEL))
+    if checkpoint.vocab.pruned:  # else vLLM has no parameter to put d2t into, and refuses it
         tensors["d2t"] = torch.from_numpy(checkpoint.vocab.d2t)
         tensors["t2d"] = torch.from_numpy(checkpoint.vocab.t2d)
-    contract.require(tensors, shape, str(checkpoint.folder / MODEL))
     if config.export_format == "speculators":
         draft_tokens = config.evaluate.num_speculative_tokens
         fields = config_json.speculators_json(shape, dtype, config.target_name, draft_tokens)

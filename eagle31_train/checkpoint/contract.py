@@ -1,8 +1,8 @@
 """What the tensors of a checkpoint must be so that vLLM serves it. config.json: `config_json`.
 
-vLLM checks no completeness. A checkpoint without `lm_head.weight`, `d2t` or any norm loads in silence and is never
-accepted. The drafter's own parameters have the names and shapes that vLLM 0.32 reads, and `check` compares a
-checkpoint with all of them.
+vLLM checks no completeness. A checkpoint without `lm_head.weight` or any norm loads in silence and is never accepted.
+The drafter's own parameters have the names and shapes that vLLM 0.32 reads, and `check` compares a checkpoint with
+all of them.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,6 @@ import torch
 
 from eagle31_train.config import MLA_WIDTHS, DrafterConfig, DrafterShape, check_value, mla_widths
 from eagle31_train.errors import UserError
-from eagle31_train.model import vocab
 from eagle31_train.model.drafter import Drafter
 from eagle31_train.model.rope import check_rope, mla_factors, rope_parameters, stretched, table_end
 
@@ -39,14 +38,6 @@ def weight_shapes(shape: DrafterShape) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
         drafter = Drafter(shape, torch.empty(shape.vocab_size, shape.hidden_size))
     return {name: tuple(weight.shape) for name, weight in drafter.named_parameters()}
-
-
-def map_tensors(shape: DrafterShape) -> dict[str, tuple[int, ...]]:
-    """The vocabulary maps of a checkpoint: `d2t` int64 offsets, `t2d` bool. None with the whole vocabulary: vLLM then
-    has no parameter to put d2t into, and refuses it."""
-    if shape.draft_vocab_size == shape.vocab_size:
-        return {}
-    return {"d2t": (shape.draft_vocab_size,), "t2d": (shape.vocab_size,)}
 
 
 def canonical_name(name: str) -> str:
@@ -111,22 +102,19 @@ def check(tensors: Mapping[str, TensorOrShape], shape: DrafterShape) -> list[str
     """Every way in which a checkpoint of this shape breaks the contract, one line each; empty if it keeps it.
 
     Args:
-        tensors: name in the file → tensor, or only its shape (then values and types are not checked).
+        tensors: name in the file → weight, or only its shape (then values and types are not checked). Maps of the
+            vocabulary are none: `DraftVocab` makes and checks them.
     """
     if problems := check_shape(shape):
         return problems
-    expected = weight_shapes(shape) | map_tensors(shape)
-    prefixed = [name for name in sorted(tensors) if name.startswith("model.")]
-    problems = [f"{name} has the prefix 'model.', which vLLM adds itself" for name in prefixed[:1]]
+    expected = weight_shapes(shape)
     lacking = "which vLLM would load in silence and serve badly"
-    problems += [f"{name} is missing, {lacking}" for name in sorted(expected.keys() - tensors.keys())]
+    problems = [f"{name} is missing, {lacking}" for name in sorted(expected.keys() - tensors.keys())]
     beyond = "the options or config.json have no place for it (fc_norm, draft_vocab_size, share_embedding, …)"
-    problems += [
-        f"{name} is superfluous: {beyond}" for name in sorted(tensors.keys() - expected.keys() - set(prefixed))
-    ]
+    problems += [f"{name} is superfluous: {beyond}" for name in sorted(tensors.keys() - expected.keys())]
     for name in sorted(expected.keys() & tensors.keys()):
         problems += _check_tensor(name, tensors[name], expected[name])
-    return problems + _check_maps(tensors, expected)
+    return problems
 
 
 def require(tensors: Mapping[str, TensorOrShape], shape: DrafterShape, where: str) -> None:
@@ -296,22 +284,8 @@ def _check_tensor(name: str, value: TensorOrShape, expected: tuple[int, ...]) ->
         return [f"{name} has shape {list(size)}, not {list(expected)}"]
     if not isinstance(value, torch.Tensor):
         return []
-    if name in ("d2t", "t2d"):
-        wanted = torch.int64 if name == "d2t" else torch.bool
-        return [] if value.dtype == wanted else [f"{name} is {value.dtype}, not {wanted}"]
     if not value.is_floating_point() or value.element_size() < 2:  # 8 bits and fewer are quantized
         return [f"{name} is {value.dtype}, not a floating-point type of 16 bits or more"]
     if bad := int((~torch.isfinite(value)).sum()):
         return [f"{name} holds {bad} NaN or infinite values"]
-    return []
-
-
-def _check_maps(tensors: Mapping[str, TensorOrShape], expected: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """d2t must be offsets, and say the same as t2d."""
-    d2t, t2d = tensors.get("d2t"), tensors.get("t2d")
-    try:
-        if isinstance(d2t, torch.Tensor) and isinstance(t2d, torch.Tensor) and "d2t" in expected:
-            vocab.from_maps(d2t.numpy(), t2d.numpy())
-    except UserError as error:
-        return [str(error)]
     return []

@@ -188,9 +188,7 @@ class DrafterCheckpoint:
     def _require(self, tensors: dict[str, Any]) -> None:
         """Refuse tensors, or shapes of tensors, that are not all of a drafter, and nothing else."""
         whole = dict(tensors)
-        if self.vocab.pruned:
-            whole |= {"d2t": torch.from_numpy(self.vocab.d2t), "t2d": torch.from_numpy(self.vocab.t2d)}
-        elif self.train is None:  # whoever has the target's whole vocabulary may share its head, too
+        if not self.vocab.pruned and self.train is None:  # with the target's whole vocabulary, its head will do
             whole.setdefault("lm_head.weight", (self.shape.draft_vocab_size, self.shape.hidden_size))
         contract.require(whole, self.shape, str(self.folder / MODEL) if self.train else self.where)
 

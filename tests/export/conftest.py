@@ -248,17 +248,11 @@ def tiny_mla_tensors() -> dict[str, tuple[int, ...]]:
     return dict(TINY_MLA_TENSORS)
 
 
-def whole(weights: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
-    """A checkpoint, maps included."""
-    kept = vocab.DraftVocab(TINY_IDS, 40)
-    return random_tensors(weights) | {"d2t": torch.from_numpy(kept.d2t), "t2d": torch.from_numpy(kept.t2d)}
-
-
 @pytest.fixture
 def good_mla() -> dict[str, torch.Tensor]:
-    return whole(TINY_MLA_TENSORS)
+    return random_tensors(TINY_MLA_TENSORS)
 
 
 @pytest.fixture
 def good() -> dict[str, torch.Tensor]:
-    return whole(TINY_TENSORS)
+    return random_tensors(TINY_TENSORS)

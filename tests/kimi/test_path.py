@@ -38,4 +38,7 @@ def test_the_recipe_trains_a_drafter_by_the_commands_that_a_user_types(tmp_path,
     assert config["rope_scaling"]["mscale_all_dim"] == 1.0
     assert config["rope_scaling"]["original_max_position_embeddings"] == 64
     shape = json.loads(next((run / "train" / "checkpoints").glob("*/drafter.json")).read_text())
-    assert contract.check(load_file(run / "export" / "model.safetensors"), DrafterShape(**shape)) == []
+    weights = {
+        name: one for name, one in load_file(run / "export" / "model.safetensors").items() if name not in ("d2t", "t2d")
+    }
+    assert contract.check(weights, DrafterShape(**shape)) == []
