@@ -65,14 +65,13 @@ class Storage(ABC):
 
     def opened(self, name: str, opener: Callable[[Path], T]) -> T:
         """`opener(local(name))`, again where another fetch evicted the copy before it was open."""
-        for _ in range(3):
+        while True:
             path = self.local(name)
             try:
                 return opener(path)
             except FileNotFoundError:
                 if path.exists():
                     raise
-        return opener(self.local(name))
 
     def forget(self, name: str) -> None:  # noqa: B027
         """Drop the copy of a file in a cache, or in the kernel's memory, so that it is read where it lies."""
