@@ -31,8 +31,7 @@ from eagle31_train.evaluation.unrolled import Trajectory, unroll
 from eagle31_train.model.drafter import Drafter
 from eagle31_train.store import Store, StoreWriter
 from eagle31_train.targets.cached import CachedTarget
-from eagle31_train.targets.engine import Engine
-from eagle31_train.targets.hf import TransformersEngine, batches_by_length
+from eagle31_train.targets.hf import Engine, TransformersEngine, batches_by_length
 
 IDS = ("prompt", "output", "beyond")
 FEWEST = 2  # prompts to measure on, however few are held out

@@ -31,9 +31,8 @@ from eagle31_train.store.document import Document
 from eagle31_train.store.format import Line
 from eagle31_train.store.shard_plan import SPLITS, PlannedShard, Shape
 from eagle31_train.targets.arriving import Arriving
-from eagle31_train.targets.engine import Engine, check_length
 from eagle31_train.targets.fidelity import Figures, Gate, report
-from eagle31_train.targets.hf import load_engine
+from eagle31_train.targets.hf import Engine, check_length, load_engine
 from eagle31_train.targets.pretrained import load_tokenizer, vocabulary_fingerprint
 from eagle31_train.targets.readout import Readout
 from eagle31_train.targets.vllm_engine import VllmEngine

@@ -17,7 +17,7 @@ from eagle31_train.config import ExtractConfig
 from eagle31_train.errors import UserError
 from eagle31_train.store.codec import as_encoded
 from eagle31_train.store.document import Document
-from eagle31_train.targets.engine import Engine, Reference
+from eagle31_train.targets.hf import Engine, Reference
 
 COMPARED = 4  # conversations compared per shard, from the shortest to the longest
 ROWS = 256  # positions compared per shard

@@ -12,8 +12,9 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -27,7 +28,6 @@ from eagle31_train.errors import UserError
 from eagle31_train.model.rope import ORIGINAL, target_positions
 from eagle31_train.precision import whole_float32
 from eagle31_train.targets.description import pick_layers
-from eagle31_train.targets.engine import Reference
 from eagle31_train.targets.packed_linear import pack_linears
 from eagle31_train.targets.pretrained import from_pretrained
 from eagle31_train.targets.readout import Readout, find_parts, readout_from_checkpoint, readout_of
@@ -210,7 +210,49 @@ def _catch(caught: dict[int, Tensor], index: int, _module: nn.Module, args: tupl
     caught[index] = args[0] if args else kwargs["hidden_states"]
 
 
-# ---------------------------------------------------------------- the engine of extraction
+# ---------------------------------------------------------------- engines of extraction
+#
+# They run the target over conversations: transformers here, vLLM in `vllm_engine.py`. Both give the same states within
+# the target's own rounding.
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The target's own next-token distribution at n positions: [n, V] fp32 logits `own`; or, with `ids` [n, k] int64,
+    the most likely tokens among others, [n, k] fp32 log-probabilities of those."""
+
+    own: Tensor
+    ids: Tensor | None = None
+
+
+class Engine(Protocol):
+    """What extraction asks of an engine; `longest`: tokens that a conversation may have, None for any number."""
+
+    name: str
+    readout: Readout
+    layers: list[int]
+
+    @property
+    def longest(self) -> int | None: ...
+
+    def run(self, tokens: Sequence[Tensor]) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Conversations [T] int64 → (index, aux [T, A, H], last [T, H]) of each, in any order, in the target's dtype,
+        on any device. UserError for one that the engine cannot take."""
+        ...
+
+    def reference(self, tokens: Tensor, positions: Tensor) -> Reference:
+        """What the target itself says at some positions, none of them the last, of a conversation [T]."""
+        ...
+
+
+def check_length(engine: Engine, length: int) -> None:
+    """Refuse a conversation of so many tokens where the engine does not take it."""
+    if engine.longest is not None and length > engine.longest:
+        raise UserError(
+            f"a conversation of {length} tokens is too long for extract.engine={engine.name}, which takes "
+            f"{engine.longest} here: cut the data by data.max_length={engine.longest}, or, with vLLM and a target that "
+            "has more positions, set extract.engine_args.max_model_len"
+        )
 
 
 class TransformersEngine:

@@ -23,8 +23,7 @@ from eagle31_train.config import Config
 from eagle31_train.console import ranks
 from eagle31_train.errors import UserError
 from eagle31_train.targets.description import kinds, pick_layers, read_raw
-from eagle31_train.targets.engine import Reference, check_length
-from eagle31_train.targets.hf import DTYPES, pick_device, positions
+from eagle31_train.targets.hf import DTYPES, Reference, check_length, pick_device, positions
 from eagle31_train.targets.pretrained import require_path
 from eagle31_train.targets.readout import readout_from_checkpoint
 from eagle31_train.targets.vllm_states import CANNOT, LAYERS, number

@@ -16,10 +16,9 @@ from eagle31_train.store.document import Document
 from eagle31_train.store.shard_plan import PlannedShard, Shape
 from eagle31_train.targets import extraction as stage
 from eagle31_train.targets import fidelity
-from eagle31_train.targets.engine import Reference
 from eagle31_train.targets.extraction import run_shard
 from eagle31_train.targets.fidelity import ROWS, Gate, compare
-from eagle31_train.targets.hf import HiddenStateTarget, TransformersEngine
+from eagle31_train.targets.hf import HiddenStateTarget, Reference, TransformersEngine
 
 SHARD = PlannedShard("shards/train-00000.safetensors", "train", 0, 0, 6, 256, 10**6)
 

@@ -22,9 +22,8 @@ from transformers import AutoTokenizer
 from eagle31_train.config import TargetConfig
 from eagle31_train.store import Store
 from eagle31_train.targets import toy
-from eagle31_train.targets.engine import Reference
 from eagle31_train.targets.fidelity import compare
-from eagle31_train.targets.hf import HiddenStateTarget, TransformersEngine, load_model
+from eagle31_train.targets.hf import HiddenStateTarget, Reference, TransformersEngine, load_model
 
 pytestmark = pytest.mark.vllm
 
