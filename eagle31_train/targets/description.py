@@ -30,11 +30,6 @@ NO_EAGLE3 = {
     "llava_onevision", "longcat_flash", "mixtral", "molmo2", "olmo_hybrid", "olmoe", "paddleocr_vl", "paligemma",
     "qianfan_ocr", "qwen2_moe", "qwen2_vl", "shieldgemma2", "smolvlm", "step3p7",
 }  # fmt: skip
-# Those of them of which vLLM served targets here by the class that wraps transformers' (docs/targets.md).
-TRIED = {
-    "ernie4_5_moe", "exaone4", "exaone_moe", "gemma", "gemma2", "gemma3_text", "glm4_moe", "granitemoe",
-    "granitemoeshared", "mixtral", "olmoe", "qwen2_moe",
-}  # fmt: skip
 # Kinds for which vLLM 0.32 has no class of its own: it serves them by the class that wraps transformers', unasked.
 WRAPPED = {
     "arcee", "cwm", "flex_olmo", "glm", "hunyuan_v1_dense", "hunyuan_v1_moe", "mellum", "olmo2", "olmo3", "seed_oss",
@@ -295,11 +290,10 @@ def serving_doubt(target: TargetConfig) -> str | None:
     kind = class_without_eagle3(target)
     if kind is None:
         return None
-    tried = "as targets of this kind were" if kind in TRIED else "which was not tried with this kind"
     raw = read_raw(target)
     doubt = (
         f"vLLM 0.32's own class for {kind} takes no EAGLE 3 draft: serve {target.path} by the class that wraps "
-        f"transformers' (--model-impl transformers), {tried}"
+        "transformers' (--model-impl transformers); docs/targets.md tells with which kinds that was tried"
     )
     if (raw.get("text_config") or raw).get("logits_scaling", 1) != 1:
         doubt += "; by its source it leaves out logits_scaling: greedy answers are right, sampled ones are not"
