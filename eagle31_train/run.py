@@ -40,8 +40,7 @@ def run(config: Config, overrides: list[str], first: str, last: str, profile: st
     stages = STAGES[STAGES.index(first) : STAGES.index(last) + 1]
     if config.store.max_bytes and {"extract", "train"} <= set(stages):
         raise UserError(
-            "store.max_bytes has extraction wait for a training beside it, and here one follows the other: leave it "
-            "out, or run `eagle31 extract` and `eagle31 train store.follow=true` at once (docs/store.md)"
+            "store.max_bytes is for `eagle31 extract` and `eagle31 train store.follow=true` at once: leave it out"
         )
     if ANY in overrides and ANY not in sys.argv:
         note(f"run: no recipe is named: {ANY} (configs/experiment/any.yaml; or your own: `eagle31 new NAME`)")

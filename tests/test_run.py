@@ -62,7 +62,7 @@ def test_stages_that_end_before_they_begin_are_refused(started, capsys):
         ("", "repo=owner/name"),
         ("repo=draft", "repo=owner/name"),
         ("repo=me/a..b", "repo=owner/name"),
-        ("repo=me/a export_format=speculators", "which others do not have: push with export_format=vllm"),
+        ("repo=me/a export_format=speculators", "a folder of yours: push with export_format=vllm"),
     ],
 )
 def test_an_upload_that_cannot_be_is_refused_before_any_work(words, said, started, capsys):
@@ -80,7 +80,7 @@ def test_an_extraction_that_would_wait_for_the_training_after_it_is_refused(star
     bounded = ["+experiment=smollm2", "store.max_bytes=1GB"]
     with pytest.raises(SystemExit):
         started(*bounded)
-    assert "run `eagle31 extract` and `eagle31 train store.follow=true` at once" in capsys.readouterr().err
+    assert "`eagle31 extract` and `eagle31 train store.follow=true` at once" in capsys.readouterr().err
     assert started(*bounded, "--until", "extract")
     assert started(*bounded, "--from", "train")
 

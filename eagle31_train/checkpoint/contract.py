@@ -63,13 +63,9 @@ def sglang_problems(shape: DrafterShape, target_type: str, target_layers: int) -
     if len(shape.aux_layers) * shape.target_hidden_size == shape.hidden_size:
         problems.append("it leaves fc out where the auxiliary states are as wide as the drafter")
     if first == 0 or last == target_layers:
-        problems.append(
-            f"it gives neither the embedding nor the last layer's output, but aux_layers={shape.aux_layers}"
-        )
+        problems.append(f"it gives neither the embedding nor the last output, as aux_layers={shape.aux_layers} ask")
     if first != 2 and target_type.startswith(_COUNTED_BY_THE_FIRST):
-        problems.append(
-            f"it miscounts the layers of a {target_type} unless the first is 2: aux_layers={shape.aux_layers}"
-        )
+        problems.append(f"it miscounts layers of a {target_type}: the first of aux_layers={shape.aux_layers} must be 2")
     return problems
 
 
@@ -130,8 +126,7 @@ def check_shape(shape: DrafterShape) -> list[str]:
         problems.append(f"aux_layers {shape.aux_layers} do not ascend: vLLM gives states in ascending order, each once")
     if shape.share_embedding and shape.hidden_size != shape.target_hidden_size:
         problems.append(
-            f"drafter.hidden_size={shape.hidden_size} cannot share the target's embedding of width "
-            f"{shape.target_hidden_size}: set drafter.share_embedding=false"
+            f"drafter.hidden_size={shape.hidden_size} is not the target's: set drafter.share_embedding=false"
         )
     D, heads, mla = shape.hidden_size, shape.num_attention_heads, shape.architecture == "mla"
     llama_only = ("qk_norm", "norm_before_fc", "sliding_window", "attention_bias", "mlp_bias")
@@ -228,20 +223,12 @@ def caveats(shape: DrafterShape, target_positions: int | None = None, target_win
         )
     end = table_end(check_rope(shape))
     if end is not None and (target_positions is None or target_positions > end):
-        sentences.append(
-            f"vLLM's table of its YaRN ends at {end:,.0f} positions: serve the target with --max-model-len of at most "
-            f"{end:,.0f}"
-        )
+        sentences.append(f"vLLM's table of its YaRN ends at {end:,.0f} positions: serve with no larger --max-model-len")
     if shape.share_embedding:
         # V1 then leaves embed_tokens as its memory was, and accepts nothing; V2 stops where the embedding is elsewhere.
-        sentences.append(
-            "for pipeline parallelism, where vLLM 0.32 cannot share the target's embedding, train with "
-            "drafter.share_embedding=false"
-        )
+        sentences.append("vLLM's pipeline parallelism needs drafter.share_embedding=false in training")
     if 0 in shape.aux_layers:
-        sentences.append(
-            "vLLM 0.32's CUDA kernels write over the input of layer 0: serve this draft without --enforce-eager"
-        )
+        sentences.append("vLLM's kernels write over the input of layer 0: serve this draft without --enforce-eager")
     return [*sentences, *window_caveat(shape, target_window, target_positions), *unserved(shape)]
 
 

@@ -244,8 +244,8 @@ class DrafterCheckpoint:
             same = (trained_for["weights"], trained_for["revision"]) == (weights, target.revision)
         if not same:
             raise UserError(
-                f"{self.where}: the drafter was trained for {trained_for['name']}, which had another name or other "
-                f"weights than target.path={target.path}: give the target of training, or another run"
+                f"{self.where} was trained for another {trained_for['name']} than target.path={target.path}: give the "
+                "target of training, or another run"
             )
 
     def check_fits(self, target: LoadedTarget) -> None:
@@ -286,7 +286,4 @@ def refuse_other_data(inputs: dict[str, Any], data: dict[str, Any], folder: Path
     """UserError for data (a manifest of stage 1, in `folder`) other than that of a training with these inputs, which
     may have seen its held-out prompts."""
     if data["dataset_fingerprint"] != inputs.get("data"):
-        raise UserError(
-            f"{folder} is not the data that the drafter was trained on: run `{TRAIN}` on it, or give data_dir=… of "
-            "training"
-        )
+        raise UserError(f"{folder} is not the data that the drafter was trained on: give that one, or train again")

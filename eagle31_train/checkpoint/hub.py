@@ -22,10 +22,8 @@ def fetch(repo: str, revision: str | None) -> Path:
     try:
         return Path(snapshot_download(repo, revision=revision, allow_patterns=WANTED))
     except ERRORS as error:
-        raise UserError(
-            f"{repo} is no folder here, and cannot be had from the hub ({error}): check the name, the revision, "
-            "the network and, for a private or gated repository, HF_TOKEN"
-        ) from None
+        advice = "check the name, the revision, the network and, for a private repository, HF_TOKEN"
+        raise UserError(f"{repo} is no folder here, and cannot be had from the hub ({error}): {advice}") from None
 
 
 def check(config: Config) -> None:
@@ -41,10 +39,7 @@ def check(config: Config) -> None:
     except HFValidationError as error:
         raise UserError(f"repo={repo} is no name of a hub repository ({error}): give repo=owner/name") from None
     if config.export_format == "speculators" and not config.target.is_hub_id:
-        raise UserError(
-            f"export_format=speculators names the target's folder, target.path={config.target.path}, which others do "
-            "not have: push with export_format=vllm"
-        )
+        raise UserError("export_format=speculators names target.path, a folder of yours: push with export_format=vllm")
 
 
 def push(folder: Path, repo: str, private: bool) -> str:
@@ -60,17 +55,13 @@ def push(folder: Path, repo: str, private: bool) -> str:
         address = api.create_repo(repo, private=private or None, exist_ok=True)
         # An existing repository keeps its visibility, whatever create_repo was told.
         if private and not api.model_info(repo).private:
-            raise UserError(
-                f"the hub repository {repo} exists and is public: make it private there, or leave out private=true"
-            )
+            raise UserError(f"the hub repository {repo} is public: make it private there, or leave out private=true")
         api.upload_folder(
             repo_id=repo, folder_path=folder, commit_message="Upload the drafter", delete_patterns=PICTURES
         )
     except UserError:
         raise
     except ERRORS as error:
-        raise UserError(
-            f"{folder} cannot be uploaded as {repo} ({error}): check repo=owner/name, the network, and that the "
-            "token may write (`hf auth login`, or HF_TOKEN)"
-        ) from None
+        advice = "check repo=owner/name, the network, and that the token may write (`hf auth login`, or HF_TOKEN)"
+        raise UserError(f"{folder} cannot be uploaded as {repo} ({error}): {advice}") from None
     return str(address)

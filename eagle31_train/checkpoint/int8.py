@@ -75,9 +75,7 @@ def dequantized(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], froze
         if name in numbers:
             scale = tensors[name.removesuffix(".weight") + SCALE]
             if tensor.dim() != 2 or scale.shape != (len(tensor), 1) or not scale.is_floating_point():
-                raise UserError(
-                    f"{name} has scales {list(scale.shape)} {scale.dtype}, not one for each row: get it again"
-                )
+                raise UserError(f"{name} has scales {list(scale.shape)} {scale.dtype}, not one a row: get it again")
             plain[name] = tensor.float() * scale.float()
         elif not name.endswith(SCALE):
             plain[name] = tensor

@@ -53,10 +53,7 @@ def read(
     norm, target = tensors.get("norm.weight", torch.zeros(1)), published_config.target_name(config)
     # SpecForge names no target; an int8 norm is none of its.
     if target is None and config.get("norm_output") is False and norm.element_size() > 1 and (norm == 1).all():
-        raise UserError(
-            "norm.weight is one throughout, as SpecForge 0.2.0's norm_output=false leaves it, whose lm_head reads "
-            "states without a norm: vLLM norms them, so train again with norm_output=true"
-        )
+        raise UserError("norm.weight is all ones, as SpecForge leaves it: vLLM norms, so train with norm_output=true")
     if order is not None and "lm_head.weight" in tensors:
         tensors["lm_head.weight"] = tensors["lm_head.weight"][order]
     if joined := rounded - tensors.keys():
@@ -92,10 +89,7 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
             raise UserError(f"weight_map of {INDEX} names no files ({error}): get it again") from None
         files = [folder / Path(name).name for name in sorted(set(places.values()))]
     if not files:
-        raise UserError(
-            "no *.safetensors there, and a pytorch_model.bin is a pickle, which may run code and is not opened: "
-            "convert it with safetensors.torch.save_file, or take a repository that holds safetensors"
-        )
+        raise UserError("no *.safetensors there, and a pickle (pytorch_model.bin) is never opened: convert it")
     tensors: dict[str, Tensor] = {}
     norms: dict[str, Tensor] = {}
     for file in files:
@@ -115,10 +109,7 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
                 norms[canonical.replace(NORM_OF_SGLANG, "input_layernorm.weight")] = tensor
     for name, norm in norms.items():
         if not torch.equal(tensors.setdefault(name, norm), norm):
-            raise UserError(
-                f"{name} is unlike the layer's {NORM_OF_SGLANG}: vLLM reads the first and SGLang the second, so remove "
-                "the one that was not trained"
-            )
+            raise UserError(f"{name} is unlike {NORM_OF_SGLANG} (SGLang's): remove the one that was not trained")
     listed = {name for name in map(contract.canonical_name, places) if not contract.is_idle(name)}
     if lacking := listed - tensors.keys():
         raise UserError(f"{min(lacking)} is listed in {INDEX} but in none of its files: get them again")
@@ -140,9 +131,7 @@ def _vocabulary(d2t: Tensor | None, t2d: Tensor | None, shape: DrafterShape) -> 
     if inside:
         marked[ids] = True
     if not inside or (t2d is not None and not torch.equal(t2d.bool(), marked)):
-        raise UserError(
-            f"d2t names no {Vd} different tokens of {V}, those of t2d: vLLM reads offsets, target id = draft id + d2t"
-        )
+        raise UserError(f"d2t names no {Vd} different tokens of {V}, those of t2d: target id = draft id + d2t")
     order = ids.argsort()
     return DraftVocab(ids[order].numpy(), V), order if (ids[1:] < ids[:-1]).any() else None
 
@@ -152,7 +141,4 @@ def _refuse_rows_by_offset(head: Tensor, d2t: Tensor) -> None:
     offset; it should be row i + d2t[i]. Other rows of its drafts are unlike each other."""
     alike = (d2t[1:] == d2t[:-1]).nonzero()[:64, 0]
     if len(alike) and torch.equal(head[alike], head[alike + 1]):
-        raise UserError(
-            "lm_head has one row for several draft tokens: TorchSpec's --prune-vocab took the rows of other tokens, so "
-            "no draft would be accepted; convert its checkpoint again without --prune-vocab"
-        )
+        raise UserError("lm_head repeats rows, as TorchSpec leaves it: convert it again without --prune-vocab")

@@ -207,10 +207,7 @@ def check_served(config: Fields) -> None:
     ids, inner = flags.get(LAYER_IDS), (flags.get("eagle_config") or {}).get(LAYER_IDS)
     count = flags.get("num_aux_hidden_states") or (len(inner) if inner else 3)
     if ids and count != len(ids) and _kind(layer) != "qwen3":
-        raise UserError(
-            f"config.json has {len(ids)} layer ids, for which vLLM 0.32 builds fc for {count} states: add "
-            f'"num_aux_hidden_states": {len(ids)} beside the sizes of the layer'
-        )
+        raise UserError(f'config.json has {len(ids)} layer ids, not {count}: add "num_aux_hidden_states": {len(ids)}')
 
 
 def target_name(config: Fields) -> str | None:
@@ -267,11 +264,8 @@ def _refuse_unsupported(layer: Fields, flags: Fields, kind: str) -> None:
         unsupported["attention_bias"] = bool(layer.get("attention_bias"))
         unsupported["sliding_attention"] = SLIDING in (layer.get("layer_types") or [])
     if wrong := [name for name, refused in unsupported.items() if refused]:
-        raise UserError(
-            f"config.json sets {', '.join(wrong)}: only dense layers of Llama, Qwen3 or MLA, of causal attention on "
-            "auxiliary states, unquantized or W8A8 int8 of compressed-tensors, are supported (MLA without "
-            "norm_before_fc, biases and windows)"
-        )
+        only = "dense, causal layers of Llama, Qwen3 or MLA, unquantized or in W8A8 int8"
+        raise UserError(f"config.json sets {', '.join(wrong)}: only {only}, are supported")
 
 
 def _sliding_window(layer: Fields, kind: str, plain: bool) -> int | None:
@@ -285,15 +279,11 @@ def _sliding_window(layer: Fields, kind: str, plain: bool) -> int | None:
         first = layer.get("max_window_layers", 28)
         kinds = [SLIDING if number >= first else FULL for number in range(count)]
     elif not kinds and window is not None and kind == "llama" and layer.get("use_sliding_window", True):
-        raise UserError(
-            f"config.json has sliding_window {window} without layer_types, and vLLM lets every layer see all: remove "
-            'it if the drafter was trained so, or add layer_types ["sliding_attention"]'
-        )
+        advice = 'remove it, if the drafter was trained so, or add layer_types ["sliding_attention"]'
+        raise UserError(f"config.json has sliding_window {window} without layer_types, which vLLM ignores: {advice}")
     slide = {name == SLIDING for name in (kinds or [FULL])[:count]}
     if slide == {True, False}:
-        raise UserError(
-            "config.json gives some layers a sliding window and others none, which vLLM 0.32 does not draft"
-        )
+        raise UserError("config.json gives only some layers a sliding window, which vLLM 0.32 does not draft")
     if slide == {True} and window is None:
         raise UserError("config.json has layers of sliding_attention but no sliding_window, or no use_sliding_window")
     return window if slide == {True} else None
@@ -310,9 +300,8 @@ def _aux_layers(
     if ids := (inner or top if counted == "outputs" else top or inner):
         if counted is None and (not top or "_torchspec_version" in config):
             raise UserError(
-                f"config.json has the layer ids {ids}, and does not tell whether they are inputs of layers, as vLLM "
-                "takes them, or outputs, as SGLang, SpecForge, ModelOpt and TorchSpec: add @inputs or @outputs to the "
-                "draft's name, whichever `eagle31 compare` finds better accepted"
+                f"config.json has the layer ids {ids}, of inputs (as vLLM has them) or of outputs (SGLang, TorchSpec): "
+                "add @inputs or @outputs to the draft's name, whichever `eagle31 compare` finds better accepted"
             )
         return sorted({layer + (counted == "outputs") for layer in ids})
     if target_layers is None:
@@ -327,9 +316,7 @@ def _rope(layer: Fields, architecture: str, positions: int) -> tuple[float, dict
     scaling = one_spelling({key: value for key, value in parameters.items() if value is not None}, architecture)
     if scaling is not None and architecture == "mla" and "attention_factor" in scaling:
         raise UserError(
-            f"config.json has attention_factor {scaling['attention_factor']} in its RoPE scaling: for 1.0 vLLM "
-            "leaves mscale² out of the softmax, and any other it passes over; remove it if the drafter was trained "
-            "as mscale and mscale_all_dim say"
+            f"config.json has attention_factor {scaling['attention_factor']}, which vLLM misreads: leave it to mscale"
         )
     if scaling is not None and scaling["rope_type"] in ("yarn", "llama3"):
         scaling.setdefault("original_max_position_embeddings", positions)  # as transformers does

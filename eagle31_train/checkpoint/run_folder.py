@@ -107,10 +107,8 @@ def find_vocab(train: Path, inputs: dict[str, Any], shape: DrafterShape, data_fo
     for file in files:
         if file.is_file() and artifacts.file_sha256(file)[:16] == inputs.get("vocab"):
             return vocab.read(file)
-    raise UserError(
-        f"{' or '.join(map(str, files))} is not the vocabulary that the drafter was trained with: put it back, or use "
-        "the export"
-    )
+    where = " or ".join(map(str, files))
+    raise UserError(f"{where} is not the vocabulary that the drafter was trained with: put it back, or use the export")
 
 
 def read_export(run: Path) -> dict[str, Any]:
@@ -126,7 +124,7 @@ def read_export(run: Path) -> dict[str, Any]:
         weights = train.get("files", {}).get(f"{train['checkpoint']}/{MODEL}", {}).get("sha256")
         if (made_from["train"], made_from["weights"]) != (train["fingerprint"], weights):
             raise UserError(
-                f"{run / 'export'} has other weights than {run / 'train'}: run `{EXPORT}` again, with overwrite=true"
+                f"{run / 'export'} has other weights than train/: run `{EXPORT}` again, with overwrite=true"
             )
     return record
 

@@ -36,10 +36,7 @@ def served(config: Config) -> DrafterCheckpoint:
     if config.export_weights != "target":
         shape = checkpoint.shape
         if shape.architecture == "mla" or shape.parallel or config.export_format != "vllm":
-            raise UserError(
-                "export_weights=int8 is for Llama drafters in vLLM's own format: MLA, drafter.parallel, and any other "
-                "export_format, were not tried; leave it out"
-            )
+            raise UserError("export_weights=int8 is for Llama chains and export_format=vllm alone: leave it out")
         tensors, names = int8.dequantized(int8.quantized(checkpoint.tensors))
         facts = {**(checkpoint.smaller or {}), "weights": config.export_weights}
         checkpoint = dataclasses.replace(checkpoint, rounded=names, smaller=facts, _mapped=tensors)
@@ -64,9 +61,7 @@ def pruned(checkpoint: DrafterCheckpoint, size: int, data: Path) -> DrafterCheck
     checkpoint.check_data(manifest, data)
     before = checkpoint.vocab
     if size >= len(before):
-        raise UserError(
-            f"export_vocab_size={size} is no smaller than the drafter's {len(before)} draft tokens: give less, or none"
-        )
+        raise UserError(f"export_vocab_size={size}: the drafter has {len(before)} draft tokens: give less, or none")
     counts = assistant_counts(data / "dataset", before.target_size)
     ends = [rank for rank, token in enumerate(before.target_ids.tolist()) if token in manifest["end_ids"]]
     if size <= len(ends):

@@ -163,10 +163,8 @@ class Store:
         except FileNotFoundError:
             consumed, what = read_consumed(self.storage, self.fingerprint), "is missing"
             if shard.name in consumed.shards:
-                raise UserError(
-                    f"{where} was used up and removed by the training {consumed.by}: remove the store and run "
-                    f"`{files.EXTRACT}` again"
-                ) from None
+                text = f"{where} was used up and removed by the training {consumed.by}"
+                raise UserError(f"{text}: remove the store and extract again") from None
         raise UserError(f"{where} {what}: see `eagle31 store verify {self.location}`")
 
     def release(self, shards: Sequence[PlannedShard]) -> None:

@@ -43,10 +43,7 @@ def wait(
     while not until():
         if time.monotonic() - began > patience:
             if (now := progress()) == seen:
-                raise UserError(
-                    f"{what}: nothing came for {patience:,.0f} s (store.patience); see to the other side, and run the "
-                    "same command again"
-                )
+                raise UserError(f"{what}: nothing came for {patience:,.0f} s (store.patience): see to the other side")
             began, seen = time.monotonic(), now
         if pause(POLL):
             raise RuntimeError(f"{what}: stopped")
@@ -74,10 +71,8 @@ def check_consumer(storage: Storage, store: str, by: str) -> Consumed:
     """What is used up already; UserError if it was by another training than `by`."""
     consumed = read_consumed(storage, store)
     if consumed.by not in ("", by):
-        raise UserError(
-            f"parts of {storage.location} were used up and removed by another training ({consumed.by}, this is {by}): "
-            "go on with that one, or remove the store and extract again"
-        )
+        text = f"parts of {storage.location} were used up and removed by another training ({consumed.by}, this is {by})"
+        raise UserError(f"{text}: go on with that one, or remove the store and extract again")
     return consumed
 
 
@@ -107,7 +102,5 @@ def check_bound(plan: Plan, max_bytes: int) -> None:
     heldout = sum(shard.bytes for shard in plan.of("heldout"))
     largest = max((shard.bytes for shard in plan.of("train")), default=0)
     if heldout + largest > max_bytes:
-        raise UserError(
-            f"store.max_bytes={max_bytes:,} cannot hold the held-out split and one shard, which take {heldout:,} and "
-            f"{largest:,} bytes: raise it, or lower extract.shard_tokens or data.heldout"
-        )
+        needs = f"the held-out split and one shard, {heldout:,} and {largest:,} bytes"
+        raise UserError(f"store.max_bytes={max_bytes:,} cannot hold {needs}: raise it, or lower extract.shard_tokens")

@@ -49,10 +49,8 @@ class CachedTarget(HiddenStateTarget):
         """Forget everything; `rows` sequences come. UserError for more than one of a target that decodes alone, or
         cannot forget."""
         if states := _types(self.model) & RECURRENT:
-            raise UserError(
-                f"the target has layers of type {', '.join(sorted(states))}, whose states cannot go back over tokens "
-                "that were rejected: measure it as vLLM serves it, evaluate.backend=vllm"
-            )
+            kinds = ", ".join(sorted(states))
+            raise UserError(f"layers of type {kinds} cannot forget rejected tokens: set evaluate.backend=vllm")
         if rows > 1 and self.alone:
             raise UserError(f"the target has {self.alone}, and decodes alone: set evaluate.batch_size=1")
         # Without a config every layer keeps all its positions: a sliding window's layer that had

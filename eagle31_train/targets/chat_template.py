@@ -61,10 +61,8 @@ def _check_ends(render: Callable[[Any], object], size: int, where: str) -> None:
         _tried(render)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if status:
-        raise UserError(
-            f"{where} takes more than {SECONDS:g} s or {MEMORY >> 20:,} MiB to render a conversation of few words: a "
-            "loop or a product in it is huge; give another as target.chat_template=FILE"
-        )
+        bound = f"{SECONDS:g} s or {MEMORY >> 20:,} MiB"
+        raise UserError(f"{where} takes more than {bound} to render a few words: give another target.chat_template")
 
 
 def _tried(render: Callable[[Any], object]) -> NoReturn:

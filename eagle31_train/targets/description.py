@@ -160,8 +160,7 @@ def text_config(raw: dict[str, Any]) -> Any:
         return PretrainedConfig.from_dict(text)
     except Exception as error:  # each class checks its fields in its own way
         raise UserError(
-            f"transformers makes nothing of the target's config.json, a {raw['model_type']}'s ({first_line(error)}): "
-            "copy it again"
+            f"transformers makes nothing of a {raw['model_type']}'s config.json ({first_line(error)}): copy it again"
         ) from None
 
 
@@ -185,10 +184,8 @@ def description_of(raw: dict[str, Any], text: Any, where: str) -> TargetDescript
     eps = next((e for name in ("rms_norm_eps", "norm_eps") if (e := getattr(text, name, None))), None)
     if eps is None or NO_PARTS.intersection(kinds(raw)):  # extraction would refuse it, after hours of answers
         why = "its config.json names no rms_norm_eps" if eps is None else "transformers' class has none"
-        raise UserError(
-            f"{where} is a {raw['model_type']}, for which no drafter is made here: EAGLE reads the input of an RMSNorm "
-            f"before lm_head, named .norm beside .layers, and {why}"
-        )
+        reads = "EAGLE reads the input of an RMSNorm named .norm, beside .layers"
+        raise UserError(f"{where} is a {raw['model_type']}, for which no drafter is made here: {reads}, and {why}")
 
     def size(name: str, *others: str) -> int:
         value = next((v for key in (name, *others) if isinstance(v := getattr(text, key, None), int)), None)

@@ -81,10 +81,8 @@ class Gate:
         quirk, right = self.engine.readout.quirk, agreement >= self.config.gate_top1
         if right and not quirk and codec != "bf16" and self._compare(own, states)[0] >= MOSTLY:
             finer = "bf16" if codec == "int8_channel" else "int8_channel or bf16"
-            return UserError(
-                f"fidelity gate: store.last_codec={codec} keeps too little of the last hidden states (KL {kl:.3g} "
-                f"to the target's distribution): use {finer} (extract.gate_kl={self.config.gate_kl} is the bound)"
-            )
+            lost = f"loses too much (KL {kl:.3g}, extract.gate_kl={self.config.gate_kl})"
+            return UserError(f"fidelity gate: store.last_codec={codec} {lost}: use {finer}")
         cause = "no known mistake explains it: check target.dtype and whether the model changes its logits"
         for name, mistake in MISTAKES.items():
             top1, divergence = self._compare(own, states, **mistake)
@@ -93,10 +91,7 @@ class Gate:
                 break
         if quirk:
             cause = f"the target's config has {quirk}, which EAGLE 3's loss does not model"
-        return UserError(
-            f"fidelity gate: top-1 tokens agree with the target's in {agreement:.1%} of positions, and the stored "
-            f"hidden states' distribution is KL {kl:.3g} from its own; {cause}"
-        )
+        return UserError(f"fidelity gate: top-1 tokens agree in {agreement:.1%} of positions, KL {kl:.3g}; {cause}")
 
 
 def report(figures: Sequence[Figures]) -> dict[str, Any]:

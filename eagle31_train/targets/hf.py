@@ -57,10 +57,8 @@ def pick_device(name: str) -> torch.device:
     if device.index is None and ranks() > 1:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     if shared or (device.index or 0) >= count:
-        raise UserError(
-            f"target.device={name}: {ranks()} processes cannot load the target so, where torch sees {count} CUDA "
-            "devices: use target.device=auto and no more processes than devices"
-        )
+        many = f"{ranks()} processes and {count} CUDA devices"
+        raise UserError(f"target.device={name} does not fit {many}: use target.device=auto and no more processes")
     return device
 
 
@@ -70,9 +68,7 @@ def load_model(config: TargetConfig, dtype: str | None = None) -> Any:
     UserError if there is none at target.path, some of its weights are not, or it cannot be placed as asked.
     """
     if config.device_map and (ranks() > 1 or config.device != "auto"):
-        raise UserError(
-            "target.device_map spreads one target over the devices: start one process, and leave target.device=auto"
-        )
+        raise UserError("target.device_map spreads one target: start one process, and leave target.device=auto")
     whole_float32()
     options: dict[str, Any] = {"device_map": config.device_map} if config.device_map else {}
     device = None if config.device_map else pick_device(config.device)
@@ -82,11 +78,8 @@ def load_model(config: TargetConfig, dtype: str | None = None) -> Any:
     # transformers makes up what is missing, and nothing later could notice: states, fidelity gate and evaluation would
     # all be of the same wrong target.
     if wrong := sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}):
-        raise UserError(
-            f"target.path={config.path}: {len(wrong)} of its weights are missing or of another size (such as "
-            f"{wrong[0]}), and transformers would make up random ones: is the checkpoint whole, and of the "
-            "architecture that its config.json names?"
-        )
+        lacks = f"{len(wrong)} of its weights are missing or of another size, such as {wrong[0]}"
+        raise UserError(f"target.path={config.path}: {lacks}: is it whole, and of the architecture in its config.json?")
     if device is not None:
         model.to(device)
     model.eval().requires_grad_(False)
@@ -248,11 +241,8 @@ class Engine(Protocol):
 def check_length(engine: Engine, length: int) -> None:
     """Refuse a conversation of so many tokens where the engine does not take it."""
     if engine.longest is not None and length > engine.longest:
-        raise UserError(
-            f"a conversation of {length} tokens is too long for extract.engine={engine.name}, which takes "
-            f"{engine.longest} here: cut the data by data.max_length={engine.longest}, or, with vLLM and a target that "
-            "has more positions, set extract.engine_args.max_model_len"
-        )
+        advice = f"set data.max_length={engine.longest}, or for vLLM extract.engine_args.max_model_len"
+        raise UserError(f"a conversation of {length} tokens is too long for extract.engine={engine.name}: {advice}")
 
 
 class TransformersEngine:

@@ -236,10 +236,8 @@ def _read(folder: Path, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) 
         except (OSError, SafetensorError) as error:
             raise _broken(folder, error) from None
         if tuple(tensor.shape) != shape or not tensor.is_floating_point():
-            raise UserError(
-                f"{folder / files[key]} holds {key} as {list(tensor.shape)} {tensor.dtype}, where the "
-                f"model has {list(shape)}: a quantized {key} cannot be read, use extract.engine=transformers"
-            )
+            held = f"{key} as {list(tensor.shape)} {tensor.dtype}, the model {list(shape)}"
+            raise UserError(f"{folder / files[key]} holds {held}: use extract.engine=transformers if it is quantized")
         tensors.append(tensor.to(dtype))
     return tensors
 
@@ -270,7 +268,5 @@ def _key(name: str, keys: list[str]) -> str:
         stems = [key.removesuffix(EMBEDDING) for key in keys if key.endswith(EMBEDDING)]
         alike = [key for key in alike if key.removesuffix(".".join(tail)) in stems] or alike
     if len(alike) != 1:
-        raise UserError(
-            f"the target's checkpoint has {len(alike)} tensors for {name}, not one: use extract.engine=transformers"
-        )
+        raise UserError(f"the checkpoint has {len(alike)} tensors for {name}, not one: use extract.engine=transformers")
     return alike[0]

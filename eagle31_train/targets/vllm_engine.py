@@ -59,8 +59,7 @@ class VllmEngine:
     def __init__(self, config: Config) -> None:
         if ranks() > 1:
             raise UserError(
-                "extract.engine=vllm spreads over devices itself: start one process on each machine, with "
-                "extract.engine_args.tensor_parallel_size=…, and extract.part=… extract.parts=…"
+                "extract.engine=vllm spreads over devices itself: start one process a machine (extract.part)"
             )
         for name in OURS & config.extract.engine_args.keys():
             raise UserError(f"extract.engine_args.{name} cannot be set: the engine sets it itself")
@@ -68,10 +67,8 @@ class VllmEngine:
         self.readout = readout_from_checkpoint(config.target, DTYPES[config.target.dtype])
         self.layers = pick_layers(config.target.aux_layers, self.readout.depth, kinds(read_raw(config.target)))
         if self.layers[0] == 0 and config.extract.engine_args.get("enforce_eager") and torch.cuda.is_available():
-            raise UserError(
-                f"target.aux_layers={self.layers}: vLLM's kernels write over the input of layer 0 unless it compiles: "
-                "leave out extract.engine_args.enforce_eager"
-            )
+            advice = "leave out extract.engine_args.enforce_eager"
+            raise UserError(f"target.aux_layers={self.layers}: vLLM writes over the input of layer 0: {advice}")
         # vLLM gives each layer once, in ascending order; the input of layer N is the last hidden state.
         self._taken = sorted({*self.layers, self.readout.depth})
         row = len(self._taken) * self.readout.embedding.shape[1] * self.readout.embedding.itemsize
@@ -168,9 +165,8 @@ def _start(config: Config, layers: list[int]) -> Any:
         arguments["max_model_len"] = min(config.data.max_length + 1, positions(read) or float("inf"))
         return LLM(**{**arguments, **wanted, **more})
     except (ValueError, TypeError, RuntimeError, AssertionError, NotImplementedError, OSError) as error:
-        raise UserError(
-            f"vLLM does not start with target.path={target.path} and extract.engine_args={wanted}: {error}"
-        ) from error
+        what = f"target.path={target.path} and extract.engine_args={wanted}"
+        raise UserError(f"vLLM does not start with {what}: {error}") from error
 
 
 def states_folder(size: int) -> Path:
@@ -183,10 +179,8 @@ def states_folder(size: int) -> Path:
                 fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX)  # as long as this process lives
                 atexit.register(shutil.rmtree, folder, ignore_errors=True)
                 return folder
-    raise UserError(
-        f"neither {RAM_DISK} nor {tempfile.gettempdir()} has {size / 1e9:.1f} GB free, through which vLLM hands over "
-        f"the states of a shard: {DISK}"
-    )
+    folders = f"neither {RAM_DISK} nor {tempfile.gettempdir()}"
+    raise UserError(f"{folders} has {size / 1e9:.1f} GB free, for the states of a shard from vLLM: {DISK}")
 
 
 def _sweep(parent: Path) -> None:

@@ -228,7 +228,7 @@ def rows(run):
 
 
 @pytest.mark.parametrize(
-    ("size", "named"), [(20, "no smaller than the drafter's 20"), (21, "no smaller"), (0, "leaves no token")]
+    ("size", "named"), [(20, "the drafter has 20"), (21, "the drafter has 20"), (0, "leaves no token")]
 )
 def test_a_size_that_drops_nothing_is_refused(size, named, run):
     with pytest.raises(UserError, match=named):
@@ -236,7 +236,7 @@ def test_a_size_that_drops_nothing_is_refused(size, named, run):
 
 
 def test_int8_is_refused_in_the_format_of_speculators(run):
-    with pytest.raises(UserError, match="export_weights=int8 is for Llama drafters in vLLM's own format"):
+    with pytest.raises(UserError, match="export_weights=int8 is for Llama chains"):
         opened(run, *INT8, "export_format=speculators")
 
 

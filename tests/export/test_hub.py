@@ -39,7 +39,7 @@ def test_only_push_sends_and_only_pictures_of_an_earlier_export_leave(run, hub):
 
 def test_a_public_repository_is_not_taken_for_a_private_one(run, hub):
     hub.repositories["me/draft"] = False, []
-    with pytest.raises(UserError, match="me/draft exists and is public"):
+    with pytest.raises(UserError, match="me/draft is public"):
         export(run.config("push=true", "repo=me/draft", "private=true"))
     assert hub.files("me/draft") == {}
 

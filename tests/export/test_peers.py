@@ -86,7 +86,7 @@ def test_a_draft_gives_the_logits_of_its_trainer(draft):
 
 def test_specforges_layer_ids_are_not_guessed_and_each_reading_is_another_draft():
     folder = FIXTURES / "specforge" / "sglang"
-    with pytest.raises(UserError, match=r"the layer ids \[0, 1, 3\], and does not tell"):
+    with pytest.raises(UserError, match=r"the layer ids \[0, 1, 3\], of inputs"):
         DrafterCheckpoint.open(folder)
     readings = [DrafterCheckpoint.open(f"{folder}@{counted}") for counted in ("inputs", "outputs")]
     assert [one.shape.aux_layers for one in readings] == [[0, 1, 3], [1, 2, 4]]
@@ -103,7 +103,7 @@ def test_a_draft_of_specforge_whose_lm_head_reads_states_without_a_norm_is_refus
         save_file(tensors, tmp_path / "model.safetensors")
         (tmp_path / "config.json").write_text(json.dumps({**config, "norm_output": norm_output}))
         if not norm_output and weight == 1:
-            with pytest.raises(UserError, match=r"norm\.weight is one throughout"):
+            with pytest.raises(UserError, match=r"norm\.weight is all ones"):
                 DrafterCheckpoint.open(f"{tmp_path}@outputs")
         else:
             assert DrafterCheckpoint.open(f"{tmp_path}@outputs").shape.norm_output == norm_output

@@ -72,7 +72,7 @@ def rewritten(deep, change):
 
 def test_a_draft_that_has_sglangs_name_alone_is_read_and_one_with_two_norms_that_differ_is_refused(deep):
     wanted = deep.exported()[1]["layers.1.input_layernorm.weight"]
-    with pytest.raises(UserError, match="is unlike the layer's hidden_norm"):
+    with pytest.raises(UserError, match="is unlike hidden_norm"):
         rewritten(deep, lambda tensors: tensors["layers.1.hidden_norm.weight"].add_(1))
     draft = rewritten(deep, lambda tensors: tensors.pop("layers.1.input_layernorm.weight"))
     assert torch.equal(draft.tensors["layers.1.input_layernorm.weight"], wanted + 1), "the one that is there"
@@ -92,8 +92,8 @@ def test_a_draft_that_has_sglangs_name_alone_is_read_and_one_with_two_norms_that
         ({"parallel": True, "ptd_token_id": 3}, "no drafters with parallel"),
         ({"share_embedding": False}, "target's embedding in place of the drafter's own"),
         ({"aux_layers": [3]}, "leaves fc out"),
-        ({"aux_layers": [0, 2]}, "neither the embedding nor the last layer's output"),
-        ({"aux_layers": [2, 9]}, "neither the embedding nor the last layer's output"),
+        ({"aux_layers": [0, 2]}, "neither the embedding nor the last output"),
+        ({"aux_layers": [2, 9]}, "neither the embedding nor the last output"),
     ],
 )
 def test_what_sglang_would_read_otherwise_is_named(change, named, tiny):
@@ -117,6 +117,6 @@ def test_export_refuses_and_writes_nothing(run, tmp_path):
     (tmp_path / "target").mkdir()
     (tmp_path / "target" / "config.json").write_text(json.dumps({**TARGET, "num_hidden_layers": 2}))
     before = run.listing()
-    with pytest.raises(UserError, match="neither the embedding nor the last layer's output"):
+    with pytest.raises(UserError, match="neither the embedding nor the last output"):
         export.export(run.config(f"target.path={tmp_path / 'target'}", "export_format=sglang"))
     assert run.listing() == before

@@ -223,7 +223,7 @@ def test_states_are_compared_as_the_codec_keeps_them_and_top1_is_taken_before(mo
     rough = check(tiny_llama(), ExtractConfig(gate_top1=1.0, gate_kl=0.05), codec="int4")
     assert min(chosen) < 1.0 == rough[0]
     assert rough[1] > 10 * exact[1]
-    with pytest.raises(UserError, match=r"store\.last_codec=int4 keeps too little .* use int8_channel or bf16"):
+    with pytest.raises(UserError, match=r"store\.last_codec=int4 loses too much .* use int8_channel or bf16"):
         check(tiny_llama(), ExtractConfig(gate_kl=2 * exact[1]), codec="int4")
 
 

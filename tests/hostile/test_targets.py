@@ -186,7 +186,7 @@ def test_a_template_without_end_is_refused_in_one_line(text, template_file):
 def test_a_template_without_end_is_refused_under_a_lower_limit_of_memory(template_file, monkeypatch):
     there = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     monkeypatch.setattr(resource, "getrlimit", lambda _: (there + 2**24, there + 2**24))  # `ulimit -v`
-    with pytest.raises(UserError, match="a loop or a product in it is huge"):
+    with pytest.raises(UserError, match="to render a few words"):
         ChatTemplate.load(template_file("{{ 'a' * 10**10 }}"))
 
 

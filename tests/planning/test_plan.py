@@ -228,7 +228,7 @@ def test_options_have_the_effect_that_they_should():
     )  # a channel has a scale in every conversation
     assert whole.states() == Shape(4096, 3, "int8_channel", "int8_channel")
 
-    with pytest.raises(UserError, match="cannot share the target"):
+    with pytest.raises(UserError, match="is not the target's: set "):
         planned(*llama, "drafter.hidden_size=2048")
 
 

@@ -35,10 +35,8 @@ def open_storage(location: str, cache_dir: Path, cache_bytes: int, sharers: int 
         # An instance of our own: others of the process may use one with other settings.
         fs, root = fsspec.core.url_to_fs(location, skip_instance_cache=True)
     except (ImportError, OSError, ValueError, TypeError) as error:
-        raise UserError(
-            f"{location} cannot be opened ({describe(error)}): correct the address, or install the package that "
-            f"brings fsspec's driver for {protocol}://"
-        ) from None
+        advice = f"correct the address, or install the package of fsspec's driver for {protocol}://"
+        raise UserError(f"{location} cannot be opened ({describe(error)}): {advice}") from None
     storage = RemoteStorage(location, fs, str(root), Path(cache_dir).expanduser(), cache_bytes, sharers)
     storage.names("")  # what is wrong with credentials or bucket is said now, not after an hour's work
     return storage

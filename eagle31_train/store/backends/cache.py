@@ -133,10 +133,8 @@ class CachedStorage(Storage):
         if path in parts or _holds(path, size):
             return False
         if building + size > self.limit:
-            raise UserError(
-                f"{self.location}: {path.name} has {size:,} bytes, too many for store.cache_bytes={self.limit:,} "
-                f"beside {building:,} bytes being built: raise store.cache_bytes"
-            )
+            takes = f"{size:,} bytes, beside {building:,} bytes being built, and store.cache_bytes={self.limit:,}"
+            raise UserError(f"{self.location}: {path.name} has {takes}: raise store.cache_bytes")
         evictable = sum(held for _, held, _ in files)
         excess = evictable + sum(parts.values()) + building + size - self.limit
         if excess > evictable:
