@@ -24,6 +24,10 @@ WRITTEN = {
 MLA_DEFAULTS = dict(zip(("q_lora_rank", *MLA_WIDTHS), (1536, 512, 128, 64, 128), strict=True))
 # Fields of which, in the format of speculators, vLLM passes over what stands inside transformer_layer_config.
 SPECULATORS_OWN = ("draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+# Fields that have one name in a shape and in config.json.
+OURS = ["hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "attention_bias"]
+OURS += ["rms_norm_eps", "max_position_embeddings", "rope_theta", "vocab_size", "draft_vocab_size"]
+OURS += ["target_hidden_size", "fc_norm", "norm_output", "norm_before_residual"]
 SLIDING, FULL = "sliding_attention", "full_attention"
 QUANTIZED = "quantization_config"
 YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
@@ -47,30 +51,17 @@ def config_json(shape: DrafterShape, dtype: str, target_name: str) -> dict[str, 
         "model_type": model_type,
         "target_model_name": target_name,
         "torch_dtype": dtype,  # transformers 4 and 5 both read this spelling
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
         "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_attention_heads,
-        "num_key_value_heads": shape.num_key_value_heads,
+        **{name: getattr(shape, name) for name in OURS},
         **attention,
         "hidden_act": "silu",
-        "attention_bias": shape.attention_bias,
-        "rms_norm_eps": shape.rms_norm_eps,
-        "max_position_embeddings": shape.max_position_embeddings,
         # transformers 5 reads rope_parameters; readers older than that, rope_theta and rope_scaling.
-        "rope_theta": shape.rope_theta,
         "rope_scaling": scaling,
         "rope_parameters": {**(scaling or {"rope_type": "default"}), "rope_theta": shape.rope_theta},
         "tie_word_embeddings": False,
-        "vocab_size": shape.vocab_size,
-        "draft_vocab_size": shape.draft_vocab_size,
-        "target_hidden_size": shape.target_hidden_size,
         "num_aux_hidden_states": len(shape.aux_layers),
         # At the top level: the one place that both of vLLM's model runners read.
         LAYER_IDS: sorted(shape.aux_layers),
-        "fc_norm": shape.fc_norm,
-        "norm_output": shape.norm_output,
-        "norm_before_residual": shape.norm_before_residual,
         **({"norm_before_fc": True} if shape.norm_before_fc else {}),
         **(_window(shape) if shape.sliding_window is not None else {}),
         **({"ptd_token_id": shape.ptd_token_id} if shape.parallel else {}),
