@@ -10,7 +10,7 @@ Where a sample's rows begin follows from the lengths and the loss mask, and is s
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -90,14 +90,8 @@ class ShardFile:
 
     def not_finite(self) -> list[int]:
         """Samples, counted from the shard's first, of which a state is NaN or infinite."""
-        pairs = zip(pairwise(self._aux_edges), pairwise(self._last_edges), strict=True)
-        return [
-            index
-            for index, (aux, last) in enumerate(pairs)
-            if not all(
-                states.of_document(index, slice(*rows)).finite for states, rows in ((self.aux, aux), (self.last, last))
-            )
-        ]
+        documents = enumerate(map(self.read, range(len(self._edges) - 1)))
+        return [i for i, one in documents if not (as_encoded(one.aux).finite and as_encoded(one.last).finite)]
 
     def read(self, index: int, states: bool = True) -> Document:
         """Sample `index` of the shard; without `states`, those are empty."""
