@@ -96,12 +96,8 @@ def load_tokenizer(source: Path) -> "PreTrainedTokenizerFast":
 
     loaded = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     backend = Tokenizer.from_str(loaded.backend_tokenizer.to_str())
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=False),
-        ]
-    )
+    bytewise = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), bytewise])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         chat_template=loaded.chat_template,
