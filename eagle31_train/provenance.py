@@ -209,12 +209,8 @@ def of_evaluation(
     sampled: bool,
     server: Mapping[str, Any] | None = None,
 ) -> Provenance:
-    """Stage 4's result.
-
-    Args:
-        data: stage 1's manifest. drafter: its identity. workloads: what the prompts depend on.
-        sampled: some tokens are drawn, by the seed. server: backend=vllm: its version and the target's arguments.
-    """
+    """Stage 4's result. data: stage 1's manifest. drafter: its identity. workloads: what the prompts depend on.
+    sampled: some tokens are drawn, by the seed. server: of backend=vllm, its version and the target's arguments."""
     options = recorded("evaluate", asdict(config.evaluate))
     left_out = CHOOSE_PROMPTS | (DECODING_ONLY if server else SERVING_ONLY)
     return Provenance(

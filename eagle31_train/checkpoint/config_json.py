@@ -34,12 +34,7 @@ YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all
 
 
 def config_json(shape: DrafterShape, dtype: str, target_name: str) -> dict[str, Any]:
-    """The checkpoint's config.json.
-
-    Args:
-        dtype: precision of the weights in the file; vLLM itself takes the target's.
-        target_name: for people and other tools; vLLM does not read it.
-    """
+    """The checkpoint's config.json, of weights in `dtype`; vLLM itself takes the target's, and reads no target_name."""
     name, model_type = WRITTEN["qwen3" if shape.qk_norm else shape.architecture]
     scaling, attention = rope_scaling(shape), {"head_dim": shape.head_dim, "mlp_bias": shape.mlp_bias}
     if shape.architecture == "mla":  # whose head_dim is the rotated part alone in transformers
@@ -86,11 +81,8 @@ def sglang_json(shape: DrafterShape, dtype: str, target_name: str) -> dict[str, 
 
 def speculators_json(shape: DrafterShape, dtype: str, target_name: str, draft_tokens: int) -> dict[str, Any]:
     """The config.json of the same checkpoint in the format of `speculators`: `vllm serve FOLDER` finds target and draft
-    tokens (per verification) in it. `target_name`: hub id or folder, which vLLM loads.
-
-    Raises:
-        UserError: MLA, or fc_norm and norm_before_fc together, which the library does not have; or a parallel drafter:
-            of the library's, vLLM reads neither fc_norm nor norm_output.
+    tokens (per verification) in it. `target_name`: hub id or folder, which vLLM loads. UserError for what the library
+    does not have; of its parallel drafters vLLM reads neither fc_norm nor norm_output.
     """
     if shape.parallel:
         raise UserError("export_format=speculators has no place for drafter.parallel=true: use export_format=vllm")

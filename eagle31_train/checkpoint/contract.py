@@ -48,11 +48,8 @@ def canonical_name(name: str) -> str:
 
 
 def sglang_problems(shape: DrafterShape, target_type: str, target_layers: int) -> list[str]:
-    """What SGLang 0.5.23 would leave out or read otherwise, most of it in silence, one line each.
-
-    Args:
-        target_type, target_layers: the target's model_type, and its number of layers.
-    """
+    """What SGLang 0.5.23 would leave out or read otherwise, most of it in silence, one line each, of a drafter for a
+    target of this model_type and so many layers."""
     first, last = min(shape.aux_layers), max(shape.aux_layers)
     lacking = ["qk_norm", "norm_before_residual", "attention_bias", "mlp_bias", "sliding_window", "parallel"]
     problems = [f"it has no drafters with {name}" for name in lacking if getattr(shape, name)]
@@ -95,12 +92,8 @@ def separate(tensors: Mapping[str, torch.Tensor], shape: DrafterShape) -> dict[s
 
 
 def check(tensors: Mapping[str, TensorOrShape], shape: DrafterShape) -> list[str]:
-    """Every way in which a checkpoint of this shape breaks the contract, one line each; empty if it keeps it.
-
-    Args:
-        tensors: name in the file → weight, or only its shape (then values and types are not checked). Maps of the
-            vocabulary are none: `DraftVocab` makes and checks them.
-    """
+    """Every way in which a checkpoint of this shape breaks the contract, one line each; empty if it keeps it. tensors:
+    weights by their names, without the vocabulary's maps, or shapes alone (then values and types are not checked)."""
     if problems := check_shape(shape):
         return problems
     expected = weight_shapes(shape)
@@ -158,16 +151,9 @@ def check_shape(shape: DrafterShape) -> list[str]:
 def drafter_shape(
     d: DrafterConfig, hidden_size: int, vocab_size: int, draft_vocab_size: int, aux_layers: list[int]
 ) -> DrafterShape:
-    """The drafter's architecture, joined with its target.
-
-    Args:
-        d: the options, with all that the target decides (`targets.derive.complete`).
-        hidden_size, vocab_size: H and V of the target.
-        aux_layers: as inputs of layer i, in the order of their states.
-
-    Raises:
-        UserError: options that make no drafter, or one that vLLM could not serve.
-    """
+    """The drafter's architecture: the options `d`, with all that the target decides (`targets.derive.complete`), joined
+    with H, V and the auxiliary layers (inputs of layer i, in the order of their states) of the target. UserError for
+    options that make no drafter, or one that vLLM could not serve."""
     for field in fields(d):
         check_value(f"drafter.{field.name}", getattr(d, field.name), field.metadata)
     if missing := [name for name in REQUIRED if getattr(d, name) is None]:
@@ -205,12 +191,8 @@ def drafter_shape(
 
 
 def caveats(shape: DrafterShape, target_positions: int | None = None, target_window: int | None = None) -> list[str]:
-    """What can be trained and exported but does not run everywhere, a sentence each.
-
-    Args:
-        target_positions: of the longest context of the target, if that is known: what is beyond it concerns nobody.
-        target_window: tokens that every layer of the target sees, if each has a sliding window.
-    """
+    """What can be trained and exported but does not run everywhere, a sentence each. target_positions: of the target's
+    longest context, if known. target_window: tokens that every layer of the target sees, if each has a window."""
     sentences = []
     if shape.parallel:
         sentences.append("vLLM 0.32 drafts in parallel on its V1 runner alone: leave VLLM_USE_V2_MODEL_RUNNER unset")

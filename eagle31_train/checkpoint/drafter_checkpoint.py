@@ -77,8 +77,7 @@ class DrafterCheckpoint:
             allow_unfinished: of a run that is not finished, take the newest checkpoint.
             target_layers: gives the number of the target's layers, where config.json names no auxiliary layers.
 
-        Raises:
-            UserError: there is none; it is damaged, or of another kind than EAGLE 3 or 3.1 drafters.
+        UserError: there is none; it is damaged, or of another kind than EAGLE 3 or 3.1 drafters.
         """
         where = str(where)
         place, counted = split_name(where)

@@ -43,13 +43,9 @@ def check(config: Config) -> None:
 
 
 def push(folder: Path, repo: str, private: bool) -> str:
-    """Make the repository where there is none, and upload every file of `folder`; returns its address.
-
-    Pictures of an earlier export are removed; whatever else is there stays.
-
-    Raises:
-        UserError: the hub cannot be reached or refuses, or the repository is public and `private` is asked of it.
-    """
+    """Make the repository where there is none, and upload every file of `folder`; returns its address. Pictures of an
+    earlier export are removed; whatever else is there stays. UserError if the hub cannot be reached or refuses, or the
+    repository is public and `private` is asked of it."""
     api = HfApi()
     try:
         address = api.create_repo(repo, private=private or None, exist_ok=True)

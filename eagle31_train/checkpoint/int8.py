@@ -61,11 +61,8 @@ def quantized(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def dequantized(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], frozenset[str]]:
-    """The tensors of a checkpoint, with q s in float32 for every q; and the names of these.
-
-    Raises:
-        UserError: int8 numbers without their scales, or scales without numbers.
-    """
+    """The tensors of a checkpoint, with q s in float32 for every q; and the names of these. UserError for int8 numbers
+    without their scales, or scales without numbers."""
     scales = {name.removesuffix(SCALE) + ".weight" for name in tensors if name.endswith(SCALE)}
     numbers = {name for name, tensor in tensors.items() if tensor.dtype == torch.int8}
     for name in scales ^ numbers:
@@ -84,11 +81,8 @@ def dequantized(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], froze
 
 def serve_rounded(drafter: nn.Module, tensors: Mapping[str, Tensor], names: Collection[str]) -> None:
     """Make a drafter compute as vLLM does with int8 weights: numbers and scales are multiplied in float32 and the sum
-    is rounded to the drafter's dtype, never q s, of which bfloat16 would drop most.
-
-    Args:
-        tensors: its weights, q s in float32. names: of those that are int8.
-    """
+    is rounded to the drafter's dtype, never q s, of which bfloat16 would drop most. tensors: its weights, q s in
+    float32; names: of those that are int8."""
     for name in names:
         layer = drafter.get_submodule(name.removesuffix(".weight"))
         assert isinstance(layer, Linear)

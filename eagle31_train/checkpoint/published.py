@@ -32,10 +32,8 @@ def read(
     Returns:
         Shape; the target's id of each row of lm_head; tensors by canonical names, mapped from the files, of any float
         dtype, without maps, and without lm_head.weight where the target's own is meant; the names of those that are
-        int8 in the files; path or hub id of the target, where config.json says it.
-
-    Raises:
-        UserError: it is damaged, of another kind, or says one thing in two ways that differ.
+        int8 in the files; path or hub id of the target, where config.json says it. UserError: the draft is damaged, of
+        another kind, or says one thing in two ways that differ.
     """
     config = _read_object(folder / CONFIG)
     tensors = _read_tensors(folder)

@@ -118,8 +118,7 @@ def shape_from_config(
         target_layers: gives the layers of the target, for a config that leaves the auxiliary layers to vLLM.
         counted: one of COUNTED, for a config that does not tell which.
 
-    Raises:
-        UserError: no EAGLE 3 drafter of a known kind, or a field is missing, of another type, or beyond all real sizes.
+    UserError: no EAGLE 3 drafter of a known kind, or a field is missing, of another type, or beyond all real sizes.
     """
     _check_types(config)
     layer, flags, residual_default = _flatten(config)

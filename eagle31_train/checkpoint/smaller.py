@@ -23,11 +23,8 @@ from eagle31_train.model.vocab import DraftVocab, choose
 
 def served(config: Config) -> DrafterCheckpoint:
     """The drafter that is evaluated and exported: of the run's finished training, as small as the options say.
-
-    Raises:
-        UserError: training is not finished or damaged, the options leave nothing to drop, vLLM would not serve it, or
-            the data that says which tokens are used is missing or another.
-    """
+    UserError: training is not finished or damaged, the options leave nothing to drop, vLLM would not serve it, or the
+    data that says which tokens are used is missing or another."""
     checkpoint = DrafterCheckpoint.of_run(Path(config.run_dir), config.data_folder)
     if config.export_sliding_window is not None:
         checkpoint = windowed(checkpoint, config.export_sliding_window)

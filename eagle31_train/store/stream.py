@@ -28,14 +28,8 @@ def wait(
     progress: Callable[[], object] = lambda: None,
     pause: Pause = time.sleep,
 ) -> None:
-    """Poll until a condition holds; says once that it waits.
-
-    Args:
-        until: the condition.
-        what: who waits for what, for people.
-        patience: seconds without any change of `progress()` before a UserError.
-        pause: between looks; where it returns True, whoever waits is wanted no more: RuntimeError.
-    """
+    """Poll until a condition holds; says once who waits for `what`. UserError after `patience` seconds without any
+    change of `progress()`; RuntimeError where the `pause` between looks returns True: nobody waits any more."""
     if until():
         return
     note(f"{what} …", error=True)

@@ -154,11 +154,8 @@ class ChatTemplate:
         return None
 
     def without_system(self, messages: list[Message], tools: list[Tool] | None = None) -> str:
-        """The conversation without any system turn, be it its own or one that the template puts in by itself.
-
-        Raises:
-            Refused: a user's turn cannot be told from what stands before it.
-        """
+        """The conversation without any system turn, be it its own or one that the template puts in by itself; Refused
+        where a user's turn cannot be told from what stands before it."""
         said = [message for message in messages if message["role"] != "system"]
         text = self.render(said, add_generation_prompt=True, tools=tools)
         mark = {"role": "user", "content": MARK.format("user")}

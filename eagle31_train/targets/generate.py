@@ -69,10 +69,7 @@ class Generator:
         end_ids: Collection[int] | None = None,
     ) -> Iterator[tuple[int, Generated]]:
         """Answer prompts that `refusal` does not refuse, at most `at_once` together: (index, answer) of each request,
-        as soon as it has ended. Neighbours of like length waste least.
-
-        A row's draws come from its own seed, whichever rows are beside it.
-        """
+        as soon as it has ended. A row's draws come from its own seed, whichever rows are beside it."""
         end_ids = set(end_ids or self.end_ids)
         waiting = deque(Row(i, request, _uniforms(request, max_new_tokens)) for i, request in enumerate(requests))
         ended = self._by_transformers if why_alone(self.model) else self._decode
