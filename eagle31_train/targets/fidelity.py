@@ -78,8 +78,8 @@ class Gate:
         self, own: Sequence[Reference], states: Sequence[Tensor], agreement: float, kl: float, codec: str
     ) -> UserError:
         """What to say of states that do not pass: the codec, or the known mistake that explains the failure."""
-        quirk, right = self.engine.readout.quirk, agreement >= self.config.gate_top1
-        if right and not quirk and codec != "bf16" and self._compare(own, states)[0] >= MOSTLY:
+        right = agreement >= self.config.gate_top1
+        if right and codec != "bf16" and self._compare(own, states)[0] >= MOSTLY:
             finer = "bf16" if codec == "int8_channel" else "int8_channel or bf16"
             lost = f"loses too much (KL {kl:.3g}, extract.gate_kl={self.config.gate_kl})"
             return UserError(f"fidelity gate: store.last_codec={codec} {lost}: use {finer}")
@@ -89,8 +89,6 @@ class Gate:
             if top1 >= MOSTLY and divergence <= self.config.gate_kl:
                 cause = f"likely cause: {name}"
                 break
-        if quirk:
-            cause = f"the target's config has {quirk}, which EAGLE 3's loss does not model"
         return UserError(f"fidelity gate: top-1 tokens agree in {agreement:.1%} of positions, KL {kl:.3g}; {cause}")
 
 

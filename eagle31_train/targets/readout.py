@@ -57,7 +57,6 @@ class Readout:
         number is divided here: by a power of two that changes no bit of the logits, by another it rounds weights.
     depth: N, the number of decoder layers.
     soft_cap: c, where the target's logits x become c * tanh(x / c); or None.
-    quirk: what else the target does to its logits, which an EAGLE 3 loss does not model; or None.
     packed: lm_head as a CPU multiplies by it soonest, in another order of sums; None where there is none.
     """
 
@@ -68,7 +67,6 @@ class Readout:
     head: Tensor
     depth: int
     soft_cap: float | None = None
-    quirk: str | None = None
     packed: nn.Module | None = None
 
     @property
@@ -152,13 +150,15 @@ def _readout(norm: nn.Module, depth: int, config: Any, embedding: Tensor, head: 
     effective, kind = norm_weight(norm)
     divisor = getattr(config, DIVISOR, None) or 1
     head = head if divisor == 1 else head / divisor
-    quirk = _quirk({SCALE: getattr(config, SCALE, None)})
-    return Readout(embedding, effective, kind, norm_eps(norm), head, depth, getattr(config, SOFT_CAP, None), quirk)
+    _refuse({SCALE: getattr(config, SCALE, None)})
+    return Readout(embedding, effective, kind, norm_eps(norm), head, depth, getattr(config, SOFT_CAP, None))
 
 
-def _quirk(settings: dict[str, Any]) -> str | None:
-    """The first of some settings that changes the logits."""
-    return next((f"{name}={value}" for name, value in settings.items() if value not in (None, 1, 1.0)), None)
+def _refuse(settings: dict[str, Any]) -> None:
+    """Refuse settings that change the logits otherwise than an EAGLE 3 loss models it."""
+    for name, value in settings.items():
+        if value not in (None, 1, 1.0):
+            raise UserError(f"the target's config has {name}={value}, which EAGLE 3's loss does not model")
 
 
 def _unknown(folder: Path, settings: dict[str, Any], dtype: torch.dtype) -> Readout:
@@ -172,9 +172,9 @@ def _unknown(folder: Path, settings: dict[str, Any], dtype: torch.dtype) -> Read
         shapes["lm_head.weight"] = (V, H)
     tensors = _read(folder, shapes, dtype)
     # What such a model does with a number of this name, nobody here knows.
-    quirk = _quirk({name: settings.get(name) for name in (SOFT_CAP, SCALE, DIVISOR)})
+    _refuse({name: settings.get(name) for name in (SOFT_CAP, SCALE, DIVISOR)})
     depth, eps = settings["num_hidden_layers"], settings["rms_norm_eps"]
-    return Readout(tensors[1], tensors[0].float(), "w", eps, tensors[-1], depth, quirk=quirk)
+    return Readout(tensors[1], tensors[0].float(), "w", eps, tensors[-1], depth)
 
 
 def checkpoint_folder(target: TargetConfig) -> Path:

@@ -75,7 +75,7 @@ def test_kimis_three_tensors_are_read_without_its_code(tmp_path, config, prefix)
     assert torch.equal(read.embedding, model.model.embed_tokens.weight)
     assert torch.equal(read.norm, model.model.norm.weight)
     assert torch.equal(read.head, model.lm_head.weight)
-    assert (read.norm_kind, read.eps, read.depth, read.quirk, read.tied) == ("w", 1e-6, LAYERS, None, False)
+    assert (read.norm_kind, read.eps, read.depth, read.tied) == ("w", 1e-6, LAYERS, False)
 
 
 def mistral3():
@@ -103,7 +103,7 @@ def test_multimodal_targets_and_scaled_logits_are_read_in_both_engines(tmp_path,
     read = readout_from_checkpoint(config, torch.float32)
     for field in ("embedding", "norm", "head"):
         assert torch.equal(getattr(read, field), getattr(engine.readout, field)), field
-    assert (read.norm_kind, read.eps, read.depth, read.quirk) == ("w", engine.readout.eps, LAYERS, None)
+    assert (read.norm_kind, read.eps, read.depth) == ("w", engine.readout.eps, LAYERS)
 
 
 def test_a_norm_that_is_read_for_an_ordinary_one_is_stopped_by_the_gate(tmp_path):
