@@ -116,9 +116,6 @@ class DrafterCheckpoint:
     @classmethod
     def _finished(cls, where: str, train: Path, data_folder: Path | None) -> "DrafterCheckpoint":
         manifest = artifacts.read_json(train / artifacts.MANIFEST, TRAIN)
-        files = {name: entry for name, entry in manifest.get("files", {}).items() if name.endswith(SHAPE)}
-        if damage := artifacts.first_damaged(train, files):
-            raise UserError(f"{damage}: run `{TRAIN}` again")
         return cls._of_run(where, train / manifest["checkpoint"], data_folder, manifest)
 
     @classmethod
@@ -130,45 +127,22 @@ class DrafterCheckpoint:
         record = manifest or artifacts.read_json(train / RECORD, TRAIN)
         if not manifest and record.get("fingerprint") != run_folder.sealed_manifest(checkpoint)["fingerprint"]:
             raise UserError(f"{where}: {train / RECORD} is of another run than the checkpoint: give the run's folder")
-        shape = run_folder.read_shape(checkpoint)
-        return cls(
-            where,
-            checkpoint,
-            shape,
-            run_folder.find_vocab(train, record["inputs"], shape, data_folder),
-            target_name=run_folder.option(train, "target.path"),
-            train=train,
-            inputs=record["inputs"],
-            manifest=manifest,
-        )
+        inputs, shape = record["inputs"], run_folder.read_shape(checkpoint)
+        vocab = run_folder.find_vocab(train, inputs, shape, data_folder)
+        target = run_folder.option(train, "target.path")
+        return cls(where, checkpoint, shape, vocab, None, target, train, inputs=inputs, manifest=manifest)
 
     @classmethod
     def _published(
-        cls,
-        where: str,
-        folder: Path,
-        commit: str | None,
-        target_layers: Callable[[], int] | None,
-        counted: str | None,
+        cls, where: str, folder: Path, commit: str | None, layers: Callable[[], int] | None, counted: str | None
     ) -> "DrafterCheckpoint":
         try:
-            shape, vocab, tensors, rounded, target_name = published.read(folder, target_layers, counted)
+            shape, vocab, tensors, rounded, target = published.read(folder, layers, counted)
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
         training = run_folder.training_of_export(folder)
-        checkpoint = cls(
-            where,
-            folder,
-            shape,
-            vocab,
-            commit,
-            target_name,
-            inputs=training and training["inputs"],
-            exported=training,
-            rounded=rounded,
-            _mapped=tensors,
-            _counted=counted,
-        )
+        known: dict[str, Any] = {"inputs": training and training["inputs"], "exported": training, "rounded": rounded}
+        checkpoint = cls(where, folder, shape, vocab, commit, target, **known, _mapped=tensors, _counted=counted)
         checkpoint._require({name: tuple(tensor.shape) for name, tensor in tensors.items()})
         return checkpoint
 
