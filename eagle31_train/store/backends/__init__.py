@@ -14,8 +14,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from eagle31_train.errors import UserError
-from eagle31_train.store.backends.base import Storage
-from eagle31_train.store.backends.local import LocalStorage
+from eagle31_train.store.backends.base import LocalStorage, Storage
 from eagle31_train.store.backends.remote import RemoteStorage, describe
 
 __all__ = ["LocalStorage", "RemoteStorage", "Storage", "open_storage"]
