@@ -142,25 +142,18 @@ class LocalStorage(Storage):
             artifacts.commit(scratch, self.folder / name)
 
     def size(self, name: str) -> int | None:
-        with self._explained("read", name):
-            try:  # one question: another process may remove the file between two
-                status = (self.folder / name).stat()
-            except (FileNotFoundError, NotADirectoryError):
-                return None
-        return status.st_size if stat.S_ISREG(status.st_mode) else None
+        with self._explained("read", name), suppress(FileNotFoundError, NotADirectoryError):
+            status = (self.folder / name).stat()  # one question: another process may remove the file between two
+            return status.st_size if stat.S_ISREG(status.st_mode) else None
+        return None
 
     def sizes(self, folder: str) -> dict[str, int]:
         sizes = {}
-        with self._explained("list", folder):
-            try:
-                entries = os.scandir(self.folder / folder)
-            except (FileNotFoundError, NotADirectoryError):
-                return {}
-            with entries:
-                for entry in entries:
-                    with suppress(FileNotFoundError):  # listed, then removed by another process
-                        if entry.is_file():
-                            sizes[entry.name] = entry.stat().st_size
+        with self._explained("list", folder), suppress(FileNotFoundError, NotADirectoryError):
+            for entry in os.scandir(self.folder / folder):
+                with suppress(FileNotFoundError):  # listed, then removed by another process
+                    if entry.is_file():
+                        sizes[entry.name] = entry.stat().st_size
         return visible(folder, sizes)
 
     def remove(self, name: str) -> None:
