@@ -6,6 +6,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
@@ -31,7 +32,7 @@ class RemoteStorage(CachedStorage):
         self.location, self.fs, self.root = location.rstrip("/"), fs, root.rstrip("/")
         key = artifacts.fingerprint(fs.unstrip_protocol(self.root))
         super().__init__(cache_dir, key, cache_bytes, sharers)
-        self._reached = False  # whether a call has ever succeeded
+        self._reached = False  # whether there was a call before, which is the first to find a wrong address
 
     def read(self, name: str) -> bytes:
         def call() -> bytes:
@@ -50,36 +51,32 @@ class RemoteStorage(CachedStorage):
         self._send("uploading", name, lambda: self.fs.put_file(str(scratch), path), scratch.stat().st_size)
 
     def size(self, name: str) -> int | None:
-        return self._call("asking for the size", name, lambda: self._size(name))
+        try:
+            info = self._call("asking for the size", name, lambda: self.fs.info(self._path(name)))
+        except FileNotFoundError:
+            return None
+        return int(info["size"]) if info["type"] == "file" else None
 
     def sizes(self, folder: str) -> dict[str, int]:
-        path = self._path(folder)
+        path, sizes = self._path(folder), {}
 
-        def call() -> dict[str, int]:
+        def call() -> list[dict[str, Any]]:
             self.fs.invalidate_cache()  # drivers with a memory of their own
-            try:
-                entries = self.fs.ls(path, detail=True)
-            except FileNotFoundError as error:
-                if lacks_bucket(error):
-                    raise
-                return {}
-            sizes = {}
-            for entry in entries:
+            entries: list[dict[str, Any]] = self.fs.ls(path, detail=True)
+            return entries
+
+        with suppress(FileNotFoundError):
+            for entry in self._call("listing", folder, call):
                 file = PurePosixPath(entry["name"].lstrip("/"))
                 # Asked for a file, drivers list the file itself.
                 if entry["type"] == "file" and str(file.parent) == path.lstrip("/"):
                     sizes[file.name] = int(entry["size"] or 0)  # a web server's listing knows no sizes
-            return visible(folder, sizes)
-
-        return self._call("listing", folder, call)
+        return visible(folder, sizes)
 
     def remove(self, name: str) -> None:
-        try:
+        with suppress(FileNotFoundError):
             self._call("removing", name, lambda: self.fs.rm_file(self._path(name)))
-        except FileNotFoundError:
-            pass
-        finally:
-            self.forget(name)
+        self.forget(name)
 
     def discard(self) -> None:
         """Remove every file, the manifest first, and last what stands beside the shards, which says whose they are:
@@ -105,18 +102,10 @@ class RemoteStorage(CachedStorage):
         return f"{self.root}/{name}".rstrip("/")
 
     def _call(self, what: str, name: str, call: Callable[[], T]) -> T:
-        result = retry(what, f"{self.location}/{name}", call, self._reached)
-        self._reached = True
-        return result
-
-    def _size(self, name: str) -> int | None:
         try:
-            info = self.fs.info(self._path(name))
-        except FileNotFoundError as error:
-            if lacks_bucket(error):
-                raise
-            return None
-        return int(info["size"]) if info["type"] == "file" else None
+            return retry(what, f"{self.location}/{name}", call, self._reached)
+        finally:
+            self._reached = True
 
     def _download(self, name: str, path: Path, size: int) -> None:
         def call() -> None:
@@ -183,8 +172,8 @@ def unreachable(error: BaseException | None) -> bool:
 
 
 def retry(what: str, where: str, call: Callable[[], T], reached: bool) -> T:
-    """The result of `call()`, tried TRIES times in all where it fails for a passing reason. Not `reached`: no call has
-    succeeded yet, so that an endpoint where nobody answers is a wrong one, and not one that is down.
+    """The result of `call()`, tried TRIES times in all where it fails for a passing reason. Not `reached`: it is
+    the first call, and an endpoint where nobody answers is a wrong one, and not one that is down.
 
     FileNotFoundError if nothing is there; OSError with an errno of FULL if a disk is full, and only the caller knows
     which; UserError for anything else that stays.
