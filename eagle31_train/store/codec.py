@@ -83,11 +83,7 @@ class Encoded:
         return self.values.device
 
     def __getitem__(self, rows: "slice | Tensor") -> "Encoded":
-        values = self.values
-        if values.dtype == torch.float8_e4m3fn:  # which torch 2.9 does not index on a CPU
-            values = values.view(torch.uint8)[rows].view(values.dtype)
-        else:
-            values = values[rows]
+        values = _plain_bytes(self.values)[rows].view(self.values.dtype)
         return replace(self, values=values, scale=self.scale[rows], document=self.document[rows])
 
     def of_document(self, index: int, rows: slice) -> "Encoded":
@@ -195,12 +191,7 @@ def as_encoded(states: "Tensor | Encoded") -> Encoded:
 
 def concatenate(parts: Sequence[Encoded]) -> Encoded:
     """Rows of several documents, one after another; all of one codec and width."""
-    values = [part.values for part in parts]
-    dtype = values[0].dtype
-    if dtype == torch.float8_e4m3fn:  # autocast asks which of the joined floats is the widest, and knows none so narrow
-        joined = torch.cat([value.view(torch.uint8) for value in values]).view(dtype)
-    else:
-        joined = torch.cat(values)
+    joined = torch.cat([_plain_bytes(part.values) for part in parts]).view(parts[0].values.dtype)
     before = [0, *accumulate(len(part.channels) for part in parts)]
     return replace(
         parts[0],
@@ -209,6 +200,11 @@ def concatenate(parts: Sequence[Encoded]) -> Encoded:
         channels=torch.cat([part.channels for part in parts]),
         document=torch.cat([part.document + first for part, first in zip(parts, before, strict=False)]),
     )
+
+
+def _plain_bytes(values: Tensor) -> Tensor:
+    """fp8 as bytes: torch 2.9 neither indexes it on a CPU nor joins it under autocast, to which it is too narrow."""
+    return values.view(torch.uint8) if values.dtype == torch.float8_e4m3fn else values
 
 
 def _blocks(values: Tensor, block: int) -> Tensor:
