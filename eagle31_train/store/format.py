@@ -17,6 +17,7 @@ written each line is a file of its own, so that processes commit shards independ
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -110,11 +111,9 @@ def read_record(storage: Storage, name: str, parse: Callable[[Any], T], store: s
     """A small file of a store, as `parse_record` reads it, once more where it is damaged; None if it is missing."""
 
     def once() -> T | None:
-        try:
-            data = storage.read(name)
-        except FileNotFoundError:
-            return None
-        return parse_record(data, f"{storage.location}/{name}", parse, store)
+        with suppress(FileNotFoundError):
+            return parse_record(storage.read(name), f"{storage.location}/{name}", parse, store)
+        return None
 
     try:
         return once()
