@@ -45,10 +45,7 @@ OURS |= {"pipeline_parallel_size", "data_parallel_size", "prefill_context_parall
 RAM_DISK = Path("/dev/shm")
 FOLDER = "eagle31-states"
 DISK = "free some, point TMPDIR elsewhere, or lower extract.shard_tokens"
-MEMORY = (
-    "leave more outside its cache by extract.engine_args.gpu_memory_utilization, or lower "
-    "extract.engine_args.max_num_batched_tokens (the fidelity gate has the logits of as many tokens in memory)"
-)
+MEMORY = "lower gpu_memory_utilization or max_num_batched_tokens in extract.engine_args"
 
 
 class VllmEngine:
