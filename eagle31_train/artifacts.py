@@ -141,7 +141,8 @@ class Record(dict[str, Any]):
         self._path, self._made_by = path, made_by
 
     def __missing__(self, key: str) -> Any:
-        raise MissingKeyError(_damaged(self._path, f"it has no {key}", self._made_by))
+        text = f"{self._path} is damaged (it has no {key}): remove it and run `{self._made_by}` again"
+        raise MissingKeyError(text)
 
 
 def read_json(path: Path, made_by: str) -> Record:
@@ -151,11 +152,7 @@ def read_json(path: Path, made_by: str) -> Record:
     try:
         return Record(foreign.read_object(path), path, made_by)
     except ValueError as error:
-        raise UserError(_damaged(path, error, made_by)) from None
-
-
-def _damaged(path: Path, how: object, made_by: str) -> str:
-    return f"{path} is damaged ({how}): remove it and run `{made_by}` again"
+        raise UserError(f"{path} is damaged ({error}): remove it and run `{made_by}` again") from None
 
 
 def list_files(folder: Path, files: Iterable[Path]) -> dict[str, dict[str, Any]]:
