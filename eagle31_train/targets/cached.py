@@ -48,7 +48,7 @@ class CachedTarget(HiddenStateTarget):
     def reset(self, rows: int = 1) -> None:
         """Forget everything; `rows` sequences come. UserError for more than one of a target that decodes alone, or
         cannot forget."""
-        if states := _types(self.model) & RECURRENT:
+        if states := layer_types(self.model.config.get_text_config()) & RECURRENT:
             kinds = ", ".join(sorted(states))
             raise UserError(f"layers of type {kinds} cannot forget rejected tokens: set evaluate.backend=vllm")
         if rows > 1 and self.alone:
@@ -128,17 +128,13 @@ class CachedTarget(HiddenStateTarget):
 
 def why_alone(model: Any) -> str | None:
     """Why a target reads one sequence at a time; None if it reads several."""
-    if others := _types(model) - TOGETHER:
+    if others := layer_types(model.config.get_text_config()) - TOGETHER:
         return f"layers of type {', '.join(sorted(others))}"
     if rope_by_length(model.config.get_text_config()):
         return "a RoPE that follows the longest sequence of a batch"
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return "code that takes no position_ids"
     return None
-
-
-def _types(model: Any) -> set[str]:
-    return layer_types(model.config.get_text_config())
 
 
 @contextmanager
