@@ -71,11 +71,16 @@ def _extract(
     began = time.perf_counter()
     data = provenance.read_data(config, whole=True)
     splits = DatasetDict.load_from_disk(str((config.data_folder / "dataset").absolute()))
-    check_tokenizer(config, data)
+    other = f"{config.data_folder} was not made for target.path={config.target.path} but for one with another"
+    remedy = "correct data_dir or target.path, or run `eagle31 data` for this target"
+    vocabulary = data.get("vocabulary")  # None of an earlier version
+    # To another target the ids are other words, and the gate cannot tell.
+    if vocabulary and vocabulary_fingerprint(load_tokenizer(config.target)) != vocabulary:
+        raise UserError(f"{other} tokenizer: {remedy}")
     engine = make_engine(config)
     states = describe(engine, config)
-    if (size := data["inputs"]["vocab_size"]) != states["vocab_size"]:
-        raise _other_target(config, f"for a target with {size} tokens, and it has {states['vocab_size']}")
+    if data["inputs"]["vocab_size"] != states["vocab_size"]:
+        raise UserError(f"{other} number of tokens: {remedy}")
     masks = {split: loss_masks(splits[split]) for split in SPLITS}
     plan = make_plan(masks, config.extract.shard_tokens, shape_of(states))
     check_length(engine, max((length for lengths in plan.lengths.values() for length in lengths), default=0))
@@ -133,22 +138,6 @@ def rank_of(config: Config) -> tuple[int, int]:
     if part >= parts:
         raise UserError(f"extract.part={part}: with extract.parts={parts} they are numbered from 0 to {parts - 1}")
     return part * ranks() + rank(), parts * ranks()
-
-
-def check_tokenizer(config: Config, data: dict[str, Any]) -> None:
-    """Refuse conversations of another tokenizer: to this target their ids are other words, and the gate cannot tell."""
-    fingerprint = data.get("vocabulary")
-    if fingerprint is None:  # of an earlier version, which did not record it
-        return
-    if vocabulary_fingerprint(load_tokenizer(config.target)) != fingerprint:
-        raise _other_target(config, "with another tokenizer than it has")
-
-
-def _other_target(config: Config, how: str) -> UserError:
-    return UserError(
-        f"{config.data_folder} was not made for target.path={config.target.path} but {how}: correct data_dir or "
-        "target.path, or run `eagle31 data` for this target"
-    )
 
 
 def make_engine(config: Config) -> Engine:

@@ -121,6 +121,7 @@ def test_data_of_another_tokenizer_is_refused_before_the_target_is_loaded(run, m
     give_words(run, swapped=True)
     monkeypatch.setattr(stage, "make_engine", None)
     message = refused(run, f"store_dir={run / 'other'}")
-    assert message.startswith(f"{run / 'run' / 'data'} was not made for target.path={run / 'target'} but with another")
+    made_for = f"{run / 'run' / 'data'} was not made for target.path={run / 'target'} but for one with another"
+    assert message.startswith(f"{made_for} tokenizer: ")
     assert message.endswith("run `eagle31 data` for this target")
     assert not (run / "other").exists()
