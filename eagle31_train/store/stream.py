@@ -15,7 +15,7 @@ from eagle31_train.errors import UserError
 from eagle31_train.store.backends import Storage
 from eagle31_train.store.format import CONSUMED, REMAKE, STREAM, Bound, read_record
 from eagle31_train.store.sealed import DamagedError, seal
-from eagle31_train.store.shard_plan import Plan, PlannedShard
+from eagle31_train.store.shard_plan import PlannedShard
 
 POLL = 0.5  # seconds between looks at what other processes have done
 Pause = Callable[[float], bool | None]  # sleeps so many seconds; True: to be waited for no more
@@ -89,12 +89,3 @@ def read_bound(storage: Storage, store: str) -> Bound | None:
         return read_record(storage, STREAM, partial(foreign.typed, Bound), store)
     except DamagedError as error:
         raise UserError(f"{error}: {REMAKE}") from None
-
-
-def check_bound(plan: Plan, max_bytes: int) -> None:
-    """Refuse a bound of the extraction's bytes that is too small for any training."""
-    heldout = sum(shard.bytes for shard in plan.of("heldout"))
-    largest = max((shard.bytes for shard in plan.of("train")), default=0)
-    if heldout + largest > max_bytes:
-        needs = f"the held-out split and one shard, {heldout:,} and {largest:,} bytes"
-        raise UserError(f"store.max_bytes={max_bytes:,} cannot hold {needs}: raise it, or lower extract.shard_tokens")

@@ -19,7 +19,7 @@ from eagle31_train.store.head import damage_of, read_lines
 from eagle31_train.store.sealed import DamagedError, digest, seal
 from eagle31_train.store.shard import write_shard
 from eagle31_train.store.shard_plan import Plan, PlannedShard, shape_of
-from eagle31_train.store.stream import check_bound, read_bound, read_consumed, wait
+from eagle31_train.store.stream import read_bound, read_consumed, wait
 from eagle31_train.store.tensors import save_file
 
 
@@ -55,8 +55,13 @@ class StoreWriter:
         self._overwrite, self._remedy = overwrite, remedy
         self.shape = shape_of(provenance["states"])
         self.id: str = provenance["fingerprint"]
-        if max_bytes is not None:
-            check_bound(plan, max_bytes)
+        heldout = sum(shard.bytes for shard in plan.of("heldout"))
+        largest = max((shard.bytes for shard in plan.of("train")), default=0)
+        if max_bytes is not None and heldout + largest > max_bytes:  # too small for any training
+            needs = f"the held-out split and one shard, {heldout:,} and {largest:,} bytes"
+            raise UserError(
+                f"store.max_bytes={max_bytes:,} cannot hold {needs}: raise it, or lower extract.shard_tokens"
+            )
         if rank == 0:
             self._prepare()
         else:
