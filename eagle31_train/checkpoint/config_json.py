@@ -41,6 +41,8 @@ def config_json(shape: DrafterShape, dtype: str, target_name: str) -> dict[str, 
         attention = {name: getattr(shape, name) for name in MLA_DEFAULTS}
     if scaling and shape.architecture == "mla":
         scaling["type"] = scaling["rope_type"]  # where DeepSeek's own code looks
+    # A sliding window of every layer: vLLM goes by layer_types, and of a Qwen3 by use_sliding_window, too.
+    window = {"sliding_window": shape.sliding_window, "layer_types": [SLIDING] * shape.num_layers}
     return {
         "architectures": [name],
         "model_type": model_type,
@@ -58,15 +60,9 @@ def config_json(shape: DrafterShape, dtype: str, target_name: str) -> dict[str, 
         # At the top level: the one place that both of vLLM's model runners read.
         LAYER_IDS: sorted(shape.aux_layers),
         **({"norm_before_fc": True} if shape.norm_before_fc else {}),
-        **(_window(shape) if shape.sliding_window is not None else {}),
+        **({**window, "use_sliding_window": True} if shape.sliding_window is not None else {}),
         **({"ptd_token_id": shape.ptd_token_id} if shape.parallel else {}),
     }
-
-
-def _window(shape: DrafterShape) -> dict[str, Any]:
-    """A sliding window of every layer: vLLM goes by layer_types, and of a Qwen3 by use_sliding_window, too."""
-    kinds = [SLIDING] * shape.num_layers
-    return {"sliding_window": shape.sliding_window, "layer_types": kinds, "use_sliding_window": True}
 
 
 def sglang_json(shape: DrafterShape, dtype: str, target_name: str) -> dict[str, Any]:

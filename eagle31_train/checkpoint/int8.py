@@ -50,13 +50,16 @@ def is_int8(quantization: Any) -> bool:
 
 
 def quantized(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A drafter's tensors as the checkpoint has them: q and s for every matrix but an embedding."""
-    stored: dict[str, Tensor] = {}
+    """A drafter's tensors as the checkpoint has them: q [out, in] int8, to the nearest and to even, and s [out, 1]
+    float32, one where a row is zero, for every matrix but an embedding."""
+    stored = dict(tensors)
     for name, tensor in tensors.items():
         if name.endswith(".weight") and tensor.dim() == 2 and name != "embed_tokens.weight":
-            stored[name], stored[name.removesuffix(".weight") + SCALE] = _round(tensor)
-        else:
-            stored[name] = tensor
+            wide = tensor.float()
+            scale = (wide.abs().amax(1, keepdim=True) / LARGEST).bfloat16().float()
+            scale[scale == 0] = 1.0
+            stored[name] = (wide / scale).round().clamp(-LARGEST, LARGEST).to(torch.int8)
+            stored[name.removesuffix(".weight") + SCALE] = scale
     return stored
 
 
@@ -88,11 +91,3 @@ def serve_rounded(drafter: nn.Module, tensors: Mapping[str, Tensor], names: Coll
         assert isinstance(layer, Linear)
         layer.weight.data = tensors[name].to(layer.weight.device)
         layer.int8_inputs = True
-
-
-def _round(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """W [out, in] → q [out, in] int8, to the nearest and to even; s [out, 1] float32, one where a row is zero."""
-    wide = weight.float()
-    scale = (wide.abs().amax(1, keepdim=True) / LARGEST).bfloat16().float()
-    scale[scale == 0] = 1.0
-    return (wide / scale).round().clamp(-LARGEST, LARGEST).to(torch.int8), scale
