@@ -160,7 +160,7 @@ def test_planted_who_does_not_wait_is_found(run, whole, late, monkeypatch, who):
     def wait(right, shard):
         if gated[0] == (who == "the gate"):
             shard._queued.clear()
-            shard._finite = {index: [] for index in shard._finite}
+            shard._documents = {index: (document, []) for index, (document, _) in shard._documents.items()}
         return right(shard)
 
     @replaced(monkeypatch, stage, "run_shard")
