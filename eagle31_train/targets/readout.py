@@ -123,8 +123,8 @@ def readout_from_checkpoint(target: TargetConfig, dtype: torch.dtype) -> Readout
     Of a model that transformers has no causal LM for (Kimi-K2.6: a wrapper around DeepSeek-V3), config.json must do.
     UserError if there is no checkpoint, or it does not hold these tensors plainly (quantized, say).
     """
+    raw = read_raw(target)  # refuses a folder that is not there, and sizes of which the skeleton would be huge
     folder = checkpoint_folder(target)
-    raw = read_raw(target)  # refuses sizes of which the skeleton would be huge
     try:
         foreign.check_folder(folder)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)

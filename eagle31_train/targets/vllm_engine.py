@@ -24,7 +24,6 @@ from eagle31_train.console import ranks
 from eagle31_train.errors import UserError
 from eagle31_train.targets.description import kinds, pick_layers, read_raw
 from eagle31_train.targets.hf import DTYPES, Reference, check_length, pick_device, positions
-from eagle31_train.targets.pretrained import require_path
 from eagle31_train.targets.readout import readout_from_checkpoint
 from eagle31_train.targets.vllm_states import CANNOT, LAYERS, number
 
@@ -60,7 +59,6 @@ class VllmEngine:
             )
         for name in OURS & config.extract.engine_args.keys():
             raise UserError(f"extract.engine_args.{name} cannot be set: the engine sets it itself")
-        require_path(config.target)
         self.readout = readout_from_checkpoint(config.target, DTYPES[config.target.dtype])
         self.layers = pick_layers(config.target.aux_layers, self.readout.depth, kinds(read_raw(config.target)))
         if self.layers[0] == 0 and config.extract.engine_args.get("enforce_eager") and torch.cuda.is_available():
