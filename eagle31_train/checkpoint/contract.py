@@ -118,9 +118,7 @@ def check_shape(shape: DrafterShape) -> list[str]:
     if shape.aux_layers != sorted(set(shape.aux_layers)):
         problems.append(f"aux_layers {shape.aux_layers} do not ascend: vLLM gives states in ascending order, each once")
     if shape.share_embedding and shape.hidden_size != shape.target_hidden_size:
-        problems.append(
-            f"drafter.hidden_size={shape.hidden_size} is not the target's: set drafter.share_embedding=false"
-        )
+        problems.append(f"hidden_size={shape.hidden_size} is not the target's: set drafter.share_embedding=false")
     D, heads, mla = shape.hidden_size, shape.num_attention_heads, shape.architecture == "mla"
     llama_only = ("qk_norm", "norm_before_fc", "sliding_window", "attention_bias", "mlp_bias")
     if mla and (given := [name for name in llama_only if getattr(shape, name)]):
@@ -198,11 +196,8 @@ def caveats(shape: DrafterShape, target_positions: int | None = None, target_win
         sentences.append("vLLM 0.32 drafts in parallel on its V1 runner alone: leave VLLM_USE_V2_MODEL_RUNNER unset")
     positions = stretched(shape.max_position_embeddings, shape.rope_scaling)
     if target_positions is None or target_positions > positions:
-        sentences.append(
-            "vLLM 0.32's V1 runner (on CPUs, or with VLLM_USE_V2_MODEL_RUNNER=0) drafts in contexts of up to "
-            f"{positions:,} tokens (drafter.max_position_embeddings)"
-            + ("" if shape.parallel else "; V2, on GPUs, drafts in all")
-        )
+        v2 = "" if shape.parallel else "; V2, on GPUs, drafts in all"
+        sentences.append(f"vLLM 0.32's V1 runner, a CPU's, drafts in contexts of up to {positions:,} tokens{v2}")
     end = table_end(check_rope(shape))
     if end is not None and (target_positions is None or target_positions > end):
         sentences.append(f"vLLM's table of its YaRN ends at {end:,.0f} positions: serve with no larger --max-model-len")
@@ -220,11 +215,8 @@ def window_caveat(shape: DrafterShape, target_window: int | None, target_positio
     everywhere = target_window is None or (target_positions is not None and target_window >= target_positions)
     if everywhere or shape.sliding_window is not None:
         return []
-    return [
-        f"every layer of the target sees {target_window:,} tokens, and vLLM 0.32 limits the drafter to these too: past "
-        "them it does not draft as it was trained and measured (outputs stay the target's), unless "
-        f"drafter.sliding_window={target_window} or less"
-    ]
+    sees = f"every layer of the target sees {target_window:,} tokens"
+    return [f"{sees}, and in vLLM 0.32 the drafter no more: train it so, with drafter.sliding_window={target_window}"]
 
 
 def unserved(shape: DrafterShape) -> list[str]:

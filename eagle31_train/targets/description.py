@@ -302,10 +302,8 @@ def evaluation_doubt(target: TargetConfig, backend: str) -> str | None:
     types = RECURRENT & layer_types(text_config(read_raw(target)))
     if backend == "vllm" or not types:
         return None
-    return (
-        f"the target has layers of type {', '.join(sorted(types))}, with which stage 4 cannot decode: "
-        "set evaluate.backend=vllm, which measures it as it is served"
-    )
+    layers = f"layers of type {', '.join(sorted(types))}"
+    return f"the target has {layers}, with which stage 4 cannot decode: set evaluate.backend=vllm"
 
 
 def class_without_eagle3(target: TargetConfig) -> str | None:
