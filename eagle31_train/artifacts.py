@@ -80,9 +80,8 @@ def forget_pages(path: Path) -> None:
 
 
 def commit(temporary: Path, final: Path) -> None:
-    """Give a finished file or folder its name, and make it survive a power cut. A file replaces its predecessor
-    atomically. A folder's predecessor is set aside as `.NAME.old` meanwhile: a kill at any instant leaves one of them
-    whole."""
+    """Give a finished file or folder its name, and make it survive a power cut. A folder's predecessor is set aside as
+    `.NAME.old` meanwhile: a kill at any instant leaves one of them whole."""
     for path in [temporary, *temporary.rglob("*")] if temporary.is_dir() else [temporary]:
         fsync_path(path)
     aside = final.with_name(f".{final.name}.old")
@@ -96,8 +95,7 @@ def commit(temporary: Path, final: Path) -> None:
 
 @contextmanager
 def building(folder: Path) -> Iterator[Path]:
-    """An empty folder that replaces `folder` when the block ends, and is removed if it fails. What a killed run left of
-    one is removed first."""
+    """An empty folder that replaces `folder` when the block ends, and is removed if it fails."""
     folder = _linked(folder)
     temporary = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -184,8 +182,7 @@ def first_damaged(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> str |
 
 
 def discard(folder: Path) -> None:
-    """Remove a folder of ours: first its name, at once, then its files. A kill leaves no half of it behind. One that a
-    link leads to is emptied."""
+    """Remove a folder of ours: first its name, at once, then its files. One that a link leads to is emptied."""
     link, folder = folder, _linked(folder)
     aside = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(aside, ignore_errors=True)

@@ -48,8 +48,7 @@ def canonical_name(name: str) -> str:
 
 
 def sglang_problems(shape: DrafterShape, target_type: str, target_layers: int) -> list[str]:
-    """What SGLang 0.5.23 would leave out or read otherwise, most of it in silence, one line each, of a drafter for a
-    target of this model_type and so many layers."""
+    """What SGLang 0.5.23 would leave out or read otherwise, most of it in silence, one line each."""
     first, last = min(shape.aux_layers), max(shape.aux_layers)
     lacking = ["qk_norm", "norm_before_residual", "attention_bias", "mlp_bias", "sliding_window", "parallel"]
     problems = [f"it has no drafters with {name}" for name in lacking if getattr(shape, name)]
@@ -150,8 +149,7 @@ def drafter_shape(
     d: DrafterConfig, hidden_size: int, vocab_size: int, draft_vocab_size: int, aux_layers: list[int]
 ) -> DrafterShape:
     """The drafter's architecture: the options `d`, with all that the target decides (`targets.derive.complete`), joined
-    with H, V and the auxiliary layers (inputs of layer i, in the order of their states) of the target. UserError for
-    options that make no drafter, or one that vLLM could not serve."""
+    with the target's H, V and auxiliary layers (inputs of layer i). UserError for what vLLM could not serve."""
     for field in fields(d):
         check_value(f"drafter.{field.name}", getattr(d, field.name), field.metadata)
     if missing := [name for name in REQUIRED if getattr(d, name) is None]:
@@ -210,8 +208,7 @@ def caveats(shape: DrafterShape, target_positions: int | None = None, target_win
 
 
 def window_caveat(shape: DrafterShape, target_window: int | None, target_positions: int | None) -> list[str]:
-    """What is to know of a target all of whose layers have a sliding window; a sentence, or none: a window of the
-    drafter's own takes its place."""
+    """What is to know of a target all of whose layers have a sliding window; none if the drafter has its own."""
     everywhere = target_window is None or (target_positions is not None and target_window >= target_positions)
     if everywhere or shape.sliding_window is not None:
         return []

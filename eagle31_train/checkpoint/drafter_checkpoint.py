@@ -256,7 +256,6 @@ def split_name(where: str) -> tuple[str, str | None]:
 
 
 def refuse_other_data(inputs: dict[str, Any], data: dict[str, Any], folder: Path) -> None:
-    """UserError for data (a manifest of stage 1, in `folder`) other than that of a training with these inputs, which
-    may have seen its held-out prompts."""
+    """UserError for other data (stage 1's manifest, in `folder`): the training may have seen its held-out prompts."""
     if data["dataset_fingerprint"] != inputs.get("data"):
         raise UserError(f"{folder} is not the data that the drafter was trained on: give that one, or train again")

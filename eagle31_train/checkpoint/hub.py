@@ -17,8 +17,7 @@ PICTURES = ["images/acceptance/*", "images/serving/*", "images/comparison-*"]
 
 
 def fetch(repo: str, revision: str | None) -> Path:
-    """The folder of a repository, from the hub or the hub's cache; its name is the commit. A UserError if it is in
-    neither."""
+    """The folder of a repository, from the hub or its cache, else a UserError; the folder's name is the commit."""
     try:
         return Path(snapshot_download(repo, revision=revision, allow_patterns=WANTED))
     except ERRORS as error:
@@ -27,8 +26,7 @@ def fetch(repo: str, revision: str | None) -> Path:
 
 
 def check(config: Config) -> None:
-    """A UserError for a push=true that cannot be, or whose upload nobody could serve: known before hours of work, and
-    not after them."""
+    """A UserError, before hours of work, for a push=true that cannot be, or whose upload nobody could serve."""
     repo = config.repo
     if not config.push:
         return

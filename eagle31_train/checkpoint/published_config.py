@@ -199,8 +199,7 @@ def mask_token_id(config: Fields) -> int | None:
 
 
 def check_served(config: Fields) -> None:
-    """UserError for what vLLM 0.32 could not load: of a Llama or MLA draft it does not count the layer ids at the top
-    level, and builds fc for 3 states."""
+    """UserError for a Llama or MLA draft that vLLM 0.32 cannot load: it does not count layer ids at the top level."""
     _check_types(config)
     layer, flags, _ = _flatten(config)
     ids, inner = flags.get(LAYER_IDS), (flags.get("eagle_config") or {}).get(LAYER_IDS)
@@ -268,8 +267,7 @@ def _refuse_unsupported(layer: Fields, flags: Fields, kind: str) -> None:
 
 
 def _sliding_window(layer: Fields, kind: str, plain: bool) -> int | None:
-    """The window of every layer, as vLLM finds it. `plain`: not in the format of speculators, so that transformers'
-    Qwen3Config has gone over it."""
+    """The window of every layer, as vLLM finds it. `plain`: transformers' Qwen3Config has gone over the fields."""
     count, window, kinds = layer.get("num_hidden_layers", 1), layer.get("sliding_window"), layer.get("layer_types")
     of_qwen3 = plain and kind == "qwen3"
     if of_qwen3 and not layer.get("use_sliding_window", False):
@@ -291,9 +289,8 @@ def _sliding_window(layer: Fields, kind: str, plain: bool) -> int | None:
 def _aux_layers(
     config: Fields, flags: Fields, target_layers: Callable[[], int] | None, counted: str | None
 ) -> list[int]:
-    """The layer ids as inputs of layers, or vLLM's default. vLLM takes those at the top level, then those in
-    eagle_config, for inputs. But in eagle_config SGLang, SpecForge and ModelOpt have outputs, and TorchSpec has them
-    anywhere."""
+    """The layer ids as inputs of layers, or vLLM's default. vLLM takes those at the top level, then in eagle_config,
+    for inputs. But in eagle_config SGLang, SpecForge and ModelOpt have outputs, and TorchSpec has them anywhere."""
     eagle = flags.get("eagle_config") or {}
     top, inner = flags.get(LAYER_IDS), eagle.get(LAYER_IDS) or eagle.get("layer_ids")
     if ids := (inner or top if counted == "outputs" else top or inner):

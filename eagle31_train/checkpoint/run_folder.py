@@ -45,8 +45,7 @@ def name_of(step: int) -> str:
 
 
 def identity(manifest: dict[str, Any]) -> str:
-    """What tells two trainings apart, given training's manifest: also two of the same inputs, which its fingerprint
-    does not."""
+    """What tells two trainings apart, by their manifests: also two of the same inputs."""
     return artifacts.fingerprint([manifest["fingerprint"], manifest.get("files", {})])
 
 
@@ -63,8 +62,7 @@ def read_shape(checkpoint: Path) -> DrafterShape:
 
 
 def sealed_manifest(checkpoint: Path) -> dict[str, Any]:
-    """A checkpoint's own manifest: step, fingerprint of the run, size and checksum of each file. A UserError if it is
-    damaged."""
+    """A checkpoint's own manifest, or a UserError: step, fingerprint of the run, size and checksum of each file."""
     file = checkpoint / artifacts.MANIFEST
     try:
         try:
@@ -97,8 +95,7 @@ def option(train: Path, name: str) -> Any:
 
 def find_vocab(train: Path, inputs: dict[str, Any], shape: DrafterShape, data_folder: Path | None) -> DraftVocab:
     """What the rows of lm_head mean: the file is known by its hash, and may lie in `data_folder`, beside train/, or
-    where the run's options say. UserError if it is in none: another one of the same size would change the rows in
-    silence."""
+    where the run's options say; else a UserError, as another one of the same size would change the rows in silence."""
     V = shape.vocab_size
     if shape.draft_vocab_size == V:
         return DraftVocab(np.arange(V, dtype=np.int64), V)

@@ -52,8 +52,7 @@ def windowed(checkpoint: DrafterCheckpoint, window: int) -> DrafterCheckpoint:
 
 
 def pruned(checkpoint: DrafterCheckpoint, size: int, data: Path) -> DrafterCheckpoint:
-    """The drafter with the `size` of its draft tokens that the assistant wrote most in the training data, as in stage
-    1; tokens that end an answer are always kept."""
+    """The drafter with the `size` draft tokens most written by the assistant in training; ends of answers stay."""
     manifest = artifacts.read_json(data / artifacts.MANIFEST, "eagle31 data")
     checkpoint.check_data(manifest, data)
     before = checkpoint.vocab

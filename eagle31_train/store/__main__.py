@@ -48,9 +48,8 @@ def inspect(storage: Storage) -> tuple[Head, list[Problem]]:
 
 
 def check(storage: Storage, checked: Counter[str]) -> Iterator[Problem]:
-    """Everything that is wrong with a store, complete or begun; UserError if there is none. On the way `checked` counts
-    the shards, tokens and bytes that are whole; shards that are coming; those consumed; and `complete` where the store
-    is."""
+    """Everything that is wrong with a store, complete or begun; UserError if there is none. `checked` counts the
+    shards, tokens and bytes that are whole; shards that are coming; those consumed; `complete` where the store is."""
     head, problems = inspect(storage)
     yield from problems
     if head.plan is None or head.provenance is None:

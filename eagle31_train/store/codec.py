@@ -117,8 +117,7 @@ class Encoded:
 
 
 def encode(states: Tensor, codec: str) -> Encoded:
-    """States [N, ..., W] of one document, of any float dtype, encoded on their device; UserError if one is not finite
-    in bf16."""
+    """States [N, ..., W] of one document, of any float dtype, encoded; UserError if one is not finite in bf16."""
     encoded, finite = encode_unchecked(states, codec)
     if not finite:
         raise UserError(NOT_FINITE)

@@ -10,8 +10,7 @@ from eagle31_train.transfers import to_device
 
 
 def supervised_positions(loss_mask: Tensor) -> Tensor:
-    """[M] int64, ascending: positions whose next token is the assistant's by loss_mask [T] bool, with a position before
-    for a slot."""
+    """[M] int64, ascending: positions but the first whose next token is the assistant's, by loss_mask [T] bool."""
     return loss_mask[2:].nonzero()[:, 0] + 1
 
 

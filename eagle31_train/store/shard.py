@@ -29,8 +29,7 @@ NONE = torch.empty(0, 0)
 
 
 def write_shard(path: Path, documents: Sequence[Document], shape: Shape) -> None:
-    """Write samples into a file; states (of any float dtype) that are not encoded yet are. UserError if one cannot
-    be."""
+    """Write samples into a file; states of any float dtype are encoded. UserError if one cannot be."""
     aux = [encoded(document.attended_states, shape.aux_codec) for document in documents]
     last = [encoded(document.supervised_states, shape.last_codec) for document in documents]
     tensors = {

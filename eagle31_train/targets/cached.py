@@ -41,13 +41,11 @@ class CachedTarget(HiddenStateTarget):
 
     @cached_property
     def _cache_argument(self) -> str:
-        """What the forward pass calls its cache: another name since transformers 5.24, which a model that still has the
-        old one does not know, and the others may one day ignore."""
+        """What the forward pass calls its cache: another name since transformers 5.24, but in code of older models."""
         return "cache" if "cache" in inspect.signature(self.model.forward).parameters else "past_key_values"
 
     def reset(self, rows: int = 1) -> None:
-        """Forget everything; `rows` sequences come. UserError for more than one of a target that decodes alone, or
-        cannot forget."""
+        """Forget everything; `rows` sequences come. UserError for a target that decodes alone, or cannot forget."""
         if states := layer_types(self.model.config.get_text_config()) & RECURRENT:
             kinds = ", ".join(sorted(states))
             raise UserError(f"layers of type {kinds} cannot forget rejected tokens: set evaluate.backend=vllm")

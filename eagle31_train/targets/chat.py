@@ -84,8 +84,7 @@ class ChatTemplate:
         template: str | None = None,
     ) -> str:
         """The conversation as text, as servers render it, with the arguments of tool calls as objects (`verbatim`:
-        those of the last message as they are), or in another family's `template`; Refused where the template does not
-        accept it."""
+        those of the last message as they are), or in another `template`; Refused where that does not accept it."""
         if not messages:  # what a conversation that begins with an answer has before it
             raise Refused("no turn before the answer")
         try:

@@ -14,9 +14,8 @@ CONTRADICTIONS = {*REQUIRED, "num_key_value_heads", "head_dim", "rope_scaling"} 
 
 
 def complete(config: Config, described: Mapping[str, Any] | None, begun: Mapping[str, Any] | None = None) -> Config:
-    """The configuration with a drafter of which nothing is left open that its target decides. described: the target as
-    stage 1's manifest has it; else its config.json is read, if it must be. begun: the options of a drafter that
-    training goes on with."""
+    """The configuration with a drafter of which nothing is left open that its target decides, `described` as stage 1's
+    manifest has it, else by its config.json. begun: the options of a drafter that training goes on with."""
     options = config.drafter
     if begun is not None:
         values = {name: value for name, value in begun.items() if getattr(options, name, 0) is None}
@@ -44,8 +43,7 @@ def planned_drafter(config: Config, target: TargetDescription, draft_vocab_size:
 
 def derive(options: DrafterConfig, target: TargetDescription) -> tuple[DrafterConfig, list[str]]:
     """The options with nothing left open that the target decides, and of each such option a row for people: its value
-    and where that is from. Given values stay.
-    Heads that are given alone have as many keys, and share `hidden_size` among them."""
+    and where that is from. Given values stay; heads given alone have as many keys, and share `hidden_size`."""
     mla = options.architecture == "mla"
     names = list(REQUIRED)
     if options.num_attention_heads is None and not mla:

@@ -277,8 +277,7 @@ def kinds(raw: dict[str, Any]) -> list[str]:
 
 
 def layer_types(text: Any) -> set[str]:
-    """The types of its layers by transformers' configuration, whose older releases have their names elsewhere for a
-    Mamba; none where there is but one."""
+    """The types of its layers by transformers' configuration, of any release; none where there is but one."""
     return set(getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ())
 
 

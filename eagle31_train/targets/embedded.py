@@ -123,8 +123,7 @@ def command(make: Callable[[Path], Any], out: Path, description: str, argv: list
 
 def make_folder(out: Path, identity: str, recipe: dict[str, Any], fill: Callable[[Path], dict[str, Any]]) -> Path:
     """Make a target's folder; do nothing where it is there, whole and by the same recipe; UserError for anything else.
-    identity: the key of `recipe` whose value marks a folder as this target's, which may be replaced. fill: writes the
-    files into a folder, and returns further inputs."""
+    identity: the key of `recipe` that marks a folder as this target's. fill: writes files, returns further inputs."""
     # The real path first: `a/..` would mean another folder once `a` exists, and what `out` holds is replaced.
     out = out.resolve()
     manifest: dict[str, Any] = {}

@@ -281,8 +281,7 @@ def run_shard(
 
 
 def top1_of(readout: Readout, last: Tensor, loss_mask: Tensor) -> Tensor:
-    """[T] int64 on the device of `last`: arg-max of the target's distribution where the next token is the assistant's,
-    else -1."""
+    """[T] int64 on the device of `last`: the target's arg-max where the next token is the assistant's, else -1."""
     where = to_device(loss_mask[1:].nonzero()[:, 0], last.device)
     top1 = torch.full((len(last),), -1, dtype=torch.int64, device=last.device)
     for rows in where.split(LOGIT_ROWS):

@@ -51,9 +51,8 @@ class StatesWriter:
         self._pending: deque[Future[None]] = deque()
 
     def add(self, layers: Sequence[Tensor], tokens: Tensor, pieces: Sequence[Piece]) -> None:
-        """Take one step: L states [≥ n, H] and the tokens [≥ n] that the model was given, row by row, which may be
-        written over on the current stream afterwards. RuntimeError if earlier states cannot be written, or positions
-        were left out."""
+        """Take one step: L states [≥ n, H] and the tokens [≥ n] of the rows, which may be written over on the current
+        stream afterwards. RuntimeError if earlier states cannot be written, or positions were left out."""
         count = sum(piece.count for piece in pieces)
         cuda = layers[0].is_cuda
         states = torch.empty((len(layers), count, layers[0].shape[1]), dtype=layers[0].dtype, pin_memory=cuda)

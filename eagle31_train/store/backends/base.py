@@ -20,8 +20,7 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT})  # this machine's disk, or a quot
 
 class Storage(ABC):
     """Named files under one address. Names are relative and use `/`: "shards/train-00000.json". Every method raises
-    UserError for what the user can mend: no permission, credentials or bucket, a full disk, a host that cannot be
-    reached."""
+    UserError for what the user can mend: permissions, credentials, a full disk, a host that cannot be reached."""
 
     location: str  # as the user wrote it, for messages
     remote: bool

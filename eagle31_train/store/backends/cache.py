@@ -126,8 +126,7 @@ class CachedStorage(Storage):
     # ---------------------------------------------------------------- the bound
 
     def _make_room(self, path: Path, size: int) -> bool:
-        """Remove what was not used for longest until a file fits, if it is wanted and can fit now; UserError if it
-        never will."""
+        """Remove what was not used for longest until a file fits; False if it cannot now, UserError if never."""
         files, parts, building = self._scan()
         path.parent.mkdir(parents=True, exist_ok=True)
         if path in parts or _holds(path, size):

@@ -161,8 +161,7 @@ def describe(error: BaseException) -> str:
 
 
 def unreachable(error: BaseException | None) -> bool:
-    """Whether no host has this name, nothing listens there, or nobody here knows credentials: by what a library's
-    exception comes from."""
+    """Whether an exception comes from a host's unknown name, or its refusal, or a lack of credentials."""
     while error is not None:
         unknown = isinstance(error, socket.gaierror) and error.errno != socket.EAI_AGAIN
         if unknown or isinstance(error, ConnectionRefusedError) or type(error).__name__ == "NoCredentialsError":
