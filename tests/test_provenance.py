@@ -98,9 +98,6 @@ def test_inputs_of_training_are_what_steers_its_weights():
     assert choosing == {**steps, "dtype": "float32", "draft_tokens": 3}
 
 
-# ---------------------------------------------------------------- describe_change, fingerprint
-
-
 # ---------------------------------------------------------------- written whole
 
 
