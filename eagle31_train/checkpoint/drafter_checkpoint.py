@@ -216,21 +216,17 @@ class DrafterCheckpoint:
             weights = artifacts.weights_fingerprint(target.path)
             same = (trained_for["weights"], trained_for["revision"]) == (weights, target.revision)
         if not same:
-            raise UserError(
-                f"{self.where} was trained for another {trained_for['name']} than target.path={target.path}: give the "
-                "target of training, or another run"
-            )
+            other = f"another {trained_for['name']} than target.path={target.path}"
+            raise UserError(f"{self.where} was trained for {other}: give the target of training, or another run")
 
     def check_fits(self, target: LoadedTarget) -> None:
         """UserError for a target of another size than the drafter's."""
         rows, width = target.embedding.weight.shape
         shape = self.shape
         if shape.target_hidden_size != width or shape.vocab_size > rows or max(shape.aux_layers) > target.depth:
-            raise UserError(
-                f"{self.where} was made for a target of hidden size {shape.target_hidden_size}, {shape.vocab_size} "
-                f"tokens and at least {max(shape.aux_layers)} layers; target.path has {width}, {rows} and "
-                f"{target.depth}: give its own target"
-            )
+            wants = f"hidden size {shape.target_hidden_size}, {shape.vocab_size} tokens, {max(shape.aux_layers)} layers"
+            has = f"{width}, {rows} and {target.depth}"
+            raise UserError(f"{self.where} was made for a target of {wants}, not {has}: give its own target")
 
     # ---------------------------------------------------------------- in memory
 
