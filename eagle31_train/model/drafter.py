@@ -30,7 +30,7 @@ from eagle31_train.config import DrafterShape
 from eagle31_train.model.attention import unrolled_attention
 from eagle31_train.model.batch import Batch
 from eagle31_train.model.context_parallel import DealHeads, Exchange, GatherRows, deals_heads
-from eagle31_train.model.layer import Layer, MidLayer, Project, applied_to
+from eagle31_train.model.layer import Layer, Project, applied_to
 from eagle31_train.model.linear import Linear, compute_dtype, linear
 from eagle31_train.model.norm import RMSNorm
 from eagle31_train.model.packing import Layout
@@ -68,7 +68,7 @@ class Drafter(nn.Module):
         self.fc = Linear(A * H, D)
         self.fc_norm = nn.ModuleList(RMSNorm(H, eps) for _ in range(A)) if shape.fc_norm else None
         self.input_norm = RMSNorm(A * H, eps) if shape.norm_before_fc else None
-        self.midlayer = MidLayer(shape)
+        self.midlayer = Layer(shape, first=True)
         self.layers = nn.ModuleDict({str(i): Layer(shape) for i in range(1, shape.num_layers)})
         self.norm = RMSNorm(D, eps)
         self.lm_head = Linear(D, shape.draft_vocab_size)
@@ -249,7 +249,7 @@ class TokenHalf:
         all_queries: project queries of all tokens, not only of those that slots read: there are layers above.
     """
 
-    def __init__(self, layer: MidLayer, embedded: Tensor, read: Tensor, all_queries: bool = False) -> None:
+    def __init__(self, layer: Layer, embedded: Tensor, read: Tensor, all_queries: bool = False) -> None:
         attention, D = layer.self_attn, embedded.shape[-1]
         e = layer.input_layernorm(embedded)
         dtype = compute_dtype(e)

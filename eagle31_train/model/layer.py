@@ -31,8 +31,11 @@ def applied_to(x: Tensor) -> Project:
 class GroupedQueryAttention(nn.Module):
     """Projections of one layer's attention, as in Llama; `inputs`: I. Who attends to whom: `attention.py`.
 
-    The caller works a projection out: training computes the embedding's half of the first layer's input once for all
-    steps.
+    The caller works a projection of the input out: training computes the embedding's half of the first layer's once for
+    all steps.
+
+    Attributes:
+        query_inputs, key_inputs: the projections of the input that queries need, and that keys and values need.
     """
 
     def __init__(self, shape: DrafterShape, inputs: int) -> None:
@@ -45,19 +48,10 @@ class GroupedQueryAttention(nn.Module):
         self.o_proj = Linear(self.heads * self.width, D, bias and not shape.qk_norm)  # as in vLLM's Qwen3
         self.q_norm = RMSNorm(self.width, shape.rms_norm_eps) if shape.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(self.width, shape.rms_norm_eps) if shape.qk_norm else nn.Identity()
+        self.query_inputs, self.key_inputs = [self.q_proj], [self.k_proj, self.v_proj]
         self.rope = Rope(shape)
         self.scale = self.width**-0.5
         self.window = shape.sliding_window
-
-    @property
-    def query_inputs(self) -> list[Linear]:
-        """The projections of the attention's input that queries need."""
-        return [self.q_proj]
-
-    @property
-    def key_inputs(self) -> list[Linear]:
-        """Those that keys and values need."""
-        return [self.k_proj, self.v_proj]
 
     def queries(self, project: Project, positions: Tensor) -> Tensor:
         """Positions [n] → q [n, h, d], normed with `qk_norm`, and rotated."""
@@ -67,10 +61,6 @@ class GroupedQueryAttention(nn.Module):
         """Positions [n] → k [n, g, d], normed with `qk_norm`, and rotated; and v [n, g, d]."""
         k = self.rope(self.k_norm(project(self.k_proj).unflatten(-1, (self.groups, self.width))), positions)
         return k, project(self.v_proj).unflatten(-1, (self.groups, self.width))
-
-    def output(self, o: Tensor) -> Tensor:
-        """o [n, h, d] → [n, D]."""
-        return self.o_proj(o.flatten(-2))
 
 
 class LatentAttention(nn.Module):
@@ -92,6 +82,7 @@ class LatentAttention(nn.Module):
         latent, nope, rope, value = mla_widths(shape)
         self.heads = shape.num_attention_heads
         self.query_parts, self.latent_parts, self.head_parts = [nope, rope], [latent, rope], [nope, value]
+        self.low_rank = rank is not None
         if rank is None:
             self.q_proj = Linear(inputs, self.heads * (nope + rope))
         else:
@@ -102,23 +93,15 @@ class LatentAttention(nn.Module):
         self.kv_a_layernorm = RMSNorm(latent, eps)
         self.kv_b_proj = Linear(latent, self.heads * (nope + value))
         self.o_proj = Linear(self.heads * value, D)
+        self.query_inputs = [self.q_a_proj if self.low_rank else self.q_proj]
+        self.key_inputs = [self.kv_a_proj_with_mqa]
         self.rope = Rope(shape)
-        self.low_rank = rank is not None
         self.window = None
         self.scale = (nope + rope) ** -0.5 * self.rope.softmax_factor
 
-    @property
-    def query_inputs(self) -> list[Linear]:
-        return [self.q_a_proj if self.low_rank else self.q_proj]
-
-    @property
-    def key_inputs(self) -> list[Linear]:
-        return [self.kv_a_proj_with_mqa]
-
     def queries(self, project: Project, positions: Tensor) -> Tensor:
         """Positions [n] → q [n, h, d], its second part rotated."""
-        (projection,) = self.query_inputs
-        rows = project(projection)
+        rows = project(self.query_inputs[0])
         if self.low_rank:
             rows = self.q_b_proj(self.q_a_layernorm(rows))
         still, turning = rows.unflatten(-1, (self.heads, -1)).split(self.query_parts, -1)
@@ -132,13 +115,6 @@ class LatentAttention(nn.Module):
         shared = self.rope(turning[:, None], positions).expand(-1, self.heads, -1)
         # v is copied so that what is kept for the gradient is v, and not the keys' part beside it, too.
         return torch.cat([still, shared], -1), v.contiguous()
-
-    def output(self, o: Tensor) -> Tensor:
-        return self.o_proj(o.flatten(-2))
-
-
-Attention = GroupedQueryAttention | LatentAttention
-ATTENTIONS: dict[str, type[Attention]] = {"llama": GroupedQueryAttention, "mla": LatentAttention}
 
 
 class Mlp(nn.Module):
@@ -160,8 +136,7 @@ class Mlp(nn.Module):
 
 
 def silu_times(gate: Tensor, up: Tensor, fused: bool = False) -> Tensor:
-    out: Tensor = _SiluTimes.apply(gate, up, fused)
-    return out
+    return _SiluTimes.apply(gate, up, fused)
 
 
 class _SiluTimes(torch.autograd.Function):
@@ -182,57 +157,38 @@ class _SiluTimes(torch.autograd.Function):
 
 
 class Layer(nn.Module):
-    """A layer above the first: as a Llama's. Split where training and decoding differ: around the attention."""
+    """A Llama's layer, split where training and decoding differ: around the attention. The `first`, in most drafters
+    the only one, reads a token's embedding beside the state."""
 
-    reads_tokens = False
-
-    def __init__(self, shape: DrafterShape) -> None:
+    def __init__(self, shape: DrafterShape, first: bool = False) -> None:
         super().__init__()
         D, eps = shape.hidden_size, shape.rms_norm_eps
+        self.first, self.normed_residual = first, first and shape.norm_before_residual
         self.input_layernorm = RMSNorm(D, eps)
-        if self.reads_tokens:
+        if first:
             self.hidden_norm = RMSNorm(D, eps)
-        self.self_attn: Attention = ATTENTIONS[shape.architecture](shape, D * (1 + self.reads_tokens))
+        attention = LatentAttention if shape.architecture == "mla" else GroupedQueryAttention
+        self.self_attn: GroupedQueryAttention | LatentAttention = attention(shape, D * (1 + first))
         self.post_attention_layernorm = RMSNorm(D, eps)
         self.mlp = Mlp(shape)
 
     @property
     def state_norm(self) -> RMSNorm:
         """The norm of a state, before attention reads it."""
-        return self.input_layernorm
-
-    def residual(self, g: Tensor, normed: Tensor) -> Tensor:  # noqa: ARG002 (the first layer's)
-        """What attention's output is added to, of a state and its norm, [n, D] each."""
-        return g
-
-    def attention_input(self, e: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG002 (the first layer's)
-        """State g [n, D] of the layer below → the attention's input and the residual, [n, D] each; no embedding."""
-        return self.state_norm(g), g
-
-    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        """Residual [n, D] and attention output [n, h, d] → h_k [n, D], before the final norm."""
-        u = residual + self.self_attn.output(attended)
-        with recomputed(self.post_attention_layernorm, u) as normed:
-            return u + self.mlp(normed)
-
-
-class MidLayer(Layer):
-    """The first layer, in most drafters the only one: it reads a token's embedding beside the state."""
-
-    reads_tokens = True
-
-    def __init__(self, shape: DrafterShape) -> None:
-        super().__init__(shape)
-        self.norm_before_residual = shape.norm_before_residual
-
-    @property
-    def state_norm(self) -> RMSNorm:
-        return self.hidden_norm
+        return self.hidden_norm if self.first else self.input_layernorm
 
     def residual(self, g: Tensor, normed: Tensor) -> Tensor:
-        return normed if self.norm_before_residual else g
+        """What attention's output is added to, of a state and its norm, [n, D] each."""
+        return normed if self.normed_residual else g
 
     def attention_input(self, e: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        """Embedding e [n, D] and state g [n, D] → the attention's input [n, 2D] and the residual [n, D]."""
+        """Embedding e, for the first layer, and state g, [n, D] each: attention's input [n, I], residual [n, D]."""
         normed = self.state_norm(g)
-        return torch.cat([self.input_layernorm(e), normed], dim=-1), self.residual(g, normed)
+        x = torch.cat([self.input_layernorm(e), normed], dim=-1) if self.first else normed
+        return x, self.residual(g, normed)
+
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """Residual [n, D] and attention output [n, h, dv] → h_k [n, D], before the final norm."""
+        u = residual + self.self_attn.o_proj(attended.flatten(-2))
+        with recomputed(self.post_attention_layernorm, u) as normed:
+            return u + self.mlp(normed)

@@ -222,7 +222,7 @@ def assert_caught(objective, documents, theirs, **options):
 
 @instead_of(drafter.AttendingLayer, "keep_own")
 def own_keys_in_the_first_layer_alone(right, self, key, value):
-    if isinstance(self._layer, layer.MidLayer):
+    if self._layer.first:
         right(self, key, value)
 
 
@@ -236,7 +236,7 @@ def upper_layers_read_the_slots_state_of_step_0(monkeypatch):
 
     @replaced(monkeypatch, drafter.AttendingLayer, "keep_context")
     def wrong(right, self, states, read, positions):
-        wrong.first = states if isinstance(self._layer, layer.MidLayer) else wrong.first
+        wrong.first = states if self._layer.first else wrong.first
         right(self, wrong.first, read, positions)
 
 
