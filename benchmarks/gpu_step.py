@@ -211,14 +211,15 @@ def measure(packed: Packed, variant: Variant, device: str, repeats: int) -> dict
         trainer.close()
     seconds = statistics.median(all_seconds)
     parts = training_flops(packed.drafter, count_work([mask.numpy() for mask in masks], unroll))
+    tokens, assistant = sum(map(len, masks)), int(sum(mask.sum() for mask in masks))
     return {
-        "tokens": batch.tokens,
-        "assistant_tokens": batch.assistant_tokens,
+        "tokens": tokens,
+        "assistant_tokens": assistant,
         "slots": len(batch.layout.slots),
         "seconds": seconds,
         "all_seconds": all_seconds,
-        "tokens_per_second": batch.tokens / seconds,
-        "assistant_tokens_per_second": batch.assistant_tokens / seconds,
+        "tokens_per_second": tokens / seconds,
+        "assistant_tokens_per_second": assistant / seconds,
         "memory": memory,
         "flops": parts,
         "flops_per_second": sum(parts.values()) / seconds,

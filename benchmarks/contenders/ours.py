@@ -62,9 +62,9 @@ class Ours:
 
     def logits(self) -> Tensor:
         """[K, T, Vd]; NaN where there is no slot, or no token to read."""
-        drafter, slots, T = self.objective.drafter, self.batch.layout.slots, self.batch.tokens
+        drafter, slots, T = self.objective.drafter, self.batch.layout.slots, len(self.batch.ids)
         with torch.no_grad():
-            found = drafter.lm_head(drafter(self.batch).z)
+            found = drafter.lm_head(drafter(self.batch)[0])
         logits = found.new_full((len(found), T, found.shape[-1]), float("nan"))
         for k, step in enumerate(found):
             reads = slots + 1 + k < T

@@ -87,8 +87,6 @@ class Batch:
     eligible_prefix: Tensor  # [K] int64: slots eligible at every step 0..k
     population: Tensor  # [K] int64: trained pairs of all slots, in the subset or not: this batch's part of N_k
     scale: float  # multiplies the weight of every pair: 1 without a subset
-    tokens: int  # of the documents
-    assistant_tokens: int  # of these, those that the assistant wrote
     shared: Shared | None = None  # context parallelism: where other ranks have parts, too
 
     @property
@@ -117,113 +115,73 @@ def build_batch(
 
     Args:
         documents: at least one; none sees another's tokens.
-        ttt_length: K, steps per slot.
+        ttt_length: K. oov: "mask" or "keep".
         keep_mask: [V] bool, `t2d`: which target tokens the draft vocabulary holds.
-        oov: "mask" or "keep".
         subset: the slots to train and count; None for all.
         part: this rank's index among the ranks that share the documents, and their number (`context_parallel.py`).
     """
-    K, lengths = ttt_length, [len(document) for document in documents]
-    pairs = zip(*(_pairs(document, K, keep_mask, oov) for document in documents), strict=True)
-    all_eligible, all_trained = (torch.cat(some) for some in pairs)
-    edges = torch.tensor([0, *lengths]).cumsum(0)
+    pairs = zip(*(_pairs(document, ttt_length, keep_mask, oov) for document in documents), strict=True)
+    eligible, trained = (torch.cat(some) for some in pairs)  # [N, K] bool each
+    edges = torch.tensor([0, *map(len, documents)]).cumsum(0)
     owner = torch.arange(len(documents)).repeat_interleave(edges.diff())  # the document of each token
-    counted = all_trained
-    if subset is not None:
-        taken = torch.cat(subset.taken)[:, None]
-        all_eligible, all_trained = all_eligible & taken, all_trained & taken
+    within = torch.arange(len(owner)) - edges[owner]  # its position there
+    taken = True if subset is None else torch.cat(subset.taken)[:, None]
+    counted, eligible, trained = trained, eligible & taken, trained & taken
 
-    slot = all_trained.any(1).nonzero()[:, 0]
-    context_edges, context = _contexts(slot, edges, owner)
-    spans = [span for span in pairwise(context_edges.tolist()) if span[0] < span[1]]
-    here, shared, states = torch.arange(len(context)), None, [slice(size) for size in context_edges.diff().tolist()]
+    slot = trained.any(1).nonzero()[:, 0]
+    sizes = edges.new_zeros(len(documents)).scatter_reduce_(0, owner[slot], within[slot] + 1, "amax")
+    whole = context = (within < sizes[owner]).nonzero()[:, 0]  # of each document the positions up to its last slot
+    spans = [span for span in pairwise([0, *sizes.cumsum(0).tolist()]) if span[0] < span[1]]
+    shared, states = None, [slice(size) for size in sizes.tolist()]
+
+    def among(some: Tensor) -> Layout:
+        return make_layout(spans, torch.searchsorted(whole, some))
 
     index, count = part
     if count > 1:
-        rank = torch.cat([owners(some, count) for some in all_trained.any(1).split(lengths)])
-        shared = Shared(
-            make_places(rank[context], count),
-            make_places(rank[slot], count),
-            make_layout(spans, torch.searchsorted(context, slot)),
-            make_layout(spans, here),
-        )
-        here = (rank[context] == index).nonzero()[:, 0]
-        mine = (rank == index)[:, None]
-        all_eligible, all_trained, counted = all_eligible & mine, all_trained & mine, counted & mine
-        slot, context = all_trained.any(1).nonzero()[:, 0], context[here]
-        states = (context - edges[owner[context]]).split(owner[context].bincount(minlength=len(documents)).tolist())
+        rank = torch.cat([owners(some, count) for some in trained.any(1).split(edges.diff().tolist())])
+        shared = Shared(make_places(rank[context], count), make_places(rank[slot], count), among(slot), among(context))
+        mine = rank == index
+        eligible, trained, counted = (some & mine[:, None] for some in (eligible, trained, counted))
+        slot, context = slot[mine[slot]], context[mine[context]]
+        states = within[context].split(owner[context].bincount(minlength=len(documents)).tolist())
 
     # Steps past the end of a document are not pairs; they read its last token, to keep indices valid.
-    wanted = torch.minimum(slot + 1 + torch.arange(K)[:, None], edges[owner[slot] + 1] - 1)
-    tokens, following, read, reads = _tokens_read(documents, context + 1, wanted, shared is not None)
-    rows, ks, supervised = _by_supervisor(all_trained, slot)
+    wanted = torch.minimum(slot + 1 + torch.arange(ttt_length)[:, None], edges[owner[slot] + 1] - 1)
+    (read, reads), following = wanted.unique(return_inverse=True), context + 1
+    ids = torch.cat([document.tokens for document in documents])
+    if shared is not None:  # without those that other ranks alone read
+        used = torch.cat([following, read]).unique()
+        ids, following, read = ids[used], torch.searchsorted(used, following), torch.searchsorted(used, read)
+
+    rows, steps = trained[slot].nonzero(as_tuple=True)
+    supervised, order = (slot[rows] + 1 + steps).sort(stable=True)
     teachers, pair_teacher = torch.unique_consecutive(supervised, return_inverse=True)
-    with_state = torch.cat([d.supervised + start for d, start in zip(documents, edges.tolist(), strict=False)])
-    teacher_rows = torch.searchsorted(with_state, teachers)  # among the last states that the documents carry
+    held = torch.cat([d.supervised + start for d, start in zip(documents, edges.tolist(), strict=False)])
 
     return Batch(
         aux=concatenate([as_encoded(d.aux)[some] for d, some in zip(documents, states, strict=True)]),
-        ids=tokens,
+        ids=ids,
         following=following,
         read=read,
         reads=reads,
-        positions=context - edges[owner[context]],
+        positions=within[context],
         slot_rows=torch.searchsorted(context, slot),
-        layout=make_layout(spans, slot - edges[owner[slot]] + context_edges[owner[slot]]),
-        everywhere=make_layout(spans, here),
-        teacher=concatenate([as_encoded(d.supervised_states) for d in documents])[teacher_rows],
+        layout=among(slot),
+        everywhere=among(context),
+        teacher=concatenate([as_encoded(d.supervised_states) for d in documents])[torch.searchsorted(held, teachers)],
         top1=torch.cat([d.top1 for d in documents])[teachers],
-        pair_row=ks * len(slot) + rows,
+        pair_row=(steps * len(slot) + rows)[order],
         pair_teacher=pair_teacher,
-        pair_step=ks,
+        pair_step=steps[order],
         chunks=_chunks(pair_teacher, len(teachers)),
-        trained=all_trained.sum(0),
-        eligible=all_eligible.sum(0),
-        eligible_prefix=all_eligible.cumprod(1).sum(0),
+        trained=trained.sum(0),
+        eligible=eligible.sum(0),
+        eligible_prefix=eligible.cumprod(1).sum(0),
         population=counted.sum(0),
         scale=1.0 if subset is None else subset.scale,
-        tokens=sum(lengths),
-        assistant_tokens=int(sum(d.loss_mask.sum() for d in documents)),
         shared=shared,
     )
-
-
-def _tokens_read(
-    documents: Sequence[Document], following: Tensor, wanted: Tensor, some: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Token ids; where in them are those at `following` [C] and, each once, at `wanted` [K, S]; and [K, S] into the
-    latter. some: without ids that are at neither, which other ranks read."""
-    tokens = torch.cat([document.tokens for document in documents])
-    read, reads = wanted.unique(return_inverse=True)
-    if some:
-        used = torch.cat([following, read]).unique()
-        tokens, following, read = tokens[used], torch.searchsorted(used, following), torch.searchsorted(used, read)
-    return tokens, following, read, reads
-
-
-def _contexts(slot: Tensor, edges: Tensor, owner: Tensor) -> tuple[Tensor, Tensor]:
-    """The context of every document: its positions up to its last slot.
-
-    Args:
-        slot: [S] int64, among the tokens of all documents; edges: where each document begins, and the end of the last;
-            owner: the document of each token.
-
-    Returns:
-        Where each document's context begins among the C positions, and C; the positions among the tokens, [C].
-    """
-    counts = torch.zeros(len(edges) - 1, dtype=torch.int64)
-    counts.scatter_reduce_(0, owner[slot], slot - edges[owner[slot]] + 1, "amax")
-    within = torch.cat([torch.arange(count) for count in counts.tolist()])
-    return torch.cat([counts.new_zeros(1), counts.cumsum(0)]), within + edges[:-1].repeat_interleave(counts)
-
-
-def _by_supervisor(trained: Tensor, slot: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The trained pairs (row of `slot`, step, position that supervises it), [P] each, sorted by that position. trained:
-    [N, K] bool, of every token and step; slot: [S] int64."""
-    rows, steps = trained[slot].nonzero(as_tuple=True)
-    supervised = slot[rows] + 1 + steps
-    order = torch.argsort(supervised, stable=True)
-    return rows[order], steps[order], supervised[order]
 
 
 def choose_slots(

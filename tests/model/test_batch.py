@@ -55,7 +55,7 @@ def problems(draw):
 
 def recount(documents, kept, ttt_length, oov, subset):
     """Everything a batch says, in plain Python; positions are packed ones unless said otherwise."""
-    found = SimpleNamespace(contexts=[], slots=[], inputs=[], pairs=set(), assistant_tokens=0)
+    found = SimpleNamespace(contexts=[], slots=[], inputs=[], pairs=set())
     for name in ("trained", "eligible", "eligible_prefix", "population"):
         setattr(found, name, [0] * ttt_length)
     start = 0
@@ -63,7 +63,6 @@ def recount(documents, kept, ttt_length, oov, subset):
         x, mask, top1 = d.tokens.tolist(), d.loss_mask.tolist(), d.top1.tolist()
         T = len(x)
         context = 0
-        found.assistant_tokens += mask.count(True)
         for t in range(T):
             eligible = [k for k in range(ttt_length) if t + 2 + k < T and mask[t + 2 + k]]
             trained = [k for k in eligible if oov == "keep" or kept[top1[t + 1 + k]]]
@@ -100,8 +99,8 @@ def check(packed, documents, wanted, chunk, scale):
     # Tokens are read by where they stand: slots by way of a list of all that any of them reads.
     assert packed.ids[packed.read][packed.reads].T.tolist() == wanted.inputs
     assert packed.read.tolist() == sorted(set(packed.read[packed.reads].flatten().tolist()))
-    N, S = sum(len(d) for d in documents), len(wanted.slots)
-    assert (packed.tokens, packed.assistant_tokens, packed.scale) == (N, wanted.assistant_tokens, scale)
+    S = len(wanted.slots)
+    assert packed.scale == scale
     for name in ("trained", "eligible", "eligible_prefix", "population"):
         assert getattr(packed, name).tolist() == getattr(wanted, name), name
         assert getattr(packed, name).dtype == torch.int64
@@ -229,9 +228,9 @@ MISTAKES = {
     "every token taken for the assistant's": of_document(lambda d: (torch.ones_like(d.loss_mask), d.top1.clamp(min=1))),
     "inputs one step early": of_batch(reads=lambda p: p.reads.roll(1, 0)),
     "inputs of the slot before": of_batch(reads=lambda p: p.reads.roll(1, 1)),
-    "inputs read one place late": of_batch(read=lambda p: (p.read + 1).clamp(max=p.tokens - 1)),
+    "inputs read one place late": of_batch(read=lambda p: (p.read + 1).clamp(max=len(p.ids) - 1)),
     "context inputs of the next document": of_batch(
-        following=lambda p: (torch.arange(len(p.aux)) + 1).clamp(max=p.tokens - 1)
+        following=lambda p: (torch.arange(len(p.aux)) + 1).clamp(max=len(p.ids) - 1)
     ),
     "context inputs not shifted": of_batch(following=lambda p: p.following - 1),
     "positions of the whole batch": of_batch(positions=lambda p: torch.arange(len(p.aux))),
