@@ -165,57 +165,44 @@ class Cache:
         self.layer = layer
         self._window = layer.self_attn.window
         self._sequences, self._capacity = sequences, capacity
-        self._keys: Tensor | None = None  # [B, capacity, g, d], made when the first keys tell its shape
-        self._values: Tensor | None = None  # [B, capacity, g, dv]
+        self._kept: list[Tensor] = []  # keys [B, capacity, g, d] and values [.., dv], made when the first tell how wide
 
     def select(self, rows: list[int]) -> None:
-        self._sequences = len(rows)
-        if self._keys is not None and self._values is not None:
-            self._keys, self._values = self._keys[rows], self._values[rows]
+        self._sequences, self._kept = len(rows), [kept[rows] for kept in self._kept]
 
     def write(self, x: Tensor, rows: Tensor, positions: Tensor) -> None:
         """Keys and values of attention inputs x [n, I], at their positions [n] of their sequences `rows` [n]."""
-        keys, values = self.layer.self_attn.keys_values(applied_to(x), positions)
-        if self._keys is None or self._values is None:
-            # Zeros, since a masked key of garbage may be NaN, which no mask undoes.
-            self._keys = keys.new_zeros(self._sequences, self._capacity, *keys.shape[1:])
-            self._values = values.new_zeros(self._sequences, self._capacity, *values.shape[1:])
-        self._keys[rows, positions], self._values[rows, positions] = keys, values
+        made = self.layer.self_attn.keys_values(applied_to(x), positions)
+        if not self._kept:  # zeros, since a masked key of garbage may be NaN, which no mask undoes
+            self._kept = [one.new_zeros(self._sequences, self._capacity, *one.shape[1:]) for one in made]
+        for kept, one in zip(self._kept, made, strict=True):
+            kept[rows, positions] = one
 
     def attend(self, x: Tensor, positions: Tensor, lengths: Sequence[int]) -> Tensor:
         """Inputs x [B, I], one of every sequence, at its last position, over its lengths[b] rows → [B, h, dv]."""
-        assert self._keys is not None
-        assert self._values is not None
         q = self.layer.self_attn.queries(applied_to(x), positions)
         longest, mask = max(lengths), None
         if min(lengths) < longest or self._window is not None:
             mask = self._seen(positions, longest)[:, None, None]
-        keys, values = self._keys[:, :longest].transpose(1, 2), self._values[:, :longest].transpose(1, 2)
+        keys, values = (kept[:, :longest].transpose(1, 2) for kept in self._kept)
         # All heads of a group share keys, and there is one query: heads can stand where queries do.
         grouped = q.unflatten(1, (keys.shape[1], -1))
-        return F.scaled_dot_product_attention(grouped, keys, values, mask, scale=self.layer.self_attn.scale).flatten(
-            1, 2
-        )
+        out = F.scaled_dot_product_attention(grouped, keys, values, mask, scale=self.layer.self_attn.scale)
+        return out.flatten(1, 2)
 
     def attend_each(self, x: Tensor, positions: Tensor, counts: Sequence[int], ends: Sequence[int]) -> Tensor:
         """Inputs x [n, I] of every sequence's newest positions, counts[b] each, the last of them before ends[b]; all
         see what is before → [n, h, dv]."""
-        assert self._keys is not None
-        assert self._values is not None
-        q = self.layer.self_attn.queries(applied_to(x), positions)
-        outputs = []
+        q, scale, outputs = self.layer.self_attn.queries(applied_to(x), positions), self.layer.self_attn.scale, []
         pieces = zip(q.split(list(counts)), positions.split(list(counts)), ends, strict=True)
         for row, (queries, at, end) in enumerate(pieces):
-            keys, values = (cache[row, :end].transpose(0, 1)[None] for cache in (self._keys, self._values))
+            keys, values = (kept[row, :end].transpose(0, 1)[None] for kept in self._kept)
             if x.is_cuda and (shared := q.shape[1] // keys.shape[1]) > 1:
                 # There no kernel takes both a mask and shared keys, and plain products hold the scores of all heads.
                 keys, values = (each.repeat_interleave(shared, 1) for each in (keys, values))
-            seen = self._seen(at, end)
-            outputs.append(
-                F.scaled_dot_product_attention(
-                    queries.transpose(0, 1)[None], keys, values, seen, scale=self.layer.self_attn.scale, enable_gqa=True
-                )[0].transpose(0, 1)
-            )
+            block, seen = queries.transpose(0, 1)[None], self._seen(at, end)
+            out = F.scaled_dot_product_attention(block, keys, values, seen, scale=scale, enable_gqa=True)
+            outputs.append(out[0].transpose(0, 1))
         return torch.cat(outputs)
 
     def _seen(self, positions: Tensor, end: int) -> Tensor:
