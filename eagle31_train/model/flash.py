@@ -21,22 +21,21 @@ from torch.nn import functional as F
 
 from eagle31_train.config import DrafterShape, mla_widths
 from eagle31_train.model import context_attention
+from eagle31_train.model.attention import unrolled_attention
 from eagle31_train.model.packing import Layout, make_layout
 from eagle31_train.transfers import each_tensor
 
 NAMES = {9: ("FA3", "FA4"), 10: ("FA4",)}  # by the major number of the GPU's compute capability; the first that works
 NEAR = 0.02  # of the norm, by which two kernels in bf16 may differ: twice what each may be off
-WINDOW = 20  # positions before its own that a slot of the trial sees, of a drafter with a window
+WINDOW = 22  # positions that a slot of the trial sees, of a drafter with a window
 
 
 def switch_flash(shape: DrafterShape, device: torch.device) -> str | None:
-    """Switch a drafter's attention on a CUDA device to FlashAttention 3 or 4, if its results agree with torch's own.
+    """Switch a drafter's attention on a CUDA device to FlashAttention 3 or 4, if its results agree with torch's own;
+    which is in use, and why not another, or None if neither supports the device or the shape.
 
     A small random problem with the drafter's heads decides, forward and backward. A kernel that cannot be loaded,
     raises or differs is switched off again, and torch's own stays.
-
-    Returns:
-        The kernel in use, and why not another; None if neither supports the device or the shape.
     """
     restore_flash()
     names = NAMES.get(torch.cuda.get_device_capability(device)[0])
@@ -47,12 +46,12 @@ def switch_flash(shape: DrafterShape, device: torch.device) -> str | None:
         return None
     if not hasattr(attention, "restore_flash_attention_impl"):
         return "torch's own attention (before 2.11 it has no other)"
-    left = None if shape.sliding_window is None else WINDOW
-    right, wrong = _worked_out(*problem, left), []
+    window = None if shape.sliding_window is None else WINDOW
+    right, wrong = _worked_out(*problem, window), []
     for name in names:
         try:
             attention.activate_flash_attention_impl(name)
-            results = _worked_out(*problem, left, right[:2])
+            results = _worked_out(*problem, window)
             errors = [(a.float() - b).norm() / b.float().norm() for a, b in zip(results, right, strict=True)]
             error = torch.stack(errors).max().item()  # not a number if one is none
             if error <= NEAR:
@@ -83,24 +82,14 @@ def _problem(shape: DrafterShape, device: torch.device) -> tuple[Tensor, Tensor,
 
 
 def _worked_out(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dout: Tensor,
-    layout: Layout,
-    scale: float,
-    left: int | None,
-    given: list[Tensor] | None = None,
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, layout: Layout, scale: float, window: int | None
 ) -> list[Tensor]:
-    """Output, log-sum-exp, and gradients of q, k and v, as of one part of a softmax over more keys; a decoded output.
-
-    Args:
-        given: output and log-sum-exp for the gradient; those that come out unless given.
-    """
-    results = context_attention.context_forward(q, k, v, layout, scale, left)
-    out, lse = given or results
-    down = context_attention.context_backward(dout, q, k, v, out, lse + 0.5, layout, scale, left)
-    # The switch is the process', and the decoder that measures acceptance asks for attention so (`decode.py`).
+    """Attention, and the gradients of q, k and v, of a step with own keys: the kernel's softmax is a part of that over
+    more keys. And a decoded output: the switch is the process', and the decoder that measures acceptance asks for
+    attention so (`decode.py`)."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    own_k, own_v = [k[layout.slots]], [v[layout.slots]]
+    out = unrolled_attention(leaves[0], leaves[1], leaves[2], own_k, own_v, layout, scale, window=window)
     keys, values = (x[:200].unflatten(0, (4, 50)).transpose(1, 2) for x in (k, v))
     decoded = F.scaled_dot_product_attention(q[:4].unflatten(1, (k.shape[1], -1)), keys, values, scale=scale)
-    return [*results, *down, decoded]
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout), decoded]
