@@ -52,17 +52,12 @@ def unrolled_attention(
     if window is not None:
         left = window - 1 - len(own_k)  # positions before t that the window still reaches; below 0, not even t
         own_k, own_v = own_k[-window:], own_v[-window:]
-    out: Tensor = _MergedAttention.apply(q, k0, v0, layout, scale, left, fused, *own_k, *own_v)
-    return out
+    return _MergedAttention.apply(q, k0, v0, layout, scale, left, fused, *own_k, *own_v)
 
 
 class _MergedAttention(torch.autograd.Function):
-    """The merge's gradient is that of one softmax over all keys, and so is computed as one.
-
-    With the merged output o and merged log-sum-exp L, every share is exp(score - L) and every score's
-    gradient is share * (do·v - do·o), whichever part the key is in. Handing o and L of the *merge* to
-    the flash backward gives exactly that. (Its own o and L would drop the gradient through L.)
-    """
+    """The merge's gradient is that of one softmax over all keys: the flash backward gives exactly that of output and
+    log-sum-exp of the *merge*, as `context_attention.py` says. (Its own would drop the gradient through the latter.)"""
 
     @staticmethod
     def forward(

@@ -104,8 +104,7 @@ class Exchange:
 
     def keys_values(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """`forth` of keys [C_r, g, d] and values [C_r, g, dv], with a gradient."""
-        exchanged: tuple[Tensor, Tensor] = _Exchanged.apply(keys, values, self)
-        return exchanged
+        return _Exchanged.apply(keys, values, self)
 
 
 class GatherRows(Exchange):

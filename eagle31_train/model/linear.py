@@ -48,12 +48,10 @@ def int8_rows(x: Tensor) -> Tensor:
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """x [..., inputs], weight [outputs, inputs] → x @ weight.T [..., outputs], with its gradient."""
     if spare := spare_rows(count := x.shape[:-1].numel(), x):
-        filled: Tensor = _FilledUp.apply(x.reshape(count, -1), weight, spare)
-        return filled.view(*x.shape[:-1], len(weight))
+        return _FilledUp.apply(x.reshape(count, -1), weight, spare).view(*x.shape[:-1], len(weight))
     if not _asks_onednn(x, weight) or torch.is_autocast_enabled("cpu"):
         return F.linear(x, weight)
-    rows: Tensor = _Linear.apply(x.reshape(-1, x.shape[-1]), weight)
-    return rows.view(*x.shape[:-1], len(weight))
+    return _Linear.apply(x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], len(weight))
 
 
 def soft_capped(logits: Tensor, cap: float | None) -> Tensor:
@@ -101,10 +99,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        dout = grads[0]
-        dx = product(dout, weight.T) if ctx.needs_input_grad[0] else None
-        dweight = product(dout.T, x.T) if ctx.needs_input_grad[1] else None
-        return dx, dweight
+        dx = product(grads[0], weight.T) if ctx.needs_input_grad[0] else None
+        return dx, product(grads[0].T, x.T) if ctx.needs_input_grad[1] else None
 
 
 class _FilledUp(torch.autograd.Function):

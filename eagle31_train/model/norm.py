@@ -25,8 +25,7 @@ class RMSNorm(nn.Module):
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, fused: bool = False) -> Tensor:
     """RMSNorm with an explicit weight; fp64, which no kernel takes, stays fp64, all else is computed in fp32."""
-    out: Tensor = _RmsNorm.apply(x, weight, eps, fused)
-    return out
+    return _RmsNorm.apply(x, weight, eps, fused)
 
 
 class _RmsNorm(torch.autograd.Function):

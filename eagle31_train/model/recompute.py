@@ -6,7 +6,7 @@ between attention and attention, matrix products included: train.activation_chec
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -65,15 +65,13 @@ def _place(x: Tensor) -> tuple[Any, ...]:
 
 def checkpointed(function: Callable, *args: Any) -> Any:
     """function(*args), which keeps nothing but its arguments, and is called again as a whole for the gradient."""
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=_in_both_passes)
-
-
-def _in_both_passes() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return _in_checkpoint(), _in_checkpoint()
+    return checkpoint(
+        function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: (_inside(), _inside())
+    )
 
 
 @contextmanager
-def _in_checkpoint() -> Iterator[None]:
+def _inside() -> Iterator[None]:
     token = _checkpointing.set(True)
     try:
         yield
