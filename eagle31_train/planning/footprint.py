@@ -16,10 +16,10 @@ from itertools import accumulate
 from eagle31_train.checkpoint.contract import weight_shapes
 from eagle31_train.config import DrafterShape
 from eagle31_train.model.context_parallel import deals_heads
+from eagle31_train.model.loss import LOGITS
+from eagle31_train.model.packing import MOST_COPIES
 from eagle31_train.planning.work import Widths, Work, widths
 
-MOST_COPIES = 8.0  # of the keys for attention on a GPU: make_segments of model/packing.py
-LOGITS = (2**28, 2**26)  # loss.LOGITS on a GPU: in one matrix product, and while probabilities are worked out
 FP32 = 4
 GROUP = 1_000_000_000  # DeepSpeed's own sub_group_size: elements that ZeRO-3 updates together
 
@@ -53,7 +53,7 @@ class Step:
     recompute: bool = False
     train_lm_head: bool = True
     lk: bool = False
-    logits: tuple[int, int] = LOGITS  # how many are alive at once
+    logits: tuple[int, int] = LOGITS["other"]  # how many are alive at once: of a GPU's plain kernels
     flash: bool = True  # attention is CUDA's flash kernel in 16 bits
     context: int = 1  # ranks that share the conversations, train.context_parallel
 
@@ -178,9 +178,7 @@ def _kept_recomputing(shape: DrafterShape, w: Widths, work: Work, step: Step) ->
     values = work.tokens * (2 * D + w.key_in) + work.read * (D + w.key_in) + asking * w.query_in
     values += work.positions * (_fused(shape, step) + D)  # fc's norms, g_0
     values += _seen(shape, work, step) * L * (w.keys + w.values)
-    values += S * K * D * shape.norm_before_residual + rows * (
-        D + w.queries + w.out
-    )  # state, query, attention's output
+    values += S * K * D * shape.norm_before_residual + rows * (D + w.queries + w.out)  # state, query, output
     values += L * S * (K - 1) * (w.keys + w.values)
     masked = S * (K - 1) * shape.parallel  # likewise
     values -= masked * (D + w.values + D * shape.norm_before_residual)

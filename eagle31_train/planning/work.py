@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eagle31_train.config import DrafterShape, mla_widths
+from eagle31_train.model.batch import STRETCH
 
-STRETCH = 32  # slots that model/batch.py draws together
 NOT_MAPS = ("lm_head", "embed_tokens", "mask_hidden")  # no maps, so Muon leaves them to AdamW
 
 

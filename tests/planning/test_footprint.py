@@ -13,9 +13,7 @@ from plan_cases import LOGITS, SMALL_MLA, measure, objective_and_batch, shape_of
 from benchmarks.shapes import turns
 from eagle31_train.checkpoint.contract import weight_shapes
 from eagle31_train.cli import CONFIGS
-from eagle31_train.model import linear, loss
-from eagle31_train.model.packing import MOST_COPIES
-from eagle31_train.planning import footprint
+from eagle31_train.model import linear
 from eagle31_train.planning.footprint import PROFILES, Activations, State, Step, activations, memory
 from eagle31_train.planning.planned import read_bucket
 from eagle31_train.planning.work import count_work
@@ -57,13 +55,11 @@ def test_activations_are_what_torch_allocates(monkeypatch, changes, value, recom
     assert reckoned.peak == pytest.approx(peak, rel=0.1)
 
 
-def test_freezing_lm_head_saves_its_gradient_and_a_gpu_holds_as_many_logits_as_the_loss_says():
+def test_freezing_lm_head_saves_its_gradient():
     work = count_work([turns(64, 0.5).numpy()], 3)
     shape = shape_of()
     trained, frozen = (activations(shape, work, Step(train_lm_head=trains)) for trains in (True, False))
     assert trained.head - frozen.head == FP32 * shape.draft_vocab_size * shape.hidden_size
-    assert loss.LOGITS["other"] == footprint.LOGITS
-    assert MOST_COPIES == footprint.MOST_COPIES
 
 
 # ---------------------------------------------------------------- launch profiles
