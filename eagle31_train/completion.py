@@ -42,14 +42,10 @@ def main(argv: list[str] | None = None) -> None:
     words += [f"+{group}={name}" for group in ("experiment", "suite") for name in cli.choices(group)]
     recipe = " ".join([COMMON, *words])
     by_pattern = {**WORDS, "run *": f"--from --until --profile {recipe}"}
-    cases = "\n".join(f'    {_escaped(pattern)}) words="{some}" ;;' for pattern, some in by_pattern.items())
+    cases = [(pattern.replace(" ", "\\ "), some) for pattern, some in by_pattern.items()]  # for `case` of the shell
+    lines = "\n".join(f'    {pattern}) words="{some}" ;;' for pattern, some in cases)
     with tidy():
-        note(SCRIPT.format(zsh=zsh, commands=" ".join(COMMANDS), cases=cases, options=recipe))
-
-
-def _escaped(pattern: str) -> str:
-    """A pattern of `case` whose blanks stand for themselves."""
-    return pattern.replace(" ", "\\ ")
+        note(SCRIPT.format(zsh=zsh, commands=" ".join(COMMANDS), cases=lines, options=recipe))
 
 
 if __name__ == "__main__":

@@ -21,16 +21,10 @@ ROW_FILES = (".jsonl", ".json", ".csv", ".parquet")  # and these with .gz
 ENGINES = ("transformers", "vllm")
 KERNELS = ("auto", "fused", "plain")
 WEIGHTS = ("target", "int8")
+EXPORTS = ("vllm", "speculators", "sglang")
 
 
-def opt(
-    default: Any,
-    help: str,
-    *,
-    choices: tuple[str, ...] | None = None,
-    finite: bool = True,
-    **bounds: float,
-) -> Any:
+def opt(default: Any, help: str, choices: tuple[str, ...] | None = None, finite: bool = True, **bounds: float) -> Any:
     """A configuration field: default, help, and which values it takes, alone or in a list. bounds: above, at_least,
     at_most, below."""
     metadata = {"help": help, "choices": choices, "bounds": bounds, "finite": finite}
@@ -108,11 +102,7 @@ def is_hub_set(path: str) -> bool:
 class TargetConfig:
     path: str = opt("???", "directory or hub id of the target, in transformers format")
     revision: str | None = opt(None, "hub revision")
-    dtype: str = opt(
-        "auto",
-        "precision of the target; auto: as the run was begun, else bfloat16 where the hardware multiplies in it",
-        choices=("auto", *DTYPES),
-    )
+    dtype: str = opt("auto", "auto: as the run was begun, else bfloat16 if the hardware has it", ("auto", *DTYPES))
     device: str = opt("auto", "cpu, cuda, cuda:N, or auto (cuda where there is one, each process its own)")
     device_map: str | None = opt(None, "spread over several devices, as transformers' device_map; one process only")
     trust_remote_code: bool = opt(False, "run Python code that comes with the target")
@@ -212,12 +202,8 @@ class ExtractConfig:
 
 @dataclass
 class StoreConfig:
-    aux_codec: str = opt(
-        "bf16",
-        "how auxiliary states are kept: bf16 (exact), int8_channel (half the bytes), or coarser",
-        choices=CODECS,
-    )
-    last_codec: str = opt("bf16", "how last hidden states are kept, likewise", choices=CODECS)
+    aux_codec: str = opt("bf16", "of auxiliary states: bf16 (exact), int8_channel (half the bytes), coarser", CODECS)
+    last_codec: str = opt("bf16", "of last hidden states, likewise", CODECS)
     follow: bool = opt(False, "train.py: train while the store is still being written")
     max_bytes: str | None = opt(None, "extract: wait for a following training to free shards past this, e.g. 200GB")
     patience: float = opt(3600.0, "seconds without a new shard, or room, after which a waiting stage stops", above=0)
@@ -232,21 +218,15 @@ class DrafterConfig:
     norm_output: bool = opt(True, "EAGLE 3.1: feed the post-norm state into the next step")
     norm_before_residual: bool = opt(False, "the first layer's residual is hidden_norm(h) instead of h")
     norm_before_fc: bool = opt(False, "one RMSNorm on all auxiliary states together before fc (llama only)")
-    num_layers: int = opt(
-        1, "layers of the drafter, each of which costs its time in every draft step", at_least=1, at_most=64
-    )
+    num_layers: int = opt(1, "layers, each of which costs its time in every draft step", at_least=1, at_most=64)
     qk_norm: bool = opt(False, "an RMSNorm on every query and key head, as in Qwen3 (llama only)")
     sliding_window: int | None = opt(
-        None,
-        "tokens that attention sees, its own position's included, in every layer; default: all (llama only)",
-        above=0,
+        None, "tokens that attention sees, the position's own included; default: all (llama only)", above=0
     )
     attention_bias: bool = opt(False, "biases of queries, keys, values, and without qk_norm of o_proj (llama only)")
     mlp_bias: bool = opt(False, "biases of the MLP (llama without qk_norm only)")
     parallel: bool = opt(False, "draft all tokens in one pass, as P-EAGLE does (llama only)")
-    ptd_token_id: int | None = opt(
-        None, "parallel: the token that stands where none is drafted yet; default: the target's last", at_least=0
-    )
+    ptd_token_id: int | None = opt(None, "parallel: the token where none is drafted yet; default: the last", at_least=0)
     # What is null follows from the target's config.json (targets/derive.py)
     hidden_size: int | None = opt(None, "default: the target's", above=0)
     intermediate_size: int | None = opt(None, "width of the MLP; default: what a token of the target uses", above=0)
@@ -257,9 +237,7 @@ class DrafterConfig:
     rope_theta: float | None = opt(None, "the drafter's own RoPE base; default: the target's", above=0)
     rope_scaling: dict[str, Any] = opt({}, "its own RoPE scaling; default: the target's, or none with rope_theta")
     max_position_embeddings: int | None = opt(
-        None,
-        "the longest context in which vLLM's V1 runner (CPUs) drafts, and export may raise it; default: the target's",
-        above=0,
+        None, "longest context where vLLM's V1 runner (CPUs) drafts, export may raise it; default: target's", above=0
     )
     share_embedding: bool = opt(True, "embed_tokens is the target's, frozen, and left out of the checkpoint")
     train_lm_head: bool = opt(True, "fit lm_head (it starts from the target's rows)")
@@ -370,14 +348,8 @@ class Config:
     push: bool = opt(False, "export: upload to the Hugging Face Hub")
     repo: str | None = opt(None, "export: hub repository, e.g. me/my-eagle31-draft")
     private: bool = opt(False, "export: make the hub repository private")
-    export_format: str = opt(
-        "vllm",
-        "export: speculators names the target, too; sglang is for SGLang and vLLM",
-        choices=("vllm", "speculators", "sglang"),
-    )
-    export_sliding_window: int | None = opt(
-        None, "evaluate, export: the tokens that attention sees from here on, for long contexts", above=0
-    )
+    export_format: str = opt("vllm", "export: speculators names the target; sglang is for SGLang and vLLM", EXPORTS)
+    export_sliding_window: int | None = opt(None, "evaluate, export: tokens that attention sees from here on", above=0)
     export_vocab_size: int | None = opt(None, "evaluate, export: keep so many draft tokens, the most used", at_least=1)
     export_weights: str = opt("target", "evaluate, export: target.dtype, or int8 in half the bytes", choices=WEIGHTS)
     comparisons: list[str] = opt([], "export: folders that eagle31_train.compare wrote, for the card")
