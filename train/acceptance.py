@@ -39,7 +39,7 @@ def evaluate(
     # needs none for gradients here. However they are cut, the numbers are the split's.
     size = max([t.batch_tokens // (mesh.replicas * t.gradient_accumulation_steps), *lengths])
     batches = order.global_batches(lengths, size, seed=0, epoch=0)
-    sums = torch.zeros(MEASURES, t.ttt_length, device=accelerator.device)
+    sums = torch.zeros(len(MEASURES), t.ttt_length, device=accelerator.device)
     weights = torch.zeros(t.ttt_length, device=accelerator.device)
     for first in range(0, len(batches), mesh.replicas):
         # Every rank runs the model equally often, since weights and keys may be gathered from all: one that has
@@ -47,7 +47,7 @@ def evaluate(
         real = first + mesh.replica < len(batches)
         samples = [chosen[i] for i in batches[first + mesh.replica if real else first]]
         batch = build_batch(split.read_all(samples), t.ttt_length, keep_mask, t.oov, part=mesh.part)
-        sums += parallel.model(batch.to(accelerator.device), weights)[1].stacked() * float(real)
+        sums += parallel.model(batch.to(accelerator.device), weights)[1] * float(real)
     return summarise(reduce_sums(accelerator, sums))
 
 

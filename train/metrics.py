@@ -19,7 +19,7 @@ HELDOUT = "heldout_"  # how names of what was measured on the held-out split beg
 
 
 def summarise(sums: Tensor) -> dict[str, Any]:
-    """`BatchMetrics.stacked()` summed over batches and ranks, [MEASURES, K] → what is reported.
+    """MEASURES summed over batches and ranks, [len(MEASURES), K] → what is reported.
 
     Returns:
         loss: mean divergence per depth, in nats, averaged over depths; accuracy: [K] share of

@@ -33,7 +33,7 @@ def accumulate(
             # A loss that is not finite may have a finite gradient: make it NaN, so that all ranks skip the step.
             parallel.backward(loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan))
         if micro.real:
-            sums += measured.stacked()
+            sums += measured
     return reduce_sums(accelerator, sums), totals
 
 

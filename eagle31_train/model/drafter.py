@@ -17,7 +17,7 @@ At step 0 every position needs a key and a value in every layer. So layers below
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -38,14 +38,6 @@ from eagle31_train.model.recompute import checkpointed, recomputed
 from eagle31_train.store.codec import Encoded, plain
 
 Read = Callable[[Tensor], Project]  # normed states [n, D] → the attention's input projections of token and state
-
-
-@dataclass(frozen=True)
-class Unrolled:
-    """z: [K, S, D] outputs of every step; rms: [K] mean RMS of the state g_k that each step reads."""
-
-    z: Tensor
-    rms: Tensor
 
 
 class Drafter(nn.Module):
@@ -123,8 +115,8 @@ class Drafter(nn.Module):
         """The state that a chain's next step reads, from this step's pre-norm h and post-norm z."""
         return z if self.shape.norm_output else h
 
-    def forward(self, batch: Batch) -> Unrolled:
-        """Run all K steps of every slot of a packed batch."""
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """All K steps of every slot of a packed batch: outputs z [K, S, D]; mean RMS [K] of the states g_k."""
         run = checkpointed if self.recompute else call
         exchange, layout, everywhere = self._sharing(batch)
         *below, last = (AttendingLayer(layer, run, self.fused, exchange) for layer in self.stack)
@@ -157,7 +149,7 @@ class Drafter(nn.Module):
             h, z = run(self._answer, *last.attend(h, read, positions + k, layout, own=k > 0))
             outputs.append(z)
             g = h = mask_state if self.shape.parallel else self.feedback(h, z)
-        return Unrolled(torch.stack(outputs), torch.stack(rms))
+        return torch.stack(outputs), torch.stack(rms)
 
     def _sharing(self, batch: Batch) -> tuple[Exchange | None, Layout, Layout]:
         """How step-0 keys reach other ranks, and who attends to them: slots; in the layers below, all positions."""
@@ -203,15 +195,9 @@ class AttendingLayer:
     def attend(
         self, states: Tensor, read: Read, positions: Tensor, layout: Layout, own: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Attention of one step, for the slots of a layout.
-
-        Args:
-            states: [S, D], or [1, D] if all slots have the same.
-            own: also keep the slots' keys and values of this step; those of step 0 are in the context already.
-
-        Returns:
-            The residual, shaped as the states, and the attention's output [S, h, dv].
-        """
+        """Attention of one step, for the slots of a layout: states [S, D], or [1, D] if all have the same → the
+        residual, shaped alike, and attention's output [S, h, dv]. own: also keep the slots' keys and values of this
+        step; those of step 0 are in the context already."""
         q, residual, *key_value = self._run(self._ask, states, read, positions, own)
         if own:
             key, value = key_value

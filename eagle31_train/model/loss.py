@@ -11,7 +11,6 @@ Shapes: K steps, S slots, P pairs, J supervised positions, D draft hidden, H tar
 
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -56,36 +55,17 @@ class Teacher(nn.Module):
         return soft_capped(linear(normed.to(self.head_rows.dtype), self.head_rows), self.soft_cap)
 
 
-@dataclass(frozen=True)
-class BatchMetrics:
-    """Metrics of a batch as sums, so that batches and ranks add up. All [K], fp32.
-
-    Attributes:
-        loss: summed divergence.
-        trained: pairs in that sum.
-        correct: pairs whose arg-max is the target's over the full vocabulary.
-        eligible: pairs that `correct` is a share of.
-        prefix: slots that are correct at every step 0..k.
-        eligible_prefix: slots that `prefix` is a share of.
-        rms: summed RMS of the states that step k reads.
-        slots: number of slots.
-    """
-
-    loss: Tensor
-    trained: Tensor
-    correct: Tensor
-    eligible: Tensor
-    prefix: Tensor
-    eligible_prefix: Tensor
-    rms: Tensor
-    slots: Tensor
-
-    def stacked(self) -> Tensor:
-        """[MEASURES, K], for adding up and reducing over ranks."""
-        return torch.stack([getattr(self, field.name) for field in fields(self)])
-
-
-MEASURES = len(fields(BatchMetrics))
+# What a batch is measured by, [K] each: sums, so that batches and ranks add up.
+MEASURES = (
+    "loss",  # summed divergence
+    "trained",  # pairs in that sum
+    "correct",  # pairs whose arg-max is the target's over the full vocabulary
+    "eligible",  # pairs that `correct` is a share of
+    "prefix",  # slots that are correct at every step 0..k
+    "eligible_prefix",  # slots that `prefix` is a share of
+    "rms",  # summed RMS of the states that step k reads
+    "slots",
+)
 
 # Most logits (rows × Vd) at once, by device: in one matrix product, and in one piece of softmax and divergence, which
 # make several copies. Products are faster with many rows, a CPU with pieces that stay in its cache; the fused kernel
@@ -124,34 +104,28 @@ class Objective(nn.Module):
             if isinstance(module, RMSNorm | Mlp):
                 module.fused = True
 
-    def forward(self, batch: Batch, weights: Tensor) -> tuple[Tensor, BatchMetrics]:
-        """The weighted loss of a batch.
-
-        Args:
-            batch: packed documents.
-            weights: [K] fp32, gamma^k / N_k with N_k counted over the whole global batch.
-        """
+    def forward(self, batch: Batch, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """The weighted loss of a batch, and what it is measured by, [len(MEASURES), K] fp32. weights: [K] fp32,
+        gamma^k / N_k with N_k counted over the whole global batch."""
         with torch.autocast(weights.device.type, self.autocast) if self.autocast else nullcontext():
             return self._forward(batch, weights)
 
-    def _forward(self, batch: Batch, weights: Tensor) -> tuple[Tensor, BatchMetrics]:
-        unrolled, head = self.drafter(batch), self.drafter.lm_head.weight
-        total, sums, hits = _ChunkedDivergence.apply(
-            unrolled.z.flatten(0, 1), head, batch, weights, self, torch.is_grad_enabled()
-        )
-        K, S = unrolled.z.shape[:2]
+    def _forward(self, batch: Batch, weights: Tensor) -> tuple[Tensor, Tensor]:
+        (z, rms), head, learn = self.drafter(batch), self.drafter.lm_head.weight, torch.is_grad_enabled()
+        (K, S), rows = z.shape[:2], z.flatten(0, 1)
+        total, sums, hits = _ChunkedDivergence.apply(rows, head, batch, weights, self, learn)
         correct = hits.view(K, S)
-        device = total.device
-        return total, BatchMetrics(
-            loss=sums,
-            trained=batch.trained.float(),
-            correct=correct.sum(1).float(),
-            eligible=batch.eligible.float(),
-            prefix=correct.cumprod(0).sum(1).float(),
-            eligible_prefix=batch.eligible_prefix.float(),
-            rms=unrolled.rms.float() * S,
-            slots=torch.full((K,), S, device=device, dtype=torch.float32),
-        )
+        measured = [
+            sums,
+            batch.trained,
+            correct.sum(1),
+            batch.eligible,
+            correct.cumprod(0).sum(1),
+            batch.eligible_prefix,
+            rms * S,
+            torch.full_like(sums, S),
+        ]
+        return total, torch.stack([each.float() for each in measured])
 
 
 def divergence(
@@ -236,9 +210,8 @@ class _ChunkedDivergence(torch.autograd.Function):
         compute = compute_dtype(z)
         wide = torch.float64 if z.dtype == torch.float64 else torch.float32
         z_low, head_low = z.to(compute), head.to(compute)
-        want_z, want_head = (wanted and learn for wanted in ctx.needs_input_grad[:2])
-        dz = z.detach() if want_z else None
-        dhead = torch.zeros_like(head, dtype=wide) if want_head else None
+        dz = z.detach() if learn and ctx.needs_input_grad[0] else None
+        dhead = torch.zeros_like(head, dtype=wide) if learn and ctx.needs_input_grad[1] else None
         sums = torch.zeros(batch.ttt_length, dtype=wide, device=z.device)
         hits = torch.zeros(len(z), dtype=torch.bool, device=z.device)
         if dz is not None:  # the loss reads no other rows
@@ -273,19 +246,17 @@ class _ChunkedDivergence(torch.autograd.Function):
                         dhead[some].add_(product(logits[:, some].T, states))
                 del logits  # before the next block's
         total = (sums * weights.to(wide)).sum()
-        ctx.save_for_backward(*(g for g in (dz, dhead) if g is not None))
-        ctx.wanted = (want_z, want_head)
+        ctx.save_for_backward(dz, dhead)
         ctx.head_dtype = head.dtype
         ctx.mark_non_differentiable(sums, hits)
         return total, sums.float(), hits
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        saved = list(ctx.saved_tensors)
-        want_z, want_head = ctx.wanted
+        dz, dhead = ctx.saved_tensors
         # In place: only this graph holds them, and torch refuses a second backward pass through it.
-        dz = saved.pop(0).mul_(grads[0]) if want_z else None
-        dhead = saved.pop(0).mul_(grads[0]).to(ctx.head_dtype) if want_head else None
+        dz = None if dz is None else dz.mul_(grads[0])
+        dhead = None if dhead is None else dhead.mul_(grads[0]).to(ctx.head_dtype)
         return dz, dhead, None, None, None, None
 
 

@@ -44,7 +44,7 @@ def unrolled(objective, document, slot, tokens):
     )
     packed = build_batch([own], K, torch.ones(objective.drafter.shape.vocab_size, dtype=torch.bool), "keep")
     with torch.no_grad():
-        z = objective.drafter(packed).z
+        z, _ = objective.drafter(packed)
     return z[:, packed.layout.slots.tolist().index(slot)]
 
 

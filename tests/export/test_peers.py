@@ -59,7 +59,7 @@ def unrolled(draft, **changes):
     drafter = checkpoint.load(target_of(shape, run.get("embedding")), torch.float32, torch.float32)
     batch = build_batch([document], len(wanted), torch.ones(shape.vocab_size, dtype=torch.bool), "keep")
     with torch.no_grad():
-        return shape, drafter.lm_head(drafter(batch).z), wanted
+        return shape, drafter.lm_head(drafter(batch)[0]), wanted
 
 
 def target_of(shape, embedding):

@@ -47,7 +47,7 @@ def gradients(objective, documents, device):
     loss, measured = objective(packed.to(device), weights)
     loss.backward()
     found = {name: p.grad.cpu() for name, p in objective.drafter.named_parameters()}
-    return {**found, "loss": loss.detach().cpu(), "measured": measured.stacked().cpu()}
+    return {**found, "loss": loss.detach().cpu(), "measured": measured.cpu()}
 
 
 SHAPES = {"llama": make_shape(), "mla": make_mla_shape(), "mla, full rank": make_mla_shape(q_lora_rank=None)}

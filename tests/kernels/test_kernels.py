@@ -233,7 +233,7 @@ def losses_and_gradients(objective, batch):
     objective.zero_grad()
     total, measured = objective(batch, torch.full((3,), 0.1))
     total.backward()
-    return {"loss": total.detach(), "measured": measured.stacked()} | {
+    return {"loss": total.detach(), "measured": measured} | {
         name: p.grad.clone() for name, p in objective.drafter.named_parameters()
     }
 

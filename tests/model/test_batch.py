@@ -1,6 +1,6 @@
 """build_batch against a re-count in plain loops over positions and steps; and batches with nothing to train."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -14,6 +14,7 @@ from planting import instead_of
 
 from eagle31_train.model import batch
 from eagle31_train.model.batch import Subset, build_batch
+from eagle31_train.model.loss import MEASURES
 from eagle31_train.store.codec import plain
 from eagle31_train.store.document import Document
 
@@ -303,5 +304,5 @@ def test_a_batch_without_a_slot_gives_zeros_and_no_nan(why, precision, lk):
     for name, parameter in objective.drafter.named_parameters():
         assert torch.equal(parameter.grad, torch.zeros_like(parameter)), name
     eligible = dict(zip(("eligible", "eligible_prefix"), (packed.eligible, packed.eligible_prefix), strict=True))
-    for field in fields(measured):
-        assert torch.equal(getattr(measured, field.name), eligible.get(field.name, torch.zeros(3)).float()), field.name
+    for name, row in zip(MEASURES, measured, strict=True):
+        assert torch.equal(row, eligible.get(name, torch.zeros(3)).float()), name

@@ -140,6 +140,7 @@ def train(objective, packed, weights):
         assert (parameter.grad is not None) == parameter.requires_grad, name
         if parameter.requires_grad:
             grads[name] = parameter.grad
+    measured = SimpleNamespace(**dict(zip(loss_module.MEASURES, measured, strict=True)))
     return SimpleNamespace(loss=loss.detach(), grads=grads, measured=measured)
 
 
