@@ -76,7 +76,7 @@ def damage(path: Path, fingerprint: str) -> str | None:
 # ---------------------------------------------------------------- writing
 
 
-class Saver:
+class Saver(Background):
     """Writes the checkpoints of a run in a background thread, and keeps the newest ones, and the best.
 
     A full disk, or another error of the file system, does not stop the run: it is said in one line, the older
@@ -87,9 +87,6 @@ class Saver:
         keep: how many checkpoints stay, beside the best.
         say: prints a line; called from the background thread.
         committed, best: the checkpoint that the run goes on from, as `newest` has just returned it; and the best.
-
-    Attributes:
-        committed, best: the newest checkpoint that was written whole, and the newest that was saved as the best.
     """
 
     def __init__(
@@ -106,7 +103,7 @@ class Saver:
         last = 0 if committed is None else step_of(committed)
         self._whole = [path for path in in_order(folder) if step_of(path) <= last]
         self._failed: UserError | None = None
-        self._background = Background("checkpoint")
+        super().__init__("checkpoint")
 
     @property
     def committed(self) -> Path | None:
@@ -116,19 +113,11 @@ class Saver:
     def save(self, snapshot: Snapshot, required: bool = False, best: bool = False) -> None:
         """Wait for the save before this one, then begin to write; the snapshot is the saver's from now on. `required`:
         return once it is on the disk, or raise a UserError. `best`: keep it until another one is the best."""
-        self._background.start(self._save, snapshot, best)
+        self.start(self._save, snapshot, best)
         if required:
             self.wait()
             if self._failed:
                 raise self._failed
-
-    def wait(self) -> None:
-        """Return when nothing is being written; raises whatever but an OSError stopped the save."""
-        self._background.wait()
-
-    def close(self) -> None:
-        """Wait, raising as `wait` does, and end the thread."""
-        self._background.close()
 
     def _save(self, snapshot: Snapshot, best: bool) -> None:
         path = self.folder / name_of(snapshot.step)
