@@ -30,7 +30,7 @@ from yaml import YAMLError
 from eagle31_train import precision
 from eagle31_train.allocator import keep_freed_memory
 from eagle31_train.config import REMOVED, RENAMED, Config, check_value
-from eagle31_train.console import explained, is_main, note, tidy
+from eagle31_train.console import explained, note, say, tidy
 from eagle31_train.errors import UserError
 from eagle31_train.locations import CONFIGS, project
 
@@ -106,15 +106,9 @@ def _checked_group(override: str, folders: list[Path]) -> str:
 
 
 @functools.cache
-def _structured() -> DictConfig:
-    """The options with their types and defaults."""
-    return OmegaConf.structured(Config)
-
-
-@functools.cache
 def _schema() -> DictConfig:
-    """The same and the old names, empty: recipes may still have them."""
-    schema = copy.deepcopy(_structured())
+    """The options with types and defaults, and the old names, empty: recipes may still have them."""
+    schema = OmegaConf.structured(Config)
     with open_dict(schema):
         for old in (*RENAMED, *REMOVED):
             OmegaConf.update(schema, old, None, force_add=True)
@@ -165,13 +159,12 @@ def _with_new_names(composed: DictConfig) -> DictConfig:
         _say_new_name(old)
         if old in RENAMED:
             values[section][RENAMED[old].partition(".")[2]] = value
-    return typing.cast(DictConfig, OmegaConf.merge(_structured(), values))
+    return typing.cast(DictConfig, OmegaConf.merge(OmegaConf.structured(Config), values))
 
 
 def _say_new_name(old: str) -> None:
     now = f"called {RENAMED[old]} now" if old in RENAMED else f"{REMOVED[old]}: leave it out"
-    if is_main():
-        note(f"{old} is {now}", error=True)
+    say(f"{old} is {now}", error=True)
 
 
 def _to_config(composed: DictConfig) -> Config:
@@ -289,8 +282,8 @@ def run(
         if arguments.cfg:
             note(to_yaml(config).rstrip("\n"))
             return
-        if tells in resolved and is_main():
-            note(resolved[tells])
+        if tells in resolved:
+            say(resolved[tells])
         keep_freed_memory()
         stage(config)
 

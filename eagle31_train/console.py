@@ -189,3 +189,9 @@ def note(text: str, error: bool = False) -> None:
         if not error:  # else nobody can be told
             reason = failure.strerror or failure
             raise UserError(f"standard output cannot be written ({reason}): make room where it leads") from None
+
+
+def say(text: str, error: bool = False) -> None:
+    """`note`, by the first process of a launch alone."""
+    if is_main():
+        note(text, error)

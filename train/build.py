@@ -104,17 +104,12 @@ def build_objective(config: Config, shape: DrafterShape, store: Store, vocab: Dr
 
 
 def first_norm(target: Tensor) -> Tensor:
-    """Initial weights of the drafter's final norm: the target's, scaled down, outliers clipped.
+    """Initial weights [D] of the drafter's final norm: the target's effective ones [D], scaled down, outliers clipped.
 
     At the start the drafter guesses the token that it has just been given. That is wrong, and under the target's own
     norm also confident. Gemma 3's norm scales some dimensions by up to 301; the normed state is fed back, so every step
-    would scale them again, and training did not recover in a hundred steps (docs/log.md).
-
-    Args:
-        target: [D] effective weight of the target's final norm.
-
-    Returns:
-        [D]: FIRST_NORM where the target has its median, nowhere beyond FIRST_SPREAD times that.
+    would scale them again, and training did not recover in a hundred steps (docs/log.md). So it is FIRST_NORM where the
+    target has its median, nowhere beyond FIRST_SPREAD times that.
     """
     return FIRST_NORM * (target / target.abs().median()).clamp(-FIRST_SPREAD, FIRST_SPREAD)
 

@@ -10,7 +10,6 @@ the same RoPE and on the same auxiliary layers; anything else is refused. Two th
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,11 +89,6 @@ def identity(config: Config, source: DrafterCheckpoint | None) -> str | None:
         return None
     recorded = artifacts.read_json(Path(config.run_dir) / "train" / RECORD, "train.py")
     return recorded["inputs"]["train"]["init_from"]
-
-
-def options(source: DrafterCheckpoint) -> dict[str, Any]:
-    """The options of the drafter with which the source's weights mean what they meant."""
-    return {name: getattr(source.shape, name) for name in FOLLOWED}
 
 
 def refuse_other_kind(source: DrafterCheckpoint, shape: DrafterShape, store: Store) -> None:

@@ -173,10 +173,7 @@ def check_accelerator(accelerator: Accelerator) -> None:
 
 def check_alike(accelerator: Accelerator, inputs: dict[str, Any], config: Config, measured_on: Sequence[str]) -> None:
     """Raise a SharedError that names the first rank that would train something else than rank 0, or out of step.
-
-    Args:
-        inputs: what the trained weights depend on. measured_on: prompts, by their digests.
-    """
+    inputs: what the trained weights depend on; measured_on: prompts, by their digests."""
     options = {**asdict(config.train), **inputs["train"]}
     del options["time_limit"]  # each may have its own
     zero = accelerator.state.deepspeed_plugin

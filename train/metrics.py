@@ -2,7 +2,6 @@
 
 import json
 import time
-from collections.abc import Callable
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -69,45 +68,34 @@ def fetch(*values: Tensor) -> list[Tensor]:
 # ---------------------------------------------------------------- reports
 
 
-class Rows:
-    """A file of JSON rows that only grows: one line per row, cut back to the checkpoint when a run goes on."""
+def cut(rows: Path, step: int) -> int:
+    """Take away JSON rows past `step` and a torn last line, which a kill after the checkpoint left; the step of the
+    last row that stays, or 0.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def cut(self, step: int, say: Callable[[str], None] = note) -> int:
-        """Take away rows past `step` and a torn last line, which a kill after the checkpoint left.
-
-        Rows lie in the order of their steps, so the file is only shortened: that needs no room, and a
-        kill meanwhile does no harm. `say` names a damaged line before them, which stays.
-
-        Returns:
-            The step of the last row that stays; 0 without any.
-        """
-        size = last = 0
-        if not self.path.exists():
-            return last
-        with self.path.open("r+b") as file:
-            for number, line in enumerate(file, 1):
-                row_step = _step_of(line)
-                if not line.endswith(b"\n") or row_step > step:
-                    break
-                size += len(line)
-                last = row_step or last
-                if not row_step:
-                    say(f"{self.path}:{number} is damaged, and its row is lost: remove the line")
-            file.truncate(size)
+    Rows lie in the order of their steps, so the file is only shortened: that needs no room, and a kill meanwhile does
+    no harm. A damaged line before them is named, and stays.
+    """
+    size = last = 0
+    if not rows.exists():
         return last
+    with rows.open("r+b") as file:
+        for number, line in enumerate(file, 1):
+            row_step = _step_of(line)
+            if not line.endswith(b"\n") or row_step > step:
+                break
+            size += len(line)
+            last = row_step or last
+            if not row_step:
+                note(f"{rows}:{number} is damaged, and its row is lost: remove the line")
+        file.truncate(size)
+    return last
 
-    def append(self, row: dict[str, Any]) -> None:
-        """Write one row; numbers that are not finite become null, which JSON has. A UserError on a full disk."""
-        remedy = "make room and run the same command, which goes on from the last checkpoint"
-        with artifacts.explained(f"write {self.path}", remedy), self.path.open("a") as file:
-            file.write(json.dumps(plain(row), allow_nan=False) + "\n")
 
-    def close(self) -> None:
-        if self.path.exists():
-            artifacts.fsync_path(self.path)
+def append(rows: Path, row: dict[str, Any]) -> None:
+    """Write one row; numbers that are not finite become null, which JSON has. A UserError on a full disk."""
+    remedy = "make room and run the same command, which goes on from the last checkpoint"
+    with artifacts.explained(f"write {rows}", remedy), rows.open("a") as file:
+        file.write(json.dumps(plain(row), allow_nan=False) + "\n")
 
 
 def _step_of(line: bytes) -> int:
@@ -136,27 +124,26 @@ class Reporter:
         self.bar = Progress(total=total, initial=step, unit="step", desc="train", disable=not self.main, smoothing=0.1)
         self.began = time.perf_counter()
         self.tokens = 0
-        self.metrics, self.timings = (Rows(folder / name) for name in (METRICS, TIMINGS))
+        self.metrics, self.timings = folder / METRICS, folder / TIMINGS
         if self.main:
-            last = self.metrics.cut(step, self.note)
+            last = cut(self.metrics, step)
             if last < step:  # a full disk or a power cut took them, or somebody removed the file
-                self.note(f"{self.metrics.path} lacks the rows of steps {last + 1:,} to {step:,}")
-            self.timings.cut(step, self.note)
+                note(f"{self.metrics} lacks the rows of steps {last + 1:,} to {step:,}")
+            cut(self.timings, step)
 
     def log(self, step: int, values: dict[str, Any]) -> None:
         """Append one row to metrics.jsonl and send its numbers to the trackers, by the names of `scalars`."""
         if self.main:
-            self.metrics.append({"step": step, **values})
+            append(self.metrics, {"step": step, **values})
             self.accelerator.log(scalars("train", values), step=step)
 
     def timing(self, step: int, values: dict[str, Any]) -> None:
         """Append one row to timings.jsonl; the trackers show its numbers as `timing/…`: seconds (of the step, waiting
         included), waited (seconds of these, for data), tokens (over all ranks), memory_bytes."""
         if self.main:
-            self.timings.append({"step": step, **values})
-            if values.get("seconds") and values.get("tokens"):
-                values = {**values, "tokens_per_second": values["tokens"] / values["seconds"]}
-            self.accelerator.log(scalars("timing", values), step=step)
+            append(self.timings, {"step": step, **values})
+            speed = {"tokens_per_second": values["tokens"] / values["seconds"]}
+            self.accelerator.log(scalars("timing", {**values, **speed}), step=step)
 
     def progress(self, tokens: int, loss: float, estimate: float) -> None:
         """Move the live line one step on; `tokens` is what this step read. A step without a loss has NaN."""
@@ -166,16 +153,12 @@ class Reporter:
         self.bar.set_postfix_str(f"{trained}{rate:,.0f} tok/s", refresh=False)
         self.bar.update(1)
 
-    def note(self, text: str) -> None:
-        if self.main:
-            note(text)
-
     def close(self) -> None:
         """End the progress line and see that every row is on the disk; once more does nothing."""
         self.bar.close()
-        if self.main:
-            self.metrics.close()
-            self.timings.close()
+        for path in (self.metrics, self.timings):
+            if self.main and path.exists():
+                artifacts.fsync_path(path)
 
 
 def scalars(group: str, values: dict[str, Any]) -> dict[str, float]:

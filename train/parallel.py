@@ -74,12 +74,8 @@ class Parallel:
 
     def update(self, lr: float, pairs: Tensor, *rest: Tensor) -> list[Tensor]:
         """Clip and step, if there is something to learn and the gradient is finite on every rank; forget the gradients.
-        pairs: [K] that the step trains, over all ranks. Without any, weights and moments stay as they are.
-
-        Returns:
-            The gradient's norm before clipping (infinite or NaN: nothing was updated), and `rest`, on the CPU in
-            fp64 after one wait for the device.
-        """
+        pairs: [K] that the step trains, over all ranks. Without any, weights and moments stay as they are. Returns the
+        norm before clipping (infinite or NaN: nothing was updated), and `rest`, on the CPU in fp64 after one wait."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         norm = self.clip()

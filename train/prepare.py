@@ -5,7 +5,7 @@ known to be good.
 """
 
 import shutil
-from contextlib import AbstractContextManager, ExitStack, closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -15,7 +15,7 @@ from eagle31_train.checkpoint.contract import unserved
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.checkpoint.run_folder import CHECKPOINTS, RECORD, in_order, name_of
 from eagle31_train.config import Config, byte_count
-from eagle31_train.console import is_main, note
+from eagle31_train.console import note, say
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation import trajectories
 from eagle31_train.evaluation.trajectories import digest
@@ -37,14 +37,9 @@ LOCK = ".training"  # beside train/, which may be replaced as a whole
 
 
 def prepare(config: Config, resources: ExitStack) -> Trainer | None:
-    """Check all that a run needs and make it ready to train, from its newest checkpoint if it has one.
-
-    Args:
-        resources: is given what must be closed, however training ends.
-
-    Returns:
-        The run; None if it is finished already. A UserError says which option, input or launch is not as it must be.
-    """
+    """Check all that a run needs and make it ready to train, from its newest checkpoint if it has one; None if it is
+    finished already. `resources` is given what must be closed, however training ends. A UserError says which option,
+    input or launch is not as it must be."""
     t, folder = config.train, Path(config.run_dir) / "train"
     deadline = resources.enter_context(Deadline(parse_limit(t.time_limit)))
     source = initial_weights.open_source(config)
@@ -52,7 +47,7 @@ def prepare(config: Config, resources: ExitStack) -> Trainer | None:
     data = read_inputs(config, source, deadline, resources)
     accelerator = launch_processes(config, data)
     if claim_folder(config, data, accelerator, resources):
-        _say(f"train: up to date ({folder})")
+        say(f"train: up to date ({folder})")
         return None
     schedule = order.schedule(
         data.train_split.lengths, t.batch_tokens, config.seed, t.epochs, t.max_steps, windows.samples(data.windows)
@@ -74,7 +69,7 @@ def prepare(config: Config, resources: ExitStack) -> Trainer | None:
         }
         tracking.record_launch(config, facts)
     reporter = resources.enter_context(closing(Reporter(accelerator, folder, state.step, steps)))
-    saver = Saver(folder / CHECKPOINTS, data.made_from.fingerprint, t.keep_checkpoints, reporter.note, newest, best)
+    saver = Saver(folder / CHECKPOINTS, data.made_from.fingerprint, t.keep_checkpoints, say, newest, best)
     resources.callback(saver.close)  # never in the middle of a save
     meter = make_meter(config, data, parallel, state)
     return Trainer(config, data, folder, schedule, parallel, usage, state, reporter, saver, deadline, meter)
@@ -89,7 +84,7 @@ def complete_drafter(config: Config, source: DrafterCheckpoint | None) -> Config
     if record.is_file() and (not config.overwrite or initial_weights.goes_by_record(config)):
         begun = artifacts.read_json(record, "train.py")["inputs"]["drafter"]
     elif source is not None:
-        begun = initial_weights.options(source)
+        begun = {name: getattr(source.shape, name) for name in initial_weights.FOLLOWED}
     return complete(config, provenance.read_data(config).get("target"), begun)
 
 
@@ -107,15 +102,16 @@ def read_inputs(config: Config, source: DrafterCheckpoint | None, deadline: Dead
     cut = windows.cut(train_split, t.window_tokens)
     windows.check(store, cut, t.epochs, byte_count(config.store.cache_bytes, "store.cache_bytes"))
     if len(cut) > 1 and data["inputs"].get("shuffle") is None:
-        _say("train: the windows follow the order of the data, which is not shuffled (data.shuffle=SEED)")
-    measured, chosen_on = trajectories.read(store, config.evaluate.num_speculative_tokens), None
+        say("train: the windows follow the order of the data, which is not shuffled (data.shuffle=SEED)")
+    measured = trajectories.read(store, config.evaluate.num_speculative_tokens)
+    measured_on, chosen_on = [digest(one.prompt) for one in measured], None
     if t.keep_best or t.early_stop is not None:
         if not measured:
             raise UserError(
                 f"train.keep_best and train.early_stop go by measured acceptance, and {store.location} has no "
                 "trajectories to measure it on: leave them out, or extract with extract.trajectories above 0"
             )
-        chosen_on = [digest(one.prompt) for one in measured]
+        chosen_on = measured_on
     vocab_sha = artifacts.file_sha256(vocab_file)
     made_from = provenance.of_training(config, store.fingerprint, store.inputs["data"], vocab_sha, start, chosen_on)
     shape = shape_of(config.drafter, store, draft_vocab)
@@ -136,6 +132,7 @@ def read_inputs(config: Config, source: DrafterCheckpoint | None, deadline: Dead
         heldout=store.split("heldout"),
         windows=cut,
         trajectories=measured,
+        measured_on=measured_on,
     )
 
 
@@ -145,33 +142,28 @@ def read_inputs(config: Config, source: DrafterCheckpoint | None, deadline: Dead
 def launch_processes(config: Config, data: Inputs) -> Accelerator:
     """The processes of the launch: they are what was asked for, and every one trains the same."""
     accelerator = launch.make_accelerator(config, Path(config.run_dir) / "train")
-    launch.check_alike(accelerator, data.made_from.inputs, config, [digest(one.prompt) for one in data.trajectories])
+    launch.check_alike(accelerator, data.made_from.inputs, config, data.measured_on)
     for problem in unserved(data.shape):  # before hours are spent
-        _say(f"train: NOT SERVED: {problem}")
+        say(f"train: NOT SERVED: {problem}")
     return accelerator
 
 
 def claim_folder(config: Config, data: Inputs, accelerator: Accelerator, resources: ExitStack) -> bool:
     """Make run_dir/train this run's and no other process's while `resources` is open; whether it is finished."""
     folder = Path(config.run_dir) / "train"
+    lock = folder.with_name(LOCK)
 
     def up_to_date() -> bool:
         # Before anything of an earlier run is replaced.
         check_consumer(data.store.storage, data.store.fingerprint, data.made_from.fingerprint)
-        resources.enter_context(alone(folder.parent))
+        resources.enter_context(locks.alone(lock, f"another process trains in {folder} now"))
         claim(folder, data.made_from, config.overwrite)
         return provenance.up_to_date(folder, data.made_from, overwrite=False)
 
     finished = launch.agreed(accelerator, up_to_date)
-    lock = folder.parent / LOCK
     if not accelerator.is_main_process and lock.exists():
         resources.enter_context(lock.open("a"))  # so that whoever is refused while they run can name them all
     return finished
-
-
-def alone(run: Path) -> AbstractContextManager[None]:
-    """While this lasts, no other process trains in the run's folder; a UserError if one does now."""
-    return locks.alone(run / LOCK, f"another process trains in {run / 'train'} now")
 
 
 def begun(folder: Path, made_from: Provenance) -> bool:
@@ -210,7 +202,7 @@ def restore(
         if (source := initial_weights.open_source(config, needed=True)) is not None:
             initial_weights.refuse_other_kind(source, data.shape, data.store)  # the hub's may have changed meanwhile
             pause, drafter = deadline.pause, objective.drafter
-            initial_weights.copy_initial_weights(source, data.draft_vocab, data.store, drafter, _say, pause)
+            initial_weights.copy_initial_weights(source, data.draft_vocab, data.store, drafter, say, pause)
         state, parallel = State(), parallelise(accelerator, objective, config.train)
     else:
         loaded = checkpoint.load(newest, data.shape)
@@ -224,26 +216,21 @@ def restore(
             if launch.agreed(accelerator, lambda: checkpoint.damage(path, fingerprint)) is None:
                 best = path
             else:
-                _say("train: the best checkpoint so far is missing or damaged: another one is the best now")
+                say("train: the best checkpoint so far is missing or damaged: another one is the best now")
                 state.best = None
-        _say(f"train: going on after step {state.step} ({newest})")
+        say(f"train: going on after step {state.step} ({newest})")
     processes = f", {accelerator.num_processes} processes" if accelerator.num_processes > 1 else ""
     if (context := config.train.context_parallel) > 1:
         processes += f", {context} to a conversation"
-    _say(f"train: {parallel.kind}{processes} on {accelerator.device.type}, {kernels}")
+    say(f"train: {parallel.kind}{processes} on {accelerator.device.type}, {kernels}")
     return newest, best, state, parallel
 
 
 def make_meter(config: Config, data: Inputs, parallel: Parallel, state: State) -> AcceptanceMeter | None:
     """What measures acceptance, on prompts that `state` lists from now on; None without trajectories."""
     if not data.trajectories:
-        _say(f"train: acceptance is not measured: {data.store.location} has no trajectories")
+        say(f"train: acceptance is not measured: {data.store.location} has no trajectories")
         return None
-    now = [digest(one.prompt) for one in data.trajectories]
-    state.measured_on = list(dict.fromkeys([*state.measured_on, *now]))  # and on others before, of a store made anew
+    # And on others before, of a store made anew.
+    state.measured_on = list(dict.fromkeys([*state.measured_on, *data.measured_on]))
     return AcceptanceMeter(config, parallel, data.store, data.trajectories)
-
-
-def _say(text: str) -> None:
-    if is_main():
-        note(text)

@@ -49,12 +49,8 @@ def loggers(config: Config) -> list[str | GeneralTracker]:
 
 def start(accelerator: Accelerator, config: Config, inputs: dict[str, Any], step: int) -> None:
     """Start the trackers of an accelerator that was made with `loggers`; every rank calls it. A UserError if Weights &
-    Biases cannot be reached, or knows no such user.
-
-    Args:
-        inputs: what the trained weights depend on, shown beside the curves.
-        step: optimizer steps done before this launch.
-    """
+    Biases cannot be reached, or knows no such user. inputs: what the trained weights depend on, shown beside the
+    curves; step: how many are done before this launch."""
     if not accelerator.is_main_process:
         return
     folder, mode, settings = Path(config.run_dir) / "train", config.train.wandb, {}

@@ -13,7 +13,7 @@ import torch
 from eagle31_train import artifacts
 from eagle31_train.checkpoint.run_folder import CHECKPOINTS, name_of
 from eagle31_train.config import Config, DrafterShape
-from eagle31_train.console import note
+from eagle31_train.console import note, say
 from eagle31_train.errors import Stopped
 from eagle31_train.evaluation.unrolled import Trajectory
 from eagle31_train.model.vocab import DraftVocab
@@ -45,7 +45,7 @@ class State:
     heldout: dict[str, Any] | None = None  # metrics of the newest evaluation
     best: dict[str, Any] | None = None  # step, acceptance_length and heldout metrics of the best evaluation so far
     since_best: int = 0  # evaluations since then
-    measured_on: list[str] = field(default_factory=list)  # prompts of the trajectories, by `trajectories.digest`
+    measured_on: list[str] = field(default_factory=list)  # prompts of trajectories, also of stores before
 
     def stale(self, early_stop: int | None) -> bool:
         """Whether acceptance has not risen for `train.early_stop` evaluations."""
@@ -75,15 +75,12 @@ class Inputs:
     heldout: StoreSplit
     windows: list[Window]
     trajectories: list[Trajectory]  # what acceptance is measured on; may be none
+    measured_on: list[str]  # their prompts, by `trajectories.digest`
 
 
 @dataclass
 class Trainer:
-    """A run that is ready to train; `train.prepare.prepare` makes it.
-
-    Attributes:
-        last_step: of the run, which ends with the schedule, or earlier (`train.early_stop`).
-    """
+    """A run that is ready to train; `train.prepare.prepare` makes it."""
 
     config: Config
     data: Inputs
@@ -101,24 +98,19 @@ class Trainer:
         self.t, self.heldout, self.accelerator = self.config.train, self.data.heldout, self.parallel.accelerator
         self.keep_mask = torch.from_numpy(self.data.draft_vocab.t2d)  # [V] bool
         self.first_step = self.state.step + 1
+        # It ends with the schedule, or earlier (`train.early_stop`).
         self.last_step = self.state.step if self.state.stale(self.t.early_stop) else len(self.schedule)
         self.lap = time.perf_counter()  # when the previous step was logged
         self.aside = 0.0  # seconds of the previous step's evaluation and checkpoint, which come after its log
-        self.lengths = self.data.train_split.lengths
 
     def batches(self) -> Iterator[GlobalBatch]:
         self.lap = time.perf_counter()
-        split, seed, done = self.data.train_split, self.config.seed, self.state.step
-        return load(
-            split, self.schedule[: self.last_step], done, self.t, seed, self.keep_mask, self.accelerator, self.deadline
-        )
+        split, schedule, done = self.data.train_split, self.schedule[: self.last_step], self.state.step
+        return load(split, schedule, done, self.t, self.config.seed, self.keep_mask, self.accelerator, self.deadline)
 
     def train_step(self, batch: GlobalBatch) -> StepResult:
-        """Update the weights, unless the step has nothing to train, or a loss or gradient that is not finite.
-
-        Raises:
-            SharedError: more than `train.skip_nonfinite` steps were not finite.
-        """
+        """Update the weights, unless the step has nothing to train, or a loss or gradient that is not finite; a
+        SharedError if that are more steps than `train.skip_nonfinite`."""
         self.aside = time.perf_counter() - self.lap - batch.waited
         if self.deadline.reason is not None:
             batch.totals[-1] = 1  # the others stop with this rank
@@ -171,7 +163,7 @@ class Trainer:
         if self.meter:
             length, tokens = measured["acceptance_length"], self.meter.draft_tokens
             text += f", acceptance length {length:.3f} with {tokens} draft tokens"
-        self.reporter.note(text)
+        say(text)
 
     def maybe_save(self, step: int, stop_requested: bool) -> None:
         """Save every `train.checkpoint_every` steps, at the end or a stop, before shards are removed, and, with
@@ -252,7 +244,7 @@ class Trainer:
         state.since_best += 1
         if state.stale(self.t.early_stop) and step < self.last_step:
             self.last_step = step
-            self.reporter.note(
+            say(
                 f"step {step} is the last of {len(self.schedule)}: the acceptance length has not risen since step "
                 f"{state.best['step']} (train.early_stop={self.t.early_stop})"
             )
@@ -260,7 +252,7 @@ class Trainer:
     def _pass_over(self, batch: GlobalBatch) -> None:
         """Count a step that has nothing to train; say so at the first."""
         if not self.state.without_pairs:
-            self.reporter.note(
+            say(
                 f"step {batch.step}: nothing to train, so nothing was updated: samples {batch.samples} have no answer "
                 "whose prediction the draft vocabulary holds; such steps are counted"
             )

@@ -56,12 +56,8 @@ def bounded(store: Store) -> bool:
 
 
 class Usage:
-    """Which shards later steps need: the others are unmapped, and removed from a bounded store.
-
-    Args:
-        schedule: every global batch, in order, made of `windows`; item i is trained by step i + 1.
-        fingerprint: of the training, which alone may use up a bounded store.
-    """
+    """Which shards later steps need: the others are unmapped, and removed from a bounded store. schedule: every global
+    batch, made of `windows`, that of step i + 1 at i. fingerprint: of the training, which alone may use it up."""
 
     def __init__(
         self,

@@ -198,12 +198,8 @@ def read_bucket(profile: Profile) -> tuple[int, bool]:
 
 
 def reckon(config: Config) -> tuple[Planned, list[str]]:
-    """The plan, and the table of where the drafter's options are from.
-
-    Raises:
-        UserError: the target cannot be read, no such drafter can be made for it, or train.context_parallel does not
-            divide plan.devices.
-    """
+    """The plan, and the table of where the drafter's options are from. A UserError if the target cannot be read, no
+    such drafter can be made for it, or train.context_parallel does not divide plan.devices."""
     check_context_parallel(config.train.context_parallel, config.plan.devices, "plan.devices")
     target, data = inputs.read_target(config), inputs.read_data(config)
     V, by_coverage = target.description.vocab_size, config.data.draft_vocab_coverage is not None

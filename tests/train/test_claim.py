@@ -7,15 +7,16 @@ import pytest
 from pipeline import assert_equal, contents, flip_bit, message_of
 from surviving import timeless
 
+from eagle31_train import locks
 from train import trainer
-from train.prepare import alone
+from train.prepare import LOCK
 
 SHORT = ["train.max_steps=3", "train.checkpoint_every=2"]
 
 
 def test_a_second_training_in_the_same_folder_is_refused_and_a_later_one_is_not(new_run):
     run = new_run()
-    with alone(Path(run.folder / "run")):
+    with locks.alone(Path(run.folder, "run", LOCK), "this test trains"):
         assert f"another process trains in {run.train} now" in message_of(run, "train.max_steps=1")
         assert not run.train.exists()
     run.fit("train.max_steps=1")
