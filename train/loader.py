@@ -96,15 +96,11 @@ def load(
     todo, ahead = iter(steps), deque[Reading]()
     pool = ThreadPoolExecutor(max(1, t.num_workers))
     try:
-        ahead.extend(pool.submit(read, *one) for one in islice(todo, t.num_workers))
         for step, samples in steps:
             began = time.perf_counter()
-            if not t.num_workers:  # nothing is read ahead: what a step trains is read when it is its turn
-                ahead.append(pool.submit(read, *next(todo)))
+            ahead.extend(pool.submit(read, *one) for one in islice(todo, 1 + t.num_workers - len(ahead)))
             micro_batches, totals = _result(ahead.popleft(), step - 1, deadline)
-            waited = time.perf_counter() - began
-            ahead.extend(pool.submit(read, *one) for one in islice(todo, min(1, t.num_workers)))
-            yield GlobalBatch(step, samples, micro_batches, totals, waited)
+            yield GlobalBatch(step, samples, micro_batches, totals, time.perf_counter() - began)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)  # closing the store ends the wait for a shard
 
