@@ -226,10 +226,6 @@ class Profile:
         """Whether moments and the update are in the host's memory."""
         return self.name.endswith("offload")
 
-    def takes(self, optimizer: str) -> bool:
-        """Whether train.optimizer may be this: Muon needs whole matrices, which DeepSpeed cuts up."""
-        return optimizer != "muon" or not self.deepspeed
-
 
 STAGES = {"ddp": 0, "zero1": 1, "zero2": 2, "zero2_offload": 2, "fsdp2": 3, "zero3": 3, "zero3_offload": 3}
 PROFILES = (Profile("gpu", several=False), *(Profile(name, stage) for name, stage in STAGES.items()))

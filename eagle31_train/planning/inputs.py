@@ -104,7 +104,8 @@ def read_data(config: Config) -> Data:
         tokens, origin = p.tokens, "as plan.* says"
         if tokens is None:
             tokens, origin = EXAMPLE, "an EXAMPLE: not counted (eagle31 data) or given (plan.tokens)"
-            if rows := conversations_at_hand(config):
+            answered = config.regenerate or writes_prompts(config)
+            if rows := (prompts_at_hand(config) or 0) * (d.generate.samples if answered else 1):
                 tokens = rows * (1 - d.heldout) * length
                 origin = f"{rows:,} conversations of {length:,} tokens (plan.sample_tokens), until they are counted"
         work = count_work([made_mask(length, p.share)], config.train.ttt_length) * (tokens / length)
@@ -141,13 +142,6 @@ def prompts_at_hand(config: Config) -> int | None:
         return None
     weights = [Fraction(str(weight)) for weight in given]
     return min(rows * sum(weights) // weight for rows, weight in zip(known, weights, strict=True))
-
-
-def conversations_at_hand(config: Config) -> int | None:
-    """How many conversations that makes, with data.generate.samples answers to each prompt."""
-    rows, d = prompts_at_hand(config), config.data
-    answered = config.regenerate or writes_prompts(config)
-    return rows and rows * (d.generate.samples if answered else 1)
 
 
 def _check_given(config: Config) -> None:

@@ -150,10 +150,9 @@ class Planned:
         return [(s[0], s[1]) for name, s in sizes.items() if not name.startswith(NOT_MAPS)]
 
     def profiles(self) -> list[Profile]:
-        optimizer, several = self.config.train.optimizer, self.config.plan.devices > 1
-        return [
-            profile for profile in footprint.PROFILES if profile.takes(optimizer) and (several or not profile.several)
-        ]
+        """Those that can be launched: Muon needs whole matrices, which DeepSpeed cuts up."""
+        muon, several = self.config.train.optimizer == "muon", self.config.plan.devices > 1
+        return [p for p in footprint.PROFILES if several >= p.several and not (muon and p.deepspeed)]
 
     def context(self, devices: int) -> int:
         """How many of the devices share a micro-batch; one alone has nobody to share with."""
