@@ -186,15 +186,6 @@ def plain_pairs(logits: Tensor, teacher: Tensor, supervised: Tensor, objective: 
     return value, best
 
 
-def fused_pairs(
-    logits: Tensor, teacher: Tensor, supervised: Tensor, weights: Tensor, objective: Objective
-) -> tuple[Tensor, Tensor]:
-    """`plain_pairs` as one kernel; the gradients are also multiplied by weights [P] fp32."""
-    assert weights.dtype == torch.float32, "the kernel works in fp32"
-    lse, negentropy = teacher_sums(teacher)
-    return fused_divergence(logits, teacher, lse, negentropy, supervised, weights, objective.kind == "kl", objective.lk)
-
-
 class _ChunkedDivergence(torch.autograd.Function):
     """Loss and gradients in one pass, so that logits need not be kept for the backward pass."""
 
@@ -230,11 +221,12 @@ class _ChunkedDivergence(torch.autograd.Function):
                 if spare:
                     logits[count:] = 0
                 weight = weights.to(wide).index_select(0, steps)
-                if objective.fused:
-                    value, best = fused_pairs(logits[:count], teacher, supervised, weight, objective)
+                if objective.fused:  # the kernel multiplies the gradients by the weights, too
+                    pairs, kl = (logits[:count], teacher, *teacher_sums(teacher), supervised), objective.kind == "kl"
+                    value, best = fused_divergence(*pairs, weight, kl, objective.lk)
                 else:
                     value, best = plain_pairs(logits[:count], teacher, supervised, objective)
-                outside = None if objective.fused else filled_up(weight, spare)  # the fused kernel has applied it
+                outside = None if objective.fused else filled_up(weight, spare)
                 del teacher
                 hits[rows] = objective.teacher.target_ids[best] == batch.top1[first:last][supervised]
                 sums.index_add_(0, steps, value)
