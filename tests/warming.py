@@ -3,6 +3,7 @@
 import json
 import shutil
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -26,7 +27,8 @@ def begin(run, init, *options):
     fresh = {name: tensor.clone() for name, tensor in objective.drafter.state_dict().items()}
     source = initial_weights.open_source(config)
     initial_weights.refuse_other_kind(source, shape, store)
-    initial_weights.copy_initial_weights(source, kept, store, objective.drafter, lines.append)
+    with patch.object(initial_weights, "say", lines.append):
+        initial_weights.copy_initial_weights(source, kept, store, objective.drafter)
     return SimpleNamespace(
         objective=objective,
         weights=objective.drafter.state_dict(),

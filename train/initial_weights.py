@@ -7,7 +7,6 @@ the same RoPE and on the same auxiliary layers; anything else is refused. Two th
     EAGLE 3 → 3.1      fc_norm, which it lacks, starts so that fc reads about what it has read so far
 """
 
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from eagle31_train.checkpoint.contract import REQUIRED
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint, split_name
 from eagle31_train.checkpoint.run_folder import CHECKPOINTS, RECORD
 from eagle31_train.config import MLA_WIDTHS, Config, DrafterShape
+from eagle31_train.console import say
 from eagle31_train.errors import UserError
 from eagle31_train.model.drafter import Drafter
 from eagle31_train.model.rope import Rope, rope_parameters
@@ -133,15 +133,10 @@ def _same_rope(there: DrafterShape, here: DrafterShape) -> bool:
 
 @torch.no_grad()
 def copy_initial_weights(
-    source: DrafterCheckpoint,
-    vocab: DraftVocab,
-    store: Store,
-    drafter: Drafter,
-    say: Callable[[str], None],
-    pause: Pause | None = None,
+    source: DrafterCheckpoint, vocab: DraftVocab, store: Store, drafter: Drafter, pause: Pause | None = None
 ) -> None:
     """Copy the source's weights into a drafter that has its own initial weights and is not wrapped yet, on every rank,
-    to the same bits. What they lack keeps its value, and `say` is told. pause: as `Store.wait_for`'s, where states are
+    to the same bits. What they lack keeps its value, which is said. pause: as `Store.wait_for`'s, where states are
     needed that are not there yet."""
     say(f"train: starts with the weights of {source.folder}")
     rms = None

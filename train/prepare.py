@@ -104,15 +104,14 @@ def read_inputs(config: Config, source: DrafterCheckpoint | None, deadline: Dead
     if len(cut) > 1 and data["inputs"].get("shuffle") is None:
         say("train: the windows follow the order of the data, which is not shuffled (data.shuffle=SEED)")
     measured = trajectories.read(store, config.evaluate.num_speculative_tokens)
-    measured_on, chosen_on = [digest(one.prompt) for one in measured], None
-    if t.keep_best or t.early_stop is not None:
-        if not measured:
-            raise UserError(
-                f"train.keep_best and train.early_stop go by measured acceptance, and {store.location} has no "
-                "trajectories to measure it on: leave them out, or extract with extract.trajectories above 0"
-            )
-        chosen_on = measured_on
+    measured_on, by_acceptance = [digest(one.prompt) for one in measured], t.keep_best or t.early_stop is not None
+    if by_acceptance and not measured:
+        raise UserError(
+            f"train.keep_best and train.early_stop go by measured acceptance, and {store.location} has no "
+            "trajectories to measure it on: leave them out, or extract with extract.trajectories above 0"
+        )
     vocab_sha = artifacts.file_sha256(vocab_file)
+    chosen_on = measured_on if by_acceptance else None
     made_from = provenance.of_training(config, store.fingerprint, store.inputs["data"], vocab_sha, start, chosen_on)
     shape = shape_of(config.drafter, store, draft_vocab)
     if shape.parallel and t.ttt_length == 1:
@@ -201,8 +200,8 @@ def restore(
     if newest is None:
         if (source := initial_weights.open_source(config, needed=True)) is not None:
             initial_weights.refuse_other_kind(source, data.shape, data.store)  # the hub's may have changed meanwhile
-            pause, drafter = deadline.pause, objective.drafter
-            initial_weights.copy_initial_weights(source, data.draft_vocab, data.store, drafter, say, pause)
+            into = data.draft_vocab, data.store, objective.drafter
+            initial_weights.copy_initial_weights(source, *into, deadline.pause)
         state, parallel = State(), parallelise(accelerator, objective, config.train)
     else:
         loaded = checkpoint.load(newest, data.shape)

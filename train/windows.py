@@ -60,12 +60,7 @@ class Usage:
     batch, made of `windows`, that of step i + 1 at i. fingerprint: of the training, which alone may use it up."""
 
     def __init__(
-        self,
-        store: Store,
-        split: StoreSplit,
-        schedule: Sequence[Sequence[int]],
-        windows: Sequence[Window],
-        fingerprint: str,
+        self, store: Store, split: StoreSplit, schedule: list[list[int]], windows: list[Window], fingerprint: str
     ) -> None:
         self._store, self._shards, self._schedule, self._fingerprint = store, split.shards, schedule, fingerprint
         # Of each sample its shard, of each shard the step that uses it last, or 0: there may be 10^7 and 10^5.
