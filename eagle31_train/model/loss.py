@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from eagle31_train.kernels.divergence import fused_divergence, teacher_sums
 from eagle31_train.model.batch import Batch
 from eagle31_train.model.drafter import Drafter
-from eagle31_train.model.largest import first_largest
 from eagle31_train.model.layer import Mlp
-from eagle31_train.model.linear import compute_dtype, filled_up, linear, product, soft_capped, spare_rows
+from eagle31_train.model.linear import compute_dtype, filled_up, first_largest, linear, product, soft_capped, spare_rows
 from eagle31_train.model.norm import RMSNorm, rms_norm
 
 
@@ -108,13 +107,9 @@ class Objective(nn.Module):
         """The weighted loss of a batch, and what it is measured by, [len(MEASURES), K] fp32. weights: [K] fp32,
         gamma^k / N_k with N_k counted over the whole global batch."""
         with torch.autocast(weights.device.type, self.autocast) if self.autocast else nullcontext():
-            return self._forward(batch, weights)
-
-    def _forward(self, batch: Batch, weights: Tensor) -> tuple[Tensor, Tensor]:
-        (z, rms), head, learn = self.drafter(batch), self.drafter.lm_head.weight, torch.is_grad_enabled()
-        (K, S), rows = z.shape[:2], z.flatten(0, 1)
-        total, sums, hits = _ChunkedDivergence.apply(rows, head, batch, weights, self, learn)
-        correct = hits.view(K, S)
+            (z, rms), head, learn = self.drafter(batch), self.drafter.lm_head.weight, torch.is_grad_enabled()
+            total, sums, hits = _ChunkedDivergence.apply(z.flatten(0, 1), head, batch, weights, self, learn)
+        correct = hits.view(z.shape[:2])
         measured = [
             sums,
             batch.trained,
@@ -122,8 +117,8 @@ class Objective(nn.Module):
             batch.eligible,
             correct.cumprod(0).sum(1),
             batch.eligible_prefix,
-            rms * S,
-            torch.full_like(sums, S),
+            rms * z.shape[1],
+            torch.full_like(sums, z.shape[1]),
         ]
         return total, torch.stack([each.float() for each in measured])
 

@@ -19,8 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from eagle31_train import foreign
 from eagle31_train.config import TargetConfig
 from eagle31_train.errors import UserError, first_line
-from eagle31_train.model.largest import first_largest
-from eagle31_train.model.linear import soft_capped
+from eagle31_train.model.linear import first_largest, soft_capped
 from eagle31_train.model.norm import rms_norm
 from eagle31_train.targets.description import read_raw
 from eagle31_train.targets.packed_linear import PackedLinear

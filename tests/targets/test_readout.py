@@ -23,7 +23,7 @@ from transformers import (
 
 from eagle31_train.config import ExtractConfig, TargetConfig
 from eagle31_train.errors import UserError
-from eagle31_train.model.largest import BLOCK, first_largest
+from eagle31_train.model.linear import BLOCK, first_largest
 from eagle31_train.store.shard_plan import PlannedShard, Shape
 from eagle31_train.targets.extraction import run_shard
 from eagle31_train.targets.fidelity import Gate
