@@ -229,8 +229,7 @@ def _parsed(override: str, value: str, kind: Any) -> Any:
     that the grammar refuses, or takes for something else, is as it stands."""
     try:
         read = OverridesParser.create().parse_override(f"key={value}")
-        parsed = None if read.is_sweep_override() else read.value()
-        unread = "it is a sweep" if read.is_sweep_override() else ""
+        parsed, unread = (None, "it is a sweep") if read.is_sweep_override() else (read.value(), "")
     except HydraException as error:
         parsed, unread = None, " ".join(str(error).split())
     brackets = (value[:1], value[-1:])

@@ -120,15 +120,8 @@ def write(
 
 
 def write_checkpoint(checkpoint: DrafterCheckpoint, shape: DrafterShape, config: Config, folder: Path) -> None:
-    """Write what vLLM serves.
-
-    Args:
-        shape: the checkpoint's; max_position_embeddings may be another one.
-        config: its target, to whose dtype the weights are rounded, and the export's format.
-
-    Raises:
-        UserError: the weights break the contract in this dtype, or the format has no such drafters.
-    """
+    """Write what vLLM serves, the weights rounded to the target's dtype; a UserError if they break the contract in it,
+    or the format has no such drafters. shape: the checkpoint's; max_position_embeddings may be another one."""
     dtype, rounded = config.target.dtype, checkpoint.rounded
     tensors = dict(checkpoint.tensors)
     tensors |= {name: one.to(getattr(torch, dtype)) for name, one in tensors.items() if name not in rounded}

@@ -57,11 +57,7 @@ def open_source(config: Config, needed: bool = False) -> DrafterCheckpoint | Non
         return int(read_config(config.target).num_hidden_layers)
 
     source = DrafterCheckpoint.open(
-        t.init_from,
-        t.init_revision,
-        data_folder=config.data_folder,
-        allow_unfinished=True,
-        target_layers=target_layers,
+        t.init_from, t.init_revision, data_folder=config.data_folder, allow_unfinished=True, target_layers=target_layers
     )
     if source.train is not None and source.train.resolve() == (Path(config.run_dir) / "train").resolve():
         raise UserError(

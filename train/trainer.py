@@ -45,7 +45,7 @@ class State:
     heldout: dict[str, Any] | None = None  # metrics of the newest evaluation
     best: dict[str, Any] | None = None  # step, acceptance_length and heldout metrics of the best evaluation so far
     since_best: int = 0  # evaluations since then
-    measured_on: list[str] = field(default_factory=list)  # prompts of trajectories, also of stores before
+    measured_on: list[str] = field(default_factory=list)  # digests of trajectories' prompts, also of stores before
 
     def stale(self, early_stop: int | None) -> bool:
         """Whether acceptance has not risen for `train.early_stop` evaluations."""

@@ -64,13 +64,11 @@ class Drafter(nn.Module):
         self.layers = nn.ModuleDict({str(i): Layer(shape) for i in range(1, shape.num_layers)})
         self.norm = RMSNorm(D, eps)
         self.lm_head = Linear(D, shape.draft_vocab_size)
-        if shape.parallel:
-            self.mask_hidden = nn.Parameter(torch.empty(1, A * H))
         for module in self.modules():
             if isinstance(module, Linear):
                 nn.init.normal_(module.weight, std=0.02)
         if shape.parallel:
-            nn.init.normal_(self.mask_hidden, std=0.02)
+            self.mask_hidden = nn.Parameter(nn.init.normal_(torch.empty(1, A * H), std=0.02))
 
         if shape.share_embedding:
             assert embedding is not None, "a drafter that shares the embedding needs the target's"
