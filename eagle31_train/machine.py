@@ -29,11 +29,8 @@ def versions(packages: Iterable[str]) -> dict[str, str | None]:
 
 
 def checkout(root: Path) -> dict[str, Any] | None:
-    """The commit of the checkout at `root`, and whether tracked files differ from it.
-
-    Returns:
-        {"commit": 40 hex digits, "changed": bool}; None if `root` is no checkout's top, or git does not answer.
-    """
+    """{"commit": 40 hex digits, "changed": whether tracked files differ from it} of the checkout at `root`; None if
+    that is no checkout's top, or git does not answer."""
     try:
         if Path(_git(root, "rev-parse", "--show-toplevel")).resolve() != root.resolve():
             return None

@@ -22,10 +22,8 @@ def missing(device: torch.device) -> str | None:
 
 
 def trial(device: torch.device) -> str | None:
-    """Why Triton cannot launch a kernel on a device; None if it can.
-
-    Triton compiles C for the launch, and a machine may lack a compiler, or Python's headers.
-    """
+    """Why Triton cannot launch a kernel on a device, for which it compiles C: a machine may lack a compiler, or
+    Python's headers. None if it can."""
     from eagle31_train.kernels.swiglu import silu_times
 
     try:

@@ -34,19 +34,15 @@ def unrolled_attention(
     fused: bool = False,
     window: int | None = None,
 ) -> Tensor:
-    """Attention of every slot at one step; exact, forward and backward.
+    """Attention of every slot at one step, [S, h, dv]; exact, forward and backward.
 
     Args:
         q: [S, h, d] queries of the slots at this step.
         k0, v0: [N, g, d] and [N, g, dv], step-0 keys and values of every position.
         own_k, own_v: for each step 1..k, [S, g, d] and [S, g, dv]: the slots' own keys and values.
         layout: documents and slots. Where it has `heads`, the slots of all ranks; k0 and v0 are of this rank's heads.
-        scale: softmax scale.
         fused: merge own keys by the kernel of eagle31_train/kernels/own_keys.py, in fp32 inside.
         window: W, of a sliding window.
-
-    Returns:
-        [S, h, dv].
     """
     left = None
     if window is not None:

@@ -112,11 +112,8 @@ class DraftDecoder:
     def _all_at_once(
         self, count: int, choose: Choose, x: Tensor, residual: Tensor, ends: Tensor
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """A parallel drafter's steps, in one pass: mask rows behind the newest row of every sequence.
-
-        Args:
-            x, residual: of the newest rows [B, ...]; ends: [B] int64, the position after each.
-        """
+        """A parallel drafter's steps, in one pass: mask rows behind the newest row of every sequence. x, residual: of
+        these, [B, ...]; ends: [B] int64, the position after each."""
         drafter, top, B, masks = self.drafter, self._caches[-1], len(x), count - 1
         steps = torch.arange(count, device=x.device)
         if masks:

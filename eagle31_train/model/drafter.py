@@ -41,12 +41,8 @@ Read = Callable[[Tensor], Project]  # normed states [n, D] → the attention's i
 
 
 class Drafter(nn.Module):
-    """A drafter of one layer or more. Parameters carry the checkpoint's names.
-
-    Args:
-        embedding: [V, D] the target's embedding rows; frozen and left out of the checkpoint with
-            `shape.share_embedding`, the initial value of the drafter's own otherwise.
-    """
+    """A drafter of one layer or more. Parameters carry the checkpoint's names. embedding: [V, D] the target's embedding
+    rows; frozen and left out of the checkpoint with `shape.share_embedding`, the initial value of its own otherwise."""
 
     # Activation checkpointing: keep only states and the attention, and recompute the rest for the gradient.
     recompute = False

@@ -31,11 +31,8 @@ def applied_to(x: Tensor) -> Project:
 class GroupedQueryAttention(nn.Module):
     """Projections of one layer's attention, as in Llama; `inputs`: I. Who attends to whom: `attention.py`.
 
-    The caller works a projection of the input out: training computes the embedding's half of the first layer's once for
-    all steps.
-
-    Attributes:
-        query_inputs, key_inputs: the projections of the input that queries need, and that keys and values need.
+    The caller works out the projections of the input, `query_inputs` for queries and `key_inputs` for keys and values:
+    training computes the embedding's half of the first layer's once for all steps.
     """
 
     def __init__(self, shape: DrafterShape, inputs: int) -> None:

@@ -73,12 +73,8 @@ LOGITS = {"cpu": (2**23, 2**18), "other": (2**28, 2**26), "fused": (2**30, 2**26
 
 
 class Objective(nn.Module):
-    """Drafter and teacher as one module whose forward is the loss, which DDP, FSDP2 and DeepSpeed can wrap.
-
-    Args:
-        loss: "kl" or "ce".
-        lk: share of the LK loss, see `divergence`.
-    """
+    """Drafter and teacher as one module whose forward is the loss, which DDP, FSDP2 and DeepSpeed can wrap. `loss` is
+    "kl" or "ce", and `lk` the share of the LK loss: see `divergence`."""
 
     # Autocast dtype of matrix products; None: the caller's, or the weights'. Set here, not by the launcher, so that a
     # recipe computes the same under every launch profile.
@@ -157,16 +153,9 @@ def divergence(
 
 
 def plain_pairs(logits: Tensor, teacher: Tensor, supervised: Tensor, objective: Objective) -> tuple[Tensor, Tensor]:
-    """Loss and arg-max of each pair of a block. Overwrites `logits` with the loss's gradient in them.
-
-    Args:
-        logits: [P, Vd] of the drafter.
-        teacher: [J, Vd] logits of the target.
-        supervised: [P] which row of `teacher` supervises each pair.
-
-    Returns:
-        value [P] in nats, fp32 or wider; arg-max [P] int64.
-    """
+    """Loss of each pair of a block, [P] in nats, fp32 or wider, and arg-max, [P] int64. Overwrites the drafter's logits
+    [P, Vd] with the loss's gradient in them. teacher: [J, Vd] logits of the target; supervised: [P], which of its rows
+    supervises each pair."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     rows = objective.logit_counts(logits.device)[1] // logits.shape[1]
     p, negentropy = torch.empty_like(teacher, dtype=wide), teacher.new_empty(len(teacher), dtype=wide)

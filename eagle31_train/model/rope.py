@@ -43,9 +43,6 @@ class Rope(nn.Module):
 
     The frequencies come from transformers, so every scaling it knows (llama3, yarn, linear, …) is the one that the
     target uses too; angles are computed in fp32. A UserError for a scaling that vLLM would read otherwise.
-
-    Attributes:
-        softmax_factor: what the scaling multiplies the softmax scale by.
     """
 
     def __init__(self, shape: DrafterShape) -> None:
@@ -56,7 +53,7 @@ class Rope(nn.Module):
         width = mla_widths(shape)[2] if latent else shape.head_dim
         with torch.device("cpu"):  # numbers, even where the weights have none: a drafter on the meta device
             self.exact, self.factor = frequencies(shape, width)
-        self.softmax_factor = 1.0
+        self.softmax_factor = 1.0  # what the scaling multiplies the softmax scale by
         if latent:
             self.factor, self.softmax_factor = mla_factors(shape)
         self.inv_freq: Tensor
