@@ -206,8 +206,8 @@ class _ChunkedDivergence(torch.autograd.Function):
                     logits[count:] = 0
                 weight = weights.to(wide).index_select(0, steps)
                 if objective.fused:  # the kernel multiplies the gradients by the weights, too
-                    pairs, kl = (logits[:count], teacher, *teacher_sums(teacher), supervised), objective.kind == "kl"
-                    value, best = fused_divergence(*pairs, weight, kl, objective.lk)
+                    each, kl = teacher_sums(teacher), objective.kind == "kl"
+                    value, best = fused_divergence(logits[:count], teacher, *each, supervised, weight, kl, objective.lk)
                 else:
                     value, best = plain_pairs(logits[:count], teacher, supervised, objective)
                 outside = None if objective.fused else filled_up(weight, spare)
