@@ -70,7 +70,7 @@ CALLED = {
         "train.prepare.claim",
         "train.prepare.restore",
         "train.trainer.accumulate",
-        "train.metrics.Rows.append",
+        "train.metrics.append",
         "train.trainer.take_snapshot",
         "train.windows.Usage.release",
         "train.windows.consume",

@@ -250,7 +250,7 @@ MISTAKES = {
     "the data goes on one step late": (trainer, "load", one_step_late, {*LEARNT, "updates"}),
     "the data goes on one step early": (trainer, "load", one_step_early, {*LEARNT, "updates"}),
     "the schedule is one step late": (trainer, "learning_rate", lambda step, *rest: RATE(step - 1, *rest), LEARNT),
-    "rows past the checkpoint stay": (metrics.Rows, "cut", lambda self, step, note: step, {"rows"}),
+    "rows past the checkpoint stay": (metrics, "cut", lambda rows, step: step, {"rows"}),
 }
 
 
