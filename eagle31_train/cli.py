@@ -128,10 +128,8 @@ def _composed(groups: Sequence[str], saved: Path | None, folders: list[Path]) ->
     root = "config"
     if saved is not None:
         if not saved.is_file():
-            raise UserError(
-                f"{saved.parents[1]} is no run (there is no {saved}): give a run's folder, or a recipe with "
-                "+experiment=NAME"
-            )
+            remedy = "give a run's folder, or a recipe with +experiment=NAME"
+            raise UserError(f"{saved.parents[1]} is no run (there is no {saved}): {remedy}")
         # Options that were added since have their defaults.
         root = "saved"
         ConfigStore.instance().store(name=root, node=OmegaConf.merge(_schema(), OmegaConf.load(saved)))
@@ -173,10 +171,8 @@ def _to_config(composed: DictConfig) -> Config:
         composed.name = "unnamed" if unknown else Path(composed.target.path).name.lower()
     if missing := sorted(OmegaConf.missing_keys(composed)):
         recipes = ", ".join(name for name in choices("experiment") if not ANY.endswith(f"={name}"))
-        raise UserError(
-            f"no value for {', '.join(missing)}: give {missing[0]}=…, or a recipe that has it, +experiment=NAME of "
-            f"{recipes}"
-        )
+        remedy = f"give {missing[0]}=…, or a recipe that has it, +experiment=NAME of {recipes}"
+        raise UserError(f"no value for {', '.join(missing)}: {remedy}")
     config = OmegaConf.to_object(composed)
     assert isinstance(config, Config)
     for option in ("name", "run_dir"):

@@ -442,10 +442,8 @@ def byte_count(text: str, option: str) -> int:
 def check_context_parallel(context: int, devices: int, name: str) -> None:
     """UserError if devices, called `name`, cannot be put into groups of so many that share conversations."""
     if devices % context:
-        raise UserError(
-            f"train.context_parallel={context} does not divide {name}={devices}: take a multiple of {context}, or set "
-            "another"
-        )
+        wrong = f"train.context_parallel={context} does not divide {name}={devices}"
+        raise UserError(f"{wrong}: take a multiple of {context}")
 
 
 # Beside q_lora_rank, which may be none.

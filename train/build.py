@@ -35,10 +35,8 @@ def check_store(store: Store, data: dict[str, Any], config: Config) -> None:
     there = {name: value for name, value in inputs["target"].items() if name != "weights"}
     here = {name: getattr(config.target, name) for name in there}
     if change := artifacts.describe_change(there, here, "target."):
-        raise UserError(
-            f"{store.location} was made for another target ({change}): choose its run_dir=…, "
-            "or run `eagle31 extract` for this one"
-        )
+        remedy = "choose its run_dir=…, or run `eagle31 extract` for this one"
+        raise UserError(f"{store.location} was made for another target ({change}): {remedy}")
 
 
 def check_samples(split: StoreSplit, batch_tokens: int) -> None:

@@ -60,9 +60,7 @@ def open_source(config: Config, needed: bool = False) -> DrafterCheckpoint | Non
         t.init_from, t.init_revision, data_folder=config.data_folder, allow_unfinished=True, target_layers=target_layers
     )
     if source.train is not None and source.train.resolve() == (Path(config.run_dir) / "train").resolve():
-        raise UserError(
-            f"train.init_from={t.init_from} is this run's own folder: choose another name=…, or leave it out"
-        )
+        raise UserError(f"train.init_from={t.init_from} is this run's own folder: choose another name=…, or leave it")
     return source
 
 
@@ -106,9 +104,7 @@ def refuse_other_kind(source: DrafterCheckpoint, shape: DrafterShape, store: Sto
     if shape.share_embedding and embedding is not None:
         target = store.target["embed_tokens"][:V].float()
         if not torch.allclose(target, embedding[:V].float(), rtol=2**-7, atol=1e-6):  # as bf16 or fp16 keeps it
-            raise UserError(
-                f"{source.where} has an embedding of its own, not the target's: set drafter.share_embedding=false"
-            )
+            raise UserError(f"{source.where} has an embedding of its own: set drafter.share_embedding=false")
 
 
 def _same_rope(there: DrafterShape, here: DrafterShape) -> bool:

@@ -132,10 +132,7 @@ def deepspeed_plugin(t: TrainConfig) -> DeepSpeedPlugin:
     if settings.get("zero_optimization", {}).get("stage", 0) == 0:
         raise UserError("DeepSpeed without a ZeRO stage shards nothing: use configs/accelerate/ddp.yaml")
     if t.optimizer == "muon":
-        raise UserError(
-            "train.optimizer=muon needs whole matrices, which DeepSpeed cuts up: launch with ddp or fsdp2, or set "
-            "train.optimizer=adamw"
-        )
+        raise UserError("train.optimizer=muon needs whole matrices, which DeepSpeed cuts up: launch with ddp or fsdp2")
     settings.pop("train_batch_size", None)
     settings["gradient_accumulation_steps"] = 1
     settings["train_micro_batch_size_per_gpu"] = 1  # DeepSpeed wants a number; batches are the trainer's own

@@ -24,9 +24,7 @@ class DraftVocab:
     def __post_init__(self) -> None:
         ids = self.target_ids
         if not len(ids) or ids[0] < 0 or ids[-1] >= self.target_size or (np.diff(ids) <= 0).any():
-            raise UserError(
-                f"a draft vocabulary holds ascending ids in [0, {self.target_size}), each once: d2t or t2d is damaged"
-            )
+            raise UserError(f"d2t or t2d is damaged: of a draft vocabulary are ascending ids below {self.target_size}")
 
     def __len__(self) -> int:
         return len(self.target_ids)
