@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from eagle31_train.kernels.own_keys import merge_own_keys, merge_own_keys_backward
-from eagle31_train.model.context_attention import context_backward, context_forward
+from eagle31_train.model.context_attention import Left, context_backward, context_forward
 from eagle31_train.model.packing import Layout
 
 
@@ -57,15 +57,7 @@ class _MergedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k0: Tensor,
-        v0: Tensor,
-        layout: Layout,
-        scale: float,
-        left: int | None,
-        fused: bool,
-        *own: Tensor,
+        ctx: Any, q: Tensor, k0: Tensor, v0: Tensor, layout: Layout, scale: float, left: Left, fused: bool, *own: Tensor
     ) -> Tensor:
         """own: k keys [S, g, d], then k values [S, g, dv] → [S, h, dv]."""
         heads = layout.heads

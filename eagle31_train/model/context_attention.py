@@ -28,12 +28,13 @@ from eagle31_train.model.packing import Layout, Run, Segments
 
 BLOCK = 256  # queries whose scores the plain kernel holds at once
 LONG = 1024  # keys of a run, on average, from which on adding run by run is worth an operator each
+Left = int | None  # positions before its own that a slot sees, see above
 Band = tuple[int | None, int]  # keys that a query sees, by their index less the query's: from, to; None: from the first
 CAUSAL: Band = (None, 0)
 
 
 def context_forward(
-    q: Tensor, k0: Tensor, v0: Tensor, layout: Layout, scale: float, left: int | None = None
+    q: Tensor, k0: Tensor, v0: Tensor, layout: Layout, scale: float, left: Left
 ) -> tuple[Tensor, Tensor]:
     """q [S, h, d] over k0 [N, g, d], v0 [N, g, dv] → output [S, h, dv] and log-sum-exp [S, h], fp32 or wider; but
     CUDA's kernel gives the output in 16 bits."""
@@ -55,20 +56,12 @@ def context_forward(
 
 
 def context_backward(
-    dout: Tensor,
-    q: Tensor,
-    k0: Tensor,
-    v0: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    layout: Layout,
-    scale: float,
-    left: int | None = None,
+    dout: Tensor, q: Tensor, k0: Tensor, v0: Tensor, out: Tensor, lse: Tensor, layout: Layout, scale: float, left: Left
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k0 and v0, given dout and out [S, h, dv] and lse [S, h] of the merged softmax."""
     unseen = left is not None and left < 0
     if takes_flash(q, v0) and layout.segments is not None and not unseen:
-        return _cuda_backward(dout, q, k0, v0, out, lse, layout, layout.segments, scale, left)
+        return _cuda_backward(dout, q, k0, v0, out, lse, layout, scale, left)
     dq, dk0, dv0 = torch.zeros_like(q), torch.zeros_like(k0), torch.zeros_like(v0)
     for run in () if unseen else layout.runs:
         for rows, keys, band in _pieces(run, q, left):
@@ -87,7 +80,7 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[T
     return out * mine + other * theirs, merged
 
 
-def _pieces(run: Run, q: Tensor, left: int | None) -> Iterator[tuple[slice, slice, Band | None]]:
+def _pieces(run: Run, q: Tensor, left: Left) -> Iterator[tuple[slice, slice, Band | None]]:
     """(slots, keys, which of them each slot sees; None for all): what precedes a block of slots is seen in full, the
     block itself causally; with a window both are one piece."""
     step = run.end - run.first if _flash_cpu(q) and left is None else BLOCK
@@ -199,7 +192,7 @@ def _kernel_widths(*tensors: Tensor) -> list[Tensor]:
 
 
 def _cuda_forward(
-    q: Tensor, k0: Tensor, v0: Tensor, segments: Segments, scale: float, left: int | None
+    q: Tensor, k0: Tensor, v0: Tensor, segments: Segments, scale: float, left: Left
 ) -> tuple[Tensor, Tensor]:
     queries, keys, values = _kernel_widths(q, k0, v0)
     queries, (keys, values) = _spread(queries, segments), _copies(keys, values, segments)
@@ -212,17 +205,10 @@ def _cuda_forward(
 
 
 def _cuda_backward(
-    dout: Tensor,
-    q: Tensor,
-    k0: Tensor,
-    v0: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    layout: Layout,
-    segments: Segments,
-    scale: float,
-    left: int | None,
+    dout: Tensor, q: Tensor, k0: Tensor, v0: Tensor, out: Tensor, lse: Tensor, layout: Layout, scale: float, left: Left
 ) -> tuple[Tensor, Tensor, Tensor]:
+    segments = layout.segments
+    assert segments is not None
     queries, keys, values, dout, out = _kernel_widths(q, k0, v0, dout, out)
     keys, values = _copies(keys, values, segments)
     queries, dout, out = (_spread(x, segments) for x in (queries, dout, out))
@@ -236,7 +222,7 @@ def _cuda_backward(
     return dq, _added(down[1], k0, layout.runs, segments), _added(down[2], v0, layout.runs, segments)
 
 
-def _window(left: int | None) -> dict[str, int]:
+def _window(left: Left) -> dict[str, int]:
     """The kernel's arguments for a window, which it aligns at the end, too."""
     return {} if left is None else {"window_size_left": left, "window_size_right": 0}
 

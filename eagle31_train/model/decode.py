@@ -23,6 +23,7 @@ from eagle31_train.model.drafter import Drafter
 from eagle31_train.model.layer import Layer, applied_to
 from eagle31_train.store.codec import plain
 
+Attend = Callable[["Cache", Tensor], Tensor]  # a layer's cache and attention inputs → what they attend to
 Choose = Callable[[int, Tensor], Tensor]  # step and logits [B, Vd] → which draft tokens [B] int64
 
 
@@ -136,12 +137,7 @@ class DraftDecoder:
             yield self.target_ids[choose(step, logits[:, step])], z[:, step]
 
     def _through(
-        self,
-        embedded: Tensor,
-        state: Tensor,
-        rows: Tensor,
-        positions: Tensor,
-        attend: Callable[["Cache", Tensor], Tensor],
+        self, embedded: Tensor, state: Tensor, rows: Tensor, positions: Tensor, attend: Attend
     ) -> tuple[Tensor, Tensor]:
         """Run embeddings and states [n, D] through the layers below the last, and keep keys and values in all; the last
         layer's attention input [n, I] and residual [n, D]."""
