@@ -28,7 +28,7 @@ def begin(run, init, *options):
     source = initial_weights.open_source(config)
     initial_weights.refuse_other_kind(source, shape, store)
     with patch.object(initial_weights, "say", lines.append):
-        initial_weights.copy_initial_weights(source, kept, store, objective.drafter)
+        initial_weights.copy_weights(source, kept, store, objective.drafter)
     return SimpleNamespace(
         objective=objective,
         weights=objective.drafter.state_dict(),

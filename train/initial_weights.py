@@ -33,9 +33,8 @@ ROPE = {"rope_theta", "rope_scaling", "max_position_embeddings"}
 # What two drafters may differ in and still share weights, or is looked at in another way; all else must agree.
 ASIDE = {"draft_vocab_size", "share_embedding", "fc_norm", "norm_output", *ROPE}
 # Options that follow the source where they are open. Not its positions, of which no weight knows.
-FOLLOWED = {*MLA_WIDTHS, "q_lora_rank", "num_key_value_heads", "head_dim", "rope_scaling", *REQUIRED} - {
-    "max_position_embeddings"
-}
+FOLLOWED = {*MLA_WIDTHS, "q_lora_rank", "num_key_value_heads", "head_dim", "rope_scaling", *REQUIRED}
+FOLLOWED -= {"max_position_embeddings"}
 
 
 def open_source(config: Config, needed: bool = False) -> DrafterCheckpoint | None:
@@ -124,7 +123,7 @@ def _same_rope(there: DrafterShape, here: DrafterShape) -> bool:
 
 
 @torch.no_grad()
-def copy_initial_weights(
+def copy_weights(
     source: DrafterCheckpoint, vocab: DraftVocab, store: Store, drafter: Drafter, pause: Pause | None = None
 ) -> None:
     """Copy the source's weights into a drafter that has its own initial weights and is not wrapped yet, on every rank,

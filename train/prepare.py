@@ -200,9 +200,7 @@ def restore(
     if newest is None:
         if (source := initial_weights.open_source(config, needed=True)) is not None:
             initial_weights.refuse_other_kind(source, data.shape, data.store)  # the hub's may have changed meanwhile
-            initial_weights.copy_initial_weights(
-                source, data.draft_vocab, data.store, objective.drafter, deadline.pause
-            )
+            initial_weights.copy_weights(source, data.draft_vocab, data.store, objective.drafter, deadline.pause)
         state, parallel = State(), parallelise(accelerator, objective, config.train)
     else:
         loaded = checkpoint.load(newest, data.shape)

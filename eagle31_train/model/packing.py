@@ -5,8 +5,8 @@ position, the one before it one key less, and so on: a run is a causal block of 
 end, and needs no mask. This is all that an attention kernel has to know.
 """
 
-import itertools
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -61,9 +61,7 @@ def make_layout(documents: list[tuple[int, int]], slots: Tensor) -> Layout:
     owner = torch.searchsorted(starts, slots, right=True) - 1
     broken = (slots[1:] != slots[:-1] + 1) | (owner[1:] != owner[:-1])
     edges = [0, *(broken.nonzero()[:, 0] + 1).tolist(), len(slots)] if len(slots) else [0]
-    runs = [
-        Run(first, end, documents[int(owner[first])][0], int(slots[first])) for first, end in itertools.pairwise(edges)
-    ]
+    runs = [Run(first, end, documents[int(owner[first])][0], int(slots[first])) for first, end in pairwise(edges)]
     return Layout(documents, slots, runs, make_segments(documents, slots, runs) if runs else None)
 
 
