@@ -31,7 +31,8 @@ def resolve(config: Config) -> dict[str, str]:
         record = _read(Path(config.run_dir) / "train" / "inputs.json")
         t.precision = _at(record, "inputs", "train", "precision")
         if t.precision == AUTO:
-            native, why = native_bf16(on_cpu=_true("ACCELERATE_USE_CPU"))
+            on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on", "y", "t")
+            native, why = native_bf16(on_cpu)
             t.precision = "bf16" if native else "no"
             chosen["train.precision"] = f"auto: train.precision={t.precision} ({why})"
     return chosen
@@ -82,7 +83,3 @@ def _read(file: Path) -> Any:
         return yaml.safe_load(text) if file.suffix == ".yaml" else json.loads(text)  # YAML takes minutes for megabytes
     except (OSError, ValueError, yaml.YAMLError):
         return None
-
-
-def _true(variable: str) -> bool:
-    return os.environ.get(variable, "").lower() in ("1", "true", "yes", "on", "y", "t")
