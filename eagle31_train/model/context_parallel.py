@@ -24,28 +24,14 @@ from torch import distributed as dist
 from eagle31_train.config import DrafterShape
 
 
-@dataclass(frozen=True)
 class Mesh:
-    """Where a rank is: `context` neighbouring ranks share their documents, and are together one replica."""
+    """Where a rank is: `context` neighbouring ranks share their documents, and are together one replica. part: this
+    rank's part of its documents, and of how many; replica: in which of the `replicas`, groups of ranks, it is."""
 
-    ranks: int = 1
-    rank: int = 0
-    context: int = 1
-
-    @property
-    def part(self) -> tuple[int, int]:
-        """This rank's part of its documents, and of how many."""
-        return self.rank % self.context, self.context
-
-    @property
-    def replicas(self) -> int:
-        """How many groups of ranks have documents of their own."""
-        return self.ranks // self.context
-
-    @property
-    def replica(self) -> int:
-        """Which of them this rank is in."""
-        return self.rank // self.context
+    def __init__(self, ranks: int = 1, rank: int = 0, context: int = 1) -> None:
+        self.ranks, self.rank, self.context = ranks, rank, context
+        self.part = rank % context, context
+        self.replica, self.replicas = rank // context, ranks // context
 
 
 def owners(slots: Tensor, ranks: int) -> Tensor:
