@@ -26,7 +26,7 @@ is a drafter's name:
 Several trainings of one drafter count as one: a prompt's counts are sums over them, and are resampled together.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -38,8 +38,8 @@ from eagle31_train.evaluation.intervals import Estimate, Interval, ratios
 from eagle31_train.evaluation.measurement import Counts, Drift, Measurement
 from eagle31_train.evaluation.workloads import Workload
 
-Key = tuple[str, str]  # of a prompt: its source and id
 Drafters = Mapping[str, Sequence[Measurement]]  # by name: one measurement for each training
+Trainings = Sequence[Sequence[Counts]]  # of each, its prompts, which are the same and in one order
 
 
 def summarise(
@@ -76,18 +76,18 @@ def per_prompt(workload: Workload, measurement: Measurement, draft_tokens: int) 
 
 def _workload(workload: Workload, drafters: Drafters, plain: Drafters | None, depths: Sequence[int]) -> dict[str, Any]:
     """A workload's result; `plain`: the same drafters on the plain form of a perturbed workload."""
-    rows = {name: _rows(trainings) for name, trainings in drafters.items()}
+    counts = {name: [one.counts for one in trainings] for name, trainings in drafters.items()}
     first, *others = drafters
-    keys = _keys(rows[first])  # all estimates are of the prompts in one order: the resamples are paired
-    numbers = {name: _drafter(trainings, depths) for name, trainings in drafters.items()}
+    prompts = counts[first][0]
+    numbers = {name: _drafter(trainings, depths) for name, trainings in counts.items()}
     if not any(depth["drafts"] for each in numbers.values() for depth in each["by_depth"].values()):
         raise UserError(f"{workload.name}: every answer ended with its first token: choose other prompts")
-    lengths = {name: acceptance_lengths(rows[name], depths, keys) for name in drafters}
+    lengths = {name: acceptance_lengths(trainings, depths) for name, trainings in counts.items()}
     kept: dict[str, Estimate] = {}
-    plain_rows = {name: _rows(trainings) for name, trainings in (plain or {}).items()}
-    both = [key for key in keys if key in _keys(plain_rows[first])] if plain else []
-    for name in drafters if both else ():
-        kept[name] = acceptance_lengths(rows[name], depths, both) / acceptance_lengths(plain_rows[name], depths, both)
+    for name, trainings in plain.items() if plain else ():
+        ids = {one.id for one in prompts}  # those that have the perturbed form
+        before = [[each for each in one.counts if each.id in ids] for one in trainings]
+        kept[name] = lengths[name] / acceptance_lengths(before, depths)
         numbers[name]["kept"] = _by_depth(depths, kept[name].intervals())
     differences = {}
     for name in others:
@@ -96,15 +96,15 @@ def _workload(workload: Workload, drafters: Drafters, plain: Drafters | None, de
             estimates["kept_ratio"] = kept[name] / kept[first]
         columns = zip(*(estimate.intervals() for estimate in estimates.values()), strict=True)
         differences[name] = _by_depth(depths, [dict(zip(estimates, column, strict=True)) for column in columns])
-    unseen = {(each.source, each.id) for some in rows.values() for each in some if not each.seen}
+    every = [one for trainings in counts.values() for one in trainings]
     return {
         "name": workload.name,
         "suite": workload.suite,
         "perturbation": workload.perturbation,
         "temperature": workload.temperature,
         "top_p": workload.top_p,
-        "prompts": len(keys),
-        "verified": len(keys) - len(unseen),
+        "prompts": len(prompts),
+        "verified": sum(all(each.seen for each in of_prompt) for of_prompt in zip(*every, strict=True)),
         "notes": [*workload.remarks, *_other_machines(drafters)],
         **_speeds(drafters, depths),
         "drafters": numbers,
@@ -115,15 +115,13 @@ def _workload(workload: Workload, drafters: Drafters, plain: Drafters | None, de
 
 def _speeds(drafters: Drafters, depths: Sequence[int]) -> dict[str, Any]:
     """Of one training alone: of several, measured with a few prompts each, it would be noise."""
-    alone = [(name, one) for name, trainings in drafters.items() for one in trainings]
-    if len(alone) > 1 or not alone[0][1].tokens:
+    (name, one), *more = [(name, one) for name, trainings in drafters.items() for one in trainings]
+    if more or not one.tokens:
         return {}
-    ((name, one),) = alone
     counts = one.counts[: one.timed]
-    lengths = [value for value, _, _ in acceptance_lengths(counts, depths, _keys(counts)).intervals()]
     return {
         "tokens_per_second": {"plain": one.tokens / one.plain, name: one.tokens / one.speculative},
-        **({"timed": {"prompts": len(counts), "by_depth": _by_depth(depths, lengths)}} if counts else {}),
+        **({"timed": {"prompts": len(counts), "by_depth": _values([counts], depths)}} if counts else {}),
     }
 
 
@@ -136,33 +134,31 @@ def _other_machines(drafters: Drafters) -> list[str]:
     ]
 
 
-def _drafter(trainings: Sequence[Measurement], depths: Sequence[int]) -> dict[str, Any]:
-    rows = _rows(trainings)
-    numbers = {**_numbers(rows, depths), "drift": _drift(rows)}
+def _drafter(trainings: Trainings, depths: Sequence[int]) -> dict[str, Any]:
+    numbers = {**_numbers(trainings, depths), "drift": _drift(trainings)}
     if len(trainings) > 1:
-        alone = [acceptance_lengths(one.counts, depths, _keys(one.counts)).intervals() for one in trainings]
-        numbers["by_training"] = [_by_depth(depths, [value for value, _, _ in intervals]) for intervals in alone]
-    by_source = {source: [each for each in rows if each.source == source] for source in {each.source for each in rows}}
-    numbers["by_source"] = {source: _numbers(by_source[source], depths) for source in sorted(by_source)}
+        numbers["by_training"] = [_values([one], depths) for one in trainings]
+    numbers["by_source"] = {
+        source: _numbers([[each for each in one if each.source == source] for one in trainings], depths)
+        for source in sorted({each.source for each in trainings[0]})
+    }
     return numbers
 
 
-def _numbers(rows: list[Counts], depths: Sequence[int]) -> dict[str, Any]:
-    keys = _keys(rows)
-    reached = {depth: _reached(rows, depth, keys) for depth in depths}
-    lengths = acceptance_lengths(rows, depths, keys).intervals()
+def _numbers(trainings: Trainings, depths: Sequence[int]) -> dict[str, Any]:
+    reached = {depth: _reached(trainings, depth) for depth in depths}
     by_depth = {
         str(depth): {
             "acceptance_length": length,
             "drafts": int(reached[depth][:, 0].sum()),
             "accepted_per_position": reached[depth][:, 1:].sum(0).tolist(),
         }
-        for depth, length in zip(depths, lengths, strict=True)
+        for depth, length in zip(depths, acceptance_lengths(trainings, depths).intervals(), strict=True)
     }
     deepest = reached[max(depths)]
     return {
-        "prompts": len(keys),
-        "generated_tokens": sum(each.tokens for each in rows),
+        "prompts": len(trainings[0]),
+        "generated_tokens": sum(each.tokens for one in trainings for each in one),
         "by_depth": by_depth,
         "cumulative": _shares(ratios(deepest[:, 1:], deepest[:, 0])),
         "conditional": _shares(ratios(deepest[:, 1:], deepest[:, :-1])),
@@ -174,44 +170,37 @@ def _shares(estimate: Estimate) -> list[Interval]:
     return [[value, None, None] if value in (0, 1) else [value, low, high] for value, low, high in estimate.intervals()]
 
 
-def acceptance_lengths(rows: Iterable[Counts], depths: Sequence[int], keys: Sequence[Key]) -> Estimate:
-    """Acceptance length at each depth, over the prompts of `keys` in this order."""
-    reached = [_reached(rows, depth, keys) for depth in depths]
+def acceptance_lengths(trainings: Trainings, depths: Sequence[int]) -> Estimate:
+    """Acceptance length at each depth."""
+    reached = [_reached(trainings, depth) for depth in depths]
     return ratios(np.stack([r.sum(1) for r in reached], 1), np.stack([r[:, 0] for r in reached], 1))
 
 
-def _reached(rows: Iterable[Counts], draft_tokens: int, keys: Sequence[Key]) -> NDArray[np.int64]:
+def _values(trainings: Trainings, depths: Sequence[int]) -> dict[str, float | None]:
+    """The same by depth, without intervals."""
+    return _by_depth(depths, [value for value, _, _ in acceptance_lengths(trainings, depths).intervals()])
+
+
+def _reached(trainings: Trainings, draft_tokens: int) -> NDArray[np.int64]:
     """[P, draft_tokens + 1]: drafts of each prompt whose first 0 (so all of them), 1, 2, … tokens were accepted."""
-    row = {key: index for index, key in enumerate(keys)}
-    reached = np.zeros((len(keys), draft_tokens + 1), dtype=np.int64)
-    for each in rows:
-        if (index := row.get((each.source, each.id))) is not None:
-            exactly = np.bincount(each.verifications(draft_tokens), minlength=draft_tokens + 1)
-            reached[index] += exactly[::-1].cumsum()[::-1]
-    return reached
+    exactly = [
+        [np.bincount(each.verifications(draft_tokens), minlength=draft_tokens + 1) for each in one] for one in trainings
+    ]
+    return np.sum(exactly, 0)[:, ::-1].cumsum(1)[:, ::-1]
 
 
-def _drift(rows: Sequence[Counts]) -> dict[str, list[Interval]] | None:
+def _drift(trainings: Trainings) -> dict[str, list[Interval]] | None:
     """Means over the slots of all prompts: a prompt weighs as many slots as its output has."""
-    drifts = [(each, each.drift) for each in rows if each.drift is not None]
+    drifts = [(at, each, each.drift) for one in trainings for at, each in enumerate(one) if each.drift is not None]
     if not drifts:
         return None
-    slots = np.array([len(each.accepted) for each, _ in drifts], dtype=np.float64)
-    keys = [(each.source, each.id) for each, _ in drifts]
-    prompts = np.array([[key == other for other in keys] for key in dict.fromkeys(keys)], dtype=np.float64)  # [P, rows]
+    slots = np.array([len(each.accepted) for _, each, _ in drifts], dtype=np.float64)
+    prompts = np.array([[at == other for at, _, _ in drifts] for other in dict.fromkeys(at for at, _, _ in drifts)])
     intervals = {}
     for name in (field.name for field in fields(Drift)):
-        means = np.array([getattr(drift, name) for _, drift in drifts])  # [rows, steps]
+        means = np.array([getattr(drift, name) for _, _, drift in drifts])  # [rows, steps]
         intervals[name] = ratios(prompts @ (means * slots[:, None]), prompts @ slots).intervals()
     return intervals
-
-
-def _rows(trainings: Sequence[Measurement]) -> list[Counts]:
-    return [each for training in trainings for each in training.counts]
-
-
-def _keys(rows: Iterable[Counts]) -> list[Key]:
-    return list(dict.fromkeys((each.source, each.id) for each in rows))
 
 
 def _by_depth(depths: Sequence[int], values: Sequence[Any]) -> dict[str, Any]:
