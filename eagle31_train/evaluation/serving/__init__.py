@@ -47,7 +47,8 @@ def measure_serving(
     folder: Path | None = None,
 ) -> dict[str, Any]:
     """Serve the target alone, then every draft with each of evaluate.serve_speculative_tokens, then by the schedule
-    that these give, if it is not one of them; `report.py` has the form.
+    that these give, if it is not one of them; `report.py` has the form. UserError: a server that does not start or
+    breaks off, a damaged record.
 
     Every server is started once. What it did is recorded in `folder`, and none is started again whose record is there:
     a very large target takes an hour to start.
@@ -58,9 +59,6 @@ def measure_serving(
         end_ids: tokens that end an answer.
         engine: as `check` gives it.
         folder: of the records and of each server's log; default: run_dir/servers.
-
-    Raises:
-        UserError: a server that does not start or breaks off, a damaged record.
     """
     options = config.evaluate
     sent = {users: questions(config, prompts, end_ids, users) for users in options.concurrency}
@@ -134,63 +132,57 @@ class _Servers:
         ranges = length.get(RANGES, [])
         by_load = ", idle" if [drafted for *_, drafted in ranges] == [0] else ", by load" if ranges else ""
         what = f"serve {name}, {depth} draft tokens{by_load}" if name is not None else "serve without a drafter"
-        # A drafter may be called otherwise beside others, so its name is no part of the file's.
-        file = self.folder / f"server-{depth}-{fingerprint(self.config, draft, length, self.sent, self.engine)}.json"
+        # By what the weights hold, and not by where they lie, nor by what the drafter is called beside others.
+        arguments = server_arguments(self.config, draft, length, 0)
+        if draft is not None:
+            arguments["speculative_config"]["model"] = artifacts.weights_fingerprint(str(draft))
+        requests = {str(users): [asdict(question) for question in asked] for users, asked in self.sent.items()}
+        made_from = provenance.of_server(self.config, arguments, requests, asdict(self.engine))
+        file = self.folder / f"server-{depth}-{artifacts.fingerprint(made_from)}.json"
         if (record := read_checked(file, "served")) is not None:
             note(f"{what}: measured before ({file})")
         else:
             log = self.folder / f"{name or 'none'}-{depth}{by_load.replace(', ', '-').replace(' ', '-')}.log"
-            record = serve(self.config, draft, length, self.sent, what, log)
+            record = self._serve(draft, length, what, log)
             write_checked(file, "served", record, drafter=name)
         return {
             users: ([Answer(**one) for one in record["answers"][str(users)]], Counter(record["counted"][str(users)]))
             for users in self.sent
         }
 
-
-def serve(
-    config: Config,
-    draft: Path | None,
-    length: Mapping[str, Any],
-    sent: Mapping[int, Sequence[Question]],
-    what: str,
-    log: Path,
-) -> dict[str, Any]:
-    """Start one server, have it answer what is sent at every concurrency, and end it; `what`: what to call it.
-
-    Returns:
-        Its answers, and what vLLM counted meanwhile, by concurrency, in JSON's types.
-    """
-    options, port = config.evaluate, pick_port()
-    command = [options.vllm_python, "-m", MODULE, *flags(server_arguments(config, draft, length, port))]
-    served: dict[str, Any] = {"answers": {}, "counted": {}}
-    note(f"{what}: vLLM starts ({log})")
-    with (
-        Server(command, port, log) as server,
-        Progress(total=sum(map(len, sent.values())), desc=what, unit="request") as bar,
-    ):
-        model = json.loads(server.get("/v1/models")[1])["data"][0]["id"]
-        done = 0  # requests that this server has answered
-        for users, some in sent.items():
-            asked = [replace(question, options={"model": model, **question.options}) for question in some]
-            if options.warmup:
-                short = {"max_tokens": min(WARM_TOKENS, options.max_new_tokens)}
-                warming = [replace(question, options=question.options | short) for question in asked[:users]]
-                done += len(run_load(server, warming, users))
-            before = settled(server, done)
-            answers = run_load(server, asked, users, bar.update)
-            done += len(answers)
-            after = settled(server, done)
-            counted = Counter({name: after[name] - before[name] for name in after})
-            if draft is not None:
-                report.speculation(counted, length[DRAFTED])  # or it raises, before more is asked
-            (speed, _, _) = report.speed(answers).intervals()[0]
-            if speed is None:
-                raise UserError(f"{what}: every answer ended with its first token: choose other prompts")
-            bar.set_postfix_str(f"{speed:.1f} tokens/s/user of {users}")
-            served["answers"][str(users)] = [asdict(answer) for answer in answers]
-            served["counted"][str(users)] = dict(counted)
-    return served
+    def _serve(self, draft: Path | None, length: Mapping[str, Any], what: str, log: Path) -> dict[str, Any]:
+        """Start one server and end it when it has answered everything: its answers, and what vLLM counted meanwhile, by
+        concurrency, in JSON's types; `what`: what to call it."""
+        options, port = self.config.evaluate, pick_port()
+        command = [options.vllm_python, "-m", MODULE, *flags(server_arguments(self.config, draft, length, port))]
+        served: dict[str, Any] = {"answers": {}, "counted": {}}
+        note(f"{what}: vLLM starts ({log})")
+        with (
+            Server(command, port, log) as server,
+            Progress(total=sum(map(len, self.sent.values())), desc=what, unit="request") as bar,
+        ):
+            model = json.loads(server.get("/v1/models")[1])["data"][0]["id"]
+            done = 0  # requests that this server has answered
+            for users, some in self.sent.items():
+                asked = [replace(question, options={"model": model, **question.options}) for question in some]
+                if options.warmup:
+                    short = {"max_tokens": min(WARM_TOKENS, options.max_new_tokens)}
+                    warming = [replace(question, options=question.options | short) for question in asked[:users]]
+                    done += len(run_load(server, warming, users))
+                before = settled(server, done)
+                answers = run_load(server, asked, users, bar.update)
+                done += len(answers)
+                counted = settled(server, done)
+                counted.subtract(before)
+                if draft is not None:
+                    report.speculation(counted, length[DRAFTED])  # or it raises, before more is asked
+                (speed, _, _) = report.speed(answers).intervals()[0]
+                if speed is None:
+                    raise UserError(f"{what}: every answer ended with its first token: choose other prompts")
+                bar.set_postfix_str(f"{speed:.1f} tokens/s/user of {users}")
+                served["answers"][str(users)] = [asdict(answer) for answer in answers]
+                served["counted"][str(users)] = dict(counted)
+        return served
 
 
 def questions(
@@ -219,28 +211,12 @@ def settled(server: Server, answered: int) -> Counter[str]:
     """The counters, once they know of all answers and no longer move: vLLM counts after it has answered."""
     deadline = time.monotonic() + SETTLED_SECONDS
     before: Counter[str] | None = None
-    while True:
+    while time.monotonic() < deadline:
         status, text = server.get("/metrics")
         now = report.parse(text)
         if now == before and now[report.FINISHED] >= answered:
             return now
-        if time.monotonic() > deadline:
-            finished = f"{now[report.FINISHED]:.0f} finished requests, not {answered}"
-            raise UserError(f"vLLM's /metrics (HTTP {status}) know of {finished}: see {server.log}")
         before = now
         time.sleep(0.1)
-
-
-def fingerprint(
-    config: Config,
-    drafter: Path | None,
-    length: Mapping[str, Any],
-    sent: Mapping[int, Sequence[Question]],
-    engine: Installation,
-) -> str:
-    """What tells a server and its questions from others: weights by what they hold, and not by where they lie."""
-    arguments = server_arguments(config, drafter, length, 0)
-    if drafter is not None:
-        arguments["speculative_config"]["model"] = artifacts.weights_fingerprint(str(drafter))
-    requests = {str(users): [asdict(question) for question in asked] for users, asked in sent.items()}
-    return artifacts.fingerprint(provenance.of_server(config, arguments, requests, asdict(engine)))  # its port is none
+    finished = f"{now[report.FINISHED]:.0f} finished requests, not {answered}"
+    raise UserError(f"vLLM's /metrics (HTTP {status}) know of {finished}: see {server.log}")

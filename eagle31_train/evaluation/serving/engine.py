@@ -96,11 +96,8 @@ def server_arguments(config: Config, drafter: Path | None, length: Mapping[str, 
 
 
 def max_model_len(config: Config) -> int | None:
-    """The longest sequence that vLLM is told to take, by which prompts are chosen; None where it is not told.
-
-    Raises:
-        UserError: it is told by words that only vLLM knows, as 32k or auto.
-    """
+    """The longest sequence that vLLM is told to take, by which prompts are chosen; None where it is not told. UserError
+    where it is told by words that only vLLM knows, as 32k or auto."""
     limit = server_arguments(config, None, {}, 0).get("max_model_len")
     if limit is not None and (type(limit) is not int or limit < 1):
         raise UserError(f"evaluate.vllm_args.max_model_len={limit} is no number from 1 on, as 32768: give one, or none")
@@ -130,11 +127,8 @@ class Installation:
 
 
 def check(config: Config) -> Installation:
-    """Refuse what would measure nothing, or twice the same, before anything is measured; ask vLLM's python what it is.
-
-    Raises:
-        UserError: evaluate's options of serving, or its python, will not do.
-    """
+    """Ask vLLM's python what it is, before anything is measured; UserError where it, or an option of serving, will not
+    do."""
     options = config.evaluate
     for name in ("serve_speculative_tokens", "concurrency"):
         values: list[int] = getattr(options, name)

@@ -117,16 +117,14 @@ def best(rows: Sequence[Row]) -> list[Row]:
     chosen: list[Row] = []
     for (drafter, concurrency), some in tried.items():
         first = max(some, key=lambda one: (_pays(one["speedup"]), one["speedup"][0]))
-        depth = first["draft_tokens"]
-        pays = depth if _pays(first["speedup"]) else 0
-        chosen.append({"drafter": drafter, "concurrency": concurrency, "draft_tokens": pays})
-        chosen[-1] |= {"speedup": first["speedup"], "tried": depth}
+        speedup, depth = first["speedup"], first["draft_tokens"]
+        row = {"drafter": drafter, "concurrency": concurrency, "draft_tokens": depth if _pays(speedup) else 0}
+        chosen.append({**row, "speedup": speedup, "tried": depth})
     return chosen
 
 
 def _pays(speedup: Interval) -> bool:
-    low = speedup[1]
-    return low is not None and low > 1
+    return (speedup[1] or 0) > 1
 
 
 def schedule(rows: Sequence[Row], drafter: str) -> dict[str, Any] | None:

@@ -28,9 +28,7 @@ ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "PYTHONSAFEPATH": "1"}  # where nobod
 
 
 def pick_port() -> int:
-    with closing(socket.socket()) as free:
-        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        free.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as free:
         port: int = free.getsockname()[1]
     return port
 
@@ -83,16 +81,14 @@ class Server:
     def _wait(self) -> None:
         """Until it answers; UserError where it ends, or does not."""
         deadline = time.monotonic() + START_SECONDS
-        while True:
+        while time.monotonic() < deadline:
             self.check()
             with suppress(OSError):  # it does not listen yet
                 if self.get("/health")[0] == http.client.OK:
                     return
-            if time.monotonic() > deadline:
-                raise UserError(
-                    f"vLLM's server does not answer after {START_SECONDS:.0f} s ({self.last_words()}): see {self.log}"
-                )
             time.sleep(0.25)
+        late = f"vLLM's server does not answer after {START_SECONDS:.0f} s"
+        raise UserError(f"{late} ({self.last_words()}): see {self.log}")
 
     def check(self, dying: bool = False) -> None:
         """UserError if the server has ended; one that is dying is given the time for it."""
