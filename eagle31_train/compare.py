@@ -34,7 +34,6 @@ from eagle31_train.config import Config
 from eagle31_train.console import note
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation.evaluating import evaluate
-from eagle31_train.evaluation.measuring import check_options
 from eagle31_train.evaluation.serving import check as check_serving
 from eagle31_train.evaluation.serving import measure_serving
 from eagle31_train.reporting import evaluation_page, recipe, tables
@@ -63,13 +62,8 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def compare(trainings: Named, config: Config) -> None:
-    """Measure the drafters, and write which is better.
-
-    Raises:
-        UserError: one that cannot be read or belongs to another target; missing data; an output that speculation
-            changed; a folder that has another comparison; vLLM that cannot be run.
-    """
-    check_options(config.evaluate)
+    """Measure the drafters, and write which is better. UserError: one that cannot be read or belongs to another target;
+    missing data; an output that speculation changed; a folder that has another comparison; vLLM that cannot be run."""
     out = folder_of(trainings, config)
     engine = check_serving(config) if config.evaluate.backend == "vllm" else None
     drafts = {name: exported(some[0]) for name, some in trainings.items()} if engine else {}
@@ -125,10 +119,7 @@ def parted(word: str) -> tuple[str | None, list[str]]:
 
 def named(words: Sequence[str]) -> Named:
     """Drafters by name: as NAME:… says, else the last part of the path, or as many as tell it from the others.
-
-    Raises:
-        UserError: a name or training that stands there twice, or a training without a name.
-    """
+    UserError: a name or training that stands there twice, or a training without a name."""
     arguments = [parted(word) for word in words]
     # Never all of an absolute path: names stand in pictures and on public cards.
     paths = [Path(trainings[0]).absolute().parts[1:] for _, trainings in arguments]
@@ -145,11 +136,8 @@ def named(words: Sequence[str]) -> Named:
 
 
 def read(drafter: str, config: Config, data: dict[str, Any]) -> DrafterCheckpoint:
-    """The checkpoint of a run, or of an exported or published draft, its weights read.
-
-    Raises:
-        UserError: it cannot be read, was trained for another target, or may have been trained on held-out prompts.
-    """
+    """The checkpoint of a run, or of an exported or published draft, its weights read. UserError: it cannot be read,
+    was trained for another target, or may have been trained on held-out prompts."""
     checkpoint = DrafterCheckpoint.open(drafter, target_layers=lambda: read_config(config.target).num_hidden_layers)
     checkpoint.tensors  # noqa: B018 (or damaged weights are refused after the target is loaded)
     checkpoint.check_target(config.target)

@@ -17,32 +17,25 @@ from pathlib import Path
 from typing import Any
 
 from eagle31_train import artifacts, cli, provenance
-from eagle31_train.checkpoint.drafter_checkpoint import refuse_other_data
-from eagle31_train.checkpoint.run_folder import TRAIN, read_export
+from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
+from eagle31_train.checkpoint.run_folder import read_export
 from eagle31_train.checkpoint.smaller import served
 from eagle31_train.config import Config
 from eagle31_train.console import note
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation import evaluating, perturb, results, workloads
-from eagle31_train.evaluation.measuring import check_options
 from eagle31_train.evaluation.serving import Installation, measure_serving
 from eagle31_train.evaluation.serving import check as check_serving
 from eagle31_train.evaluation.serving.engine import server_arguments, target_arguments
-from eagle31_train.model.rope import stretched
 from eagle31_train.provenance import Provenance
 from eagle31_train.reporting import evaluation_page, recipe, tables
 from eagle31_train.store import read_manifest
 
 
 def evaluate(config: Config) -> None:
-    """Run the stage.
-
-    Raises:
-        UserError: missing or damaged input, output of other inputs, or an output that differs from
-            plain decoding.
-    """
+    """Run the stage. UserError: missing or damaged input, output of other inputs, or an output that differs from plain
+    decoding."""
     began = time.perf_counter()
-    check_options(config.evaluate)
     if config.evaluate.backend == "vllm":
         serve(config)
         return
@@ -87,17 +80,14 @@ def evaluate(config: Config) -> None:
 
 
 def serve(config: Config) -> None:
-    """Measure the exported checkpoint as vLLM serves it.
-
-    Raises:
-        UserError: what is exported is not whole, or not what was trained, or vLLM cannot be run.
-    """
+    """Measure the exported checkpoint as vLLM serves it. UserError: what is exported is not whole, or not what was
+    trained, or vLLM cannot be run."""
     began = time.perf_counter()
     run_dir = Path(config.run_dir)
-    exported = read_export(run_dir)
-    weights, shape = exported["inputs"].get("weights_as", "target"), exported["inputs"]["shape"]
+    exported, checkpoint = read_export(run_dir), DrafterCheckpoint.open(run_dir / "export")
     asked = (config.export_weights, config.export_vocab_size, config.export_sliding_window)
-    has = (weights, shape.get("draft_vocab_size"), shape.get("sliding_window"))
+    weights, shape = exported["inputs"].get("weights_as", "target"), checkpoint.shape
+    has = (weights, shape.draft_vocab_size, shape.sliding_window)
     if any(one not in (None, "target", other) for one, other in zip(asked, has, strict=True)):
         raise UserError(f"{run_dir / 'export'} was not exported so: run `eagle31 export` with the same options first")
     engine = check_serving(config)
@@ -108,13 +98,9 @@ def serve(config: Config) -> None:
     if provenance.up_to_date(folder, made_of, config.overwrite):
         note(f"evaluate: up to date ({folder})")
         return
-    trained: dict[str, Any] = {}
-    if (train := run_dir / "train" / artifacts.MANIFEST).is_file():  # vLLM can do without
-        trained = artifacts.read_json(train, TRAIN)
-        refuse_other_data(trained["inputs"], data, config.data_folder)
-    positions = [stretched(shape["max_position_embeddings"], shape.get("rope_scaling"))]
-    trainings, measured_on = {config.name: [trained.get("inputs")]}, trained.get("measured_on", [])
-    workload, *others = evaluating.choose_workloads(config, trainings, positions, data, measured_on=measured_on)
+    checkpoint.check_data(data, config.data_folder)
+    caveats = evaluating.caveats({config.name: [checkpoint.inputs]}, data["dataset_fingerprint"])
+    workload, *others = evaluating.choose_workloads(config, [checkpoint], data, caveats)
     if others:
         raise UserError(
             "evaluate.backend=vllm measures one workload at a time: leave out evaluate.perturbations, and give one set "

@@ -20,7 +20,6 @@ from eagle31_train.errors import UserError
 from eagle31_train.evaluation import evaluating, intervals
 from eagle31_train.evaluation.intervals import Estimate
 from eagle31_train.evaluation.measurement import Measurement
-from eagle31_train.evaluation.measuring import check_options
 from eagle31_train.evaluation.workloads import HELDOUT
 
 OTHER, TRAINED = "other", "trained"  # kinds of prompts: never trained on, the headline; of those that were trained on
@@ -87,7 +86,6 @@ def accepted(trainings: Sequence[Training], options: Sequence[str], out: Path) -
     """
     recipe = trainings[0].job.recipe
     config = cli.load_config([*recipe, f"run_dir={out}", "evaluate.drift=false", "evaluate.warmup=false", *options])
-    check_options(config.evaluate)
     data, draft_tokens = provenance.read_data(config, whole=True), config.evaluate.num_speculative_tokens
     checkpoints, verified = {}, {}
     for training in trainings:
@@ -96,8 +94,8 @@ def accepted(trainings: Sequence[Training], options: Sequence[str], out: Path) -
             name = f"{training.name} {folder.name}"
             checkpoints[name] = [DrafterCheckpoint.open(folder)]
             verified[name] = config.compare.verified if folder == last else 0
-    positions = [one.shape.max_position_embeddings for (one,) in checkpoints.values()]
-    workloads = evaluating.choose_workloads(config, {}, positions, data, [config.evaluate.max_speculative_tokens])
+    every, most = [one for (one,) in checkpoints.values()], config.evaluate.max_speculative_tokens
+    workloads = evaluating.choose_workloads(config, every, data, drafted=[most])
     measured = evaluating.decode(config, checkpoints, workloads, data, out / "workloads", verified)
     found = {}
     for kind in KINDS:

@@ -2,7 +2,7 @@
 file of its own: a run that was stopped goes on with what is left, and one more drafter is decoded alone."""
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,8 @@ def evaluate(
     folder: Path,
     verified: Mapping[str, int] | None = None,
 ) -> tuple[dict[str, Any], list[Workload], list[dict[str, list[Measurement]]]]:
-    """Decode all workloads with all drafters. What was loaded for it is free again afterwards.
+    """Decode all workloads with all drafters. What was loaded for it is free again afterwards. UserError: missing or
+    damaged input, no prompts, or an output that differs from plain decoding.
 
     Args:
         checkpoints: of each drafter by name, its trainings; the others are compared with the first.
@@ -45,18 +46,14 @@ def evaluate(
 
     Returns:
         The result (see `results.py`); what was decoded; and the measurements of each, by drafter, of every training.
-
-    Raises:
-        UserError: missing or damaged input, no prompts, or an output that differs from plain decoding.
     """
-    options, every = config.evaluate, [one for some in checkpoints.values() for one in some]
+    options, trainings = config.evaluate, {name: [one.inputs for one in some] for name, some in checkpoints.items()}
     chosen = choose_workloads(
         config,
-        {name: [one.inputs for one in some] for name, some in checkpoints.items()},
-        [stretched(one.shape.max_position_embeddings, one.shape.rope_scaling) for one in every],
+        [one for some in checkpoints.values() for one in some],
         data,
+        caveats(trainings, data["dataset_fingerprint"]),
         [options.num_speculative_tokens, options.max_speculative_tokens],
-        {prompt for one in every for prompt in one.measured_on},
     )
     measurements = decode(config, checkpoints, chosen, data, folder, verified)
     depths = range(1, options.max_speculative_tokens + 1)
@@ -96,11 +93,8 @@ def decode(
 def load(
     checkpoint: DrafterCheckpoint, name: str, target: CachedTarget, config: Config, verified: int | None = None
 ) -> Candidate:
-    """The drafter as it is served: weights rounded to the target's dtype, and run in evaluate.dtype.
-
-    Raises:
-        UserError: damaged weights, or a drafter that was made for another target.
-    """
+    """The drafter as it is served: weights rounded to the target's dtype, and run in evaluate.dtype; UserError for one
+    that is damaged, or was made for another target."""
     drafter = checkpoint.load(target, DTYPES[config.target.dtype], DTYPES[config.evaluate.dtype])
     ids = torch.from_numpy(checkpoint.vocab.target_ids).to(target.embedding.weight.device)
     return Candidate(name, checkpoint.identity, drafter, ids, verified)
@@ -108,21 +102,20 @@ def load(
 
 def choose_workloads(
     config: Config,
-    trainings: Mapping[str, Sequence[Inputs | None]],
-    positions: Iterable[int | None],
+    checkpoints: Sequence[DrafterCheckpoint],
     data: dict[str, Any],
+    caveats: Iterable[str] = (),
     drafted: Iterable[int] = (),
-    measured_on: Collection[str] = (),
 ) -> list[Workload]:
-    """The workloads that the configuration asks for, with prompts that every drafter has positions for.
+    """The workloads that the configuration asks for, with prompts that every drafter has positions for and none was
+    measured on.
 
     Args:
-        trainings: of each drafter, what each training was made from; None of a published draft.
-        positions: of every training, where they are limited. drafted: numbers of draft tokens that are tried here.
-        measured_on: prompts that some training was measured on, by their digests.
+        caveats: notes for all of them. drafted: numbers of draft tokens that are tried here.
     """
-    known = list(caveats(trainings, data["dataset_fingerprint"]))
-    chosen = workloads(config, data, longest_prompt(config, positions, drafted), known, measured_on)
+    positions = [stretched(one.shape.max_position_embeddings, one.shape.rope_scaling) for one in checkpoints]
+    measured_on = {prompt for one in checkpoints for prompt in one.measured_on}
+    chosen = workloads(config, data, longest_prompt(config, positions, drafted), list(caveats), measured_on)
     for workload in chosen:
         for remark in workload.remarks:
             note(f"{workload.name}: {remark}")
@@ -131,8 +124,12 @@ def choose_workloads(
 
 def longest_prompt(config: Config, positions: Iterable[int | None], drafted: Iterable[int] = ()) -> int:
     """How many tokens a prompt may have, so that vLLM takes it and drafts every time: near the last position it drafts
-    less. UserError where a limit of vLLM's is no number."""
+    less. UserError where a limit of vLLM's is no number, or for a headline that is not measured."""
     options, target = config.evaluate, read_config(config.target)
+    if (most := options.max_speculative_tokens) < (headline := options.num_speculative_tokens):
+        raise UserError(
+            f"evaluate.max_speculative_tokens={most} must be evaluate.num_speculative_tokens={headline} or more"
+        )
     limits = [*positions, hf.positions(target)]
     if options.backend == "vllm":
         limits.append(max_model_len(config) or hf.served_positions(target))
@@ -165,19 +162,13 @@ def _recipe(inputs: Inputs) -> Inputs:
 
 
 def measure(
-    folder: Path,
-    chosen: Sequence[Workload],
-    measurer: Measurer,
-    candidates: list[Candidate],
-    inputs: Inputs,
+    folder: Path, chosen: Sequence[Workload], measurer: Measurer, candidates: list[Candidate], inputs: Inputs
 ) -> list[dict[str, Measurement]]:
-    """Every workload's measurements by drafter; what `folder` has of them is read.
+    """Every workload's measurements by drafter; what `folder` has of them is read. UserError: as `Measurer.measure`; a
+    damaged file; or drafters beside which the target wrote different outputs.
 
     Args:
         inputs: what a measurement depends on beside its workload and its drafter (`provenance.of_workload`).
-
-    Raises:
-        UserError: as `Measurer.measure`; a damaged file; or drafters beside which the target wrote different outputs.
     """
     measurements: list[dict[str, Measurement]] = []
     here, warm = measurer.machine, not measurer.options.warmup

@@ -70,11 +70,8 @@ class Measurer:
         return workload.temperature == 0 or self.options.draft_sampling == "greedy"
 
     def measure(self, workload: Workload, candidates: list[Candidate]) -> dict[str, Measurement]:
-        """Decode a workload with some drafters, whose names differ: the measurement of each, by name.
-
-        Raises:
-            UserError: speculation changed an output, or the two ways of counting differ.
-        """
+        """Decode a workload with some drafters, whose names differ: the measurement of each, by name. UserError:
+        speculation changed an output, or the two ways of counting differ."""
         prompts, options, headline = workload.prompts, self.options, self.options.num_speculative_tokens
         one_output = self.one_output(workload)
         depths = [headline] if one_output else range(1, options.max_speculative_tokens + 1)
@@ -96,8 +93,8 @@ class Measurer:
                 for row, at in enumerate(batch):
                     of_prompt = {way: answers[row] for way, answers in decoded.items()}
                     outputs[at] = of_prompt[PLAIN].tokens
-                    for candidate in candidates:
-                        counts[candidate.name][at] = self._count(workload, at, of_prompt, candidate, candidates)
+                    for one in candidates:
+                        counts[one.name][at] = self._count(workload, prompts[at], of_prompt, one, _layers(candidates))
                 for way, answers in decoded.items() if max(batch) < min(most, options.timed_prompts) else ():
                     tokens[way] += sum(len(one.tokens) for one in answers)
                     seconds[way] += sum(one.seconds for one in answers)
@@ -138,14 +135,10 @@ class Measurer:
         return decode_speculative(target, drafter, candidate.target_ids, ids, way[1], self.limits, sampling, seeds)
 
     def _count(
-        self,
-        workload: Workload,
-        at: int,
-        decoded: Mapping[Way, Decoded],
-        candidate: Candidate,
-        candidates: list[Candidate],
+        self, workload: Workload, prompt: Prompt, decoded: Mapping[Way, Decoded], candidate: Candidate, aux: list[int]
     ) -> Counts:
-        prompt, plain = workload.prompts[at], decoded[PLAIN]
+        """`aux`: the layers of the auxiliary states."""
+        plain = decoded[PLAIN]
         real = {depth: answer for (name, depth), answer in decoded.items() if name == candidate.name}
         seen = {depth: answer.accepted for depth, answer in real.items()}
         if not self.one_output(workload):
@@ -154,9 +147,8 @@ class Measurer:
             if answer.tokens != plain.tokens:
                 self._refuse_difference(workload, prompt, plain.tokens, answer.tokens)
         assert plain.aux is not None
-        layers = _layers(candidates)
-        aux = plain.aux[:, [layers.index(layer) for layer in candidate.drafter.shape.aux_layers]]
-        trajectory = Trajectory(prompt.ids, plain.tokens, plain.beyond, aux)
+        states = plain.aux[:, [aux.index(layer) for layer in candidate.drafter.shape.aux_layers]]
+        trajectory = Trajectory(prompt.ids, plain.tokens, plain.beyond, states)
         depths, drift = self.options.max_speculative_tokens, self.options.drift
         accepted = unroll(candidate.drafter, candidate.target_ids, trajectory, depths, drift)
         counts = Counts(prompt.id, prompt.source, len(plain.tokens), *accepted, seen)
@@ -193,25 +185,22 @@ class Measurer:
                 made = f"{len(seen)}, the drafts from every position {len(expected)}"
                 raise UserError(f"{problem}real decoding makes {made}")
             slot, parting = at + sum(expected[:at]), min(expected[at], seen[at])  # the step at which the drafts part
-            gap = narrowest(candidate.drafter, candidate.target_ids, trajectory, slot, parting + 1)
+            drafter, ids = candidate.drafter, candidate.target_ids
+            gap = narrowest(drafter, ids, trajectory, slot, parting + 1)
             problem += f"real decoding accepts {seen[at]}, the draft from that position {expected[at]} "
             problem += f"(narrowest choice {gap:.3g})"
-            drafter, ids = candidate.drafter, candidate.target_ids
             rounded = any(isinstance(layer, Linear) and layer.int8_inputs for layer in drafter.modules())
             if gap > TIE and not (rounded and turns(drafter, ids, trajectory, slot, depth, seen[at])):
                 raise UserError(f"{problem}; {self._advice(prompt)}")
             note(f"{problem}: rounding chose between equals")  # from here on the two decodings part
 
     def _advice(self, prompt: Prompt) -> str:
-        if self.options.dtype != "float32":
-            return (
-                f"evaluate.dtype={self.options.dtype} rounds otherwise for several tokens: use evaluate.dtype=float32"
-            )
+        if (dtype := self.options.dtype) != "float32":
+            return f"evaluate.dtype={dtype} rounds otherwise for several tokens: use evaluate.dtype=float32"
         ids = json.dumps([*self.options.leave_out, prompt.id], ensure_ascii=False)
         without = shlex.quote(f"evaluate.leave_out={ids}")
-        return (
-            f"under {TIE:g} rounding chose between equals: {without} leaves this prompt out; over it, it is a mistake"
-        )
+        tie = f"under {TIE:g} rounding chose between equals"
+        return f"{tie}: {without} leaves this prompt out; over it, it is a mistake"
 
 
 def _layers(candidates: list[Candidate]) -> list[int]:
@@ -249,12 +238,3 @@ def use_quickest_threads(work: Callable[[], object]) -> None:
 def seed_of(seed: int, prompt: Prompt) -> int:
     """A seed of its own for every prompt, whatever is decoded beside it."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{prompt.ids}".encode()).digest()[:6], "big")
-
-
-def check_options(options: EvaluateConfig) -> None:
-    """UserError for a headline that is not measured."""
-    most, headline = options.max_speculative_tokens, options.num_speculative_tokens
-    if most < headline:
-        raise UserError(
-            f"evaluate.max_speculative_tokens={most} must be evaluate.num_speculative_tokens={headline} or more"
-        )

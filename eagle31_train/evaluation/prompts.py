@@ -84,12 +84,9 @@ def suite_of(name: str, given: Any) -> Suite:
 
 def choose(prompts: list[Prompt], count: int, longest: int) -> tuple[list[Prompt], list[str]]:
     """`count` distinct prompts of at most `longest` tokens, in turns of every source, in its order; also the ids of
-    those passed over as longer.
+    those passed over as longer. UserError: none is left.
 
     A source that runs out leaves its turns to the others.
-
-    Raises:
-        UserError: none is left.
     """
     by_source: dict[str, list[Prompt]] = {}
     for prompt in prompts:
@@ -124,12 +121,10 @@ def prompt_of(row: Mapping[str, Any]) -> Prompt:
 
 
 def from_suite(name: str, suite: Suite, option: str, template: ChatTemplate) -> tuple[list[Prompt], list[str]]:
-    """The prompts of a suite, and notes for readers of their numbers.
+    """The prompts of a suite, and notes for readers of their numbers. UserError: it cannot be read, a row lacks its
+    columns, an id stands there twice, or no row is left.
 
     `name` is the source of those that have none; without one, each file is a source.
-
-    Raises:
-        UserError: it cannot be read, a row lacks its columns, an id stands there twice, or no row is left.
     """
     prompts: dict[str, Prompt] = {}
     seen: Counter[str] = Counter()

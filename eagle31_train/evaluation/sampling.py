@@ -44,12 +44,7 @@ class Sampling:
 
 
 class Chooser:
-    """Chooses the tokens of some sequences, each by its own seed and by how many it has.
-
-    Args:
-        sampling: how.
-        seeds: one for each sequence.
-    """
+    """Chooses the tokens of some sequences, each by its own seed and by how many it has."""
 
     def __init__(self, sampling: Sampling, seeds: Sequence[int]) -> None:
         self.sampling = sampling
@@ -153,8 +148,7 @@ def probabilities(logits: Tensor, temperature: float, top_p: float) -> Tensor:
     p = (logits.double() / temperature).softmax(-1)
     if top_p >= 1:
         return p
-    size = min(NUCLEUS, p.shape[-1])
-    top = p.topk(size, -1).values
+    top = p.topk(min(NUCLEUS, p.shape[-1]), -1).values
     if bool((top.sum(-1) < top_p).any()):
         top = p.sort(-1, descending=True).values
     # The nucleus ends with the first token at which the mass reaches top_p.

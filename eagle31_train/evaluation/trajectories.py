@@ -60,11 +60,8 @@ def record(config: Config, engine: Engine, writer: StoreWriter, splits: DatasetD
 
 
 def decode(config: Config, engine: Engine, heldout: Dataset) -> list[Trajectory]:
-    """The target's own answers to held-out prompts, of which a draft can be made.
-
-    Raises:
-        UserError: this engine or target does not decode here, or there is no such answer.
-    """
+    """The target's own answers to held-out prompts, of which a draft can be made. UserError: this engine or target does
+    not decode here, or there is no such answer."""
     if not isinstance(engine, TransformersEngine):
         raise UserError(f"extract.engine={engine.name} does not decode")
     target, options = CachedTarget(engine.target.model, engine.layers), config.evaluate
@@ -93,11 +90,9 @@ def decode(config: Config, engine: Engine, heldout: Dataset) -> list[Trajectory]
 
 def choose_prompts(heldout: Sequence[Prompt], count: int, evaluated: int, longest: int) -> list[list[int]]:
     """At most `count`, from the end of each source, and at most half of its distinct ones: evaluation has the others.
+    UserError: no source has two, or none of these has at most `longest` tokens.
 
     There are so few that `evaluated` are left for evaluation, or FEWEST where that cannot be.
-
-    Raises:
-        UserError: no source has two, or none of these has at most `longest` tokens.
     """
     distinct = {tuple(prompt.ids): prompt for prompt in heldout[::-1]}.values()
     by_source: dict[str, list[Prompt]] = {}
@@ -111,11 +106,8 @@ def choose_prompts(heldout: Sequence[Prompt], count: int, evaluated: int, longes
 
 
 def read(store: Store, draft_tokens: int) -> list[Trajectory]:
-    """Those of a store, none where it has none.
-
-    Raises:
-        UserError: they are damaged, or followed too short a way to draft so many tokens at their end.
-    """
+    """Those of a store, none where it has none. UserError: they are damaged, or followed too short a way to draft so
+    many tokens at their end."""
     tensors, trajectories = store.trajectories, []
     for i in range(len(tensors) // 4):
         prompt, output, beyond = (tensors[f"{i}.{name}"].tolist() for name in IDS)

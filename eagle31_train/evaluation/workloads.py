@@ -25,6 +25,7 @@ HELDOUT = "heldout"
 PROMPTS = "prompts"  # those of evaluate.prompts
 LEFT_OUT = "evaluate.leave_out names it"
 MEASURED = "used to measure acceptance during training"
+TOO_LONG = "more than {} tokens, which is what target and drafter leave beside the answer"
 LOOPING = 0.3  # compressed share of a text; of the demo's held-out answers 14 % are under it
 
 
@@ -57,7 +58,8 @@ def workloads(
     caveats: Sequence[str] = (),
     measured_on: Collection[str] = (),
 ) -> list[Workload]:
-    """Everything that the configuration wants decoded, the held-out prompts (or evaluate.prompts) first.
+    """Everything that the configuration wants decoded, the held-out prompts (or evaluate.prompts) first. UserError: an
+    unknown suite, perturbation or id to be left out, an unreadable or empty set, or a workload that nothing fits.
 
     A suite's prompts are chosen as they are, of those that evaluate.leave_out does not name and no training was
     measured on; its perturbed forms are of the same prompts, less those that do not fit.
@@ -67,10 +69,6 @@ def workloads(
         longest: tokens that a prompt may have.
         caveats: notes for all of them.
         measured_on: prompts, as `trajectories.digest` knows them.
-
-    Raises:
-        UserError: an unknown suite, perturbation or id to be left out, an unreadable or empty set, or a workload that
-            nothing fits.
     """
     options, perturbations, template = config.evaluate, _perturbations(config), ChatTemplate.load(config.target)
     # Asked of the manifest: `datasets` saves an empty split and then cannot load it.
@@ -148,9 +146,9 @@ def trained_prompts(dataset: Path) -> frozenset[str]:
 
 
 def longest_sample(dataset: Path) -> int:
-    rows = Dataset.load_from_disk(str((dataset / "train").absolute())).select_columns(["input_ids"])
-    batches = rows.with_format("arrow").iter(batch_size=1_000)
-    return max(pc.max(pc.list_value_length(batch["input_ids"])).as_py() for batch in batches)
+    rows = Dataset.load_from_disk(str((dataset / "train").absolute())).data
+    longest: int = pc.max(pc.list_value_length(rows["input_ids"])).as_py()
+    return longest
 
 
 def _perturbations(config: Config) -> list[Perturbation]:
@@ -171,17 +169,15 @@ def _suites(config: Config) -> dict[str, tuple[str, Suite]]:
 
 def _plain(suite: str, prompts: list[Prompt], config: Config, longest: int, measured_on: Collection[str]) -> Workload:
     options = config.evaluate
-    named = [prompt for prompt in prompts if prompt.id in options.leave_out]
-    texts = {tuple(prompt.ids) for prompt in named}  # which others may have too: a question that was asked twice
-    others = [prompt for prompt in prompts if tuple(prompt.ids) not in texts]
-    measured = [prompt for prompt in others if digest(prompt.ids) in measured_on]
-    left = [prompt for prompt in others if prompt not in measured]
+    left_out = {prompt.id: LEFT_OUT for prompt in prompts if prompt.id in options.leave_out}
+    texts = [prompt.ids for prompt in prompts if prompt.id in left_out]  # others may have them: what is asked twice
+    others = [prompt for prompt in prompts if prompt.ids not in texts]
+    left_out |= {prompt.id: MEASURED for prompt in others if digest(prompt.ids) in measured_on}
+    left = [prompt for prompt in others if prompt.id not in left_out]
     if not left:
         raise UserError(f"{suite}: evaluate.leave_out names all prompts, or training was measured on them: give others")
     chosen, too_long = choose(left, options.num_prompts, longest)
-    left_out = dict.fromkeys((prompt.id for prompt in named), LEFT_OUT)
-    left_out |= dict.fromkeys((prompt.id for prompt in measured), MEASURED)
-    left_out |= dict.fromkeys(too_long, _too_long(longest))
+    left_out |= dict.fromkeys(too_long, TOO_LONG.format(longest))
     return Workload(suite, suite, None, chosen, options.temperature, options.top_p, left_out)
 
 
@@ -196,7 +192,7 @@ def _perturbed(plain: Workload, perturbation: Perturbation, context: Context, lo
             left_out[prompt.id] = str(error)
             continue
         if len(one.ids) > longest:
-            left_out[prompt.id] = _too_long(longest)
+            left_out[prompt.id] = TOO_LONG.format(longest)
         else:
             perturbed.append(one)
     if not perturbed:
@@ -208,10 +204,6 @@ def _perturbed(plain: Workload, perturbation: Perturbation, context: Context, lo
         notes.append(f"{same} of {len(perturbed)} prompts are the same as without it")
     temperature = plain.temperature if perturbation.temperature is None else perturbation.temperature
     return Workload(name, plain.suite, perturbation.name, perturbed, temperature, plain.top_p, left_out, notes)
-
-
-def _too_long(longest: int) -> str:
-    return f"more than {longest} tokens, which is what target and drafter leave beside the answer"
 
 
 def _answers(dataset: Path, template: ChatTemplate) -> list[Filler]:
