@@ -12,7 +12,6 @@ from eagle31_train.rows.formats import Message, Tool
 from eagle31_train.targets.markup import HERMES, KIMI, PYTHON
 
 CALLS = (KIMI, HERMES, PYTHON, "to=functions.")  # tool calls in plain text: the last is harmony's
-BLANK = "a blank user turn"
 
 
 @dataclass(frozen=True)
@@ -42,8 +41,8 @@ def turns_of(messages: list[Message]) -> list[PromptTurn]:
                 raise Refused("a tool result that follows no answer")
             results.append((_name(message, calls, len(results)), message))
         else:
-            if is_blank(message):
-                raise Refused(BLANK)
+            if role == "user" and not message["content"].strip():
+                raise Refused("a blank user turn")
             rest.append(message)
         # Of several results the last one calls for the answer; a system message calls for none.
         if role == "user" or (role == "tool" and after != "tool"):
@@ -55,10 +54,6 @@ def turns_of(messages: list[Message]) -> list[PromptTurn]:
     if rest:
         raise Refused("a system turn with nothing to answer after it")
     return turns
-
-
-def is_blank(message: Message) -> bool:
-    return message["role"] == "user" and not message["content"].strip()
 
 
 def _name(result: Message, calls: list[dict[str, Any]], number: int) -> str | None:

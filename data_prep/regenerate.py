@@ -11,14 +11,14 @@ from typing import Any
 
 from data_prep.answers import Job, engine, target_inputs
 from data_prep.dataset import most_common, refusal
-from data_prep.dialogue import BLANK, following, is_blank, turns_of
+from data_prep.dialogue import following, turns_of
 from data_prep.journal import Journal
 from data_prep.sources import Corpus
 from eagle31_train import artifacts
 from eagle31_train.config import Config, GenerateConfig
 from eagle31_train.console import Progress, note
 from eagle31_train.errors import Refused, UserError
-from eagle31_train.provenance import LAYOUTS, REPLACE, Provenance
+from eagle31_train.provenance import LAYOUTS, Provenance
 from eagle31_train.targets.chat import ChatTemplate
 
 OUTPUT = "conversations.jsonl"
@@ -37,15 +37,8 @@ def regenerate(config: Config, template: ChatTemplate) -> tuple[Path, dict[str, 
     made_from = Provenance({**settings, **_prompts(corpus)})
     journal = Journal(output)
     if journal.finished(made_from, config.overwrite):
-        manifest: dict[str, Any] = artifacts.read_json(journal.manifest, "eagle31 data")
-        if not (blank := 0 if "layout" in manifest else _blank(output)):
-            note(f"answers: {output} is up to date")
-            return output, manifest
-        if not config.overwrite:
-            raise UserError(
-                f"{output} is of an earlier version and has {blank} conversations with {BLANK}, which are refused now: "
-                f"{REPLACE}"
-            )
+        note(f"answers: {output} is up to date")
+        return output, artifacts.read_json(journal.manifest, "eagle31 data")
     jobs, refused = _jobs(corpus, generate)
     option = "data.sources" if corpus.mixed else f"data.prompts={config.data.prompts}"
     if not jobs:
@@ -72,12 +65,6 @@ def regenerate(config: Config, template: ChatTemplate) -> tuple[Path, dict[str, 
     if ended:
         note(f"answers: {len(ended)} conversations end before their prompts do ({most_common(ended)})")
     return output, manifest
-
-
-def _blank(output: Path) -> int:
-    """How many conversations have a blank user turn, which earlier versions sent to the target."""
-    with output.open(encoding="utf-8") as lines:
-        return sum(any(map(is_blank, json.loads(line)["messages"])) for line in lines)
 
 
 def _prompts(corpus: Corpus) -> dict[str, Any]:

@@ -130,24 +130,6 @@ def test_finished_answers_are_not_made_again_and_not_replaced_unasked(config, tm
     assert output.read_text() == "mine\n"
 
 
-def test_answers_to_blank_prompts_which_earlier_versions_gave_are_not_up_to_date(config, tmp_path, capsys):
-    output, record = tmp_path / "run" / OUTPUT, tmp_path / "run" / MANIFEST
-    rows, text = run(config), output.read_text(encoding="utf-8")
-    manifest = json.loads(record.read_text())
-    del manifest["layout"]
-    blank = {"id": "blank", "messages": [{"role": "user", "content": " \n"}, SAID]}
-    for added in ("", json.dumps(blank) + "\n"):
-        output.write_text(text + added, encoding="utf-8")
-        record.write_text(json.dumps({**manifest, "files": artifacts.list_files(output.parent, [output])}))
-        if not added:
-            run(config)
-            assert "up to date" in capsys.readouterr().out
-    with pytest.raises(UserError, match=r"has 1 conversations with a blank user turn, .*overwrite=true"):
-        run(config)
-    config.overwrite = True
-    assert run(config) == rows
-
-
 def test_the_journal_is_of_one_run_at_a_time(tmp_path):
     path = tmp_path / JOURNAL
     with Journal(tmp_path / OUTPUT) as journal:
