@@ -24,6 +24,7 @@ from benchmarks.shapes import Case, make_material, turns
 from eagle31_train import artifacts
 from eagle31_train.config import DrafterShape
 from eagle31_train.planning.work import count_work, training_flops
+from eagle31_train.reporting.tables import aligned
 
 AXES: dict[str, list[float]] = {
     "length": [512, 1024, 2048, 4096],
@@ -116,17 +117,13 @@ def measure(case: Case, precision: str, repeats: int) -> dict[str, Any]:
 
 def table(results: list[dict[str, Any]]) -> str:
     """The results as plain text."""
-    columns = " ".join(
-        f"{column:>8s}" for column in ("value", "", "seconds", "TFLOP", "GFLOP/s", "machine", "of limit")
-    )
-    lines = [f"{'axis':8s} {columns}"]
+    rows = []
     for r in results:
         flops = sum(r["flops"].values())
-        lines.append(
-            f"{r['axis']:8s} {r['value']:8g} {r['precision']:>8s} {r['seconds']:8.3f} {flops / 1e12:8.3f} "
-            f"{flops / r['seconds'] / 1e9:8.1f} {r['rate'] / 1e9:8.1f} {r['of_limit']:8.1%}"
-        )
-    return "\n".join(lines)
+        rates = [f"{rate / 1e9:.1f}" for rate in (flops / r["seconds"], r["rate"])]
+        measured = [f"{r['seconds']:.3f}", f"{flops / 1e12:.3f}", *rates, f"{r['of_limit']:.1%}"]
+        rows.append([r["axis"], f"{r['value']:g}", r["precision"], *measured])
+    return "\n".join(aligned(["axis", "value", "", "seconds", "TFLOP", "GFLOP/s", "machine", "of limit"], rows))
 
 
 def options() -> argparse.Namespace:

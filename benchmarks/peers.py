@@ -16,6 +16,7 @@ from benchmarks import contenders, machine, parity, plot, run_main
 from benchmarks.race import race
 from benchmarks.shapes import Case
 from eagle31_train import artifacts
+from eagle31_train.reporting.tables import aligned
 
 SHARES = (1.0, 0.5, 0.35, 0.25)
 LENGTHS = {"smollm2": (512, 1024, 2048, 4096), "mid": (512, 1024, 4096), "llama8b": (512,)}
@@ -57,21 +58,17 @@ def rows(results: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 
 def table(results: list[dict[str, Any]]) -> str:
     """The results as plain text."""
-    lines = [
-        "median seconds of a step, peak memory above model and data; x ours: over the one of ours that trains the same",
-        f"{'case':20s} {'contender':36s} {'seconds':>8s} {'spread':>7s} {'x ours':>7s} {'GiB':>7s} {'x ours':>7s}",
-    ]
+    lines = []
     for result in results:
         for row in numbers(result):
-            start = f"{result['case']:20s} {row['name']:36s} "
-            if row["error"]:
-                lines.append(f"{start}{row['error']}")
-                continue
-            ratio, size = (f"{row[key]:7.2f}" if row[key] else "       " for key in ("speed", "size"))
-            lines.append(
-                f"{start}{row['seconds']:8.3f} {row['spread']:7.1%} {ratio} {row['memory'] / 2**30:7.3f} {size}"
-            )
-    return "\n".join(lines)
+            ratio, size = (f"{row[key]:.2f}" if row[key] else "" for key in ("speed", "size"))
+            measured = ["", "", "", "", "", row["error"]]
+            if not row["error"]:
+                spread, gib = f"{row['spread']:.1%}", f"{row['memory'] / 2**30:.3f}"
+                measured = [f"{row['seconds']:.3f}", spread, ratio, gib, size, ""]
+            lines.append([f"{result['case']}, {row['name']}", *measured])
+    what = "median seconds of a step, peak memory above model and data; x ours: over that of ours that trains the same"
+    return "\n".join([what, *aligned(["", "seconds", "spread", "x ours", "GiB", "x ours", ""], lines)])
 
 
 def options() -> argparse.Namespace:

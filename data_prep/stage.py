@@ -20,6 +20,7 @@ from eagle31_train.config import Config, DataConfig
 from eagle31_train.console import note, ranks
 from eagle31_train.errors import UserError
 from eagle31_train.model import vocab
+from eagle31_train.reporting.tables import aligned
 from eagle31_train.rows.files import open_files
 from eagle31_train.targets.chat import ChatTemplate
 from eagle31_train.targets.derive import planned_drafter
@@ -193,7 +194,8 @@ def summary(folder: Path, manifest: dict[str, Any], target: str) -> str:
 
 def _table(manifest: dict[str, Any]) -> list[str]:
     """A line for each source: rows, then conversations and tokens that came of them."""
-    rows = [["source", "read", "taken", "refused", "cut", "train", "held out", "tokens", "assistant's", "in vocab"]]
+    head = ["source", "read", "taken", "refused", "cut", "train", "held out", "tokens", "assistant's", "in vocab"]
+    rows = []
     for name, counts in manifest["sources"].items():
         train, held = (Counter(manifest["splits"][split]["by_source"].get(name, {})) for split in ("train", "heldout"))
         numbers = [counts[what] for what in ("read", "taken", "refused", "cut")]
@@ -201,4 +203,4 @@ def _table(manifest: dict[str, Any]) -> list[str]:
         numbers += [train[what] + held[what] for what in ("tokens", "assistant_tokens")]
         covered = manifest["draft_vocab"]["coverage_by_source"].get(name, 0)
         rows.append([name, *(f"{number:,}" for number in numbers), f"{covered:.2%}"])
-    return [f"  {name:<16}" + "".join(f"{cell:>12}" for cell in cells) for name, *cells in rows]
+    return [f"  {line}" for line in aligned(head, rows)]

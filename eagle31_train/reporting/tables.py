@@ -55,12 +55,15 @@ def as_text(result: Result) -> str:
         lines += [section.title, *(f"  {remark}" for remark in section.remarks)]
         for table in section.tables[:1]:
             lines += ["", *([f"  {table.title}"] if table.title else [])]
-            widths = [max(map(len, column)) for column in zip(table.header, *table.rows, strict=True)]
-            for first, *others in (table.header, *table.rows):
-                cells = [first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]
-                lines.append(f"  {'  '.join(cells)}")
+            lines += [f"  {line}" for line in aligned(table.header, table.rows)]
         lines.append("")
     return "\n".join([*lines, GLOSSARY])
+
+
+def aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table: the first column flush left, the others flush right."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    return ["  ".join([one.ljust(widths[0]), *map(str.rjust, more, widths[1:])]) for one, *more in (header, *rows)]
 
 
 def _verdicts(workloads: Sequence[Result], depth: str) -> Table:
