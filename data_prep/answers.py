@@ -85,7 +85,6 @@ class Local:
         self.config = config
         self.template = template
         self.at_once = config.data.generate.batch_size
-        self.keeps_special = template.hides_markup  # as is asked of a server then
 
     def answers(self, jobs: dict[str, Job]) -> Outcomes:
         """The next answer of each conversation, refusals first."""
@@ -140,8 +139,8 @@ class Local:
         text = self.template.decode(ids)
         if NO_CHARACTER in text and self.template.encode(text) != ids:
             raise Refused(BROKEN)
-        if not self.keeps_special and text != self.template.decode(ids, skip_special_tokens=True):
-            # Left out, they would be missing where the target wrote them.
+        if not self.template.hides_markup and text != self.template.decode(ids, skip_special_tokens=True):
+            # Left out, they would be missing where the target wrote them; where markup is made of them, they are kept.
             raise Refused("special tokens inside the answer")
         # With the end of turn, as servers count; stage 1 compares it with what the text becomes again.
         tokens = len(ids) + (finish_reason == "stop")

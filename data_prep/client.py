@@ -13,7 +13,6 @@ import time
 import urllib.error
 import urllib.request
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 from data_prep.journal import Answer
@@ -41,24 +40,17 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 OPENER = urllib.request.build_opener(_NoRedirects)
 
 
-@dataclass
 class Server:
-    """A chat-completions endpoint. url: ends with /v1; a key is taken from OPENAI_API_KEY. given_up: nothing is
-    repeated. doubts: what was said, once each, of answers that may be another target's."""
+    """A chat-completions endpoint. url: ends with /v1; a key is taken from OPENAI_API_KEY."""
 
-    url: str
-    model: str
-    template: ChatTemplate
-    max_tokens: int
-    top_p: float = 1.0
-    given_up: bool = False
-    doubts: set[str] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        if not self.url.startswith(("http://", "https://")):
-            raise UserError(f"data.generate.server={self.url} is no address: http://HOST:PORT/v1")
-        self.base = self.url.rstrip("/")
+    def __init__(self, url: str, model: str, template: ChatTemplate, max_tokens: int, top_p: float = 1.0) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise UserError(f"data.generate.server={url} is no address: http://HOST:PORT/v1")
+        self.base = url.rstrip("/")
         self.url = f"{self.base}/chat/completions"
+        self.model, self.template, self.max_tokens, self.top_p = model, template, max_tokens, top_p
+        self.given_up = False  # nothing is repeated any more
+        self.doubts: set[str] = set()  # what was said, once each, of answers that may be another target's
         # A server says nothing until an answer is whole, and a long thought at a busy one may take hours.
         self.timeout = max(600.0, self.max_tokens / SLOWEST)
         self.options: dict[str, Any] = {}

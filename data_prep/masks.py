@@ -31,6 +31,7 @@ from eagle31_train.targets.markup import CLOSE, OPEN, apart
 INSIDE = "a boundary inside a token"
 NO_ANSWER = "no assistant turn"
 UNCLOSED = "the generation prompt opens a thought that the answer does not close"
+Tools = list[Tool] | None
 
 
 class RewrittenError(Refused):
@@ -58,9 +59,7 @@ class Samples:
     inserted: int = 0  # answers before which the template put an empty thought
 
 
-def samples(
-    template: ChatTemplate, messages: list[Message], max_length: int, tools: list[Tool] | None = None
-) -> Samples:
+def samples(template: ChatTemplate, messages: list[Message], max_length: int, tools: Tools = None) -> Samples:
     """The conversation as one sample or, where the template rewrites it, as several; Refused if no turn has a mask."""
     try:
         return Samples([("", one_sample(template, messages, max_length, tools))])
@@ -216,9 +215,7 @@ class Tokens:
 # ---------------------------------------------------------------- the whole conversation
 
 
-def one_sample(
-    template: ChatTemplate, messages: list[Message], max_length: int, tools: list[Tool] | None = None
-) -> Sample:
+def one_sample(template: ChatTemplate, messages: list[Message], max_length: int, tools: Tools = None) -> Sample:
     """The whole conversation as it is rendered; errors as of `masked`. Of an answer with `finish_reason` "length" the
     end-of-turn token is not supervised; the sample ends with such an answer if it is the last message."""
     answers = [message for message in messages if message["role"] == "assistant"]
@@ -232,7 +229,7 @@ def one_sample(
     return masked(template, text, spans, max_length, keep_rest=not ends_open)
 
 
-def prefix_spans(template: ChatTemplate, messages: list[Message], text: str, tools: list[Tool] | None) -> list[Span]:
+def prefix_spans(template: ChatTemplate, messages: list[Message], text: str, tools: Tools) -> list[Span]:
     """The answers in `text`, from what each adds to the rendered conversation."""
     spans = []
     for i, message in enumerate(messages):
@@ -262,7 +259,7 @@ class RenderedTurn:
     inserted: bool  # the template put an empty thought before it
 
 
-def _by_turn(template: ChatTemplate, messages: list[Message], max_length: int, tools: list[Tool] | None) -> Samples:
+def _by_turn(template: ChatTemplate, messages: list[Message], max_length: int, tools: Tools) -> Samples:
     result = Samples()
     indices = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     groups: list[list[RenderedTurn]] = []
@@ -297,9 +294,7 @@ def _by_turn(template: ChatTemplate, messages: list[Message], max_length: int, t
     return result
 
 
-def read_turn(
-    template: ChatTemplate, messages: list[Message], tools: list[Tool] | None = None, number: int = 1
-) -> RenderedTurn:
+def read_turn(template: ChatTemplate, messages: list[Message], tools: Tools = None, number: int = 1) -> RenderedTurn:
     """The last message as the target writes it in serving; Refused if its text cannot be known exactly."""
     history, message = template.history(messages[:-1]), messages[-1]
     prompt = template.render(history, add_generation_prompt=True, tools=tools)
@@ -325,7 +320,7 @@ def read_turn(
 
 
 def to_message(
-    template: ChatTemplate, messages: list[Message], text: str, finish_reason: str, tools: list[Tool] | None = None
+    template: ChatTemplate, messages: list[Message], text: str, finish_reason: str, tools: Tools = None
 ) -> Message:
     """The message of an answer that is known as text with all its markup: as a server would take it apart. In its parts
     only where the template then writes the very same text; else the text is its content."""
@@ -352,7 +347,7 @@ def _check(message: Message, prompt: str, cut: bool) -> None:
 
 
 def _written(
-    template: ChatTemplate, history: list[Message], message: Message, prompt: str, tools: list[Tool] | None
+    template: ChatTemplate, history: list[Message], message: Message, prompt: str, tools: Tools
 ) -> tuple[str, str, bool]:
     """The rendered conversation, the answer in it, and whether that begins with an empty thought. Arguments of tool
     calls are in the target's own spelling where the template keeps it."""
@@ -398,9 +393,7 @@ def _read_back(message: Message, prompt: str, body: str) -> tuple[str, bool]:
     return body, parts.thought is not None and not parts.reasoning
 
 
-def _body(
-    template: ChatTemplate, history: list[Message], prompt: str, whole: str, tools: list[Tool] | None
-) -> str | None:
+def _body(template: ChatTemplate, history: list[Message], prompt: str, whole: str, tools: Tools) -> str | None:
     """What `whole` has after the generation prompt; None if it does not go on as the prompt does. A last answer may
     change how turns before it are written (Kimi's and harmony's templates), so its place is found with a plain answer
     there."""
