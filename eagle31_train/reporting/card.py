@@ -70,10 +70,7 @@ class CardResults:
 
 def read_results(run: Path, identity: str, checkpoint: str, comparisons: Sequence[Path]) -> CardResults:
     """What was measured of the checkpoint in `run`; UserError where a result is damaged, or a comparison is of others.
-
-    Args:
-        identity: of what was trained. checkpoint: fingerprint of what is exported. comparisons: their folders.
-    """
+    identity: of what was trained. checkpoint: fingerprint of what is exported. comparisons: their folders."""
     compared = [_comparison(folder, number, identity) for number, folder in enumerate(comparisons, 1)]
     evaluation = _stage(run / "evaluate", "checkpoint", identity, "acceptance", f"{EVALUATE} …")
     serving = _stage(run / "serving", "export", checkpoint, "serving", f"{EVALUATE} … evaluate.backend=vllm")

@@ -20,14 +20,8 @@ def escape(text: str) -> str:
 
 
 def draw(folder: Path, pictures: Sequence[Picture], earlier: Iterable[Path] = ()) -> tuple[list[Path], Images]:
-    """Write every picture as a PNG file, whole or not at all.
-
-    Args:
-        earlier: files of an earlier result, which go if this one does not have them.
-
-    Returns:
-        The files; and the pictures as the page shows them.
-    """
+    """Write every picture as a PNG file, whole or not at all: the files, and the pictures as the page shows them.
+    `earlier`: files of an earlier result, which go if this one does not have them."""
     files, images = [], Images()
     artifacts.make_folder(folder)
     for picture in Progress(pictures, desc="report", unit="picture", leave=False):
@@ -44,13 +38,8 @@ def draw(folder: Path, pictures: Sequence[Picture], earlier: Iterable[Path] = ()
 def page(
     title: str, sections: Iterable[Section], images: Images, texts: Mapping[str, str], glossary: bool = False
 ) -> str:
-    """A page: of each section its remarks, pictures, first table, and the others folded.
-
-    Args:
-        title: the first heading; a section without a title has none.
-        texts: shown as they are, folded, at the end.
-        glossary: explain the words of evaluation.
-    """
+    """A page: of each section its remarks, pictures, first table, and the others folded. `texts` are shown as they are,
+    folded, at the end; `glossary`: explain the words of evaluation."""
     environment = Environment(autoescape=True, finalize=shown.clean, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(Path(__file__).with_name("page.jinja").read_text(encoding="utf-8"))
     return template.render(title=title, sections=sections, images=images, texts=texts, glossary=glossary)

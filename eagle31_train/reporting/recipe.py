@@ -28,12 +28,8 @@ _NOT_THE_RECIPE = ("overwrite", "push", "repo", "private", "comparisons")
 def serve_command(
     config: Config, drafter: str | None, published: bool = False, by_load: Mapping[str, Any] | None = None
 ) -> str:
-    """The shell command with which vLLM serves the target, with this drafter or without.
-
-    Args:
-        published: with paths as others may see them.
-        by_load: the schedule of draft tokens that serving was measured to want, if any.
-    """
+    """The shell command with which vLLM serves the target, with this drafter or without; `published`: with paths as
+    others may see them; `by_load`: the schedule of draft tokens that serving was measured to want, if any."""
     self_describing = drafter is not None and config.export_format == "speculators"
     path = drafter if drafter and self_describing else public(config.target.path) if published else config.target.path
     command = ["vllm", "serve", path, *flags(target_arguments(config))]

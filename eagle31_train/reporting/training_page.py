@@ -1,8 +1,8 @@
 """What a training run looks like: its curves as pictures, and one HTML page that shows all of it, without torch."""
 
 import json
-import shutil
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -62,10 +62,6 @@ def _number(value: Any) -> float:
         return np.nan
 
 
-def _is_step(value: Any) -> bool:
-    return isinstance(value, int) and bool(np.isfinite(_number(value)))
-
-
 @dataclass(frozen=True)
 class History:
     """All that is known of a training: its folder, run/train; the rows of metrics and timings; launches, newest last;
@@ -122,7 +118,7 @@ def _rows(path: Path, notes: list[str], needs: str | None = "step") -> Iterator[
                 row = foreign.parse_json(line)
             except ValueError:  # of JSON or of UTF-8
                 row = None
-            if isinstance(row, dict) and (needs is None or _is_step(row.get(needs))):
+            if isinstance(row, dict) and (needs is None or np.isfinite(_number(row.get(needs)))):
                 yield row
             elif line.endswith(b"\n"):
                 raise UserError(f"{path}:{number} is damaged: remove the line, and the report lacks its row")
@@ -160,31 +156,17 @@ PLOTS = [
 
 
 def write(run: Path, out: Path | None = None) -> tuple[Path, list[str]]:
-    """Draw a run, whether it has ended or not.
-
-    Args:
-        run: the run's folder, or the folder `train` in it.
-        out: where the page and the pictures go; default: the folder `report` in the run's.
-
-    Returns:
-        The page, and what the reader should know of the files that it was made from, a line each.
-
-    Raises:
-        UserError: there is no run, or one of its files is damaged.
-    """
+    """Draw a run, or the run of a folder train/, whether it has ended or not, into `out`, or else the run's report/:
+    the page, and what its reader should know of the files that it was made from, a line each. UserError: there is no
+    run, or one of its files is damaged."""
     history = read(run)
     out = out or history.folder.parent / "report"
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file: give another --out")
-    folder = out if out.exists() else out.with_name(f".{out.name}.tmp")  # a new folder is there whole or not at all
-    try:
-        _, images = html.draw(folder, list(pictures(history)), [out / f"{plot.name}.png" for plot in PLOTS])
+    # A new folder is there whole or not at all.
+    with nullcontext(out) if out.exists() else artifacts.building(out) as folder:
+        _, images = html.draw(folder, list(pictures(history)), [folder / f"{plot.name}.png" for plot in PLOTS])
         artifacts.write_text(folder / PAGE, render(history, images))
-        if folder != out:
-            artifacts.commit(folder, out)
-    finally:
-        if folder != out:
-            shutil.rmtree(folder, ignore_errors=True)
     return out / PAGE, history.notes
 
 
@@ -270,9 +252,7 @@ def _facts(history: History) -> dict[str, str]:
     timings, facts = history.timings, dict[str, str]()
     if "tokens" in history.metrics:
         facts["tokens read"] = f"{np.nanmax(history.metrics['tokens']):,.0f}"
-    seconds = (
-        float(timings["seconds"].sum()) if len(timings.steps) else float((history.manifest or {}).get("seconds") or 0)
-    )
+    seconds = timings["seconds"].sum() if len(timings.steps) else (history.manifest or {}).get("seconds") or 0
     facts["hours"] = f"{seconds / 3600:,.2f}"
     if len(timings.steps) and (busy := float(np.nansum(history.busy))):
         facts["tokens per second"] = f"{np.nansum(timings['tokens']) / busy:,.0f}"
