@@ -1,7 +1,7 @@
-"""One contender, one case, one process: builds model and data, then steps on command.
+"""One contender, one case, one process: builds model and data, and times a step.
 
-Started by race.py as `python -m benchmarks.worker CONTENDER CASE BYTES`. It answers in JSON lines on the standard
-output that it was started with; whatever the trainers print goes to the standard error.
+Started by race.py as `python -m benchmarks.worker CONTENDER CASE BYTES SECONDS`. The last line of its standard output
+is its answer, in JSON.
 """
 
 import ctypes
@@ -9,10 +9,11 @@ import gc
 import json
 import os
 import resource
+import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,31 +73,31 @@ def step(contender: contenders.Contender) -> dict[str, Any]:
     return {"seconds": seconds, "cpu_seconds": cpu, "peak": peak, "loss": value}
 
 
-def serve(channel: TextIO, name: str, case: Case, limit: int) -> None:
-    """Build, say so with the resident bytes, then a step for each line read; end with the input or at an error."""
+def turn(name: str, case: Case, memory: int, limit: float) -> dict[str, Any]:
+    """Build a contender and time its second step; whoever takes longer than `limit` seconds for a step, and ten minutes
+    more for building, is ended by SIGALRM.
 
-    def answer(**reply: Any) -> None:
-        channel.write(json.dumps(reply) + "\n")
-        channel.flush()
-
+    Returns:
+        What `step` does of the second one, warmup_seconds of the first, base: resident bytes before; or error.
+    """
     try:
+        signal.setitimer(signal.ITIMER_REAL, limit + 600)
         prime()
-        guard(limit)
-        material = make_material(case.drafter(), turns(case.length, case.share))
-        contender = contenders.build(name, material, case.unroll)
-        del material
+        guard(memory)
+        contender = contenders.build(name, make_material(case.drafter(), turns(case.length, case.share)), case.unroll)
         trim()
-        answer(base=status("VmRSS"))
-        for _ in sys.stdin:
-            answer(**step(contender))
+        base, seconds = status("VmRSS"), []
+        for _ in range(2):
+            signal.setitimer(signal.ITIMER_REAL, limit)
+            done = step(contender)
+            seconds.append(done["seconds"])
     except (MemoryError, RuntimeError) as error:
         full = isinstance(error, MemoryError) or "alloc" in str(error)
         first_line = str(error).strip().partition("\n")[0]
-        answer(error="out of memory" if full else f"{type(error).__name__}: {first_line}"[:120])
-        raise
+        return {"error": "out of memory" if full else f"{type(error).__name__}: {first_line}"[:120]}
+    return {**done, "warmup_seconds": seconds[0], "base": base}
 
 
 if __name__ == "__main__":
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    serve(answers, sys.argv[1], Case.parse(sys.argv[2]), int(sys.argv[3]))
+    name, case, memory, limit = sys.argv[1:]
+    print(json.dumps(turn(name, Case.parse(case), int(memory), float(limit))))
