@@ -9,7 +9,6 @@ Every conversation's states are encoded and decoded again, and compared with wha
 """
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +82,7 @@ def main() -> None:
         layers = ", ".join(f"{layer}: {all_:.2%} ({others:.2%})" for layer, (all_, others) in row["aux"].items())
         last = f"KL {row['kl']:.5f}, {row['top1']:.2%}"
         print(f"{row['codec']:<13} {row['row_bytes']:>6,} bytes a state; aux {layers}; {last}")
-    chosen.out.parent.mkdir(parents=True, exist_ok=True)
-    artifacts.write_text(chosen.out, json.dumps({"machine": machine.describe(), "rows": rows}, indent=1) + "\n")
+    artifacts.write_json(chosen.out, {"machine": machine.describe(), "rows": rows})
 
 
 if __name__ == "__main__":

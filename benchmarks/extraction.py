@@ -234,8 +234,9 @@ def table(result: dict[str, Any]) -> str:
     return f"{tokens:,} tokens, {result['padded'] / tokens - 1:.1%} padding\n\n{grid(head, rows)}"
 
 
-def picture(rows: Sequence[dict[str, Any]], info: dict[str, Any], path: Path) -> None:
+def picture(result: dict[str, Any], info: dict[str, Any], path: Path) -> None:
     """Time of every contender in units of the bare forward pass, split into parts where they are known."""
+    rows = numbers(result)
     with drawn(8, 3.2, "Extraction beside the target's bare forward pass", info, path) as figure:
         axis = figure.subplots()
         for row in rows:
@@ -285,7 +286,7 @@ def main() -> None:
     finally:
         shutil.rmtree(chosen.folder, ignore_errors=True)
     artifacts.write_json(chosen.out.with_suffix(".json"), {"machine": here, "experiment": chosen.experiment, **result})
-    picture(numbers(result), here, chosen.out.with_suffix(".png"))
+    picture(result, here, chosen.out.with_suffix(".png"))
     print(machine.summary(here))
     print(table(result))
     print(f"written: {chosen.out}.json and .png")

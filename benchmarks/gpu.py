@@ -15,7 +15,7 @@ import torch
 from tqdm import tqdm
 
 from benchmarks import gpu_report, gpu_step, machine, run_main
-from benchmarks.gpu_step import VARIANTS, Packed
+from benchmarks.gpu_step import VARIANTS
 from benchmarks.shapes import Case
 from eagle31_train import artifacts
 from eagle31_train.errors import UserError
@@ -56,13 +56,9 @@ def look(device: str, size: int) -> dict[str, Any]:
 
 
 def run(chosen: argparse.Namespace) -> dict[str, Any]:
-    """All measurements; the results so far are written after each.
-
-    Raises:
-        UserError: a case that cannot be.
-    """
-    packed = [Packed.parse(text) for text in chosen.cases]
-    searches = [search_case(text) for text in chosen.longest]
+    """All measurements; the results so far are written after each. UserError: a case that cannot be."""
+    cases = [Case.parse(text) for text in chosen.cases]
+    searches = [Case.parse(text.replace(":", ":64:")) for text in chosen.longest]  # of any length
     if chosen.gib is not None:  # as if the GPU had no more
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, chosen.gib * 2**30 / total))
@@ -72,8 +68,8 @@ def run(chosen: argparse.Namespace) -> dict[str, Any]:
     device["summary"] = f"{device['name']}, CUDA {device['cuda']}, {machine.summary(here)}"
     results: dict[str, Any] = {"machine": here, "device": device, "steps": [], "longest": []}
     file = chosen.out.with_suffix(".json")
-    with tqdm(total=len(packed) * len(chosen.variants) + len(searches), unit="case", desc="gpu") as progress:
-        for case in packed:
+    with tqdm(total=len(cases) * len(chosen.variants) + len(searches), unit="case", desc="gpu") as progress:
+        for case in cases:
             for variant in chosen.variants:
                 progress.set_postfix_str(f"{case}, {variant}")
                 step = guarded(gpu_step.measure, case, VARIANTS[variant], chosen.device, chosen.repeats)
@@ -109,24 +105,8 @@ def with_limits(step: dict[str, Any], device: dict[str, Any]) -> dict[str, Any]:
     return {**step, "mfu": reached / nominal if nominal else None, "of_measured": reached / device["measured_rate"]}
 
 
-def search_case(text: str) -> Case:
-    """`shape:share`, of which the longest document is searched.
-
-    Raises:
-        UserError: anything else.
-    """
-    shape, colon, share = text.partition(":")
-    if not colon:
-        raise UserError(f"{text!r} is not shape:share, e.g. llama8b:0.35")
-    return Case.parse(f"{shape}:64:{share}")
-
-
 def options(words: list[str] | None = None) -> argparse.Namespace:
-    """The command line.
-
-    Raises:
-        UserError: there is no GPU, and the CPU was not asked for.
-    """
+    """The command line. UserError: there is no GPU, and the CPU was not asked for."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
         "--cases", nargs="*", metavar="SHAPE:DOCUMENTSxLENGTH:SHARE", help=f"default: {' '.join(CASES)}"

@@ -16,12 +16,14 @@ from tqdm import tqdm
 
 from benchmarks import fake_cuda, run_main
 from benchmarks.fake_cuda import FLASH, PRODUCTS, Count, FakeStep, Options, Sums
-from benchmarks.gpu_step import Packed
+from benchmarks.gpu_step import drafter_of
+from benchmarks.shapes import Case
 from eagle31_train import artifacts
 from eagle31_train.config import DrafterShape
 from eagle31_train.errors import UserError
 from eagle31_train.model.packing import Layout
 from eagle31_train.planning.work import count_work, training_flops
+from eagle31_train.reporting.tables import aligned
 
 GIB = 2**30
 # With activations kept, recomputed, or each in turn.
@@ -119,17 +121,15 @@ def table(results: dict[str, Any], top: int) -> str:
         f"forward and {r.backward / 1e12:g} backward (FA3: {r.fa3_forward / 1e12:g} and {r.fa3_backward / 1e12:g}), "
         f"memory {r.memory / 1e12:g} TB/s; all in turn, no wait for the host. Utilisation: necessary FLOPs over time × "
         f"{r.nominal / 1e12:g} TFLOP/s.",
-        f"{'':42s} {'operators':>9s} {'TFLOP':>7s} {'attn.':>7s} {'GB':>7s} {'GiB':>6s} "
-        f"{'ms':>7s} = {'products':>8s} + {'attn.':>6s} + {'memory':>6s}  {'util.':>6s}",
     ]
+    head = ["", "operators", "TFLOP", "attn.", "GB", "GiB", "ms", "= products", "+ attn.", "+ memory", "util."]
+    rows = []
     for name, one in results["cases"].items():
-        ms = {part: value * 1e3 for part, value in one["seconds"].items()}
-        products, attention = one["product_flops"] / 1e12, one["attention_flops"] / 1e12
-        lines.append(
-            f"{name:42s} {one['operations']:9d} {products:7.1f} {attention:7.1f} "
-            f"{one['bytes'] / 1e9:7.1f} {one['memory'] / GIB:6.1f} {ms['total']:7.1f} = {ms['products']:8.1f} + "
-            f"{ms['attention']:6.1f} + {ms['memory']:6.1f}  {one['utilisation']:6.1%}"
-        )
+        ms = [one["seconds"][part] * 1e3 for part in ("total", "products", "attention", "memory")]
+        work = [one["product_flops"] / 1e12, one["attention_flops"] / 1e12, one["bytes"] / 1e9, one["memory"] / GIB]
+        numbers = [f"{number:.1f}" for number in (*work, *ms)]
+        rows.append([name, str(one["operations"]), *numbers, f"{one['utilisation']:.1%}"])
+    lines += aligned(head, rows)
     for name, one in results["cases"].items() if top else ():
         lines.append(f"\n{name}: GB, operators")
         for place, sums in list(one["places"].items())[:top]:
@@ -145,10 +145,10 @@ def run(chosen: argparse.Namespace) -> dict[str, Any]:
         (text, again, how) for text in chosen.cases for again in CASES.get(text, (False,)) for how in chosen.kernels
     ]
     for text, recompute, kernels in tqdm(every, unit="case", desc="gpu model"):
-        packed = Packed.parse(text)
-        options = Options(packed.case.unroll, recompute=recompute, kernels=kernels)
+        case = Case.parse(text)
+        options = Options(case.unroll, recompute=recompute, kernels=kernels)
         name = f"{text}, {kernels}{'+recompute' * recompute}"
-        results["cases"][name] = estimate(packed.drafter, packed.masks, options, rates)
+        results["cases"][name] = estimate(drafter_of(case), case.masks, options, rates)
     return results
 
 

@@ -22,7 +22,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.shapes import GAMMA, Case, turns
 from eagle31_train.config import DrafterShape, TrainConfig
-from eagle31_train.errors import UserError
 from eagle31_train.model.batch import Batch, build_batch
 from eagle31_train.model.drafter import Drafter
 from eagle31_train.model.loss import Objective, Teacher
@@ -51,43 +50,10 @@ PATTERNS = [
 GROUPS = ["gemm", "attention", REST, "index", "copy", "optimizer", "other"]
 
 
-@dataclass(frozen=True)
-class Packed:
-    """One thing to time: `documents` of `length` tokens each, `shape:8x4096:0.35`."""
-
-    case: Case
-    documents: int
-
-    def __str__(self) -> str:
-        return f"{self.case.shape}:{self.documents}x{self.case.length}:{self.case.share:g}"
-
-    @staticmethod
-    def parse(text: str) -> "Packed":
-        """`shape:DOCUMENTSxLENGTH:share`.
-
-        Raises:
-            UserError: anything else.
-        """
-        try:
-            shape, size, share = text.split(":")
-            documents, length = size.split("x")
-            packed = Packed(Case.parse(f"{shape}:{length}:{share}"), int(documents))
-        except ValueError:
-            raise UserError(f"case {text!r} is not shape:DOCUMENTSxLENGTH:share, e.g. llama8b:8x4096:0.35") from None
-        if packed.documents < 1:
-            raise UserError(f"case {text!r}: at least one document")
-        return packed
-
-    @property
-    def masks(self) -> list[Tensor]:
-        """Loss mask of every document."""
-        return [turns(self.case.length, self.case.share)] * self.documents
-
-    @property
-    def drafter(self) -> DrafterShape:
-        """The drafter's shape, over the target's whole vocabulary."""
-        shape = self.case.drafter()
-        return replace(shape, vocab_size=TARGET_VOCABULARY.get(self.case.shape, shape.vocab_size))
+def drafter_of(case: Case) -> DrafterShape:
+    """The drafter's shape, over the target's whole vocabulary."""
+    shape = case.drafter()
+    return replace(shape, vocab_size=TARGET_VOCABULARY.get(case.shape, shape.vocab_size))
 
 
 @dataclass(frozen=True)
@@ -185,16 +151,16 @@ def wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def measure(packed: Packed, variant: Variant, device: str, repeats: int) -> dict[str, Any]:
+def measure(case: Case, variant: Variant, device: str, repeats: int) -> dict[str, Any]:
     """Time `repeats` steps after two that warm up, then look into one more with the profiler.
 
     Raises:
         torch.OutOfMemoryError: the device's memory does not suffice.
     """
-    masks, unroll = packed.masks, packed.case.unroll
-    trainer = Trainer(packed.drafter, variant, device)
+    shape, masks = drafter_of(case), case.masks
+    trainer = Trainer(shape, variant, device)
     try:
-        batch = trainer.batch(masks, unroll, pin=True)
+        batch = trainer.batch(masks, case.unroll, pin=True)
         step = partial(trainer.step, batch)
         losses = [step() for _ in range(2)]
         start_peak()
@@ -210,7 +176,7 @@ def measure(packed: Packed, variant: Variant, device: str, repeats: int) -> dict
     finally:
         trainer.close()
     seconds = statistics.median(all_seconds)
-    parts = training_flops(packed.drafter, count_work([mask.numpy() for mask in masks], unroll))
+    parts = training_flops(shape, count_work([mask.numpy() for mask in masks], case.unroll))
     tokens, assistant = sum(map(len, masks)), int(sum(mask.sum() for mask in masks))
     return {
         "tokens": tokens,
@@ -290,9 +256,8 @@ def longest(case: Case, device: str, first: int, ceiling: int) -> dict[str, Any]
     Returns:
         tokens (0 if `first` does not fit), step: bisection ended at differences of so many, and every try.
     """
-    trainer = Trainer(
-        Packed(case, 1).drafter, VARIANTS[f"{'fused' if device == 'cuda' else 'plain'}+recompute"], device
-    )
+    kernels = "fused" if device == "cuda" else "plain"
+    trainer = Trainer(drafter_of(case), VARIANTS[f"{kernels}+recompute"], device)
     # The first step makes the optimizer's moments, so that the later ones find the memory as it is in training.
     trainer.step(trainer.batch([turns(16, 1.0)], case.unroll, pin=False))
     tries: list[dict[str, Any]] = []

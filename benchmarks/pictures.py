@@ -189,22 +189,10 @@ def contexts(path: Path) -> None:
         figure.savefig(path, dpi=150)
 
 
-def beside(source: str, cases: str, path: Path) -> None:
-    """Our training step beside others."""
+def measured(source: str, how: Callable[..., None], path: Path) -> None:
+    """A benchmark's own picture; `how` draws its result."""
     found = read(source)
-    plot.peers(peers.rows(found[cases]), found["machine"], path)
-
-
-def growing(path: Path) -> None:
-    """Our training step as things grow."""
-    found = read("growth")
-    plot.growth(found["points"], found["machine"], path)
-
-
-def extracted(path: Path) -> None:
-    """Extraction beside the bare forward pass."""
-    found = read("extraction")
-    extraction.picture(extraction.numbers(found), found["machine"], path)
+    how(found, found["machine"], path)
 
 
 DRAWN: dict[str, Callable[[Path], None]] = {
@@ -213,10 +201,10 @@ DRAWN: dict[str, Callable[[Path], None]] = {
     "speedrun": speedrun,
     "codecs": codecs,
     "contexts": contexts,
-    "peers": partial(beside, "peers", "cases"),
-    "growth": growing,
-    "mla": partial(beside, "mla", "lengths"),
-    "extraction": extracted,
+    "peers": partial(measured, "peers", lambda found, *where: plot.peers(peers.rows(found["cases"]), *where)),
+    "growth": partial(measured, "growth", lambda found, *where: plot.growth(found["points"], *where)),
+    "mla": partial(measured, "mla", lambda found, *where: plot.peers(peers.rows(found["lengths"]), *where)),
+    "extraction": partial(measured, "extraction", extraction.picture),
 }
 
 

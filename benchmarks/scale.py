@@ -7,7 +7,6 @@ processes share the shards, and 1,024 ranks the samples of a step.
 """
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -150,8 +149,7 @@ def main() -> None:
         split, schedule = start_training(watch, Path(folder) / "store")
     watch(f"{STEPS} steps are shared among {RANKS:,} ranks", lambda: share_steps(schedule, split.lengths))
     result = {"machine": machine.describe(), "samples": len(split), "shards": len(split.shards), "rows": watch.rows}
-    chosen.out.parent.mkdir(parents=True, exist_ok=True)
-    artifacts.write_text(chosen.out, json.dumps(result, indent=1) + "\n")
+    artifacts.write_json(chosen.out, result)
 
 
 if __name__ == "__main__":

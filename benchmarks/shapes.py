@@ -1,7 +1,7 @@
 """What is measured: drafter shapes, cases, and the random weights and document that every contender gets.
 
 A case is written `shape:length:share`, for example `smollm2:512:0.5`: the drafter's shape, the tokens of one
-document, and the share of them that the assistant wrote.
+document, and the share of them that the assistant wrote; or `llama8b:8x4096:0.5`, of documents that are packed.
 """
 
 from dataclasses import dataclass
@@ -42,34 +42,41 @@ _YARN = {"rope_type": "yarn", "factor": 64.0, "original_max_position_embeddings"
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to time. `vocab` None means the shape's own; target and draft vocabulary are the same."""
+    """One thing to time. `vocab` None means the shape's own; target and draft vocabulary are the same. `documents`: how
+    many are packed, of `length` tokens each; None for one alone."""
 
     shape: str
     length: int
     share: float
     unroll: int = UNROLL
     vocab: int | None = None
+    documents: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.shape}:{self.length}:{self.share:g}"
+        packed = f"{self.documents}x" if self.documents else ""
+        return f"{self.shape}:{packed}{self.length}:{self.share:g}"
 
     @staticmethod
     def parse(text: str) -> "Case":
-        """`shape:length:share`.
-
-        Raises:
-            UserError: anything else.
-        """
+        """`shape:length:share`. UserError: anything else."""
         try:
-            shape, length, share = text.split(":")
-            case = Case(shape, int(length), float(share), _UNROLLS.get(shape, UNROLL))
+            shape, size, share = text.split(":")
+            documents, packed, length = size.rpartition("x")
+            unroll, count = _UNROLLS.get(shape, UNROLL), int(documents) if packed else None
+            case = Case(shape, int(length), float(share), unroll, documents=count)
         except ValueError:
-            raise UserError(f"case {text!r} is not shape:length:share, e.g. smollm2:512:0.5") from None
+            example = "smollm2:512:0.5 or llama8b:8x4096:0.5"
+            raise UserError(f"case {text!r} is not shape:length:share, e.g. {example}") from None
         if shape not in _SHAPES:
             raise UserError(f"case {text!r}: the shape is one of {', '.join(_SHAPES)}")
-        if case.length < 4 * TURNS or not 0 < case.share <= 1:
+        if case.length < 4 * TURNS or not 0 < case.share <= 1 or (count is not None and count < 1):
             raise UserError(f"case {text!r}: at least {4 * TURNS} tokens, and a share above 0 and up to 1")
         return case
+
+    @property
+    def masks(self) -> list[Tensor]:
+        """Loss mask [length] bool of every document."""
+        return [turns(self.length, self.share)] * (self.documents or 1)
 
     def drafter(self) -> DrafterShape:
         """The drafter of this case, EAGLE 3.1."""

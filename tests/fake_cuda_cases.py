@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks import fake_cuda
 from benchmarks.fake_cuda import DEVICE, Count, FakeStep, Options
 from benchmarks.gpu_model import Rates, estimate
-from benchmarks.gpu_step import Packed
+from benchmarks.gpu_step import drafter_of
 from benchmarks.shapes import Case
 from eagle31_train.model import norm
 from eagle31_train.model.decode import DraftDecoder
@@ -190,9 +190,9 @@ CASES |= {
 
 def traffic(text: str, kernels: str) -> dict[str, Any]:
     """A step of a case of benchmarks.gpu_model."""
-    packed, (kernels, *recompute) = Packed.parse(text), kernels.split("+recompute")
-    how = {"ttt_length": packed.case.unroll, "recompute": bool(recompute), "kernels": kernels}
-    return step(packed.drafter, packed.masks, **how)
+    case, (kernels, *recompute) = Case.parse(text), kernels.split("+recompute")
+    how = {"ttt_length": case.unroll, "recompute": bool(recompute), "kernels": kernels}
+    return step(drafter_of(case), case.masks, **how)
 
 
 # Of the cases of `make bench-gpu-model`: operators but products and attention, and their GB.
@@ -206,8 +206,8 @@ TRAFFIC = {
     "kimi:1x20480:0.35, fused+FA3": (863, 412.7),
 }
 CASES |= {name: lambda name=name: traffic(*name.split(", ")) for name in TRAFFIC}
-LONG = Packed.parse("llama8b:1x65536:1")
-CASES["estimate of 65536"] = lambda: estimate(LONG.drafter, LONG.masks, Options(kernels="fused+FA3"), Rates())
+LONG = Case.parse("llama8b:1x65536:1")
+CASES["estimate of 65536"] = lambda: estimate(drafter_of(LONG), LONG.masks, Options(kernels="fused+FA3"), Rates())
 
 
 def main() -> None:

@@ -88,7 +88,8 @@ class Samples:
 
 
 def write(store: Store, kept: DraftVocab, folder: Path, validate: int) -> dict[str, int]:
-    """Speculators' data folder: a data set with its columns, and the draft vocabulary's maps.
+    """Speculators' data folder: a data set with its columns, and the draft vocabulary's maps. UserError: the store has
+    no split of its own to validate on.
 
     Args:
         store: complete, of unencoded or encoded states.
@@ -98,9 +99,6 @@ def write(store: Store, kept: DraftVocab, folder: Path, validate: int) -> dict[s
 
     Returns:
         Samples of each split.
-
-    Raises:
-        UserError: the store has no split of its own to validate on.
     """
     columns: dict[str, list[Any]] = {"input_ids": [], "loss_mask": [], "seq_len": []}
     samples: dict[str, int] = {}
