@@ -88,8 +88,6 @@ class Local:
 
     def answers(self, jobs: dict[str, Job]) -> Outcomes:
         """The next answer of each conversation, refusals first."""
-        if not jobs:
-            return  # without loading the target
         from eagle31_train.targets.generate import Request
 
         generator, generate = self.generator, self.config.data.generate

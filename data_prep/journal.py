@@ -88,7 +88,7 @@ class Journal:
         """What becomes of every request: those answered before come first, the others are asked and written."""
         missing = {key: request for key, request in requests.items() if key not in self.answers}
         yield from [(key, self.answers[key]) for key in requests if key in self.answers]
-        for key, outcome in ask(missing):
+        for key, outcome in ask(missing) if missing else ():  # else a target would be loaded for nothing
             if isinstance(outcome, Answer):
                 self.add(key, outcome)
             yield key, self.answers.get(key, outcome)
