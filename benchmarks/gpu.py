@@ -7,6 +7,7 @@ step is the trainer's, optimizer included. See README.md; `--device cpu --quick`
 
 import argparse
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,11 @@ from benchmarks.shapes import Case
 from eagle31_train import artifacts
 from eagle31_train.errors import UserError
 
-CASES = ["llama8b:2x4096:1", "llama8b:2x4096:0.35", "llama8b:1x32768:1", "kimi:4x4096:0.35"]
-VARIED = ["fused", "plain", "fused+recompute"]
-LONGEST = ["llama8b:0.35"]
-QUICK_CASES = ["tiny:2x64:1", "tiny:1x128:0.35"]
-QUICK_LONGEST = ["tiny:1"]
-FIRST, CEILING = 2**14, 2**18  # tokens: where the search for the longest document begins and ends
+# Defaults, and those of --quick; first, ceiling: tokens, where the search for the longest document begins and ends.
+FULL = {"cases": ["llama8b:2x4096:1", "llama8b:2x4096:0.35", "llama8b:1x32768:1", "kimi:4x4096:0.35"]}
+FULL |= {"longest": ["llama8b:0.35"], "first": 2**14, "ceiling": 2**18}
+QUICK = {"cases": ["tiny:2x64:1", "tiny:1x128:0.35"], "longest": ["tiny:1"], "first": 64, "ceiling": 256}
+VARIED = {"cuda": ["fused", "plain", "fused+recompute"], "cpu": ["plain", "plain+recompute"]}
 
 # FLOP/s of dense bf16 products by the makers' data sheets; the first name that the device's holds.
 PEAKS = {
@@ -107,36 +107,27 @@ def with_limits(step: dict[str, Any], device: dict[str, Any]) -> dict[str, Any]:
 
 def options(words: list[str] | None = None) -> argparse.Namespace:
     """The command line. UserError: there is no GPU, and the CPU was not asked for."""
+    words = sys.argv[1:] if words is None else words
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--cases", nargs="*", metavar="SHAPE:DOCUMENTSxLENGTH:SHARE", help=f"default: {' '.join(CASES)}"
-    )
-    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), help=f"default: {' '.join(VARIED)}")
-    parser.add_argument("--longest", nargs="*", metavar="SHAPE:SHARE", help=f"default: {' '.join(LONGEST)}")
-    parser.add_argument("--first", type=int, help=f"tokens that the search begins with (default: {FIRST})")
-    parser.add_argument("--ceiling", type=int, help=f"tokens that the search ends with (default: {CEILING})")
+    parser.add_argument("--cases", nargs="*", metavar="SHAPE:DOCUMENTSxLENGTH:SHARE", help="[%(default)s]")
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), help=f"[{' '.join(VARIED['cuda'])}]")
+    parser.add_argument("--longest", nargs="*", metavar="SHAPE:SHARE", help="[%(default)s]")
+    parser.add_argument("--first", type=int, help="tokens that the search begins with [%(default)s]")
+    parser.add_argument("--ceiling", type=int, help="tokens that the search ends with [%(default)s]")
     parser.add_argument("--gib", type=float, help="use no more than so many GiB of the GPU's memory")
     parser.add_argument("--repeats", type=int, default=3, help="timed steps of each, after two that warm up")
     parser.add_argument("--out", type=Path, default=Path("runs/bench/gpu"), help="without .json")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run, with --quick")
     parser.add_argument("--quick", action="store_true", help="a smoke test at tiny shapes")
+    parser.set_defaults(**(QUICK if "--quick" in words else FULL))
     chosen = parser.parse_args(words)
     if chosen.device == "cuda" and not torch.cuda.is_available():
         raise UserError(
             "no CUDA device: run this where torch.cuda.is_available(), or try the code with --device cpu --quick"
         )
-    if chosen.device == "cpu" and not chosen.quick:
-        raise UserError("--device cpu is a dry run: add --quick")
-    if chosen.device == "cpu" and chosen.gib is not None:
-        raise UserError("--gib limits a GPU's memory: leave it out with --device cpu")
-    if chosen.repeats < 1:
-        raise UserError(f"--repeats {chosen.repeats} must be above 0")
-    small = chosen.quick
-    chosen.cases = (QUICK_CASES if small else CASES) if chosen.cases is None else chosen.cases
-    chosen.longest = (QUICK_LONGEST if small else LONGEST) if chosen.longest is None else chosen.longest
-    chosen.first = chosen.first or (64 if small else FIRST)
-    chosen.ceiling = chosen.ceiling or (256 if small else CEILING)
-    chosen.variants = chosen.variants or (["plain", "plain+recompute"] if chosen.device == "cpu" else VARIED)
+    if chosen.device == "cpu" and (not chosen.quick or chosen.gib is not None):
+        raise UserError("--device cpu is a dry run: add --quick, and leave out --gib")
+    chosen.variants = chosen.variants or VARIED[chosen.device]
     return chosen
 
 

@@ -1,15 +1,17 @@
 """Our own step: the packed batch is built beforehand, as the trainer's background thread builds it."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from benchmarks.contenders.eager import eager_attention
 from benchmarks.shapes import GAMMA, Material
 from eagle31_train.model import drafter as drafter_module
 from eagle31_train.model import linear
 from eagle31_train.model.batch import build_batch
 from eagle31_train.model.drafter import Drafter
 from eagle31_train.model.loss import Objective, Teacher
+from eagle31_train.model.packing import Layout
 
 
 class Ours:
@@ -20,7 +22,7 @@ class Ours:
         unroll: K.
         train_lm_head: speculators freezes its head, SpecForge trains it.
         onednn: False leaves fp32 products to the library that torch chooses (for the whole process).
-        eager: attention with all scores at once (for the whole process), see eager.py.
+        eager: `eager_attention` (for the whole process).
         kind: "kl" or "ce".
         weights: [K] weight of each step's summed loss; by default GAMMA^k over the step's pairs.
         low: dtype of what is frozen, embedding and teacher: bf16 where a trainer would train in bf16.
@@ -70,3 +72,32 @@ class Ours:
             reads = slots + 1 + k < T
             logits[k, slots[reads]] = step[reads]
         return logits
+
+
+def eager_attention(
+    q: Tensor,
+    k0: Tensor,
+    v0: Tensor,
+    own_k: Sequence[Tensor],
+    own_v: Sequence[Tensor],
+    layout: Layout,
+    scale: float,
+    **_: object,
+) -> Tensor:
+    """Attention as most public trainers of MLA drafters have it: all scores of a step at once, kept by autograd.
+    As `unrolled_attention`, for one document without a window: q [S, h, d] over k0 [N, g, d] and the slots' own keys →
+    [S, h, dv]. Slots, loss and projections stay ours, so that merged, linear-memory attention alone is measured."""
+    repeat = q.shape[1] // k0.shape[1]
+
+    def by_head(x: Tensor) -> Tensor:
+        return x.repeat_interleave(repeat, 1).transpose(0, 1)  # [h, rows, width]
+
+    queries = q.transpose(0, 1)
+    hidden = torch.arange(len(k0), device=q.device) > layout.slots[:, None]
+    scores = (queries @ by_head(k0).mT * scale).masked_fill(hidden, float("-inf"))  # [h, S, N]
+    own = [(queries * by_head(key)).sum(-1, keepdim=True) * scale for key in own_k]
+    shares = torch.cat([scores, *own], -1).softmax(-1)
+    out = shares[..., : len(k0)] @ by_head(v0)
+    for step, value in enumerate(own_v, len(k0)):
+        out = out + shares[..., step : step + 1] * by_head(value)
+    return out.transpose(0, 1)
