@@ -13,7 +13,6 @@ The fidelity gate, which runs some conversations of three shards once more, is o
 """
 
 import argparse
-import shutil
 import statistics
 import time
 from collections import defaultdict
@@ -21,7 +20,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
@@ -99,12 +100,17 @@ def seconds_of(call: Callable[[], object]) -> float:
 class Extraction:
     """The stage, shard by shard, with one pair of codecs, into a folder of its own."""
 
-    def __init__(self, config: Config, engine: TransformersEngine, masks: dict[str, Any], folder: Path) -> None:
+    def __init__(
+        self, config: Config, pair: str, engine: TransformersEngine, masks: dict[str, Any], folder: Path
+    ) -> None:
+        aux, last = pair.split(":")
+        config = replace(config, store=replace(config.store, aux_codec=aux, last_codec=last))
         states = extraction.describe(engine, config)
         self.engine, self.shape = engine, shape_of(states)
         provenance = {"fingerprint": artifacts.fingerprint(states), "inputs": {}, "states": states}
         plan = make_plan(masks, config.extract.shard_tokens, self.shape)
-        self.writer = StoreWriter(open_storage(str(folder), folder, 0), provenance, plan)
+        place = folder / f"{aux}-{last}"
+        self.writer = StoreWriter(open_storage(str(place), place, 0), provenance, plan)
 
     def run(self, rows: Dataset, planned: PlannedShard) -> dict[str, float]:
         """Extract and commit a shard: seconds in all and of each part."""
@@ -125,11 +131,10 @@ def bare(engine: TransformersEngine, tokens: Sequence[Tensor], masked: bool) -> 
     batches = batches_by_length([len(row) for row in tokens], engine.batch_tokens)
     device = engine.target.embedding.weight.device
     padded = [pad_sequence([tokens[i] for i in batch], batch_first=True).to(device) for batch in batches]
-    ones = [torch.ones_like(row) for row in tokens]
-    masks = [pad_sequence([ones[i] for i in batch], batch_first=True).to(device) for batch in batches]
+    ones = [pad_sequence([torch.ones_like(tokens[i]) for i in batch], batch_first=True).to(device) for batch in batches]
 
     def run() -> None:
-        for ids, mask in zip(padded, masks, strict=True):
+        for ids, mask in zip(padded, ones, strict=True):
             decoder(input_ids=ids, attention_mask=mask if masked else None, use_cache=False)
 
     return {"total": seconds_of(run)}
@@ -142,32 +147,18 @@ def states_only(engine: TransformersEngine, tokens: Sequence[Tensor]) -> dict[st
     return {"total": total, **parts}
 
 
-def with_codecs(config: Config, pair: str) -> Config:
-    """The configuration with AUX:LAST codecs."""
-    aux, last = pair.split(":")
-    return replace(config, store=replace(config.store, aux_codec=aux, last_codec=last))
-
-
-def first_shards(shards: Sequence[PlannedShard], tokens: int) -> list[PlannedShard]:
-    """The first shards, of at least so many tokens together where there are as many."""
-    chosen: list[PlannedShard] = []
-    for planned in shards:
-        if sum(s.tokens for s in chosen) >= tokens:
-            break
-        chosen.append(planned)
-    return chosen
-
-
 def measure(config: Config, pairs: Sequence[str], tokens: int, folder: Path) -> dict[str, Any]:
-    """Every contender on every shard; the first shard once more before, to warm up."""
+    """Every contender on the first shards, of at least so many tokens together where there are as many; the first shard
+    once more before, to warm up."""
     splits = DatasetDict.load_from_disk(str((config.data_folder / "dataset").absolute()))
     masks = {split: list(extraction.loss_masks(splits[split])) for split in splits}
     engine = extraction.make_engine(config)
     if not isinstance(engine, TransformersEngine):
         raise UserError("this measures extract.engine=transformers")
-    stages = {p: Extraction(with_codecs(config, p), engine, masks, folder / p.replace(":", "-")) for p in pairs}
-    rows = splits["train"]
-    chosen = first_shards(next(iter(stages.values())).writer.plan.of("train"), tokens)
+    stages = {pair: Extraction(config, pair, engine, masks, folder) for pair in pairs}
+    rows, shards = splits["train"], stages[pairs[0]].writer.plan.of("train")
+    ends = accumulate(planned.tokens for planned in shards)
+    chosen = [planned for planned, end in zip(shards, ends, strict=True) if end - planned.tokens < tokens]
     found: dict[str, list[dict[str, float]]] = {}
     padded = 0
     for number, planned in enumerate(chosen):
@@ -190,7 +181,7 @@ def measure(config: Config, pairs: Sequence[str], tokens: int, folder: Path) -> 
         "shards": [planned.tokens for planned in chosen],
         "padded": padded,
         "batch_tokens": engine.batch_tokens,
-        "assistant_share": statistics.mean(map(statistics.mean, masks["train"])),
+        "assistant_share": statistics.mean(float(mask.mean()) for mask in masks["train"]),
         "dtype": config.target.dtype,
         "seconds": found,
     }
@@ -261,9 +252,6 @@ def options() -> argparse.Namespace:
     parser.add_argument("--options", nargs="*", default=[], metavar="KEY=VALUE", help="further options of the stages")
     parser.add_argument("--codecs", nargs="+", default=PAIRS, metavar="AUX:LAST")
     parser.add_argument("--tokens", type=int, default=100_000, help="whole shards of at least so many tokens together")
-    parser.add_argument(
-        "--folder", type=Path, default=Path("runs/bench/extraction.tmp"), help="for the stores; removed"
-    )
     parser.add_argument("--out", type=Path, default=Path("runs/bench/extraction"), help="without .json and .png")
     parser.add_argument("--quick", action="store_true", help="a smoke test on two small shards")
     chosen = parser.parse_args()
@@ -276,15 +264,12 @@ def options() -> argparse.Namespace:
 def main() -> None:
     """Measure; the table and files in the end."""
     chosen = options()
-    if chosen.folder.exists():
-        raise UserError(f"--folder {chosen.folder} exists: name a new folder, which is removed in the end")
     keep_freed_memory()  # as every stage does
     config = cli.load_config([f"+experiment={chosen.experiment}", *chosen.options])
     here = machine.describe()
-    try:
-        result = measure(config, chosen.codecs, chosen.tokens, chosen.folder)
-    finally:
-        shutil.rmtree(chosen.folder, ignore_errors=True)
+    chosen.out.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=chosen.out.parent) as folder:  # for the stores
+        result = measure(config, chosen.codecs, chosen.tokens, Path(folder))
     artifacts.write_json(chosen.out.with_suffix(".json"), {"machine": here, "experiment": chosen.experiment, **result})
     picture(result, here, chosen.out.with_suffix(".png"))
     print(machine.summary(here))
