@@ -55,13 +55,11 @@ def products(shape: DrafterShape) -> dict[str, tuple[int, int, int]]:
     }
 
 
-def _onednn(left: Tensor, right: Tensor) -> Tensor:
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(left, right, None, "none", [], "")
-    return product
-
-
 # Every library in torch that can do it: which one is fast depends on the processor and the precision.
-LIBRARIES = {"torch's own": lambda left, right: left @ right.T, "oneDNN": _onednn}
+LIBRARIES = {
+    "torch's own": lambda left, right: left @ right.T,
+    "oneDNN": lambda left, right: torch.ops.mkldnn._linear_pointwise(left, right, None, "none", [], ""),
+}
 
 
 def rates(operands: dict[str, tuple[Tensor, Tensor]]) -> dict[str, float]:

@@ -107,15 +107,10 @@ def compare(name: str) -> dict[str, Any]:
         "pairs by its rules": pairs.tolist(),
         "pairs by our rules": own.batch.trained.tolist(),
         "gradients": {
-            parameter: _relative(trained[parameter].grad, p.grad) for parameter, p in peer.parameters().items()
+            parameter: float((trained[parameter].grad - p.grad).abs().max() / p.grad.abs().max())
+            for parameter, p in peer.parameters().items()
         },
     }
-
-
-def _relative(ours: Tensor | None, theirs: Tensor | None) -> float:
-    assert ours is not None
-    assert theirs is not None
-    return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
 def failures(result: dict[str, Any]) -> list[str]:

@@ -5,7 +5,8 @@ python -m benchmarks.pictures study-gain gain   # some of them
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -71,23 +72,27 @@ def renamed(value: Any) -> Any:
     return CALLED.get(value, value) if isinstance(value, str) else value
 
 
-def themed(theme: str) -> dict[str, Any]:
-    """matplotlib's settings for a picture on GitHub's light or dark page."""
+@contextmanager
+def themed(theme: str, size: tuple[float, float], path: Path) -> Iterator[Any]:
+    """A figure of so many inches on GitHub's light or dark page, saved in the end."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
     page, text, lines = GITHUB[theme]
     colours = dict.fromkeys(("text.color", "xtick.labelcolor", "ytick.labelcolor", "axes.labelcolor"), text)
     colours |= dict.fromkeys(("grid.color", "axes.edgecolor", "xtick.color", "ytick.color"), lines)
-    return {**figures.STYLE, **colours, "font.size": 10, "axes.facecolor": page, "svg.hashsalt": "gain"}
+    style = {**figures.STYLE, **colours, "font.size": 10, "axes.facecolor": page, "svg.hashsalt": "gain"}
+    with rc_context(style):
+        figure = Figure(size, layout="constrained", facecolor=page)
+        yield figure
+        figure.savefig(path, metadata={"Date": None})
 
 
 def gain(_: Path) -> None:
     """The README's: acceptance length of EAGLE 3 and 3.1 by draft tokens, on a light page and on a dark one."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
     of = read("study-passes2")["workloads"][0]["drafters"]
-    for theme, (page, _, lines) in GITHUB.items():
-        with rc_context(themed(theme)):
-            figure = Figure((7, 3.3), layout="constrained", facecolor=page)
+    for theme, (_, _, lines) in GITHUB.items():
+        with themed(theme, (7, 3.3), README / f"gain-{theme}.svg") as figure:
             axes = figure.subplots()
             titles = "EAGLE 3", "EAGLE 3.1"
             for name, title, colour in zip(("3.0", "3.1"), titles, GAIN[theme], strict=True):
@@ -105,7 +110,6 @@ def gain(_: Path) -> None:
             axes.grid(visible=False, axis="x")
             axes.set_title("135M target, 40 held-out prompts, greedy; 95 % intervals over prompts", fontsize=8.5)
             figure.suptitle("Tokens per pass of the target (acceptance length)", x=0.01, ha="left")
-            figure.savefig(README / f"gain-{theme}.svg", metadata={"Date": None})
 
 
 def speedrun(_: Path) -> None:
@@ -115,12 +119,8 @@ def speedrun(_: Path) -> None:
 
 def draw_speedrun(result: dict[str, Any], folder: Path) -> None:
     """The result of a speedrun as FOLDER/speedrun-light.svg and -dark.svg: a panel for each kind of prompts."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    for theme, (page, _, lines) in GITHUB.items():
-        with rc_context(themed(theme)):
-            figure = Figure((9, 3.6), layout="constrained", facecolor=page)
+    for theme, (_, _, lines) in GITHUB.items():
+        with themed(theme, (9, 3.6), folder / f"speedrun-{theme}.svg") as figure:
             panels = figure.subplots(1, len(result["prompts"]), sharey=True, squeeze=False)[0]
             for axes, (kind, prompts) in zip(panels, result["prompts"].items(), strict=True):
                 for row in result["trainings"]:
@@ -145,7 +145,6 @@ def draw_speedrun(result: dict[str, Any], folder: Path) -> None:
                 f"Tokens per pass of the target with {result['draft_tokens']} draft tokens; 95 % intervals over prompts"
             )
             figure.suptitle(what, x=0.01, ha="left", fontsize=10)
-            figure.savefig(folder / f"speedrun-{theme}.svg", metadata={"Date": None})
 
 
 def codecs(path: Path) -> None:

@@ -74,8 +74,7 @@ def take_turn(name: str, case: Case, memory: int, limit: float) -> dict[str, Any
     command = [sys.executable, "-m", "benchmarks.worker", name, str(case), str(memory), str(limit)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=ROOT)
     if done.returncode == 0:
-        answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        return answer
+        return json.loads(done.stdout.splitlines()[-1])
     last = done.stderr.strip().rpartition("\n")[2]
     ended = {-signal.SIGALRM: f"over the limit of {limit:g} s", -signal.SIGKILL: "out of memory (killed)"}
     return {"error": ended.get(done.returncode, f"exit code {done.returncode}: {last}")}
