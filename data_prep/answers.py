@@ -199,19 +199,13 @@ class Remote:
     def _answer(self, job: Job) -> Answer:
         tools = job.row.tools
         answer = self.server.answer(job.messages, job.temperature, job.seed(self.seed), tools)
-        message = _whole_message(answer.message, answer.finish_reason)
+        message = answer.message
+        last = "content" if message["content"] else "reasoning_content"
+        if answer.finish_reason == "length" and message.get(last):  # perhaps cut inside a character
+            message = {**message, last: message[last].rstrip(NO_CHARACTER)}
+        if NO_CHARACTER in json.dumps(message, ensure_ascii=False):
+            raise Refused(BROKEN)
         if tools and not message.get("tool_calls"):  # of a server without a tool parser, perhaps
             parts = to_message(self.template, job.messages, message["content"], answer.finish_reason, tools)
             message = {**message, **parts}
         return Answer(message, answer.finish_reason, answer.tokens)
-
-
-def _whole_message(message: Message, finish_reason: str) -> Message:
-    """A server's answer up to its last whole character, where it was cut inside one; Refused for bytes elsewhere that
-    are no text."""
-    last = "content" if message["content"] else "reasoning_content"
-    if finish_reason == "length" and message.get(last):
-        message = {**message, last: message[last].rstrip(NO_CHARACTER)}
-    if NO_CHARACTER in json.dumps(message, ensure_ascii=False):
-        raise Refused(BROKEN)
-    return message

@@ -6,7 +6,7 @@ answers and the seed have no say, and all samples of a prompt fall on the same s
 
 import hashlib
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -80,12 +80,10 @@ class Split:
 
     def summary(self) -> dict[str, Any]:
         """Conversations (a turn by itself counts as one), tokens and assistant tokens, in all and by source."""
-        by_source: dict[str, Counter[str]] = {}
+        by_source: dict[str, Counter[str]] = defaultdict(Counter)
         for _, source, sample in self.rows:
-            assistant_tokens = int(sample.loss_mask.sum())
-            by_source.setdefault(source, Counter()).update(
-                conversations=1, tokens=len(sample.input_ids), assistant_tokens=assistant_tokens
-            )
+            counted = {"tokens": len(sample.input_ids), "assistant_tokens": int(sample.loss_mask.sum())}
+            by_source[source].update(conversations=1, **counted)
         total = sum(by_source.values(), Counter(conversations=0, tokens=0, assistant_tokens=0))
         return {
             **{key: total[key] for key in ("conversations", "tokens", "assistant_tokens")},
@@ -115,7 +113,7 @@ class Collected:
 
     splits: dict[str, Split] = field(default_factory=lambda: {name: Split() for name in SPLITS})
     refused: list[dict[str, str]] = field(default_factory=list)
-    counts: dict[str, Counter[str]] = field(default_factory=dict)
+    counts: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     asked: set[bytes] = field(default_factory=set)  # digests of all that was asked in a conversation
 
     def add(self, row: Row, template: ChatTemplate, max_length: int, heldout: float) -> None:
@@ -130,7 +128,7 @@ class Collected:
         asked = _digest(message for message in row.messages if message["role"] != "assistant")
         repeated = row.sample == 0 and asked in self.asked
         self.asked.add(asked)
-        self.counts.setdefault(row.source, Counter()).update(
+        self.counts[row.source].update(
             repeated=int(repeated),
             cut=sum(sample.cut for _, sample in result.samples),
             no_end_of_turn=sum(sample.open_turns for _, sample in result.samples),

@@ -155,13 +155,11 @@ def _write(
 
 def _sources(counts: dict[str, dict[str, Any]], collected: Collected) -> dict[str, dict[str, Any]]:
     """What became of every source's rows: read, taken, and of these refused, repeated and cut."""
-    refused = Counter(entry["source"] for entry in collected.refused)
-    result = {}
-    for name, read_and_taken in sorted(counts.items()):
-        of_source = collected.counts.get(name, Counter())
-        counted = {what: of_source[what] for what in ("repeated", "cut", "no_end_of_turn")}
-        result[name] = {**read_and_taken, "refused": refused[name], **counted}
-    return result
+    refused, counted = Counter(entry["source"] for entry in collected.refused), ("repeated", "cut", "no_end_of_turn")
+    return {
+        name: {**given, "refused": refused[name], **{what: collected.counts[name][what] for what in counted}}
+        for name, given in sorted(counts.items())
+    }
 
 
 # ---------------------------------------------------------------- what the user reads

@@ -97,6 +97,12 @@ def _workload(workload: Workload, drafters: Drafters, plain: Drafters | None, de
         columns = zip(*(estimate.intervals() for estimate in estimates.values()), strict=True)
         differences[name] = _by_depth(depths, [dict(zip(estimates, column, strict=True)) for column in columns])
     every = [one for trainings in counts.values() for one in trainings]
+    elsewhere = [
+        f"{name}, training {number}, was measured on {one.machine}"
+        for name, trainings in drafters.items()
+        for number, one in enumerate(trainings, 1)
+        if one.machine
+    ]
     return {
         "name": workload.name,
         "suite": workload.suite,
@@ -105,7 +111,7 @@ def _workload(workload: Workload, drafters: Drafters, plain: Drafters | None, de
         "top_p": workload.top_p,
         "prompts": len(prompts),
         "verified": sum(all(each.seen for each in of_prompt) for of_prompt in zip(*every, strict=True)),
-        "notes": [*workload.remarks, *_other_machines(drafters)],
+        "notes": [*workload.remarks, *elsewhere],
         **_speeds(drafters, depths),
         "drafters": numbers,
         "differences": differences,
@@ -123,15 +129,6 @@ def _speeds(drafters: Drafters, depths: Sequence[int]) -> dict[str, Any]:
         "tokens_per_second": {"plain": one.tokens / one.plain, name: one.tokens / one.speculative},
         **({"timed": {"prompts": len(counts), "by_depth": _values([counts], depths)}} if counts else {}),
     }
-
-
-def _other_machines(drafters: Drafters) -> list[str]:
-    return [
-        f"{name}, training {number}, was measured on {one.machine}"
-        for name, trainings in drafters.items()
-        for number, one in enumerate(trainings, 1)
-        if one.machine
-    ]
 
 
 def _drafter(trainings: Trainings, depths: Sequence[int]) -> dict[str, Any]:
