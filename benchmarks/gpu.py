@@ -122,9 +122,7 @@ def options(words: list[str] | None = None) -> argparse.Namespace:
     parser.set_defaults(**(QUICK if "--quick" in words else FULL))
     chosen = parser.parse_args(words)
     if chosen.device == "cuda" and not torch.cuda.is_available():
-        raise UserError(
-            "no CUDA device: run this where torch.cuda.is_available(), or try the code with --device cpu --quick"
-        )
+        raise UserError("no CUDA device: run this where there is one, or try the code with --device cpu --quick")
     if chosen.device == "cpu" and (not chosen.quick or chosen.gib is not None):
         raise UserError("--device cpu is a dry run: add --quick, and leave out --gib")
     chosen.variants = chosen.variants or VARIED[chosen.device]

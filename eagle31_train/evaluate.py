@@ -102,10 +102,7 @@ def serve(config: Config) -> None:
     caveats = evaluating.caveats({config.name: [checkpoint.inputs]}, data["dataset_fingerprint"])
     workload, *others = evaluating.choose_workloads(config, [checkpoint], data, caveats)
     if others:
-        raise UserError(
-            "evaluate.backend=vllm measures one workload at a time: leave out evaluate.perturbations, and give one set "
-            "of prompts as evaluate.prompts=FILE"
-        )
+        raise UserError("evaluate.backend=vllm serves one workload: give one set of prompts, and no perturbations")
     serving = measure_serving(config, {config.name: run_dir / "export"}, workload.prompts, data["end_ids"], engine)
     serving |= {
         "workload": workload.name,

@@ -145,9 +145,7 @@ def worker(python: str, job: Job, more: dict[str, str] | None = None) -> dict[st
                 command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False
             )
         except OSError as error:
-            raise UserError(
-                f"{python} cannot be run ({error.strerror}): benchmarks/install_peers.sh makes it"
-            ) from None
+            raise UserError(f"{python} cannot be run ({error.strerror}): see benchmarks/install_peers.sh") from None
     if done.returncode or not (job.folder / RESULT).is_file():
         last = log.read_text(errors="replace").strip().rpartition("\n")[2]
         raise UserError(f"{job.folder.name} ended with status {done.returncode} ({last[:200]}): see {log}")

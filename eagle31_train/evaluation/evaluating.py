@@ -127,9 +127,7 @@ def longest_prompt(config: Config, positions: Iterable[int | None], drafted: Ite
     less. UserError where a limit of vLLM's is no number, or for a headline that is not measured."""
     options, target = config.evaluate, read_config(config.target)
     if (most := options.max_speculative_tokens) < (headline := options.num_speculative_tokens):
-        raise UserError(
-            f"evaluate.max_speculative_tokens={most} must be evaluate.num_speculative_tokens={headline} or more"
-        )
+        raise UserError(f"evaluate.max_speculative_tokens={most} must be num_speculative_tokens={headline} or more")
     limits = [*positions, hf.positions(target)]
     if options.backend == "vllm":
         limits.append(max_model_len(config) or hf.served_positions(target))
