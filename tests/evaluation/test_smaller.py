@@ -4,10 +4,13 @@ too. The hub is one on loopback."""
 import dataclasses
 import json
 import re
+import sys
 
+import imitating
 import numpy as np
 import pytest
 import torch
+from datasets import DatasetDict
 from huggingface_hub import ModelCard
 from loopback_hub import problems_of, serving_hub
 from safetensors.torch import load_file
@@ -17,6 +20,8 @@ from eagle31_train.checkpoint import int8
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.checkpoint.smaller import served, windowed
 from eagle31_train.errors import UserError
+from eagle31_train.evaluation.serving import server
+from eagle31_train.evaluation.trajectories import digest
 from eagle31_train.evaluation.unrolled import Trajectory, steps, turns, unroll
 from eagle31_train.model.linear import Linear
 from tests.evaluation.test_evaluate import SHAPE, TinyRun
@@ -184,6 +189,26 @@ def test_a_window_at_export_is_the_one_that_is_trained_with(run, model, capsys):
     for other in ("export_sliding_window=4", "export_sliding_window=3 export_weights=int8"):
         with pytest.raises(UserError, match="was not exported so"):
             evaluate.evaluate(run.config("evaluate.backend=vllm", *other.split()))
+
+
+@pytest.mark.parametrize("form", ["vllm", "speculators"])
+def test_what_is_served_is_the_export_on_prompts_that_training_was_not_measured_on(run, tmp_path, monkeypatch, form):
+    monkeypatch.setenv("PYTHONPATH", imitating.install(tmp_path / "site"))
+    monkeypatch.setenv("IMITATION_PIDS", str(tmp_path / "pids"))
+    monkeypatch.setenv("IMITATION_REQUESTS", str(tmp_path / "requests"))
+    monkeypatch.setattr(server, "GRACE_SECONDS", 0.2)
+    first = DatasetDict.load_from_disk(str(run.folder / "data" / "dataset"))["heldout"][0]["input_ids"][:5]
+    run.finish_training(measured_on=[digest(first)])
+    options = ["evaluate.backend=vllm", f"evaluate.vllm_python={sys.executable}", f"export_format={form}"]
+    options += ["evaluate.serve_speculative_tokens=[2]", "evaluate.concurrency=[1]"]
+    export.export(run.config(*options))
+    evaluate.evaluate(run.config(*options))
+    serving = artifacts.read_json(run.folder / "serving" / "manifest.json", "the test")["serving"]
+    assert [(row["drafter"], row["draft_tokens"]) for row in serving["rows"]] == [(None, 0), ("smollm2", 2)]
+    asked = {tuple(json.loads(line)["prompt"]) for line in (tmp_path / "requests").read_text().splitlines()}
+    assert len(asked) == serving["prompts"] == 2
+    assert tuple(first) not in asked
+    assert serving["notes"][1].startswith("left out 2 (c0, c3): used to measure"), "c3 asks what c0 did"
 
 
 def test_a_window_is_refused_that_cuts_nothing_or_that_vllm_does_not_serve(run):
