@@ -65,7 +65,8 @@ def variants() -> Iterator[tuple[str, Any, dict[str, Any], int]]:
 def compiled(kernel: Any, constants: dict[str, Any], warps: int, architecture: int) -> Resources:
     """Compile a kernel, interpreted in this process or not, for an architecture that need not be here."""
     function = JITFunction(kernel.fn)
-    signature = {name: _type(name, constants) for name in function.arg_names}
+    types = {name: TYPES.get(name, "*bf16" if name in LOW else "*fp32") for name in function.arg_names}
+    signature = types | dict.fromkeys(constants, "constexpr")
     places = {name: (place,) for place, name in enumerate(function.arg_names)}
     # As a launch finds them: memory and widths are multiples of 16, so that loads are of several values.
     even = [name for name, kind in signature.items() if kind.startswith("*") or name in ("width", "row_stride")]
@@ -79,10 +80,6 @@ def compiled(kernel: Any, constants: dict[str, Any], warps: int, architecture: i
         warnings.simplefilter("ignore")  # of Triton's coming defaults
         made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": warps})
     return Resources(*_usage(made.asm["cubin"]), made.metadata.shared)
-
-
-def _type(name: str, constants: dict[str, Any]) -> str:
-    return "constexpr" if name in constants else TYPES.get(name, "*bf16" if name in LOW else "*fp32")
 
 
 def _usage(cubin: bytes) -> tuple[int, int]:

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_report
+from benchmarks import gpu
 
 SMALL = ["--device", "cpu", "--quick", "--repeats", "2", "--first", "32", "--ceiling", "64", "--out"]
 
@@ -25,6 +25,6 @@ def test_a_dry_run_measures_steps_kernels_and_lengths(tmp_path):
     assert sum(plain["kernels"]["groups"].values()) == pytest.approx(1)
     assert [found["tokens"] for found in results["longest"]] == [64]
     assert written == results
-    table = gpu_report.table(results)
+    table = gpu.table(results)
     assert "tiny:2x32:0.5, plain+recompute" in table
     assert "longer ones were not tried" in table
