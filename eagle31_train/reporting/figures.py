@@ -86,9 +86,8 @@ def noisy(axes: "Axes", steps: Floats, values: Floats, label: str, colour: Any, 
     if not valid.any():
         return
     steps, values = steps[valid], values[valid]
-    parts = np.array_split(np.arange(len(steps)), min(MEANS, len(steps)))
-    means = [values[part].mean() for part in parts]
-    centres = [steps[part].mean() for part in parts]
+    parts = min(MEANS, len(steps))
+    centres, means = ([part.mean() for part in np.array_split(some, parts)] for some in (steps, values))
     marker = "o" if len(steps) == 1 else ""
     axes.plot(steps, values, color=colour, alpha=0.25, linewidth=0.5)
     axes.plot(centres, means, color=colour, marker=marker, label=f"{label}  {form.format(means[-1])}")
