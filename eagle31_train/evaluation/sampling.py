@@ -148,7 +148,8 @@ def probabilities(logits: Tensor, temperature: float, top_p: float) -> Tensor:
     p = (logits.double() / temperature).softmax(-1)
     if top_p >= 1:
         return p
-    top = p.topk(min(NUCLEUS, p.shape[-1]), -1).values
+    size = min(NUCLEUS, p.shape[-1])
+    top = p.topk(size, -1).values
     if bool((top.sum(-1) < top_p).any()):
         top = p.sort(-1, descending=True).values
     # The nucleus ends with the first token at which the mass reaches top_p.
