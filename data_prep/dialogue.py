@@ -23,10 +23,7 @@ class PromptTurn:
 
 
 def turns_of(messages: list[Message]) -> list[PromptTurn]:
-    """What is asked, answer by answer: each user message, and the results of each answer's tool calls.
-
-    Refused if nothing is asked, a user's turn is blank, or one stands where no answer could follow or precede it.
-    """
+    """What is asked, answer by answer: each user message, and the results of each answer's tool calls; or Refused."""
     turns: list[PromptTurn] = []
     results: list[tuple[str | None, Message]] = []
     rest: list[Message] = []
@@ -67,8 +64,7 @@ def _name(result: Message, calls: list[dict[str, Any]], number: int) -> str | No
 
 
 def following(turn: PromptTurn, answer: Message | None, tools: list[Tool] | None = None) -> list[Message]:
-    """The turn's messages as they follow the target's answer; Refused if it calls other tools than there are results
-    of."""
+    """The turn's messages behind the target's answer; Refused if it calls other tools than there are results of."""
     answer = answer or {"content": ""}
     calls = answer.get("tool_calls") or []
     if tools and not calls and any(sign in answer["content"] for sign in CALLS):

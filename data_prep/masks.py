@@ -395,7 +395,7 @@ def _read_back(message: Message, prompt: str, body: str) -> tuple[str, bool]:
 
 def _body(template: ChatTemplate, history: list[Message], prompt: str, whole: str, tools: Tools) -> str | None:
     """What `whole` has after the generation prompt; None if it does not go on as the prompt does. A last answer may
-    change how turns before it are written (Kimi's and harmony's templates), so its place is found with a plain answer
+    change how earlier turns are written (Kimi's and harmony's templates): its place is found with a plain answer
     there."""
     if whole.startswith(prompt):
         return whole[len(prompt) :]

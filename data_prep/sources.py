@@ -144,9 +144,8 @@ def rank(seed: int, name: str, identity: str) -> bytes:
 
 
 def quotas(weights: Mapping[str, Fraction], have: Mapping[str, int], rows: int | None) -> dict[str, int]:
-    """How many rows of each source: its weight's share, rounded by largest remainder, ties by name; UserError where a
-    source has fewer, or its share is no row. `have`: usable rows. `rows`: of all; None for the most with which each
-    share can be filled."""
+    """How many rows of each source: its weight's share by largest remainder, ties by name; UserError where a source has
+    fewer, or its share is no row. `have`: usable rows. `rows`: of all; None for as many as fill each share."""
     whole = sum(weights.values())
     total = rows if rows is not None else min(have[name] * whole // weight for name, weight in weights.items())
     shares = {name: total * weight / whole for name, weight in weights.items()}

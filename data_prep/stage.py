@@ -40,9 +40,8 @@ COUNTS = {  # of the manifest; the summary has those that are not 0
 
 
 def prepare(config: Config) -> None:
-    """Make `run_dir/data`: the data set, the draft vocabulary and the manifest. UserError: see `Corpus`,
-    `ChatTemplate.load`; also when a source or a split is left without conversations, or `run_dir/data` holds something
-    else."""
+    """Make `run_dir/data`: the data set, the draft vocabulary and the manifest. UserError: see `Corpus` and
+    `ChatTemplate.load`; also where a source or a split is left without conversations, or the folder is not ours."""
     started = time.monotonic()
     data, folder = config.data, Path(os.path.realpath(config.data_folder))
     if ranks() > 1:

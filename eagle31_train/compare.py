@@ -62,8 +62,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def compare(trainings: Named, config: Config) -> None:
-    """Measure the drafters, and write which is better. UserError: one that cannot be read or belongs to another target;
-    missing data; an output that speculation changed; a folder that has another comparison; vLLM that cannot be run."""
+    """Measure the drafters, and write which is better; UserError for all that the user can mend."""
     out = folder_of(trainings, config)
     engine = check_serving(config) if config.evaluate.backend == "vllm" else None
     drafts = {name: exported(some[0]) for name, some in trainings.items()} if engine else {}
@@ -136,8 +135,8 @@ def named(words: Sequence[str]) -> Named:
 
 
 def read(drafter: str, config: Config, data: dict[str, Any]) -> DrafterCheckpoint:
-    """The checkpoint of a run, or of an exported or published draft, its weights read. UserError: it cannot be read,
-    was trained for another target, or may have been trained on held-out prompts."""
+    """The checkpoint of a run, or of an exported or published draft, its weights read. UserError for one of another
+    target, and for one that may have been trained on held-out prompts."""
     checkpoint = DrafterCheckpoint.open(drafter, target_layers=lambda: read_config(config.target).num_hidden_layers)
     checkpoint.tensors  # noqa: B018 (or damaged weights are refused after the target is loaded)
     checkpoint.check_target(config.target)

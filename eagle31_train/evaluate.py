@@ -33,8 +33,7 @@ from eagle31_train.store import read_manifest
 
 
 def evaluate(config: Config) -> None:
-    """Run the stage. UserError: missing or damaged input, output of other inputs, or an output that differs from plain
-    decoding."""
+    """Run the stage; UserError where its input is wrong, or an output differs from plain decoding."""
     began = time.perf_counter()
     if config.evaluate.backend == "vllm":
         serve(config)
@@ -80,8 +79,7 @@ def evaluate(config: Config) -> None:
 
 
 def serve(config: Config) -> None:
-    """Measure the exported checkpoint as vLLM serves it. UserError: what is exported is not whole, or not what was
-    trained, or vLLM cannot be run."""
+    """Measure the exported checkpoint as vLLM serves it; UserError where it is not what was trained."""
     began = time.perf_counter()
     run_dir = Path(config.run_dir)
     exported, checkpoint = read_export(run_dir), DrafterCheckpoint.open(run_dir / "export")

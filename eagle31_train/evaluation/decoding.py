@@ -62,13 +62,8 @@ def decode_plain(
     beyond: int = 0,
     states: bool = False,
 ) -> list[Decoded]:
-    """Decode one token of every prompt (token ids, at least one prompt) per forward pass.
-
-    Args:
-        seeds: of each prompt's draws.
-        beyond: how many tokens past its end each output is followed.
-        states: whether to keep the target's auxiliary states, in its own dtype.
-    """
+    """Decode one token of every prompt (token ids, at least one prompt) per forward pass. seeds: of each prompt's
+    draws. beyond: how many tokens past its end each output is followed. states: keep the target's auxiliary states."""
     began = _now(target)
     target.reset(len(prompts))
     chooser = Chooser(sampling, seeds or [0] * len(prompts))
@@ -112,12 +107,8 @@ def decode_speculative(
     sampling: Sampling = GREEDY,
     seeds: Sequence[int] | None = None,
 ) -> list[Decoded]:
-    """Decode by verifying `draft_tokens` proposals of every prompt per forward pass.
-
-    Args:
-        drafter, target_ids: [Vd] int64, the target's id of each of the drafter's tokens.
-        others: as `decode_plain`'s.
-    """
+    """Decode by verifying `draft_tokens` proposals of every prompt per forward pass. target_ids: [Vd] int64, the
+    target's id of each of the drafter's tokens; others as `decode_plain`'s."""
     capacity = max(len(prompt) for prompt in prompts) + limits.max_new_tokens + draft_tokens
     drafts = DraftDecoder(drafter, target_ids, capacity, len(prompts))
     began = _now(target)

@@ -35,13 +35,12 @@ def evaluate(
     folder: Path,
     verified: Mapping[str, int] | None = None,
 ) -> tuple[dict[str, Any], list[Workload], list[dict[str, list[Measurement]]]]:
-    """Decode all workloads with all drafters. What was loaded for it is free again afterwards. UserError: missing or
-    damaged input, no prompts, or an output that differs from plain decoding.
+    """Decode all workloads with all drafters, of which the others are compared with the first. What was loaded for it
+    is free again afterwards. UserError: input that is wrong, or an output that differs from plain decoding.
 
     Args:
-        checkpoints: of each drafter by name, its trainings; the others are compared with the first.
-        data: stage 1's manifest.
-        folder: keeps the measurements.
+        checkpoints: of each drafter by name, its trainings.
+        data: stage 1's manifest. folder: keeps the measurements.
         verified: of each drafter by name, see `Candidate`.
 
     Returns:
@@ -93,8 +92,7 @@ def decode(
 def load(
     checkpoint: DrafterCheckpoint, name: str, target: CachedTarget, config: Config, verified: int | None = None
 ) -> Candidate:
-    """The drafter as it is served: weights rounded to the target's dtype, and run in evaluate.dtype; UserError for one
-    that is damaged, or was made for another target."""
+    """The drafter as it is served: weights rounded to the target's dtype, and run in evaluate.dtype."""
     drafter = checkpoint.load(target, DTYPES[config.target.dtype], DTYPES[config.evaluate.dtype])
     ids = torch.from_numpy(checkpoint.vocab.target_ids).to(target.embedding.weight.device)
     return Candidate(name, checkpoint.identity, drafter, ids, verified)
@@ -107,12 +105,8 @@ def choose_workloads(
     caveats: Iterable[str] = (),
     drafted: Iterable[int] = (),
 ) -> list[Workload]:
-    """The workloads that the configuration asks for, with prompts that every drafter has positions for and none was
-    measured on.
-
-    Args:
-        caveats: notes for all of them. drafted: numbers of draft tokens that are tried here.
-    """
+    """The workloads that are asked for, of prompts that every drafter has positions for and none was measured on.
+    caveats: notes for all of them. drafted: numbers of draft tokens that are tried here."""
     positions = [stretched(one.shape.max_position_embeddings, one.shape.rope_scaling) for one in checkpoints]
     measured_on = {prompt for one in checkpoints for prompt in one.measured_on}
     chosen = workloads(config, data, longest_prompt(config, positions, drafted), list(caveats), measured_on)
@@ -162,12 +156,9 @@ def _recipe(inputs: Inputs) -> Inputs:
 def measure(
     folder: Path, chosen: Sequence[Workload], measurer: Measurer, candidates: list[Candidate], inputs: Inputs
 ) -> list[dict[str, Measurement]]:
-    """Every workload's measurements by drafter; what `folder` has of them is read. UserError: as `Measurer.measure`; a
-    damaged file; or drafters beside which the target wrote different outputs.
-
-    Args:
-        inputs: what a measurement depends on beside its workload and its drafter (`provenance.of_workload`).
-    """
+    """Every workload's measurements by drafter; what `folder` has of them is read. UserError: as `Measurer.measure`;
+    also where the target wrote different outputs beside different drafters. inputs: what a measurement depends on
+    beside its workload and its drafter (`provenance.of_workload`)."""
     measurements: list[dict[str, Measurement]] = []
     here, warm = measurer.machine, not measurer.options.warmup
     for workload in chosen:

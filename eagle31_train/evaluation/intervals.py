@@ -62,11 +62,7 @@ class Estimate:
 
 
 def ratios(numerators: Any, denominators: Any) -> Estimate:
-    """Ratios of sums over prompts.
-
-    Args:
-        numerators, denominators: [P, M] of each prompt; denominators may be [P], the same for all.
-    """
+    """Ratios of sums over prompts: of [P, M] and [P, M], or [P] where that is the same for all."""
     above = np.asarray(numerators, dtype=np.float64)
     below = np.asarray(denominators, dtype=np.float64)
     below = np.broadcast_to(below if below.ndim == 2 else below[:, None], above.shape)

@@ -52,8 +52,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Measurer:
-    """What all workloads share. model: the target, as `load_model` gives it. seed: of sampling; every prompt
-    draws from one of its own."""
+    """What all workloads share. model: as `load_model` gives it. seed: every prompt draws from one of its own."""
 
     model: Any
     limits: Limits
@@ -70,8 +69,8 @@ class Measurer:
         return workload.temperature == 0 or self.options.draft_sampling == "greedy"
 
     def measure(self, workload: Workload, candidates: list[Candidate]) -> dict[str, Measurement]:
-        """Decode a workload with some drafters, whose names differ: the measurement of each, by name. UserError:
-        speculation changed an output, or the two ways of counting differ."""
+        """Decode a workload with drafters of different names: the measurement of each, by name. UserError: speculation
+        changed an output, or the two ways of counting differ."""
         prompts, options, headline = workload.prompts, self.options, self.options.num_speculative_tokens
         one_output = self.one_output(workload)
         depths = [headline] if one_output else range(1, options.max_speculative_tokens + 1)

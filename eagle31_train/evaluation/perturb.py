@@ -62,8 +62,7 @@ class Perturbation:
 
 
 def find(name: str) -> Perturbation:
-    """The perturbation of a name; context_ and temperature_ take any number, context_N_tokens any whole one. UserError
-    where there is none."""
+    """The perturbation of a name; context_ and temperature_ take other numbers, too."""
     if name in KNOWN:
         return KNOWN[name]
     for form, make in OF_NUMBERS.items():
@@ -98,8 +97,8 @@ def _around(messages: list[Message], prompt: Prompt, context: Context, before: s
 
 
 def _long_context(messages: list[Message], prompt: Prompt, context: Context, length: Callable[[int], int]) -> list[int]:
-    """Texts before the question, cut so that the prompt has length(data.max_length) tokens, or a few more or less
-    where the cut is inside a character of several."""
+    """Texts before the question, so that the prompt has length(data.max_length) tokens, or, at a cut character,
+    nearly."""
     wanted = length(context.max_length)
 
     def built(text: str) -> list[int]:

@@ -83,11 +83,8 @@ def suite_of(name: str, given: Any) -> Suite:
 
 
 def choose(prompts: list[Prompt], count: int, longest: int) -> tuple[list[Prompt], list[str]]:
-    """`count` distinct prompts of at most `longest` tokens, in turns of every source, in its order; also the ids of
-    those passed over as longer. UserError: none is left.
-
-    A source that runs out leaves its turns to the others.
-    """
+    """`count` distinct prompts of at most `longest` tokens, in turns of every source, in its order, as long as it has
+    some; also the ids of those passed over as longer. UserError: none is left."""
     by_source: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         by_source.setdefault(prompt.source, []).append(prompt)
@@ -121,11 +118,8 @@ def prompt_of(row: Mapping[str, Any]) -> Prompt:
 
 
 def from_suite(name: str, suite: Suite, option: str, template: ChatTemplate) -> tuple[list[Prompt], list[str]]:
-    """The prompts of a suite, and notes for readers of their numbers. UserError: it cannot be read, a row lacks its
-    columns, an id stands there twice, or no row is left.
-
-    `name` is the source of those that have none; without one, each file is a source.
-    """
+    """The prompts of a suite, and notes for readers of their numbers; UserError where it cannot be read so. `name` is
+    the source of those that have none; without one, each file is a source."""
     prompts: dict[str, Prompt] = {}
     seen: Counter[str] = Counter()
     named = {key: column for key in ("tools", "id", "source") if (column := getattr(suite, key))}

@@ -45,13 +45,8 @@ Trainings = Sequence[Sequence[Counts]]  # of each, its prompts, which are the sa
 def summarise(
     measured: Sequence[tuple[Workload, Drafters]], depths: Sequence[int], draft_tokens: int
 ) -> dict[str, Any]:
-    """The result of some workloads.
-
-    Args:
-        measured: every workload with the same drafters, each with as many trainings everywhere.
-        depths: numbers of draft tokens, ascending.
-        draft_tokens: that of the headline.
-    """
+    """The result of some workloads, each with the same drafters and trainings. depths: numbers of draft tokens,
+    ascending. draft_tokens: that of the headline."""
     plain = {workload.suite: drafters for workload, drafters in measured if workload.perturbation is None}
     return {
         "draft_tokens": draft_tokens,
@@ -205,12 +200,8 @@ def _by_depth(depths: Sequence[int], values: Sequence[Any]) -> dict[str, Any]:
 
 
 def better(numbers: Mapping[str, Any], names: tuple[str, str], differences: Mapping[str, Any]) -> dict[str, str | None]:
-    """By number of draft tokens, which of two drafters the interval of their difference favours, if each of its
-    trainings is ahead of each of the other's.
-
-    Args:
-        numbers: of the drafters. names: the two. differences: second - first.
-    """
+    """By number of draft tokens, which of two drafters (`names`) the interval of their difference, second - first,
+    favours, if each of its trainings is ahead of each of the other's. numbers: of the drafters."""
     better: dict[str, str | None] = {}
     for depth, each in differences.items():
         _, low, high = each["difference"]

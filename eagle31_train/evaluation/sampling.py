@@ -71,13 +71,9 @@ class Chooser:
         return self._draw(q, DRAFT, step)
 
     def verify(self, logits: Tensor, proposed: Tensor, target_ids: Tensor) -> list[list[int]]:
-        """What each sequence goes on with: the drafts that the target accepts, and a token of its own.
-
-        Args:
-            logits: [B, K+1, V] the target's, before each proposed token and after the last.
-            proposed: [B, K] int64, target ids.
-            target_ids: [Vd] int64, the target's id of each draft token.
-        """
+        """What each sequence goes on with: the drafts that the target accepts, and a token of its own. logits: [B, K+1,
+        V] the target's, before each proposed token and after the last. proposed: [B, K] int64, target ids. target_ids:
+        [Vd] int64."""
         if self.sampling.drawn_drafts:
             tokens = self._reject(logits, proposed, target_ids)
         else:
@@ -117,8 +113,8 @@ class Chooser:
         return tokens
 
     def _draw(self, weights: Tensor, purpose: int, offset: int) -> Tensor:
-        """[B] int64: draws of weights [B, V], which need not sum to one, each for its sequence's token `offset` after
-        the next."""
+        """[B] int64: draws of weights [B, V], which need not sum to one, for each sequence's token `offset` after the
+        next."""
         rows = [each.standard_exponential(weights.shape[1]) for each in self._streams(purpose, offset)]
         return (weights / torch.from_numpy(np.stack(rows)).to(weights.device)).argmax(-1)
 

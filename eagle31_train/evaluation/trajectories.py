@@ -39,8 +39,7 @@ WITHOUT = "extract: no trajectories are stored, so training will not measure acc
 
 
 def record(config: Config, engine: Engine, writer: StoreWriter, splits: DatasetDict) -> None:
-    """Decode `extract.trajectories` held-out prompts greedily and write the trajectories, once; say so where that
-    cannot be."""
+    """Answer `extract.trajectories` held-out prompts greedily and write them, once; say so where that cannot be."""
     if not config.extract.trajectories or not len(splits["heldout"]) or writer.has_trajectories:
         return
     began = time.perf_counter()
@@ -60,8 +59,7 @@ def record(config: Config, engine: Engine, writer: StoreWriter, splits: DatasetD
 
 
 def decode(config: Config, engine: Engine, heldout: Dataset) -> list[Trajectory]:
-    """The target's own answers to held-out prompts, of which a draft can be made. UserError: this engine or target does
-    not decode here, or there is no such answer."""
+    """The target's own answers to held-out prompts, of which a draft can be made; UserError where there are none."""
     if not isinstance(engine, TransformersEngine):
         raise UserError(f"extract.engine={engine.name} does not decode")
     target, options = CachedTarget(engine.target.model, engine.layers), config.evaluate
@@ -89,11 +87,8 @@ def decode(config: Config, engine: Engine, heldout: Dataset) -> list[Trajectory]
 
 
 def choose_prompts(heldout: Sequence[Prompt], count: int, evaluated: int, longest: int) -> list[list[int]]:
-    """At most `count`, from the end of each source, and at most half of its distinct ones: evaluation has the others.
-    UserError: no source has two, or none of these has at most `longest` tokens.
-
-    There are so few that `evaluated` are left for evaluation, or FEWEST where that cannot be.
-    """
+    """At most `count`, from the end of each source, and at most half of its distinct ones: evaluation has the others,
+    of which `evaluated` are left, or FEWEST where that cannot be. UserError: there is none."""
     distinct = {tuple(prompt.ids): prompt for prompt in heldout[::-1]}.values()
     by_source: dict[str, list[Prompt]] = {}
     for prompt in distinct:
@@ -106,8 +101,7 @@ def choose_prompts(heldout: Sequence[Prompt], count: int, evaluated: int, longes
 
 
 def read(store: Store, draft_tokens: int) -> list[Trajectory]:
-    """Those of a store, none where it has none. UserError: they are damaged, or followed too short a way to draft so
-    many tokens at their end."""
+    """Those of a store, if any; UserError where they were followed too short a way to draft so many tokens."""
     tensors, trajectories = store.trajectories, []
     for i in range(len(tensors) // 4):
         prompt, output, beyond = (tensors[f"{i}.{name}"].tolist() for name in IDS)
@@ -127,11 +121,7 @@ def digest(prompt: Sequence[int]) -> str:
 
 def reached(drafter: Drafter, target_ids: Tensor, trajectories: Iterable[Trajectory], draft_tokens: int) -> list[int]:
     """Of the verifications that decoding with the drafter would make: how many there are, and of how many the first 1,
-    2, … drafted tokens are accepted. [draft_tokens + 1].
-
-    Args:
-        drafter, target_ids: as `unroll`'s, on one device.
-    """
+    2, … drafted tokens are accepted, [draft_tokens + 1]. drafter, target_ids: as `unroll`'s."""
     rounds: list[int] = []
     for one in trajectories:
         there = replace(one, aux=one.aux.to(target_ids.device))

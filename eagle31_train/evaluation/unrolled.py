@@ -85,13 +85,11 @@ class Step:
 def unroll(
     drafter: Drafter, target_ids: Tensor, trajectory: Trajectory, depth: int, drift: bool
 ) -> tuple[list[int], Drift | None]:
-    """Draft `depth` tokens greedily at every slot of a trajectory.
+    """Draft `depth` tokens greedily at every slot of a trajectory, in the dtype of the drafter's weights.
 
     Args:
-        drafter: any drafter module; drafts in the dtype of its weights.
         target_ids: [Vd] int64, the target's id of each draft token.
         trajectory: with its states on the drafter's device, and at least depth - 1 tokens beyond.
-        drift: whether to measure what changes from step to step.
 
     Returns:
         For each slot, how many tokens of the draft, from the first on, are what the target wrote there; and the drift
@@ -115,8 +113,7 @@ def unroll(
 
 @torch.no_grad()
 def narrowest(drafter: Drafter, target_ids: Tensor, trajectory: Trajectory, slot: int, depth: int) -> float:
-    """The least gap between the two best scores of any step of the draft at one slot: where it is under 1e-4,
-    rounding in fp32 may choose another draft."""
+    """The least gap between the two best scores of any step of the draft at one slot."""
     gaps = []
     for step in steps(drafter, target_ids, trajectory.at(slot), depth, drift=False):
         best, second = drafter.lm_head(step.written[0]).double().topk(2).values.tolist()
@@ -183,14 +180,8 @@ def steps(drafter: Drafter, target_ids: Tensor, trajectory: Trajectory, depth: i
 
 
 class MarkedLayer(AttendingLayer):
-    """A layer whose values tell of what kind their keys are.
-
-    Args:
-        kind: [N] int64, of every position; None marks nothing.
-
-    Attributes:
-        shares: [S, h, KINDS], what the newest step's attention gave each kind; [S, h, 0] where nothing is marked.
-    """
+    """A layer whose values tell of what kind their keys are. kind: [N] int64, of every position; None marks nothing.
+    shares: [S, h, KINDS], what the newest step's attention gave each kind; [S, h, 0] where nothing is marked."""
 
     def __init__(self, layer: Layer, kind: Tensor | None) -> None:
         super().__init__(layer, call)

@@ -31,8 +31,7 @@ LOOPING = 0.3  # compressed share of a text; of the demo's held-out answers 14 %
 
 @dataclass(frozen=True)
 class Workload:
-    """Prompts that are reported together, and how they are decoded. left_out: ids of prompts that do not belong, and
-    why. notes: what a reader of its numbers should know."""
+    """Prompts that are reported together, and how they are decoded. left_out: by id, why; notes: for readers."""
 
     name: str
     suite: str
@@ -58,16 +57,12 @@ def workloads(
     caveats: Sequence[str] = (),
     measured_on: Collection[str] = (),
 ) -> list[Workload]:
-    """Everything that the configuration wants decoded, the held-out prompts (or evaluate.prompts) first. UserError: an
-    unknown suite, perturbation or id to be left out, an unreadable or empty set, or a workload that nothing fits.
-
-    A suite's prompts are chosen as they are, of those that evaluate.leave_out does not name and no training was
-    measured on; its perturbed forms are of the same prompts, less those that do not fit.
+    """Everything that the configuration wants decoded, the held-out prompts (or evaluate.prompts) first; UserError
+    where that cannot be had. A suite's prompts are chosen as they are, of those that evaluate.leave_out does not name
+    and no training was measured on; its perturbed forms are of the same prompts, less those that do not fit.
 
     Args:
-        data: stage 1's manifest.
-        longest: tokens that a prompt may have.
-        caveats: notes for all of them.
+        data: stage 1's manifest. longest: tokens that a prompt may have. caveats: notes for all of them.
         measured_on: prompts, as `trajectories.digest` knows them.
     """
     options, perturbations, template = config.evaluate, _perturbations(config), ChatTemplate.load(config.target)

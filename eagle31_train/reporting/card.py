@@ -35,8 +35,7 @@ CardPicture = tuple[Picture, Path, str]  # where it lies, and where the card has
 
 @dataclass(frozen=True)
 class CardResult:
-    """One result: the stage's manifest, or result.json of a comparison; the pictures of it that the card shows; and
-    what a comparison calls this checkpoint."""
+    """One result: a manifest or result.json, the pictures of it, and what a comparison calls this checkpoint."""
 
     content: dict[str, Any]
     pictures: list[CardPicture] = field(default_factory=list)
@@ -154,8 +153,7 @@ def render(
 
 
 def caveats_of(shape: DrafterShape, data: Mapping[str, Any] | None, weights: str = "target") -> list[str]:
-    """What the drafter does not do everywhere, beside its target as stage 1's manifest describes it, if it does.
-    `weights`: export_weights."""
+    """What the drafter does not do everywhere, by stage 1's manifest, if it is there. `weights`: export_weights."""
     target = (data or {}).get("target", {})
     scaling = target.get("rope_scaling") or {}
     positions = target_positions(target.get("max_position_embeddings"), target.get("model_type", ""), [scaling])

@@ -156,9 +156,8 @@ PLOTS = [
 
 
 def write(run: Path, out: Path | None = None) -> tuple[Path, list[str]]:
-    """Draw a run, or the run of a folder train/, whether it has ended or not, into `out`, or else the run's report/:
-    the page, and what its reader should know of the files that it was made from, a line each. UserError: there is no
-    run, or one of its files is damaged."""
+    """Draw a run, whether it has ended or not, into `out`, or else the run's report/: the page, and what its reader
+    should know of the files that it was made from. UserError: there is no run, or one of its files is damaged."""
     history = read(run)
     out = out or history.folder.parent / "report"
     if out.exists() and not out.is_dir():
@@ -233,8 +232,7 @@ def render(history: History, images: html.Images) -> str:
 
 
 def _numbers(history: History) -> Table:
-    """Where the curves ended: training over its last steps, held-out at its last and its best evaluation. The pictures
-    have the numbers of each depth."""
+    """Where the curves ended: training over its last steps, held-out at its last and its best evaluation."""
     table, rows = history.metrics, []
     for name in NUMBERS:
         heldout, best = table[HELDOUT + name], ""

@@ -48,16 +48,15 @@ def measure_serving(
 ) -> dict[str, Any]:
     """Serve the target alone, then every draft with each of evaluate.serve_speculative_tokens, then by the schedule
     that these give, if it is not one of them; `report.py` has the form. UserError: a server that does not start or
-    breaks off, a damaged record.
+    breaks off.
 
     Every server is started once. What it did is recorded in `folder`, and none is started again whose record is there:
     a very large target takes an hour to start.
 
     Args:
         drafts: exported checkpoints by the names under which they are reported.
-        prompts: as token ids; they are sent several times over where they are too few to keep all users busy.
-        end_ids: tokens that end an answer.
-        engine: as `check` gives it.
+        prompts: sent several times over where they are too few to keep all users busy.
+        end_ids: tokens that end an answer. engine: as `check` gives it.
         folder: of the records and of each server's log; default: run_dir/servers.
     """
     options = config.evaluate

@@ -35,8 +35,7 @@ print(json.dumps([__version__, torch.cuda.get_device_name() if torch.cuda.is_ava
 
 
 def target_arguments(config: Config) -> dict[str, Any]:
-    """What the target needs of vLLM wherever it is served: what it needed before, its own code, several devices, or a
-    class that takes drafts."""
+    """What the target needs of vLLM: what it needed before, its own code, devices, or a class that takes drafts."""
     target, engine = config.target, config.extract.engine_args if config.extract.engine == "vllm" else {}
     wanted: dict[str, Any] = {"revision": target.revision, "trust_remote_code": target.trust_remote_code or None}
     if class_without_eagle3(target):
@@ -45,12 +44,8 @@ def target_arguments(config: Config) -> dict[str, Any]:
 
 
 def speculation(config: Config, drafter: str, length: Mapping[str, Any], parallel: bool) -> dict[str, Any]:
-    """vLLM's --speculative-config.
-
-    Args:
-        length: how many tokens to draft, as vLLM takes it: `fixed`, or a schedule by load.
-        parallel: the drafter is one; vLLM would draft with it as with a chain's, and say nothing.
-    """
+    """vLLM's --speculative-config. length: how many tokens to draft, as vLLM takes it: `fixed`, or a schedule by load.
+    parallel: the drafter is one; vLLM would draft with it as with a chain's, and say nothing."""
     options = {"method": "eagle3", "model": drafter, **length}
     if parallel:
         options["parallel_drafting"] = True
@@ -70,12 +65,8 @@ def idle(draft_tokens: int, users: int) -> dict[str, Any]:
 
 
 def server_arguments(config: Config, drafter: Path | None, length: Mapping[str, Any], port: int) -> dict[str, Any]:
-    """All arguments of one server, by name; UserError where evaluate.vllm_args has one that is ours to set.
-
-    Args:
-        drafter: its checkpoint; None serves the target alone.
-        length: see `speculation`.
-    """
+    """All arguments of one server, by name; UserError where evaluate.vllm_args has one that is ours to set. drafter:
+    its checkpoint; None serves the target alone. length: see `speculation`."""
     given = {name.replace("-", "_"): value for name, value in config.evaluate.vllm_args.items()}
     for name in OURS & given.keys():
         raise UserError(f"evaluate.vllm_args.{name} cannot be set: it is the measurement's own, or target.*'s")
@@ -96,8 +87,7 @@ def server_arguments(config: Config, drafter: Path | None, length: Mapping[str, 
 
 
 def max_model_len(config: Config) -> int | None:
-    """The longest sequence that vLLM is told to take, by which prompts are chosen; None where it is not told. UserError
-    where it is told by words that only vLLM knows, as 32k or auto."""
+    """The longest sequence that vLLM is told to take; UserError where it is told by words that only vLLM knows."""
     limit = server_arguments(config, None, {}, 0).get("max_model_len")
     if limit is not None and (type(limit) is not int or limit < 1):
         raise UserError(f"evaluate.vllm_args.max_model_len={limit} is no number from 1 on, as 32768: give one, or none")
@@ -127,8 +117,7 @@ class Installation:
 
 
 def check(config: Config) -> Installation:
-    """Ask vLLM's python what it is, before anything is measured; UserError where it, or an option of serving, will not
-    do."""
+    """Ask vLLM's python what it is; UserError where it, or an option of serving, will not do."""
     options = config.evaluate
     for name in ("serve_speculative_tokens", "concurrency"):
         values: list[int] = getattr(options, name)

@@ -66,13 +66,8 @@ def row(
     plain: Sequence[Answer] | None,
     reference: Sequence[Answer] | None,
 ) -> Row:
-    """One line of the report.
-
-    Args:
-        counted: what vLLM counted meanwhile.
-        plain: the same questions without a drafter at this concurrency; None for that itself.
-        reference: the answers that these are compared with, by prompt; None where they need not be equal.
-    """
+    """One line of the report. counted: what vLLM counted meanwhile. plain: the same questions without a drafter; None
+    for that itself. reference: the answers that these are compared with; None where they need not be equal."""
     tokens = sum(len(answer.tokens) for answer in answers)
     seconds = max(answer.last for answer in answers) - min(answer.sent for answer in answers)
     expected = {answer.prompt: answer.tokens for answer in reference or ()}

@@ -152,7 +152,7 @@ def run_load(
     concurrency: int,
     finished: Callable[[], Any] = lambda: None,
 ) -> list[Answer]:
-    """Have all questions answered, `concurrency` under way at a time; the answers in the questions' order. UserError
+    """Have all questions answered, `concurrency` under way at a time: the answers in the questions' order. UserError
     where the server ended, refused, broke off or fell silent."""
     pool = ThreadPoolExecutor(concurrency)
     try:
