@@ -69,7 +69,6 @@ def measure(store: OpenStore, split: str, conversations: int) -> list[Row]:
 
 
 def main() -> None:
-    """Measure, and print a line for each codec."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("store", type=Path)
     parser.add_argument("--split", default="heldout", choices=("heldout", "train"))

@@ -91,7 +91,6 @@ def clocked(**functions: tuple[Any, str]) -> Iterator[dict[str, float]]:
 
 
 def seconds_of(call: Callable[[], object]) -> float:
-    """How long a call takes."""
     began = time.perf_counter()
     call()
     return time.perf_counter() - began
@@ -208,7 +207,6 @@ def numbers(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """In markdown."""
     parts = [*PARTS, "rest"]
     rows = [
         [
@@ -246,7 +244,6 @@ def picture(result: dict[str, Any], info: dict[str, Any], path: Path) -> None:
 
 
 def options() -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--experiment", default="smollm2", help="whose data and target; its data stage must be done")
     parser.add_argument("--options", nargs="*", default=[], metavar="KEY=VALUE", help="further options of the stages")
@@ -262,7 +259,6 @@ def options() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measure; the table and files in the end."""
     chosen = options()
     keep_freed_memory()  # as every stage does
     config = cli.load_config([f"+experiment={chosen.experiment}", *chosen.options])

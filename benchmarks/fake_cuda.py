@@ -130,7 +130,6 @@ class Sums:
     flops: float = 0.0
 
     def add(self, other: "Sums") -> None:
-        """Take in another."""
         self.operations += other.operations
         self.bytes += other.bytes
         self.flops += other.flops
@@ -165,7 +164,6 @@ class Count(TorchDispatchMode):
         super().__init__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operator and count it."""
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         inputs, outputs = _tensors((args, kwargs)), _tensors(out)
@@ -258,7 +256,6 @@ def _traffic(
 
 
 def _flops(name: str, inputs: list[Tensor]) -> float:
-    """FLOPs of a matrix product."""
     if name not in PRODUCTS:
         return 0.0
     left, right = [x for x in inputs if x.dim() >= 2][-2:]

@@ -134,7 +134,6 @@ def table(results: dict[str, Any]) -> str:
 
 
 def _numbers(step: dict[str, Any]) -> list[str]:
-    """Time, throughput, utilisation and memory."""
     memory = [f"{step['memory'][key] / GIB:.1f}" if step["memory"] else "-" for key in ("allocated", "reserved")]
     rates = [step["tokens_per_second"], step["assistant_tokens_per_second"]]
     used = ["-" if step[key] is None else f"{step[key]:.1%}" for key in ("mfu", "of_measured")]
@@ -162,7 +161,6 @@ def _top(steps: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def _length(found: dict[str, Any]) -> str:
-    """How the search for the longest document ended."""
     if "error" in found:
         return str(found["error"])
     best = next((t for t in reversed(found["tries"]) if t["fits"] and t["tokens"] == found["tokens"]), None)
@@ -198,7 +196,6 @@ def options(words: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measure, print the tables, write the file."""
     chosen = options()
     results = run(chosen)
     print(results["device"]["summary"])

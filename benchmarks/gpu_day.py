@@ -70,7 +70,6 @@ def compared(step: dict[str, Any], model: dict[str, Any] | None) -> dict[str, An
 
 
 def table(results: dict[str, Any]) -> str:
-    """The summary as plain text."""
     lines = []
     for one in results["stages"]:
         end = "out of time" if one["timed_out"] else "failed" if one["status"] else "done"

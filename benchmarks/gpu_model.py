@@ -66,7 +66,6 @@ def attention_pairs(layout: Layout) -> int:
 
 
 def estimate(shape: DrafterShape, masks: list[torch.Tensor], options: Options, rates: Rates) -> dict[str, Any]:
-    """Counts and estimates of one step."""
     step = FakeStep(shape, masks, options)
     count = step.run()
     products = count.total(lambda *key: key[2] in PRODUCTS)
@@ -138,7 +137,6 @@ def table(results: dict[str, Any], top: int) -> str:
 
 
 def run(chosen: argparse.Namespace) -> dict[str, Any]:
-    """All cases."""
     rates = Rates(*(getattr(chosen, name) * 1e12 for name in Rates.__dataclass_fields__))
     results: dict[str, Any] = {"rates": asdict(rates), "torch": torch.__version__, "cases": {}}
     every = [
@@ -153,7 +151,6 @@ def run(chosen: argparse.Namespace) -> dict[str, Any]:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--cases", nargs="+", default=list(CASES), metavar="SHAPE:DOCUMENTSxLENGTH:SHARE")
     for name, rate in asdict(Rates()).items():
@@ -167,7 +164,6 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Count, print the table, write the file."""
     chosen = arguments()
     try:
         fake_cuda.enter()

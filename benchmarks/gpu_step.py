@@ -58,8 +58,6 @@ def drafter_of(case: Case) -> DrafterShape:
 
 @dataclass(frozen=True)
 class Variant:
-    """What of train's options is on."""
-
     recompute: bool
     kernels: str  # fused or plain
 
@@ -126,7 +124,6 @@ class Trainer:
 
 
 def free() -> None:
-    """Give unused device memory back."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -228,7 +225,6 @@ def kernels(step: Callable[[], Any], device: str) -> dict[str, Any]:
 
 
 def group(kernel: str) -> str:
-    """Which of GROUPS a kernel belongs to."""
     return next((name for name, pattern in PATTERNS if re.search(pattern, kernel, re.IGNORECASE)), "other")
 
 

@@ -114,7 +114,6 @@ def measure(case: Case, precision: str, repeats: int) -> dict[str, Any]:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """The results as plain text."""
     rows = []
     for r in results:
         flops = sum(r["flops"].values())
@@ -125,7 +124,6 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def options() -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--base", default="mid:1024:1", metavar="SHAPE:LENGTH:SHARE")
     parser.add_argument("--repeats", type=int, default=3, help="timed steps of each, after one that warms up")
@@ -140,7 +138,6 @@ def options() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Every point in every precision; the table and files in the end."""
     chosen = options()
     base = Case.parse(chosen.base)
     base = replace(base, vocab=base.drafter().draft_vocab_size)

@@ -95,7 +95,6 @@ def _usage(cubin: bytes) -> tuple[int, int]:
 
 
 def measure(architectures: Sequence[int]) -> dict[str, Any]:
-    """Every variant on every architecture."""
     kernels = {}
     for name, kernel, constants, warps in variants():
         one = {str(sm): asdict(compiled(kernel, constants, warps, sm)) for sm in architectures}
@@ -104,7 +103,6 @@ def measure(architectures: Sequence[int]) -> dict[str, Any]:
 
 
 def table(results: dict[str, Any], architectures: Sequence[int]) -> str:
-    """The same as Markdown."""
     heads = " | ".join(f"sm_{sm}" for sm in architectures)
     lines = [f"| kernel | warps | {heads} |", "| --- | --- |" + " --- |" * len(architectures)]
     for name, found in results["kernels"].items():
@@ -114,7 +112,6 @@ def table(results: dict[str, Any], architectures: Sequence[int]) -> str:
 
 
 def main() -> None:
-    """Compile, print the table, write the file."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--architectures", nargs="+", type=int, default=ARCHITECTURES, help="default: %(default)s")
     parser.add_argument("--out", type=Path, default=Path("runs/bench/kernels"), help="without .json")

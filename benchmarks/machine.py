@@ -34,7 +34,6 @@ def describe() -> dict[str, Any]:
 
 
 def summary(described: dict[str, Any]) -> str:
-    """One line for tables and plots."""
     return (
         f"{described['cpu']} ({described['capability']}), {described['threads']} of {described['cores']} threads, "
         f"{described['memory_gib']:.0f} GiB, torch {described['versions']['torch']}, commit {described['commit']}"

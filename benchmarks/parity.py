@@ -49,7 +49,6 @@ RULES = {
 
 
 def make_tiny(rules: Rules) -> Material:
-    """A document in turns, and a pruned vocabulary."""
     shape = replace(
         Case("tiny", TOKENS, 0.5).drafter(), vocab_size=300, draft_vocab_size=200, norm_output=rules.norm_output
     )
@@ -73,7 +72,6 @@ def longer(material: Material, extra: int, mask: Tensor) -> Material:
 
 
 def compare(name: str) -> dict[str, Any]:
-    """Everything about one peer, as plain numbers."""
     rules = RULES[name]
     material = make_tiny(rules)
     T, K = len(material.document), UNROLL

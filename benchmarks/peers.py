@@ -57,7 +57,6 @@ def rows(results: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """The results as plain text."""
     lines = []
     for result in results:
         for row in numbers(result):
@@ -72,7 +71,6 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def options() -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--cases", nargs="+", default=CASES, metavar="SHAPE:LENGTH:SHARE", help="default: all of them")
     parser.add_argument("--contenders", nargs="+", default=DEFAULT, choices=contenders.NAMES, metavar="NAME")
@@ -90,7 +88,6 @@ def options() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Parity, then every case; the table and files in the end."""
     chosen = options()
     cases = [Case.parse(text) for text in chosen.cases]
     here, file = machine.describe(), chosen.out.with_suffix(".json")

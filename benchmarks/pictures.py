@@ -49,14 +49,12 @@ def read(name: str) -> dict[str, Any]:
 
 
 def draw(name: str) -> None:
-    """Draw one picture; UserError for a name that is none."""
     if name not in DRAWN:
         raise UserError(f"there is no picture {name}: there are {', '.join(DRAWN)}")
     DRAWN[name](RESULTS / f"{name}.png")
 
 
 def study(source: str, which: str, path: Path) -> None:
-    """A picture of an evaluation, as its page has it."""
     result = renamed(read(source))
     result = {"serving": result} if "rows" in result else result
     (chosen,) = [picture for picture in pictures(result) if picture.name == which]
@@ -208,7 +206,6 @@ DRAWN: dict[str, Callable[[Path], None]] = {
 
 
 def main() -> None:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     kept = [name for name in DRAWN if name != "speedrun" or (RESULTS / "speedrun.json").is_file()]
     parser.add_argument("names", nargs="*", default=kept, metavar="NAME", help=f"{', '.join(DRAWN)} [all]")

@@ -19,7 +19,6 @@ RESERVE = 0.9  # share of the available memory that workers may use
 
 
 def available() -> int:
-    """Bytes of memory that could be had now."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024

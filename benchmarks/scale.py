@@ -46,7 +46,6 @@ def memory_mib(field: str = "VmRSS") -> float:
 
 
 def draw_lengths(samples: int, seed: int = 0) -> list[int]:
-    """Tokens of each sample: log-normal, 500 in the median."""
     drawn = np.random.default_rng(seed).lognormal(np.log(500), 0.7, samples)
     return np.clip(drawn, 16, LONGEST).astype(int).tolist()
 
@@ -133,7 +132,6 @@ def start_training(watch: Stopwatch, folder: Path) -> tuple[StoreSplit, list[lis
 
 
 def main() -> None:
-    """Measure, and print a line for each piece of work."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--samples", type=float, default=1e7)
     parser.add_argument("--shards", type=float, default=1e5)

@@ -79,7 +79,6 @@ class Case:
         return [turns(self.length, self.share)] * (self.documents or 1)
 
     def drafter(self) -> DrafterShape:
-        """The drafter of this case, EAGLE 3.1."""
         D, inner, heads, groups, width, own_vocab = _SHAPES[self.shape]
         vocab, latent = self.vocab or own_vocab, self.shape in _LATENT
         widths = dict(zip(_LATENT_NAMES, _LATENT.get(self.shape, ()), strict=False))

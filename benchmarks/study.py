@@ -39,8 +39,6 @@ LAUNCH = ["-m", "accelerate.commands.launch", "--quiet", "--config_file", str(RO
 
 @dataclass(frozen=True)
 class Training:
-    """One drafter of the study."""
-
     switches: str
     unroll: int
     seed: int
@@ -54,13 +52,11 @@ class Training:
 
     @property
     def name(self) -> str:
-        """Of its run."""
         passes = f"-p{self.passes}" if self.passes > 1 else ""
         return f"{FIRST}-{self.switches}-u{self.unroll}{passes}-s{self.seed}"
 
     @property
     def options(self) -> list[str]:
-        """What it has of its own."""
         own = [
             f"name={self.name}",
             f"seed={self.seed}",
@@ -98,7 +94,6 @@ def groups(done: list[Training]) -> list[str]:
 
 
 def main() -> None:
-    """Make what is not there yet."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("options", nargs="+", metavar="key=value", help="for every stage: data.conversations=FILE, …")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])

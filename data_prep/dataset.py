@@ -155,6 +155,5 @@ def refusal(row: Row, reason: str, suffix: str = "") -> dict[str, str]:
 
 
 def most_common(refused: list[dict[str, Any]]) -> str:
-    """The three most common reasons, each with how often it occurs."""
     reasons = Counter(entry["reason"] for entry in refused)
     return "; ".join(f"{count} × {reason}" for reason, count in reasons.most_common(3)) or "no rows"

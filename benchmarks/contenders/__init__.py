@@ -15,13 +15,9 @@ from benchmarks.shapes import Material
 class Contender(Protocol):
     """One trainer with its model and data built, ready to step."""
 
-    def loss(self) -> Tensor:
-        """The loss of one forward pass, with its graph."""
-        ...
+    def loss(self) -> Tensor: ...
 
-    def parameters(self) -> dict[str, Tensor]:
-        """What is trained, by the checkpoint's names."""
-        ...
+    def parameters(self) -> dict[str, Tensor]: ...
 
     def logits(self) -> Tensor:
         """[K, T, Vd]: logits of slot t at step k. NaN where this trainer computes none or reads a made-up token."""
@@ -42,7 +38,6 @@ NAMES = list(_CONTENDERS)
 
 
 def build(name: str, material: Material, unroll: int) -> Contender:
-    """Import a trainer and build its model and data."""
     module, kind, options = _CONTENDERS[name]
     maker: Callable[..., Contender] = getattr(import_module(f"benchmarks.contenders.{module}"), kind)
     return maker(material, unroll, **options)

@@ -74,7 +74,6 @@ class SpecForge:
         }
 
     def loss(self) -> Tensor:
-        """The loss that its strategy returns."""
         losses, *_ = self.model(**self.batch)
         return torch.stack([GAMMA**k * loss for k, loss in enumerate(losses)]).sum()
 

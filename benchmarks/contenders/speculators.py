@@ -69,7 +69,6 @@ class Speculators:
         self.unroll = unroll
 
     def loss(self) -> Tensor:
-        """The loss that its trainer calls backward on."""
         _, loss, _ = self.model(
             **self.batch, ttt_steps=self.unroll, ttt_step_loss_decay=GAMMA, loss_config=self.loss_config
         )

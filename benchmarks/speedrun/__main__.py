@@ -61,7 +61,6 @@ def stages(chosen: argparse.Namespace) -> None:
 
 
 def recipe(chosen: argparse.Namespace) -> list[str]:
-    """Our configuration, as overrides."""
     data, store = ((getattr(chosen, name) or chosen.out / name).absolute() for name in ("data", "store"))
     return [
         f"+experiment={chosen.experiment}",
@@ -153,13 +152,11 @@ def worker(python: str, job: Job, more: dict[str, str] | None = None) -> dict[st
 
 
 def run(command: list[str]) -> None:
-    """One of our stages; ends with its status if it fails."""
     if status := subprocess.run(command, cwd=ROOT, check=False).returncode:
         raise SystemExit(status)
 
 
 def tell(chosen: argparse.Namespace) -> None:
-    """Decode, and write what was reached when."""
     done = measure.read(chosen.out)
     suites = [
         f"evaluate.suites.{name}.path={path}" for name, _, path in (word.partition("=") for word in chosen.prompts)
@@ -176,7 +173,6 @@ def tell(chosen: argparse.Namespace) -> None:
 
 
 def options(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("all", "data", "train", "measure"))
     parser.add_argument("words", nargs="*", metavar="NAME | key=value", help="trainings; options of our configuration")
@@ -202,7 +198,6 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Do what is asked for."""
     chosen = options(argv)
     if chosen.what in ("all", "data"):
         stages(chosen)

@@ -50,28 +50,23 @@ class Job:
 
     @property
     def folder(self) -> Path:
-        """Where it writes."""
         return Path(self.out)
 
     @property
     def drafter_shape(self) -> DrafterShape:
-        """The drafter of our recipe."""
         return DrafterShape(**self.shape)
 
     @property
     def given(self) -> dict[str, str]:
-        """The options by name."""
         return dict(option.partition("=")[::2] for option in self.options)
 
     def write(self) -> Path:
-        """Into a file of its folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
         artifacts.write_json(self.folder / JOB, asdict(self))
         return self.folder / JOB
 
     @classmethod
     def read(cls, file: Path) -> "Job":
-        """What `write` wrote."""
         return cls(**artifacts.read_json(file, MADE_BY))
 
     def probe(self, name: str, **changes: Any) -> "Job":
@@ -103,7 +98,6 @@ class Clock:
             self._leave(0, 0, save)
 
     def run(self) -> None:
-        """Go on."""
         self._since = time.perf_counter(), time.process_time()
 
     def pause(self) -> None:
@@ -141,7 +135,6 @@ class Clock:
         self.points.append(row)
 
     def result(self) -> dict[str, Any]:
-        """What the training took: for training.json."""
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return {
             "steps": len(self.seconds) - 1,

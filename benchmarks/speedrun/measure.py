@@ -38,7 +38,6 @@ class Training:
 
     @property
     def name(self) -> str:
-        """Of its folder."""
         return self.job.folder.name
 
     @property
@@ -57,7 +56,6 @@ class Training:
 
     @property
     def drafts(self) -> list[Path]:
-        """The checkpoints, in the same order."""
         return [self.job.folder / DRAFTS / point["draft"] for point in self.result["points"]]
 
 
@@ -146,7 +144,6 @@ def crossings(costs: Sequence[float], estimate: Estimate, columns: slice, level:
 def summarise(
     trainings: Sequence[Training], found: dict[str, Estimate], levels: Sequence[float], draft_tokens: int
 ) -> dict[str, Any]:
-    """The result: see docs/speedrun.md."""
     ends = np.cumsum([len(one.points) for one in trainings]).tolist()
     columns = [slice(end - len(one.points), end) for one, end in zip(trainings, ends, strict=True)]
     rows = []
@@ -246,7 +243,6 @@ def tables(result: dict[str, Any]) -> str:
 
 
 def _shown(costs: dict[str, Interval]) -> str:
-    """Of one level."""
     if costs["minutes"][0] is None:
         return "not reached"
     return f"{_ends(costs['minutes'])}, {_amounts(costs['tokens'][0], costs['flops'][0])}"

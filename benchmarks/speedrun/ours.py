@@ -10,7 +10,6 @@ from train.prepare import prepare
 
 
 def train(job: Job, clock: Clock) -> None:
-    """Train on the job's steps, or until the clock ends it."""
     never = 1_000_000_000
     config = cli.load_config(
         [

@@ -76,7 +76,6 @@ class Samples:
         """Nothing is left to do."""
 
     def get_cached(self, file_idx: int) -> dict[str, Tensor]:
-        """One sample; see `sample`."""
         split, index = self.where[file_idx]
         return sample(split.read(index))
 

@@ -55,7 +55,6 @@ class Samples:
         self.epoch = self.tokens = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Which order comes next."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[TrainBatch]:
@@ -98,7 +97,6 @@ def build(job: Job, store: Store, training: TrainingConfig) -> tuple[eagle3.Onli
 
 
 def train(job: Job, clock: Clock) -> None:
-    """Train on the job's steps, or until the clock ends it."""
     training = TrainingConfig(**job.given)
     store, shape = Store(Path(job.store)), job.drafter_shape
     model, head = build(job, store, training)

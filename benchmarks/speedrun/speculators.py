@@ -123,7 +123,6 @@ def timed(clock: Clock, tokens: list[int]) -> type[Trainer]:
 
 
 def train(job: Job, clock: Clock) -> None:
-    """Train on the job's steps, or until the clock ends it."""
     register()
     store, kept = Store(Path(job.store)), vocab.read(Path(job.data) / "vocab.safetensors")
     samples = peer_store.write(store, kept, job.folder / "data", validate=1)

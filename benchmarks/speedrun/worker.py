@@ -12,7 +12,6 @@ from eagle31_train import artifacts
 
 
 def run(job: Job) -> None:
-    """Train, and write what it took."""
     clock = Clock(job)
     trainer = importlib.import_module(f"benchmarks.speedrun.{job.contender}")
     counter = flop_counter() if job.count else None

@@ -163,7 +163,6 @@ def _shares(estimate: Estimate) -> list[Interval]:
 
 
 def acceptance_lengths(trainings: Trainings, depths: Sequence[int]) -> Estimate:
-    """Acceptance length at each depth."""
     reached = [_reached(trainings, depth) for depth in depths]
     return ratios(np.stack([r.sum(1) for r in reached], 1), np.stack([r[:, 0] for r in reached], 1))
 

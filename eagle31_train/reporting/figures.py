@@ -100,7 +100,6 @@ def columns(intervals: Iterable["Interval"]) -> tuple[Floats, Floats, Floats]:
 
 
 def within(axes: "Axes", low: float, high: float = np.inf, which: str = "y") -> None:
-    """Cut an axis to the values that there can be."""
     bottom, top = getattr(axes, f"get_{which}lim")()
     getattr(axes, f"set_{which}lim")(max(bottom, low), min(top, high))
 
@@ -116,7 +115,6 @@ def logarithmic(axes: "Axes") -> None:
 
 
 def shares(axes: "Axes", which: str = "y") -> None:
-    """An axis of shares of one, as percentages."""
     from matplotlib.ticker import PercentFormatter
 
     (axes.xaxis if which == "x" else axes.yaxis).set_major_formatter(PercentFormatter(1))

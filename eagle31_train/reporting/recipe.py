@@ -54,7 +54,6 @@ def command(program: str, config: Config) -> str:
 
 
 def commands(config: Config) -> list[str]:
-    """The command of every stage."""
     options = shlex.join(overrides(config))
     return [f"{program} {options}" for program in PROGRAMS]
 
@@ -106,7 +105,6 @@ def _base(recipe: str) -> dict[str, Any]:
 
 
 def _values(config: Config) -> dict[str, Any]:
-    """Every option's, by its name."""
     return {name: attrgetter(name)(config) for name in cli.option_names()}
 
 

@@ -170,7 +170,6 @@ def write(run: Path, out: Path | None = None) -> tuple[Path, list[str]]:
 
 
 def pictures(history: History) -> Iterator[Picture]:
-    """The pictures that there are numbers for, in the order of the page."""
     remark = f"strokes above: {len(history.restarts):,} restarts" if history.restarts else ""
     for plot in PLOTS:
         table = history.timings if plot.section == MACHINE else history.metrics
@@ -179,7 +178,6 @@ def pictures(history: History) -> Iterator[Picture]:
 
 
 def _draw(plot: Plot, history: History, axes: "Axes") -> None:
-    """The curves, and marks for restarts and steps that were left out."""
     from matplotlib import colormaps
 
     table = history.metrics
@@ -212,7 +210,6 @@ def _draw(plot: Plot, history: History, axes: "Axes") -> None:
 
 
 def render(history: History, images: html.Images) -> str:
-    """The page as text."""
     manifest = {name: value for name, value in (history.manifest or {}).items() if name != "files"}
     state = "Training ended" if history.manifest is not None else "Training had not ended when this page was made"
     kept = f", and step {manifest['kept']['step']:,} is kept" if "kept" in manifest else ""

@@ -55,7 +55,6 @@ def speculation(config: Config, drafter: str, length: Mapping[str, Any], paralle
 
 
 def fixed(draft_tokens: int) -> dict[str, Any]:
-    """As many tokens in every draft."""
     return {DRAFTED: draft_tokens}
 
 

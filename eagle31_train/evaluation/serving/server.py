@@ -97,7 +97,6 @@ class Server:
             raise UserError(f"vLLM's server ended with exit status {status} ({self.last_words()}): see {self.log}")
 
     def get(self, path: str) -> tuple[int, str]:
-        """Status and text of a page."""
         with closing(self.connect(60.0)) as connection:
             connection.request("GET", path)
             response = connection.getresponse()
@@ -137,7 +136,6 @@ class Answer:
 
     @property
     def ttft(self) -> float:
-        """Time to the first token."""
         return self.first - self.sent
 
     @property
