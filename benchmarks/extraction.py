@@ -62,10 +62,8 @@ PARTS = {  # each with where the stage calls it
 
 @contextmanager
 def clocked(**functions: tuple[Any, str]) -> Iterator[dict[str, float]]:
-    """While it lasts, the seconds spent in functions: clocked(encode=(extract, "encode")) clocks `extract.encode`.
-
-    A function is looked up where it is called from, so that what is timed is the stage's own code, unchanged.
-    """
+    """While it lasts, the seconds spent in functions, each (owner, name) as it is looked up where the stage calls it:
+    what is timed is the stage's own code, unchanged."""
     seconds: dict[str, float] = defaultdict(float)
 
     def timed(part: str, inner: Callable) -> Callable:

@@ -56,11 +56,8 @@ class UnavailableError(Exception):
 
 
 def build(folder: Path) -> Path:
-    """The library, compiled for this torch into `folder` if it is not there yet.
-
-    Raises:
-        UnavailableError: this torch has CUDA's devices already; no compiler, or it does not manage.
-    """
+    """The library, compiled for this torch into `folder` if it is not there yet; UnavailableError where it cannot
+    be."""
     if torch.version.cuda is not None:
         raise UnavailableError("this torch is built for CUDA, whose devices are real")
     name = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
@@ -91,11 +88,7 @@ def build(folder: Path) -> Path:
 
 
 def enter(folder: Path = ROOT / "build") -> None:
-    """Give this process a fake CUDA device: at the first call it starts again from its first line, with the library.
-
-    Raises:
-        UnavailableError: see `build`.
-    """
+    """Give this process a fake CUDA device: at the first call it starts again from its first line, with the library."""
     library = str(build(folder))
     if os.environ.get("LD_PRELOAD") != library:  # torch asks for devices while it is imported, and never again
         os.execve(sys.executable, sys.orig_argv, {**os.environ, "LD_PRELOAD": library})
@@ -293,12 +286,8 @@ class Options:
 
 
 class FakeStep:
-    """A drafter, a teacher, an optimizer after its first step, and a batch of documents, all without memory.
-
-    Args:
-        shape: the drafter's, of any size; target and draft vocabulary may be unlike.
-        masks: loss mask [T] bool of each document.
-    """
+    """A drafter of any size, a teacher, an optimizer after its first step, and a batch of documents with these loss
+    masks, [T] bool each, all without memory."""
 
     def __init__(self, shape: DrafterShape, masks: Sequence[Tensor], options: Options) -> None:
         self.shape, self.options = shape, options
@@ -332,11 +321,8 @@ class FakeStep:
             self.optimizer.zero_grad(set_to_none=True)
 
     def run(self) -> Count:
-        """One whole step, the batch's way to the device included; again counts the same.
-
-        Raises:
-            Exception: of torch, where a real step would fail on the device or wait for it.
-        """
+        """One whole step, the batch's way to the device included; raises as torch would on the device, or where it
+        would wait."""
         accelerator = SimpleNamespace(device=DEVICE, num_processes=1, reduce=lambda value, **_: value)
         count, drafter = Count(), self.objective.drafter
 

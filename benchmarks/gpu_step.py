@@ -69,10 +69,8 @@ VARIANTS = {str(v): v for v in (Variant(r, k) for k in ("fused", "plain") for r 
 
 
 class Trainer:
-    """Drafter, teacher and optimizer on a device, as train/ makes them, and its step.
-
-    The states that batches are made of are random; arg-maxes are in the draft vocabulary, so that every pair counts.
-    """
+    """Drafter, teacher and optimizer on a device, as train/ makes them, and its step. The states of batches are random,
+    and arg-maxes in the draft vocabulary, so that every pair counts."""
 
     def __init__(self, shape: DrafterShape, variant: Variant, device: str) -> None:
         self.shape = shape
@@ -149,11 +147,7 @@ def wait(device: str) -> None:
 
 
 def measure(case: Case, variant: Variant, device: str, repeats: int) -> dict[str, Any]:
-    """Time `repeats` steps after two that warm up, then look into one more with the profiler.
-
-    Raises:
-        torch.OutOfMemoryError: the device's memory does not suffice.
-    """
+    """Time `repeats` steps after two that warm up, then look into one more with the profiler."""
     shape, masks = drafter_of(case), case.masks
     trainer = Trainer(shape, variant, device)
     try:
@@ -194,9 +188,7 @@ def measure(case: Case, variant: Variant, device: str, repeats: int) -> dict[str
 
 def kernels(step: Callable[[], Any], device: str) -> dict[str, Any]:
     """Where a step's device time goes: seconds in all, share of each group, the TOP kernels by their own time.
-
-    `window`: seconds of this step by the host's clock. While no kernel runs, the device waits for host or profiler.
-    """
+    `window`: seconds of this step by the host's clock. While no kernel runs, the device waits for host or profiler."""
     activity = ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU
     kind = DeviceType.CUDA if device == "cuda" else DeviceType.CPU
     wait(device)
@@ -242,12 +234,8 @@ def matrix_rate(device: str, size: int, repeats: int) -> float:
 
 
 def longest(case: Case, device: str, first: int, ceiling: int) -> dict[str, Any]:
-    """The longest single document that a whole step takes, activations recomputed: doubling, then bisection.
-
-    Args:
-        case: shape and share; its length is not used.
-        first: tokens to begin with.
-        ceiling: tokens to end with.
+    """The longest single document that a whole step takes, activations recomputed: doubling from `first` up to
+    `ceiling`, then bisection.
 
     Returns:
         tokens (0 if `first` does not fit), step: bisection ended at differences of so many, and every try.

@@ -56,10 +56,8 @@ def make_tiny(rules: Rules) -> Material:
 
 
 def longer(material: Material, extra: int, mask: Tensor) -> Material:
-    """The document with `extra` tokens 0 behind it, and another mask. Attention is causal: nothing before them changes.
-
-    The peers pad with zeros where our document ends, so this gives our step every row that theirs have.
-    """
+    """The document with `extra` tokens 0 behind it, as the peers pad, and another mask. Attention is causal: nothing
+    before them changes."""
     d = material.document
     document = Document(
         tokens=pad(d.tokens, (0, extra)),
@@ -129,11 +127,7 @@ def failures(result: dict[str, Any]) -> list[str]:
 
 
 def run(names: Iterable[str] = RULES) -> list[dict[str, Any]]:
-    """Compare peers and print a table.
-
-    Raises:
-        SystemExit: a difference is out of bounds.
-    """
+    """Compare peers and print a table; exits where a difference is out of bounds."""
     results = [compare(name) for name in names]
     print(f"parity at a tiny shape, fp32, unroll {UNROLL}: largest differences")
     columns = " ".join(f"{column:>9s}" for column in ("logits", "(largest)", "gradients", "loss"))

@@ -28,11 +28,8 @@ DEFAULT = ["ours", "ours, frozen head", "speculators", "specforge"]
 
 
 def numbers(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """One row per contender of a case: median seconds, memory above the built model and data, ratios to ours.
-
-    seconds and memory are None where `error` says why. speed and size: times slower, times larger than the one of
-    ours that trains the same; None where either is missing.
-    """
+    """One row per contender of a case: median seconds, memory above the built model and data, and times slower (speed)
+    and larger (size) than the one of ours that trains the same; None where `error` says why, or that one has none."""
     rows: dict[str, dict[str, Any]] = {}
     for name, measured in result["contenders"].items():
         error = measured.get("error")

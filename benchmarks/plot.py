@@ -27,11 +27,8 @@ def drawn(width: float, height: float, title: str, info: dict[str, Any], path: P
 
 
 def peers(cases: Mapping[str, Sequence[Row]], info: dict[str, Any], path: Path) -> None:
-    """Time and memory of every contender, times ours: a row per case, and a point per contender in it.
-
-    Args:
-        cases: what a case is called, and its rows as `peers.numbers` makes them. Those that failed are named.
-    """
+    """Time and memory of every contender, times ours: a row per case, and a point per contender in it. `cases`: what a
+    case is called, and its rows as `peers.numbers` makes them. Those that failed are named."""
     names = [row["name"] for rows in cases.values() for row in rows if row["name"] not in ("ours", "ours, frozen head")]
     names = list(dict.fromkeys(names))
     failed = [f"{case}, {row['name']}: {row['error']}" for case, rows in cases.items() for row in rows if row["error"]]

@@ -26,18 +26,10 @@ def available() -> int:
 
 
 def race(case: Case, names: list[str], repeats: int, limit: float, memory: int | None = None) -> dict[str, Any]:
-    """One case, all contenders: each turn builds one anew, warms it up by a step and times the next.
-
-    Args:
-        case: what they step on.
-        names: the contenders, in the order in which they take turns.
-        repeats: turns of each.
-        limit: seconds for one step.
-        memory: bytes that a worker may use beyond its imports; by default RESERVE of what is available.
-
-    Returns:
-        The case and, by contender, what `worker.turn` returns as lists over its turns, or error.
-    """
+    """One case, all contenders in turn, `repeats` times: each turn builds one anew, warms it up by a step and times the
+    next. limit: seconds for one step. memory: bytes that a worker may use beyond its imports; by default RESERVE of
+    what is available. Returns the case and, by contender, what `worker.turn` returns as lists over its turns, or
+    error."""
     started, memory = time.time(), memory or int(RESERVE * available())
     results: dict[str, dict[str, Any]] = {name: {} for name in names}
     for _ in range(repeats):

@@ -55,11 +55,8 @@ def prime() -> None:
 
 
 def step(contender: contenders.Contender) -> dict[str, Any]:
-    """A training step without its optimizer: forward, loss, backward, gradients dropped.
-
-    Returns:
-        seconds; cpu_seconds of all threads; peak: resident bytes at most during the step; loss.
-    """
+    """A training step without its optimizer: seconds; cpu_seconds of all threads; peak: resident bytes at most during
+    the step; loss."""
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
     start, cpu = time.perf_counter(), time.process_time()
     loss = contender.loss()
@@ -75,11 +72,8 @@ def step(contender: contenders.Contender) -> dict[str, Any]:
 
 def turn(name: str, case: Case, memory: int, limit: float) -> dict[str, Any]:
     """Build a contender and time its second step; whoever takes longer than `limit` seconds for a step, and ten minutes
-    more for building, is ended by SIGALRM.
-
-    Returns:
-        What `step` does of the second one, warmup_seconds of the first, base: resident bytes before; or error.
-    """
+    more for building, is ended by SIGALRM. Returns what `step` does, warmup_seconds of the first, base: resident bytes
+    before; or error."""
     try:
         signal.setitimer(signal.ITIMER_REAL, limit + 600)
         prime()

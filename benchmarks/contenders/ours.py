@@ -15,15 +15,12 @@ from eagle31_train.model.packing import Layout
 
 
 class Ours:
-    """fp32 (or under the caller's autocast), one document.
+    """fp32 (or under the caller's autocast), one document; `unroll`: K; `kind`: "kl" or "ce".
 
     Args:
-        material: weights and document.
-        unroll: K.
         train_lm_head: speculators freezes its head, SpecForge trains it.
         onednn: False leaves fp32 products to the library that torch chooses (for the whole process).
         eager: `eager_attention` (for the whole process).
-        kind: "kl" or "ce".
         weights: [K] weight of each step's summed loss; by default GAMMA^k over the step's pairs.
         low: dtype of what is frozen, embedding and teacher: bf16 where a trainer would train in bf16.
     """

@@ -28,11 +28,8 @@ class TorchLoss:
 
 
 class SpecForge:
-    """One document in fp32, soft cross-entropy.
-
-    Its `norm_output` is another thing than EAGLE 3.1's: on, as here, lm_head reads normed states; the state that it
-    feeds back is the one before the norm in any case.
-    """
+    """One document in fp32, soft cross-entropy. Its `norm_output` is another thing than EAGLE 3.1's: on, as here,
+    lm_head reads normed states; the state that it feeds back is the one before the norm in any case."""
 
     def __init__(self, material: Material, unroll: int) -> None:
         shape, document = material.shape, material.document

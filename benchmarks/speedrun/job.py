@@ -79,10 +79,8 @@ class EnoughError(Exception):
 
 
 class Clock:
-    """Counts the seconds of a training, and leaves drafts when they are due; what is saved costs no time.
-
-    `points` has a row for each draft; `seconds` those after each step.
-    """
+    """Counts the seconds of a training, and leaves drafts when they are due; what is saved costs no time. `points` has
+    a row for each draft; `seconds` those after each step."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.points = job, list[dict[str, Any]]()
@@ -108,14 +106,8 @@ class Clock:
             self._since = None
 
     def step(self, step: int, tokens: int, save: Save) -> None:
-        """An optimizer step has ended.
-
-        Args:
-            step: its number, from 1 on. tokens: all that was trained on until now.
-
-        Raises:
-            EnoughError: the time is over.
-        """
+        """An optimizer step, from 1 on, has ended, with so many tokens until now; EnoughError where the time is
+        over."""
         self.pause()
         self.seconds.append(self._wall)
         self.tokens = tokens
@@ -150,10 +142,8 @@ class Clock:
 def write_draft(
     folder: Path, shape: DrafterShape, weights: dict[str, Tensor], vocab: DraftVocab, dtype: str, target: str
 ) -> None:
-    """A checkpoint as stage 5 exports it, in a folder that exists.
-
-    weights: by the contract's names, of any dtype; dtype: what they are rounded to.
-    """
+    """A checkpoint as stage 5 exports it, in a folder that exists. weights: by the contract's names, of any dtype;
+    dtype: what they are rounded to."""
     tensors = {name: tensor.detach().to(getattr(torch, dtype)) for name, tensor in weights.items()}
     tensors |= {"d2t": torch.from_numpy(vocab.d2t), "t2d": torch.from_numpy(vocab.t2d)} if vocab.pruned else {}
     (folder / "config.json").write_text(json.dumps(config_json.config_json(shape, dtype, target), indent=1))

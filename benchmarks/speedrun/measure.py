@@ -77,11 +77,7 @@ def read(out: Path) -> list[Training]:
 
 def accepted(trainings: Sequence[Training], options: Sequence[str], out: Path) -> tuple[dict[str, Estimate], int]:
     """The acceptance length of every draft of all trainings, in order, on each kind of prompts; and of how many draft
-    tokens that is.
-
-    Args:
-        options: key=value of evaluation; at least one of evaluate.suites. out: keeps what was decoded.
-    """
+    tokens that is. options: key=value of evaluation; at least one of evaluate.suites. out: keeps what was decoded."""
     recipe = trainings[0].job.recipe
     config = cli.load_config([*recipe, f"run_dir={out}", "evaluate.drift=false", "evaluate.warmup=false", *options])
     data, draft_tokens = provenance.read_data(config, whole=True), config.evaluate.num_speculative_tokens

@@ -87,18 +87,8 @@ class Samples:
 
 
 def write(store: Store, kept: DraftVocab, folder: Path, validate: int) -> dict[str, int]:
-    """Speculators' data folder: a data set with its columns, and the draft vocabulary's maps. UserError: the store has
-    no split of its own to validate on.
-
-    Args:
-        store: complete, of unencoded or encoded states.
-        kept: the draft vocabulary.
-        folder: is made.
-        validate: held-out samples, which the peer must have and only looks at.
-
-    Returns:
-        Samples of each split.
-    """
+    """Speculators' data folder: a data set with its columns, and the draft vocabulary's maps; how many samples of each
+    split. validate: held-out samples, which the peer must have and only looks at; UserError where there is none."""
     columns: dict[str, list[Any]] = {"input_ids": [], "loss_mask": [], "seq_len": []}
     samples: dict[str, int] = {}
     for name in SPLITS:

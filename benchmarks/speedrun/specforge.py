@@ -42,10 +42,8 @@ WARM_UP = 3  # batches, of lengths that differ: the compiler's second graph serv
 
 
 class Samples:
-    """The batches of each epoch, in an order of its own, as its controller takes them.
-
-    `tokens` counts those that were handed out.
-    """
+    """The batches of each epoch, in an order of its own, as its controller takes them. `tokens` counts those handed
+    out."""
 
     def __init__(self, store: Store, batch_size: int, seed: int, eps: float) -> None:
         self.split, self.batch_size, self.seed = store.split("train"), batch_size, seed

@@ -88,11 +88,8 @@ def register() -> None:
 
 
 def timed(clock: Clock, tokens: list[int]) -> type[Trainer]:
-    """Its trainer, which takes a number for an accelerator's, told that there is none, and timed.
-
-    Args:
-        tokens: that have been trained on after each step.
-    """
+    """Its trainer, which takes a number for an accelerator's, told that there is none, and timed. tokens: that have
+    been trained on after each step."""
 
     class Timed(Trainer):
         local_rank = property(lambda _self: "cpu", lambda _self, _number: None)
