@@ -57,13 +57,8 @@ class Training:
 
     @property
     def options(self) -> list[str]:
-        own = [
-            f"name={self.name}",
-            f"seed={self.seed}",
-            f"train.ttt_length={self.unroll}",
-            f"train.epochs={self.passes}",
-        ]
-        return [*own, *SWITCHES[self.switches]]
+        own = [f"name={self.name}", f"seed={self.seed}", f"train.ttt_length={self.unroll}"]
+        return [*own, f"train.epochs={self.passes}", *SWITCHES[self.switches]]
 
 
 def trainings(seeds: list[int], switches: list[str], unrolls: list[int], passes: int) -> Iterator[Training]:
@@ -98,14 +93,7 @@ def main() -> None:
     parser.add_argument("options", nargs="+", metavar="key=value", help="for every stage: data.conversations=FILE, …")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--only", nargs="+", choices=list(SWITCHES), default=list(SWITCHES), metavar="SWITCHES")
-    parser.add_argument(
-        "--unrolls",
-        type=int,
-        nargs="+",
-        choices=UNROLLS,
-        default=list(UNROLLS),
-        help="draft steps trained from each slot",
-    )
+    parser.add_argument("--unrolls", type=int, nargs="+", choices=UNROLLS, default=list(UNROLLS), help="draft steps")
     parser.add_argument("--passes", type=int, default=1, help="over the data [1]")
     parser.add_argument("--jobs", type=int, default=2, help="trainings at a time, of one thread each [2]")
     chosen = parser.parse_intermixed_args()

@@ -89,8 +89,8 @@ class Server:
             note(text, error=True)
 
     def complete(self, **request: Any) -> tuple[str, str]:
-        """Go on from token ids: the text, and why it ended (stop, length); `request` as /v1/completions takes it. Needs
-        a server that takes token ids and `stop_token_ids`, as vLLM and SGLang do. Raises as `answer` does."""
+        """Go on from token ids: the text, and why it ended; `request` as vLLM's and SGLang's /v1/completions takes
+        it."""
         content = self._ask(f"{self.base}/completions", {"model": self.model, **request})
         try:
             choice = foreign.parse_json(content)["choices"][0]

@@ -322,8 +322,7 @@ def read_turn(template: ChatTemplate, messages: list[Message], tools: Tools = No
 def to_message(
     template: ChatTemplate, messages: list[Message], text: str, finish_reason: str, tools: Tools = None
 ) -> Message:
-    """The message of an answer that is known as text with all its markup: as a server would take it apart. In its parts
-    only where the template then writes the very same text; else the text is its content."""
+    """The message of an answer's text: in its parts only where the template then writes the very same text."""
     prompt = template.render(template.history(messages), add_generation_prompt=True, tools=tools)
     message = markup.take_apart(text, prompt.rstrip().endswith(OPEN))
     with suppress(Refused):

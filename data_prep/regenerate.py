@@ -25,8 +25,7 @@ OUTPUT = "conversations.jsonl"
 
 
 def regenerate(config: Config, template: ChatTemplate) -> tuple[Path, dict[str, Any]]:
-    """Answer `data.prompts`, or those of `data.sources`; returns `run_dir/conversations.jsonl` and its manifest.
-    UserError without a prompt that can be answered, and for an existing output of other inputs."""
+    """Answer `data.prompts`, or those of `data.sources`: `run_dir/conversations.jsonl` and its manifest."""
     output = Path(config.run_dir) / OUTPUT
     generate = config.data.generate
     if generate.samples > 1 and not generate.temperature:

@@ -41,8 +41,7 @@ class Attempt:
 
 
 def write_prompts(config: Config, template: ChatTemplate) -> Path:
-    """Have the target write `data.self_prompts.count` prompts; returns `run_dir/prompts.jsonl`. UserError if the
-    template writes nothing after a user's words, or too few texts are of use."""
+    """Have the target write `data.self_prompts.count` prompts; returns `run_dir/prompts.jsonl`."""
     output = Path(config.run_dir) / OUTPUT
     stop = user_stop(template)
     settings = _settings(config, template)

@@ -41,8 +41,7 @@ class Source:
     weight: Fraction = Fraction(1)
 
     def read(self) -> Iterator[Row]:
-        """Its rows in order; of a named source with its name as their source and before their ids. UserError for a
-        damaged line, a row of no known format, an id used twice, or no row at all."""
+        """Its rows in order; of a named source with its name before their ids. UserError for damage, and for no row."""
         seen: dict[str, str] = {}
         for file in self.files:
             for number, value in file.values():

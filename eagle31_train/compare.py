@@ -117,8 +117,7 @@ def parted(word: str) -> tuple[str | None, list[str]]:
 
 
 def named(words: Sequence[str]) -> Named:
-    """Drafters by name: as NAME:… says, else the last part of the path, or as many as tell it from the others.
-    UserError: a name or training that stands there twice, or a training without a name."""
+    """Drafters by name: as NAME:… says, else the last part of the path, or as many as tell it from the others."""
     arguments = [parted(word) for word in words]
     # Never all of an absolute path: names stand in pictures and on public cards.
     paths = [Path(trainings[0]).absolute().parts[1:] for _, trainings in arguments]

@@ -62,13 +62,8 @@ def stages(chosen: argparse.Namespace) -> None:
 
 def recipe(chosen: argparse.Namespace) -> list[str]:
     data, store = ((getattr(chosen, name) or chosen.out / name).absolute() for name in ("data", "store"))
-    return [
-        f"+experiment={chosen.experiment}",
-        "name=speedrun",
-        f"data_dir={data}",
-        f"store_dir={store}",
-        *chosen.options,
-    ]
+    folders = [f"data_dir={data}", f"store_dir={store}"]
+    return [f"+experiment={chosen.experiment}", "name=speedrun", *folders, *chosen.options]
 
 
 def trainings(words: Sequence[str], sweep: bool) -> list[tuple[str, list[str]]]:
@@ -140,9 +135,8 @@ def worker(python: str, job: Job, more: dict[str, str] | None = None) -> dict[st
     command = [python, "-m", "benchmarks.speedrun.worker", str(file)]
     with log.open("w", encoding="utf-8") as output:
         try:
-            done = subprocess.run(
-                command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False
-            )
+            streams = {"stdout": output, "stderr": subprocess.STDOUT}
+            done = subprocess.run(command, cwd=ROOT, env=environment, check=False, **streams)
         except OSError as error:
             raise UserError(f"{python} cannot be run ({error.strerror}): see benchmarks/install_peers.sh") from None
     if done.returncode or not (job.folder / RESULT).is_file():
@@ -158,11 +152,9 @@ def run(command: list[str]) -> None:
 
 def tell(chosen: argparse.Namespace) -> None:
     done = measure.read(chosen.out)
-    suites = [
-        f"evaluate.suites.{name}.path={path}" for name, _, path in (word.partition("=") for word in chosen.prompts)
-    ]
     asked = {"num_prompts": 40, "max_speculative_tokens": 3, "batch_size": 16, "timed_prompts": 1}
     options = [f"evaluate.{name}={value}" for name, value in asked.items()]
+    suites = [f"evaluate.suites.{word.replace('=', '.path=', 1)}" for word in chosen.prompts]
     found, draft_tokens = measure.accepted(done, [*options, *suites, "compare.verified=1", *chosen.options], chosen.out)
     result = measure.summarise(done, found, chosen.levels, draft_tokens)
     result["suites"] = [word.partition("=")[0] for word in chosen.prompts]
@@ -180,16 +172,12 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, help="stage 1's folder [OUT/data]")
     parser.add_argument("--store", type=Path, help="stage 2's folder [OUT/store]")
     parser.add_argument("--experiment", default="smollm2", metavar="NAME", help="our recipe [smollm2]")
-    parser.add_argument(
-        "--self-prompts", type=int, default=SELF_WRITTEN, help=f"that the target writes [{SELF_WRITTEN}]"
-    )
+    parser.add_argument("--self-prompts", type=int, default=SELF_WRITTEN, help="that the target writes [%(default)s]")
     parser.add_argument("--minutes", type=float, default=25.0, help="of each training [25]")
     parser.add_argument("--steps", type=int, help="of each schedule; default: as many as --minutes has room for")
     parser.add_argument("--sweep", action="store_true", help="also train with the stated options of each")
     parser.add_argument("--peers-python", type=Path, default=ROOT / ".venv-peers/bin/python", help="the peers' python")
-    parser.add_argument(
-        "--prompts", nargs="+", default=[PROMPTS], metavar="NAME=FILE", help="or hub id; of other kinds"
-    )
+    parser.add_argument("--prompts", nargs="+", default=[PROMPTS], metavar="NAME=FILE", help="of other kinds")
     parser.add_argument("--levels", type=float, nargs="+", default=LEVELS, help="acceptance lengths to be reached")
     chosen = parser.parse_intermixed_args(argv)
     chosen.names = [word for word in chosen.words if word.partition(":")[0] in CONTENDERS or "=" not in word]

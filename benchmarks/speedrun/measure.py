@@ -43,16 +43,12 @@ class Training:
     @property
     def points(self) -> list[dict[str, float]]:
         """Of each draft: step, and what it had cost."""
-        return [
-            {
-                "step": point["step"],
-                "minutes": point["seconds"] / 60,
-                "cpu_minutes": point["cpu_seconds"] / 60,
-                "tokens": point["tokens"],
-                "flops": point["tokens"] * self.flops_per_token,
-            }
-            for point in self.result["points"]
-        ]
+        rows = []
+        for point in self.result["points"]:
+            times = {"minutes": point["seconds"] / 60, "cpu_minutes": point["cpu_seconds"] / 60}
+            tokens = point["tokens"]
+            rows.append({"step": point["step"], **times, "tokens": tokens, "flops": tokens * self.flops_per_token})
+        return rows
 
     @property
     def drafts(self) -> list[Path]:

@@ -11,17 +11,9 @@ from train.prepare import prepare
 
 def train(job: Job, clock: Clock) -> None:
     never = 1_000_000_000
-    config = cli.load_config(
-        [
-            *job.recipe,
-            "train.wandb=disabled",
-            *job.options,
-            f"run_dir={job.out}/run",
-            f"train.max_steps={job.steps}",
-            f"train.epochs={never}",
-            f"train.checkpoint_every={never}",
-        ]
-    )
+    ours = [f"run_dir={job.out}/run", f"train.max_steps={job.steps}"]
+    ours += [f"train.epochs={never}", f"train.checkpoint_every={never}"]
+    config = cli.load_config([*job.recipe, "train.wandb=disabled", *job.options, *ours])
     with ExitStack() as resources:
         trainer = prepare(config, resources)
         if trainer is None:

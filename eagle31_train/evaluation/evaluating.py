@@ -133,8 +133,7 @@ def longest_prompt(config: Config, positions: Iterable[int | None], drafted: Ite
 
 
 def caveats(trainings: Mapping[str, Sequence[Inputs | None]], data: str) -> Iterator[str]:
-    """Which drafters may have been trained on the prompts, and which trainings of one drafter differ in more than their
-    seed; `data`: the dataset_fingerprint of what the prompts are held out from, or are looked up in."""
+    """Which drafters may have been trained on the prompts, and which trainings of one differ beyond their seed."""
     for name, inputs in trainings.items():
         if any(one is None or one.get("data") != data for one in inputs):
             yield f"{name} may have been trained on these prompts"

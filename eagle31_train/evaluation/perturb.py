@@ -30,8 +30,7 @@ class Filler:
 
 @dataclass(frozen=True)
 class Context:
-    """What perturbations read beside the prompt: the target's template, and for long contexts data.max_length, at
-    which training samples are cut, and the texts that fill them."""
+    """What perturbations read beside the prompt: template, data.max_length, and texts that fill long contexts."""
 
     template: ChatTemplate
     max_length: int
@@ -118,8 +117,7 @@ def _long_context(messages: list[Message], prompt: Prompt, context: Context, len
 
 
 def _filling(prompt: Prompt, context: Context, length: int) -> list[int]:
-    """At least `length` tokens of texts that do not answer the prompt, from another one on for every prompt; where
-    they do not suffice they begin again."""
+    """At least `length` tokens of texts that do not answer the prompt, from another one on for every prompt."""
     texts = [filler.text for filler in context.fillers if filler.of != tuple(prompt.ids)]
     if not any(text.strip() for text in texts):
         raise Refused("there is no other text to put before it")

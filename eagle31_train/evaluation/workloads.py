@@ -202,8 +202,7 @@ def _perturbed(plain: Workload, perturbation: Perturbation, context: Context, lo
 
 
 def _answers(dataset: Path, template: ChatTemplate) -> list[Filler]:
-    """Answers of the held-out split, which no drafter was trained on, less those that end in a loop, as many of small
-    targets do: in front of a prompt it would draw the target into one, too."""
+    """Answers of the held-out split, less those that end in a loop: they would draw the target into one, too."""
     fillers = []
     for row in DatasetDict.load_from_disk(str(dataset.absolute()))[HELDOUT]:
         ids, mask = row["input_ids"], row["loss_mask"]

@@ -150,8 +150,7 @@ class _Servers:
         }
 
     def _serve(self, draft: Path | None, length: Mapping[str, Any], what: str, log: Path) -> dict[str, Any]:
-        """Start one server and end it when it has answered everything: its answers, and what vLLM counted meanwhile, by
-        concurrency, in JSON's types; `what`: what to call it."""
+        """Start a server, let it answer everything, and end it: answers, and vLLM's counts, by concurrency, as JSON."""
         options, port = self.config.evaluate, pick_port()
         command = [options.vllm_python, "-m", MODULE, *flags(server_arguments(self.config, draft, length, port))]
         served: dict[str, Any] = {"answers": {}, "counted": {}}
