@@ -1,5 +1,6 @@
 """The command: what it prints, what it counts, what it advises."""
 
+import functools
 import json
 import math
 import re
@@ -34,6 +35,7 @@ MLA = ["architecture=mla", "num_key_value_heads=null", "head_dim=null", "q_lora_
 MLA += ["qk_nope_head_dim=6", "qk_rope_head_dim=4", "v_head_dim=5"]
 
 
+@functools.cache
 def planned(*overrides):
     return reckon(cli.load_config(list(overrides)))[0]
 
@@ -243,6 +245,7 @@ def test_what_stage_1_would_refuse_is_refused_before_anything_is_spent(tmp_path)
     with pytest.raises(UserError, match=r"data.sources: path=absent.jsonl is missing"):
         planned(*target, "data.sources.a.path=absent.jsonl")
     planned(*target)
+    planned.cache_clear()
     (tmp_path / "target" / "chat_template.jinja").unlink()
     with pytest.raises(UserError, match="has no chat template"):
         planned(*target)

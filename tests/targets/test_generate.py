@@ -34,15 +34,15 @@ def test_draws_follow_the_nucleus(top_p, top, monkeypatch):
     torch.testing.assert_close(shares, nucleus(logits, top_p), atol=2e-4, rtol=0)
 
 
-@pytest.fixture
-def target(tmp_path):
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
     """The options of a tiny target, and the model."""
     model = tiny_llama()
     # A target that asks for penalties by default must not get its way: answers are the plain arg-max.
     model.generation_config.repetition_penalty = 5.0
     model.generation_config.max_length = 3
-    save_quietly(model, tmp_path)
-    return TargetConfig(path=str(tmp_path), dtype="float32", device="cpu"), model
+    folder = save_quietly(model, tmp_path_factory.mktemp("target"))
+    return TargetConfig(path=str(folder), dtype="float32", device="cpu"), model
 
 
 def alone(model, request, count, top_p):
@@ -66,15 +66,19 @@ def requests_of_all_kinds():
     return [Request(ids, 0.9 * (i % 3 > 0), 100 + i) for i, ids in enumerate(words)]
 
 
-@pytest.mark.parametrize("handles_cache", [True, False])
-@pytest.mark.parametrize("at_once", [1, 3, 4, 64])
-def test_every_answer_is_what_it_is_alone(target, at_once, handles_cache, monkeypatch):
+@pytest.fixture(scope="module")
+def whole(target):
+    """The answers to `requests_of_all_kinds`, each alone."""
+    return [alone(target[1], request, 12, 0.9) for request in requests_of_all_kinds()]
+
+
+@pytest.mark.parametrize(("at_once", "handles_cache"), [(1, True), (3, True), (4, True), (64, True), (4, False)])
+def test_every_answer_is_what_it_is_alone(target, whole, at_once, handles_cache, monkeypatch):
     """Whichever rows are beside it, come and leave: those that end early make room for others."""
-    options, model = target
+    options, _ = target
     if not handles_cache:
         monkeypatch.setattr(generate, "why_alone", lambda model: "a cache of its own")
     requests = requests_of_all_kinds()
-    whole = [alone(model, request, 12, 0.9) for request in requests]
     ends = {whole[0][2], whole[4][0], whole[7][5]}
     answers = dict(Generator(options, [0]).answer(requests, at_once, 12, 0.9, ends))
     assert answers.keys() == set(range(len(requests)))
@@ -88,11 +92,11 @@ def test_every_answer_is_what_it_is_alone(target, at_once, handles_cache, monkey
     assert len(lengths) > 3  # rows leave at different times
 
 
-def test_places_that_become_free_are_taken(target, monkeypatch):
+def test_places_that_become_free_are_taken(target, whole, monkeypatch):
     """At once where there are four; no row is carried along after its end."""
-    options, model = target
+    options, _ = target
     requests = requests_of_all_kinds()
-    ends = [alone(model, request, 12, 0.9)[at % 5] for at, request in enumerate(requests)]
+    ends = [answer[at % 5] for at, answer in enumerate(whole)]
     passes, extend = [], generate.extend
 
     def seen(rows, *more):

@@ -153,8 +153,8 @@ def test_measuring_changes_nothing_else(new_run, monkeypatch):
 
 # ---------------------------------------------------------------- what it chooses
 
-RECIPE = ["train.epochs=5", "train.eval_every=4", "train.checkpoint_every=3", "train.keep_checkpoints=1"]  # 20 steps
-SCRIPT = {4: 1.1, 8: 1.5, 12: 1.3, 16: 1.5, 20: 1.4}
+RECIPE = ["train.max_steps=10", "train.eval_every=2", "train.checkpoint_every=3", "train.keep_checkpoints=1"]
+SCRIPT = {2: 1.1, 4: 1.5, 6: 1.3, 8: 1.5, 10: 1.4}
 
 
 @pytest.fixture
@@ -182,39 +182,39 @@ def steps_kept(run):
 @pytest.mark.usefixtures("scripted")
 def test_the_best_step_is_kept_and_is_what_the_run_leaves(new_run, capsys):
     run = new_run().fit(*RECIPE, "train.keep_best=true")
-    assert "train: step 8 of 20 is kept, of the greatest acceptance length" in capsys.readouterr().out
-    assert steps_kept(run) == [8, 20]
+    assert "train: step 4 of 10 is kept, of the greatest acceptance length" in capsys.readouterr().out
+    assert steps_kept(run) == [4, 10]
     manifest = run.manifest()
-    assert manifest["checkpoint"] == "checkpoints/step-000008"
+    assert manifest["checkpoint"] == "checkpoints/step-000004"
     assert manifest["heldout"]["acceptance_length"] == 1.5
-    assert manifest["kept"] == {"step": 8, "acceptance_length": 1.5}
-    (row,) = [row for row in run.rows() if row["step"] == 8 and "heldout_loss" in row]
+    assert manifest["kept"] == {"step": 4, "acceptance_length": 1.5}
+    (row,) = [row for row in run.rows() if row["step"] == 4 and "heldout_loss" in row]
     assert manifest["heldout"]["loss"] == row["heldout_loss"]
     left = DrafterCheckpoint.of_run(run.folder / "run", run.folder / "run" / "data")
-    assert left.folder == run.checkpoints / "step-000008"
-    every = new_run().fit(*RECIPE, "train.checkpoint_every=8", "train.keep_checkpoints=9")
-    assert every.manifest()["checkpoint"] == "checkpoints/step-000020", "the last one, where nobody asks for the best"
-    assert_equal(run.weights(), every.weights_of(8))
+    assert left.folder == run.checkpoints / "step-000004"
+    every = new_run().fit(*RECIPE, "train.checkpoint_every=4", "train.keep_checkpoints=9")
+    assert every.manifest()["checkpoint"] == "checkpoints/step-000010", "the last one, where nobody asks for the best"
+    assert_equal(run.weights(), every.weights_of(4))
 
     again = new_run()
-    stopped(again, 10, *RECIPE, "train.keep_best=true")
-    assert steps_kept(again) == [8, 10]
+    stopped(again, 5, *RECIPE, "train.keep_best=true")
+    assert steps_kept(again) == [4, 5]
     unfinished = DrafterCheckpoint.open(again.folder / "run", allow_unfinished=True)
     assert unfinished.measured_on == left.measured_on == manifest["measured_on"]
     again.fit(*RECIPE, "train.keep_best=true")
     assert again.rows() == run.rows()
-    assert steps_kept(again) == [8, 20]
+    assert steps_kept(again) == [4, 10]
     assert_equal(again.weights(), run.weights())
 
 
 @pytest.mark.usefixtures("scripted")
 def test_a_best_checkpoint_that_is_damaged_is_the_best_no_more(new_run, capsys):
     run = new_run()
-    stopped(run, 10, *RECIPE, "train.keep_best=true")
-    flip_bit(run.checkpoints / "step-000008" / "model.safetensors")
+    stopped(run, 5, *RECIPE, "train.keep_best=true")
+    flip_bit(run.checkpoints / "step-000004" / "model.safetensors")
     run.fit(*RECIPE, "train.keep_best=true")
     assert "the best checkpoint so far is missing or damaged: another one is the best now" in capsys.readouterr().out
-    assert run.manifest()["checkpoint"] == "checkpoints/step-000016"
+    assert run.manifest()["checkpoint"] == "checkpoints/step-000008"
 
 
 @pytest.mark.usefixtures("scripted")
@@ -222,15 +222,15 @@ def test_a_best_step_that_could_not_be_written_is_not_left(new_run, monkeypatch,
     right = checkpoint._write
 
     def write(snapshot, *rest):
-        if snapshot.step in (8, 16):
+        if snapshot.step in (4, 8):
             raise OSError(28, "No space left on device")
         right(snapshot, *rest)
 
     monkeypatch.setattr(checkpoint, "_write", write)
     run = new_run().fit(*RECIPE, "train.keep_best=true")
-    assert "step-000008 could not be written" in capsys.readouterr().out
-    # 1.1 at step 4 was the best that was written as such; the last has 1.4.
-    assert run.manifest()["checkpoint"] == "checkpoints/step-000020"
+    assert "step-000004 could not be written" in capsys.readouterr().out
+    # 1.1 at step 2 was the best that was written as such; the last has 1.4.
+    assert run.manifest()["checkpoint"] == "checkpoints/step-000010"
     assert run.manifest()["heldout"]["acceptance_length"] == 1.4
     assert "kept" not in run.manifest()
 
@@ -239,9 +239,9 @@ def test_a_best_step_that_could_not_be_written_is_not_left(new_run, monkeypatch,
 def test_a_run_ends_where_acceptance_rises_no_more(new_run, capsys):
     options = [*RECIPE, "train.early_stop=2"]
     run = new_run().fit(*options)
-    assert "step 16 is the last of 20: the acceptance length has not risen since step 8" in capsys.readouterr().out
+    assert "step 8 is the last of 10: the acceptance length has not risen since step 4" in capsys.readouterr().out
     manifest, rows = run.manifest(), run.rows()
-    assert (manifest["steps"], manifest["checkpoint"], rows[-1]["step"]) == (16, "checkpoints/step-000016", 16)
+    assert (manifest["steps"], manifest["checkpoint"], rows[-1]["step"]) == (8, "checkpoints/step-000008", 8)
     whole = new_run().fit(*RECIPE)
     assert rows == whole.rows()[: len(rows)], "the learning rate is planned for all steps"
     run.fit(*options)

@@ -29,7 +29,7 @@ from eagle31_train.errors import Stopped
 from train import checkpoint, metrics, parallel, trainer
 from train.metrics import Reporter
 
-SHORT, STOPS = 40, (7, 20, 33)
+SHORT, STOPS = 24, (5, 12, 19)
 LONG, LONG_STOPS = 200, (37, 100, 163)
 TENSORS = ("model.safetensors", "optimizer.safetensors")
 
@@ -206,18 +206,18 @@ def test_a_checkpoint_that_saw_later_weights_would_be_found(new_run, whole):
 
 @pytest.fixture(scope="module")
 def stopped(copy_of, tmp_path_factory):
-    """A run with checkpoints after steps 20 and 30 of 40, stopped after step 35."""
+    """A run with checkpoints after steps 12 and 18 of 24, stopped after step 21."""
     run, log = copy_of(tmp_path_factory.mktemp("stopped")), Reporter.log
 
     def stop(self, step, values):
         log(self, step, values)
-        if step == 35:
+        if step == 21:
             raise KeyboardInterrupt
 
     alone, stopping = patch.dict(os.environ, ACCELERATE_USE_CPU="true"), patch.object(Reporter, "log", stop)
     with alone, stopping, pytest.raises(KeyboardInterrupt):
-        go_on(run, SHORT, "train.checkpoint_every=10")
-    assert saved(run) == [20, 30]
+        go_on(run, SHORT, "train.checkpoint_every=6")
+    assert saved(run) == [12, 18]
     return run
 
 
@@ -264,13 +264,13 @@ def test_a_mistake_in_resuming_is_found(copy, whole, monkeypatch, owner, name, m
 
 @pytest.mark.parametrize("name", ["model.safetensors", "manifest.json"])
 def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(copy, whole, capsys, name):
-    damaged = copy.checkpoints / "step-000030"
+    damaged = copy.checkpoints / "step-000018"
     flip_bit(damaged / name)
     go_on(copy, SHORT)
     printed = capsys.readouterr().out
     (said,) = (line for line in printed.splitlines() if " is not used: " in line)
     assert said.startswith(f"checkpoint {damaged} is not used: {damaged / name} ")
-    assert f"train: going on after step 20 ({copy.checkpoints / 'step-000020'})" in printed
+    assert f"train: going on after step 12 ({copy.checkpoints / 'step-000012'})" in printed
     assert not differences(copy, whole(SHORT))
 
 
@@ -278,7 +278,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(copy, whole, cap
 @pytest.mark.parametrize("name", TENSORS)
 def test_a_damaged_checkpoint_that_were_used_would_be_seen(copy, whole, monkeypatch, name):
     """What stands above would fail if damage were not looked for."""
-    file = copy.checkpoints / "step-000030" / name
+    file = copy.checkpoints / "step-000018" / name
     flip_bit(file, file.stat().st_size // 8 * 4 + 3)  # of an exponent: the least of a moment, rounding may swallow
     monkeypatch.setattr(checkpoint, "damage", lambda *_: None)
     assert differences(go_on(copy, SHORT), whole(SHORT)) >= {name}
