@@ -1,6 +1,7 @@
 """Small random drafters and documents, and the embedded real target."""
 
 import fcntl
+import gc
 import os
 import signal
 import sys
@@ -33,8 +34,9 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Files that take most of a minute: begun last, one process would run them while the others wait.
+# Files that take longest: begun last, one process would run them while the others wait.
 LONG = {"test_profiles.py", "test_full_disk.py", "test_fake_cuda.py", "test_context_parallel.py"}
+LONG |= {"test_survival.py", "test_warm.py"}
 
 
 def pytest_configure(config):
@@ -54,6 +56,17 @@ def pytest_collection_modifyitems(items):
             seen = torch.cuda.is_available()
             item.add_marker(pytest.mark.skipif(not seen, reason="no CUDA device, or not run by -m gpu"))
     items.sort(key=lambda item: item.path.name not in LONG)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection():
+    """Imports make half a million objects that stay: no garbage collection looks through them, then or later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def make_shape(**changes):

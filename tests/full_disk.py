@@ -5,6 +5,7 @@ line on standard output: status, and how many operations there were. full_disk.s
 """
 
 import ctypes
+import gc
 import json
 import os
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import accelerate  # noqa: F401 (all that takes seconds is imported before the first fork)
 import datasets  # noqa: F401
+import matplotlib.figure  # noqa: F401
 import transformers  # noqa: F401
 
 import data_prep.stage  # noqa: F401
@@ -46,6 +48,7 @@ def run(words: list[str], folder: str, at: int, log: str) -> None:
 
 def main() -> None:
     cli.load_config([cli.ANY, "target.path=any"])  # what is composed once
+    gc.freeze()  # else every fork looks through all imports, and so copies them
     for line in sys.stdin:
         job = json.loads(line)
         pid = os.fork()

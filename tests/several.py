@@ -5,6 +5,7 @@ in place, as accelerate's launcher makes it of configs/accelerate. A training ma
 SIGTERM would, and be harmed in the ways that `HARMS` names.
 """
 
+import gc
 import json
 import os
 import sys
@@ -54,6 +55,9 @@ def main():
     with patch.object(torch.distributed, "destroy_process_group"):
         for one in json.loads(Path(os.environ[WHAT]).read_text()):
             results.append(come_to(one))
+            if len(results) == 1:  # no collection looks through its imports again: DeepSpeed asks for many
+                gc.collect()
+                gc.freeze()
             (Path(os.environ[RESULTS]) / f"rank{rank}.json").write_text(json.dumps(results))
     torch.distributed.barrier()
     end()

@@ -4,6 +4,7 @@ As a script it imports once and becomes four ranks, each of which takes every st
 memory, and leaves what it found in a file.
 """
 
+import gc
 import os
 import sys
 from contextlib import nullcontext
@@ -211,7 +212,7 @@ def exchange(kind, mesh, group):
 
 
 LONG = {"gqa": plan_cases.shape_of(), "mla": plan_cases.shape_of(**plan_cases.SMALL_MLA)}
-DEEP = 7
+DEEP = 3
 MASKS = [turns(1200, 0.5), turns(700, 0.3)]
 
 
@@ -264,6 +265,7 @@ def rank(index, folder):
 
 def main():
     ranks = []
+    gc.freeze()  # else every rank looks through all imports, and so copies them
     for index in range(RANKS):
         if not (child := os.fork()):
             rank(index, sys.argv[1])

@@ -6,6 +6,7 @@ module is train.py with the disturbance that the variable DISTURB says, for real
 """
 
 import ctypes
+import gc
 import importlib
 import json
 import multiprocessing
@@ -195,6 +196,7 @@ def served(function, *arguments):
 
 def leading(function, *arguments):
     os.setsid()
+    gc.freeze()  # else it looks through all that its server imported, and so copies it
     function(*arguments)
 
 
