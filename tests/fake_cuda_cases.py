@@ -1,9 +1,12 @@
-"""Whole steps on fake CUDA tensors: `python fake_cuda_cases.py` prints {name: what came of it} as one line of JSON.
+"""Whole steps on fake CUDA tensors: `python fake_cuda_cases.py NAMES` prints {name: what came of it} as one line of
+JSON; NAMES are a list of JSON.
 
 A process of its own, since it gives torch a device that it must not have in other tests. See benchmarks/fake_cuda.py.
 """
 
+import gc
 import json
+import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict
@@ -211,12 +214,13 @@ CASES["estimate of 65536"] = lambda: estimate(drafter_of(LONG), LONG.masks, Opti
 
 
 def main() -> None:
-    """Run all cases; what one raises is what came of it."""
+    """Run the cases that are asked for; what one raises is what came of it."""
     fake_cuda.enter()
+    gc.freeze()
     came: dict[str, Any] = {}
-    for name, run in CASES.items():
+    for name in json.loads(sys.argv[1]):
         try:
-            came[name] = run()
+            came[name] = CASES[name]()
         except Exception as error:
             came[name] = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
     print(json.dumps(came))
