@@ -83,7 +83,7 @@ def test_a_codec_is_compared_with_the_stored_states(tmp_path):
 
 
 def test_a_training_begins_with_so_few_bytes_a_sample_that_ten_million_fit_into_2_gib(tmp_path):
-    lengths, samples = scale.draw_lengths(100_000), 100_000
+    lengths, samples = scale.draw_lengths(30_000), 30_000
     scale.extract(lambda _, work: work(), lengths, samples // 100, tmp_path)
     lengths.clear()
     tracemalloc.start()

@@ -57,7 +57,7 @@ def eagle31(*words, cwd=ROOT, **options):
 
 
 @pytest.mark.parametrize(
-    "command", [["completion", "bash"], ["data", "+experiment=kimi_toy", "--cfg"], ["new", "mine"]]
+    "command", [["completion", "bash"], ["summary", "+experiment=kimi_toy", "--cfg"], ["new", "mine"]]
 )
 def test_a_reader_who_has_enough_ends_a_command_without_a_traceback(command, tmp_path):
     read, write = os.pipe()
@@ -69,7 +69,7 @@ def test_a_reader_who_has_enough_ends_a_command_without_a_traceback(command, tmp
     assert done.returncode in (1, 2)
 
 
-@pytest.mark.parametrize("command", [[], ["data"]])
+@pytest.mark.parametrize("command", [[], ["summary"]])
 def test_letters_that_the_encoding_of_the_output_lacks_are_spelt(command):
     done = eagle31(*command, "--help", env={"PYTHONIOENCODING": "latin-1"})
     assert done.returncode == 0, done.stderr.decode(errors="replace")

@@ -19,7 +19,7 @@ SAME += ["max_position_embeddings"]
 )
 def test_a_targets_path_is_enough(name, tmp_path, capsys):
     target = speaking.make(name, tmp_path / "target")
-    run = speaking.run_all_stages(target, name, tmp_path)
+    run = speaking.run_all_stages(target, name, tmp_path, "train.max_steps=8")
     said = capsys.readouterr().out
     assert "UNLIKE" not in said
     assert ("every layer of the target sees 16 tokens" in said) == (name == "mistral-sliding")

@@ -107,7 +107,7 @@ class TinyRun:
 
     def config(self, *more):
         own = (f"run_dir={self.folder}", f"target.path={self.target}", "target.device=cpu")
-        return configured(*own, "evaluate.max_new_tokens=20", *more)
+        return configured(*own, "evaluate.max_new_tokens=12", "evaluate.max_speculative_tokens=4", *more)
 
     @property
     def manifest(self):

@@ -17,7 +17,7 @@ from eagle31_train.evaluation.sampling import TARGET, Sampling, stream
 from eagle31_train.targets.cached import CachedTarget
 from tests.evaluation.conftest import PROMPTS, workload_of
 
-TOKENS = 14
+TOKENS = 10
 GREEDY = workload_of()
 
 
@@ -137,7 +137,8 @@ def test_draws_are_the_same_with_every_drafter(model, candidates, temperature, t
 
 
 def test_drawn_drafts_are_decoded_at_every_depth_for_every_prompt(model, candidates):
-    measurer = measurer_of(model, "evaluate.draft_sampling=probabilistic", "evaluate.max_speculative_tokens=4")
+    options = ("evaluate.draft_sampling=probabilistic", "evaluate.max_speculative_tokens=4")
+    measurer = measurer_of(model, *options, tokens=14)
     once = [dataclasses.replace(one, verified=1) for one in candidates[:2]]
     found = measurer.measure(workload_of(temperature=0.5), once)
     for measurement in found.values():

@@ -69,7 +69,7 @@ def test_loss_and_every_gradient_equal_the_reference(check, case):
 
 
 @PROPERTY
-@given(cases(most_documents=6, longest=40, shapes=mla_shapes()))
+@given(cases(most_documents=4, longest=24, shapes=mla_shapes()))
 def test_packed_documents_train_as_each_does_alone(case):
     test_exactness.check_packing(case)
 
@@ -121,7 +121,7 @@ def test_every_round_of_drafting_equals_the_reference(problem):
 # ---------------------------------------------------------------- the same step, with other resources
 
 
-@settings(PROPERTY, max_examples=12)
+@settings(PROPERTY, max_examples=6)
 @given(
     test_exactness.realistic(
         make_mla_shape, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=16, q_lora_rank=32, kv_lora_rank=24

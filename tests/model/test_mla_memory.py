@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 from eagle31_train.model import context_attention
 from eagle31_train.model.batch import build_batch
 
-K, LENGTH = 7, 1024
+K, LENGTH = 7, 768
 
 
 @pytest.fixture(autouse=True)

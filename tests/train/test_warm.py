@@ -28,8 +28,8 @@ def learnt(copy_of, tmp_path_factory):
 
     def of(*options):
         if options not in made:
-            run = copy_of(tmp_path_factory.mktemp("learnt")).fit("train.epochs=8", *options)
-            export(run.config("train.epochs=8", *options))
+            run = copy_of(tmp_path_factory.mktemp("learnt")).fit("train.epochs=4", *options)
+            export(run.config("train.epochs=4", *options))
             made[options] = run
         return made[options]
 
