@@ -49,6 +49,7 @@ def train(folder, trainings, profile="ddp", processes=2, timeout=600, on_gpus=Fa
 def main():
     import torch
 
+    gc.disable()  # until all is imported
     rank, end = int(os.environ["RANK"]), torch.distributed.destroy_process_group
     results = []
     # The connections between the processes stay from training to training.
@@ -58,6 +59,7 @@ def main():
             if len(results) == 1:  # no collection looks through its imports again: DeepSpeed asks for many
                 gc.collect()
                 gc.freeze()
+                gc.enable()
             (Path(os.environ[RESULTS]) / f"rank{rank}.json").write_text(json.dumps(results))
     torch.distributed.barrier()
     end()

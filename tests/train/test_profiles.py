@@ -39,7 +39,7 @@ MUON, NEAR = ["train.optimizer=muon", "train.max_steps=8"], 0.15
 MUON_RELAY = {"ddp": 4, "fsdp2": 6}
 
 # Two ranks share every conversation: a relay once more.
-SHARING, SHARING_RELAY = ["train.context_parallel=2"], {"ddp": 6, "fsdp2": 10, "zero2": 14, "zero3": 16}
+SHARING, SHARING_RELAY = ["train.context_parallel=2"], {"ddp": 4, "fsdp2": 6, "zero2": 8, "zero3": 10}
 
 
 def error(ours, theirs):
