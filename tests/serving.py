@@ -55,6 +55,7 @@ RUNS = {
     "MLA": ("toy", TOY),
     "MLA, EAGLE 3, pruned": ("toy", [*TOY, *EAGLE_3, "data.draft_vocab_size=120"]),
 }
+YOURS = "EAGLE31_RUN"  # the variable that names a run to be served in place of all of these
 DEPTH = 3  # draft tokens of the evaluator's own speculation
 OTHER_DEPTHS = (1, 5, 8)  # of which it tells the counts from one output of the target
 AT_OTHER_DEPTHS = 8  # prompts; and without the drafter

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import serving
 import yaml
-from serving import DEPTH, OTHER_DEPTHS
+from serving import DEPTH, YOURS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -29,6 +29,12 @@ def pytest_itemcollected(item):
     """
     chosen = item.callspec.params if hasattr(item, "callspec") else {}
     item.add_marker(pytest.mark.xdist_group(chosen.get("finished_run") or chosen.get("case") or item.path.stem))
+
+
+def pytest_collection_modifyitems(items):
+    """What is marked with some runs is of no other; yours may be of any kind."""
+    some = ((item, item.get_closest_marker("runs")) for item in items)
+    items[:] = [item for item, of in some if of is None or item.callspec.params["finished_run"] in (*of.args, YOURS)]
 
 
 def pytest_terminal_summary(terminalreporter):
@@ -55,35 +61,48 @@ def vllm_python() -> Path:
 
 
 @pytest.fixture(scope="session")
-def ask(vllm_python, tmp_path_factory):
-    """Requests → answers of one process of vLLM's environment (see inside.py)."""
+def vllm_process(vllm_python, tmp_path_factory):
+    """A process of vLLM's environment (see inside.py), and the file of what it says."""
+    inherited = {key: value for key, value in os.environ.items() if key != "WORLD_SIZE"}
+    log = tmp_path_factory.mktemp("vllm") / "log"
+    with (
+        log.open("w") as said,
+        subprocess.Popen(
+            [str(vllm_python), str(Path(__file__).with_name("inside.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=said,
+            env=inherited,
+            text=True,
+        ) as process,
+    ):
+        yield process, log
+
+
+@pytest.fixture(scope="session")
+def ask(vllm_process, tmp_path_factory):
+    """Requests → answers of vLLM, in a process that nothing else has run in."""
+    process, log_of_all = vllm_process
 
     def run(task: str, requests: list[dict], **environment: str) -> list:
         folder = tmp_path_factory.mktemp(task)
-        asked, answers, log = (folder / name for name in ("requests.json", "answers.json", "log"))
-        asked.write_text(json.dumps(requests), encoding="utf-8")
-        inherited = {key: value for key, value in os.environ.items() if key not in ("OMP_NUM_THREADS", "WORLD_SIZE")}
-        with log.open("w") as output:
-            done = subprocess.run(
-                [str(vllm_python), str(Path(__file__).with_name("inside.py")), task, str(asked), str(answers)],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**inherited, **environment},
-                check=False,
-            )
-        assert done.returncode == 0, f"vLLM failed:\n{log.read_text()[-4000:]}"
-        return json.loads(answers.read_text(encoding="utf-8"))
+        files = {name: folder / name for name in ("requests", "answers", "log")}
+        files["requests"].write_text(json.dumps(requests), encoding="utf-8")
+        named = {name: str(file) for name, file in files.items()}
+        print(json.dumps({"task": task, **named, "environment": environment}), file=process.stdin, flush=True)
+        status = process.stdout.readline().strip()
+        said = "".join(file.read_text()[-4000:] for file in (log_of_all, files["log"]) if file.is_file())
+        assert status == "0", f"vLLM failed ({status or 'it ended'}):\n{said}"
+        return json.loads(files["answers"].read_text(encoding="utf-8"))
 
     return run
 
 
-@pytest.fixture(scope="session", params=serving.RUNS)
+@pytest.fixture(scope="session", params=[YOURS] if YOURS in os.environ else serving.RUNS)
 def finished_run(request, tmp_path_factory) -> Path:
     """A run folder with train/, evaluate/ and export/."""
-    if wanted := os.environ.get("EAGLE31_RUN"):
-        if request.param != "Llama":
-            pytest.skip("EAGLE31_RUN is served alone")
-        return Path(wanted).resolve()
+    if request.param == YOURS:
+        return Path(os.environ[YOURS]).resolve()
     demo = ROOT / "runs" / "smollm2"
     if request.param == "Llama" and (demo / "export.json").is_file():
         return demo
@@ -116,17 +135,24 @@ def target(finished_run) -> str:
     return path
 
 
-@pytest.fixture(scope="session")
-def answers(ask, finished_run, target, requests) -> dict[int, dict]:
-    """What vLLM answers with so many draft tokens, or none.
+class Answers(dict):
+    """Draft tokens, or 0 for none → what vLLM answers with so many; it is asked when a test first looks."""
 
-    A draft that names its target, and how many tokens it drafts, is served by its folder alone at this depth.
-    """
-    export = str(finished_run / "export")
-    asked = {}
-    for depth in (0, DEPTH, *OTHER_DEPTHS):
-        some = requests if depth == DEPTH else requests[: serving.AT_OTHER_DEPTHS]
-        asked[depth] = {"target": target, "draft": export if depth else None, "draft_tokens": depth, "requests": some}
-    if "speculators_config" in json.loads((finished_run / "export" / "config.json").read_text()):
-        asked[DEPTH] |= {"target": export, "draft": None}
-    return dict(zip(asked, ask("decode", list(asked.values())), strict=True))
+    def __init__(self, ask, finished_run: Path, target: str, requests: list[dict]) -> None:
+        super().__init__()
+        self.ask, self.target, self.requests = ask, target, requests
+        self.export = finished_run / "export"
+
+    def __missing__(self, depth: int) -> dict:
+        """A draft that names its target, and how many tokens it drafts, is served by its folder alone at that depth."""
+        some = self.requests if depth == DEPTH else self.requests[: serving.AT_OTHER_DEPTHS]
+        models = {"target": self.target, "draft": str(self.export) if depth else None}
+        if depth == DEPTH and "speculators_config" in json.loads((self.export / "config.json").read_text()):
+            models = {"target": str(self.export), "draft": None}
+        [self[depth]] = self.ask("decode", [{**models, "draft_tokens": depth, "requests": some}])
+        return self[depth]
+
+
+@pytest.fixture(scope="session")
+def answers(ask, finished_run, target, requests) -> Answers:
+    return Answers(ask, finished_run, target, requests)

@@ -1,29 +1,37 @@
 """What these tests ask of vLLM. Run by the python of vLLM's own environment:
 
-    .venv-vllm/bin/python tests/vllm/inside.py TASK REQUESTS.json ANSWERS.json
+    .venv-vllm/bin/python tests/vllm/inside.py
 
-Importing vLLM takes longer than starting its engine on a small target, so a process answers a list of requests. TASK is
-a function below, which takes one of them; its docstring has the fields of both.
+Importing vLLM takes three times as long as starting its engine on a small target, so this imports it once. Each line of
+standard input is then done by a forked process, to which nothing is left of those before, and answered by its exit
+status: {"task", "requests": file of a list, "answers": file to be written, "log": file of what vLLM says,
+"environment"}. The task is a function below, which takes one of the requests; its docstring has the fields of both.
 """
 
+import atexit
 import gc
 import json
 import os
 import sys
 import time
+import traceback
 from dataclasses import replace
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from unittest.mock import patch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # two threads on the core that vLLM binds them to wait for each other
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # a process that forks should have no threads
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # even eagerly vLLM compiles one function, of ranks
 os.environ.setdefault("VLLM_CPU_INT4_W4A8", "0")  # with AMX vLLM would round the inputs of INT4 layers to 8 bits
 # Of MLA, where there is any: on CPUs with AMX vLLM takes one that has no float32.
 ATTENTION = {"attention_backend": "CPU_MLA"}
+# vLLM fills it with zeros first. VLLM_CPU_KVCACHE_SPACE=1, where a target of yours needs more, makes it a GiB.
+CACHE = {"kv_cache_memory_bytes": 2**26}
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 # ---------------------------------------------------------------- decoding, with a drafter and without
@@ -37,7 +45,8 @@ COUNTERS = {
 
 
 def decode(target, draft, draft_tokens, requests, model_impl="auto"):
-    """Decode prompts one at a time, in float32: what others are in the batch then cannot change a number.
+    """Decode prompts one at a time, in float32: what others are in the batch then cannot change a number. The engine is
+    not shut down, which takes as long as starting it: it ends with the process.
 
     Args:
         target: folder; or a draft that names its target, with `draft` null.
@@ -71,6 +80,7 @@ def decode(target, draft, draft_tokens, requests, model_impl="auto"):
         speculative_config=speculation,
         seed=0,
         **ATTENTION,
+        **CACHE,
     )
 
     def tokens_of(one):
@@ -90,7 +100,6 @@ def decode(target, draft, draft_tokens, requests, model_impl="auto"):
         now = counted(llm, draft_tokens)
         answer["counters"].append(since(before, now))
         before = now
-    llm.llm_engine.engine_core.shutdown()  # frees its key-value cache before the next engine has one
     return answer
 
 
@@ -344,17 +353,48 @@ def tokenizer_of(folder):
 TASKS = {"decode": decode, "states": states, "draft": draft, "classes": classes, "text": text}
 
 
-def main(task, requests_file, answers_file):
-    answers = []
-    requests = json.loads(Path(requests_file).read_text(encoding="utf-8"))
-    for number, request in enumerate(requests, 1):
+def main():
+    for module in ("entrypoints.llm", "v1.worker.cpu_worker", "model_executor.layers.quantization.online.base"):
+        import_module(f"vllm.{module}")
+    gc.collect()
+    gc.freeze()  # or every collection in a child looks at all of vLLM's modules
+    answer, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr  # vLLM prints, too
+    for line in sys.stdin:
+        asked = json.loads(line)
+        if (child := os.fork()) == 0:
+            do(**asked)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), file=answer, flush=True)
+
+
+def do(task, requests, answers, log, environment):
+    """Do what a line asks and end this process, without the seconds that tidying up vLLM's modules takes."""
+    status = 1
+    try:
+        with open(log, "w") as output:  # noqa: PTH123
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+        os.environ.update(environment)
+        run(task, Path(requests), Path(answers))
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        atexit._run_exitfuncs()  # by which the engine of states removes its folder
+        sys.stdout.flush()
+        os._exit(status)
+
+
+def run(task, requests, answers):
+    found = []
+    asked = json.loads(requests.read_text(encoding="utf-8"))
+    for number, request in enumerate(asked, 1):
         began = time.perf_counter()
-        answers.append(TASKS[task](**request))
-        if task in ("decode", "states"):
+        found.append(TASKS[task](**request))
+        if task == "states":
             gc.collect()  # an engine holds its key-value cache
-        print(f"{task} {number} of {len(requests)}: {time.perf_counter() - began:.1f} s", flush=True)
-    Path(answers_file).write_text(json.dumps(answers), encoding="utf-8")
+        print(f"{task} {number} of {len(asked)}: {time.perf_counter() - began:.1f} s", flush=True)
+    answers.write_text(json.dumps(found), encoding="utf-8")
 
 
 if __name__ == "__main__":  # vLLM's processes import this file again
-    main(*sys.argv[1:])
+    main()

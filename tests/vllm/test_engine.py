@@ -29,6 +29,7 @@ pytestmark = pytest.mark.vllm
 
 VLLM = ["extract.engine=vllm", "extract.engine_args.enforce_eager=true"]
 MLA = "extract.engine_args.attention_backend=CPU_MLA"  # on CPUs with AMX vLLM takes one that has no float32
+CACHE = "extract.engine_args.kv_cache_memory_bytes=134217728"  # vLLM fills it with zeros first
 RECIPE = ["name=kimi", "target.device=cpu", "drafter.intermediate_size=32", "drafter.num_attention_heads=4"]
 CHUNKS = ["extract.engine_args.max_num_batched_tokens=96", "extract.engine_args.max_num_seqs=5"]
 TIGHT = [  # room for one of the long ones: others are thrown out and begun again
@@ -60,6 +61,7 @@ class Case:
             f"data.max_length={self.max_length}",
             *VLLM,
             MLA,
+            CACHE,
         ]
         return {
             "options": [*words, *options],
@@ -85,8 +87,8 @@ def smollm2(real_target):
     tokenizer = AutoTokenizer.from_pretrained(real_target)
     lines = lines_of(PROMPTS / "smollm2_conversations.jsonl")[:60]
     rows = [tokenizer.apply_chat_template(json.loads(line)["messages"], return_dict=False) for line in lines]
-    long = [row for row in rows if len(row) >= 250]
-    lengths = [250, 250, 100, 37, 3, 2, 250, 180]
+    long = [row for row in rows if len(row) >= 150]  # vLLM's blocks have 128
+    lengths = [150, 150, 100, 37, 3, 2, 150, 130]
     conversations = [torch.tensor(row[:length]) for row, length in zip(long[:8], lengths, strict=True)]
     return Case(real_target, 30, [0, 2, 15, 27], conversations, 256, times=3)  # 0: the embeddings
 

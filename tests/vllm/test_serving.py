@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from serving import AT_OTHER_DEPTHS, DEPTH, OTHER_DEPTHS, counters_told
+from serving import AT_OTHER_DEPTHS, DEPTH, OTHER_DEPTHS, RUNS, WINDOW, counters_told
 
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.config import TargetConfig
@@ -45,6 +45,7 @@ def headline(evaluated: dict) -> dict:
 def test_counts_are_the_evaluators(evaluated, requests, answers):
     counted = answers[DEPTH]["counters"]
     assert named(requests, counted) == named(requests, [one["counters"] for one in requests])
+    assert_told(evaluated, counted, DEPTH)
     told, prompts = headline(evaluated), len(evaluated["per_prompt"])
     assert sum(c["drafts"] for c in counted[:prompts]) == told["drafts"]
     assert sum(c["proposed"] for c in counted[:prompts]) == DEPTH * told["drafts"]
@@ -54,16 +55,22 @@ def test_counts_are_the_evaluators(evaluated, requests, answers):
     assert per_position == told["accepted_per_position"]
 
 
-@pytest.mark.parametrize("draft_tokens", [DEPTH, *OTHER_DEPTHS])
-def test_counts_at_every_depth_are_told_from_one_output_of_the_target(
+def assert_told(evaluated: dict, counted: list[dict], draft_tokens: int) -> None:
+    """The evaluator tells these counts from one output of the target."""
+    told = [counters_told(prompt, draft_tokens) for prompt in evaluated["per_prompt"][: len(counted)]]
+    assert dict(enumerate(counted[: len(told)])) == dict(enumerate(told))
+
+
+@pytest.mark.runs(*(name for name in RUNS if "int8" not in name))
+@pytest.mark.parametrize("draft_tokens", OTHER_DEPTHS)
+def test_counts_at_other_depths_are_told_from_one_output_of_the_target(
     draft_tokens, finished_run, evaluated, requests, answers
 ):
-    if draft_tokens != DEPTH and "quantization_config" in (finished_run / "export" / "config.json").read_text():
+    if "quantization_config" in (finished_run / "export" / "config.json").read_text():
         pytest.skip("inputs between two int8 numbers are rounded either way: vLLM's own drafts of 3 and 5 tokens part")
     found = answers[draft_tokens]
     assert found["outputs"][:AT_OTHER_DEPTHS] == [one["output"] for one in requests[:AT_OTHER_DEPTHS]]
-    told = [counters_told(prompt, draft_tokens) for prompt in evaluated["per_prompt"][: len(found["counters"])]]
-    assert dict(enumerate(found["counters"][: len(told)])) == dict(enumerate(told))
+    assert_told(evaluated, found["counters"], draft_tokens)
 
 
 def test_the_drafter_is_of_use(evaluated, answers, tell):
@@ -136,6 +143,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.runs("MLA", "MLA, EAGLE 3, pruned")
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_in_mla_would_change_vllms_counts(mistake, decoded, requests, answers):
     theirs = [counters["accepted_per_position"] for counters in answers[DEPTH]["counters"]]
@@ -145,6 +153,7 @@ def test_a_mistake_in_mla_would_change_vllms_counts(mistake, decoded, requests, 
     assert any(decoded(one, "mla", MISTAKES[mistake]) != counted for one, counted in asked)
 
 
+@pytest.mark.runs(*(name for name, (_, options) in RUNS.items() if WINDOW[0] in options))
 @pytest.mark.parametrize("mistake", WINDOWS)
 def test_a_window_off_by_one_would_change_vllms_counts(mistake, decoded, requests, answers):
     theirs = [counters["accepted_per_position"] for counters in answers[DEPTH]["counters"]]
