@@ -16,6 +16,7 @@ and acceptance: docs/benchmarks.md.
 Shapes: N rows of D documents, [...] further axes, W the width of a state, B the width of a block.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -55,6 +56,7 @@ CODECS = {
     "int8": Codec(torch.int8, 128, 127.0),
     "int4": Codec(torch.uint8, 32, -8.0, packed=2),
 }
+LARGEST = 448  # that a value of any codec with scales can be
 
 
 @dataclass(frozen=True)
@@ -93,11 +95,16 @@ class Encoded:
 
     @property
     def finite(self) -> bool:
+        """Whether every value is decoded to a finite number."""
         values = self.values
         if values.dtype == torch.float8_e4m3fn:  # it has no infinity, and torch compares none of its values
             values = torch.where((values.view(torch.uint8) & 127) == 127, torch.nan, 0.0)
-        parts = (values, self.scale, self.channels)
-        return all(bool(_all_finite(part)) for part in parts if part.is_floating_point())
+        scales = (self.scale, self.channels)
+        if not all(bool(all_finite(part)) for part in (values, *scales) if part.is_floating_point()):
+            return False
+        # Nothing decodes to more than this; only where that is too much, what it does decode to is looked at.
+        most = LARGEST * math.prod(float(part.abs().max()) for part in scales if part.numel())
+        return most < torch.finfo(torch.bfloat16).max or bool(all_finite(self.decode()))
 
     def unbind(self) -> list["Encoded"]:
         """[N, A, W] → A times [N, W]: layer by layer, so that they need not be decoded all at once."""
@@ -130,10 +137,10 @@ def encode_unchecked(states: Tensor, codec: str) -> tuple[Encoded, Tensor]:
     width = states.shape[-1]
     if not how.block:
         encoded = plain(states.bfloat16())
-        return encoded, _all_finite(encoded.values)
+        return encoded, all_finite(encoded.values)
     fine, channels, states = None, states.new_empty(1, *states.shape[1:-1], 0, dtype=torch.bfloat16), states.float()
     if how.channels:
-        fine = _all_finite((states * (1 + 1 / how.largest)).bfloat16())  # no value is decoded to more
+        fine = all_finite((states * (1 + 1 / how.largest)).bfloat16())  # no value is decoded to more
         channels = _channel_scales(states)
         states = states / channels.float()
     blocks = _blocks(states, how.block)
@@ -142,7 +149,7 @@ def encode_unchecked(states: Tensor, codec: str) -> tuple[Encoded, Tensor]:
     else:
         extreme = blocks.abs().amax(-1, keepdim=True)
     scale = (extreme / how.largest).bfloat16()
-    finite = _all_finite((scale * how.largest).bfloat16())  # what the extreme value would be decoded to
+    finite = all_finite((scale * how.largest).bfloat16())  # what the extreme value would be decoded to
     scale = torch.where(scale.abs() < torch.finfo(scale.dtype).tiny, 1.0, scale)  # a block of nothing, or next to it
     scaled = _from_blocks(blocks / scale.float(), width)
     if codec == "fp8":
@@ -170,7 +177,7 @@ def _channel_scales(states: Tensor) -> Tensor:
     return torch.where(known, mean, 1.0).log2().round().clamp(max=126).exp2().bfloat16()
 
 
-def _all_finite(values: Tensor) -> Tensor:
+def all_finite(values: Tensor) -> Tensor:
     """[] bool, on the values' device."""
     if not values.numel():
         return torch.ones((), dtype=torch.bool, device=values.device)

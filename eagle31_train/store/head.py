@@ -3,7 +3,11 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 from eagle31_train import artifacts, foreign
 from eagle31_train.console import note
@@ -11,10 +15,11 @@ from eagle31_train.errors import UserError
 from eagle31_train.provenance import Provenance
 from eagle31_train.store import format as files
 from eagle31_train.store.backends import Storage
-from eagle31_train.store.format import Line
+from eagle31_train.store.format import ContentError, Line
 from eagle31_train.store.sealed import DamagedError
 from eagle31_train.store.shard_plan import Plan, PlannedShard
 from eagle31_train.store.stream import read_bound, read_consumed
+from eagle31_train.store.tensors import first_not_finite
 
 
 @dataclass(frozen=True)
@@ -132,14 +137,24 @@ def damage_of(storage: Storage, name: str, store: str, by_size: bool = False) ->
         if by_size:
             size = storage.size(name)
             return None if size == line.size else f"{where} has {size or 'no'} bytes, not {line.size}"
-        files.open_checked(storage, name, line.size, line.checksum, lambda _: None)
+        files.open_checked(storage, name, line.size, line.checksum, _check_tensors)
     except DamagedError as error:
         return str(error)
-    except files.ContentError as error:
+    except ContentError as error:
         return f"{where} {error}"
     except FileNotFoundError:
         return f"{where} is missing"
     return None
+
+
+def _check_tensors(path: Path) -> None:
+    """ContentError unless a file holds tensors, all of them finite."""
+    try:
+        wrong = first_not_finite(load_file(path))
+    except (SafetensorError, RuntimeError, ValueError) as error:
+        raise ContentError(f"cannot be read ({error})") from None
+    if wrong is not None:
+        raise ContentError(f"holds {wrong} with values that are not finite")
 
 
 def finished(storage: Storage, provenance: Provenance, overwrite: bool) -> dict[str, Any] | None:

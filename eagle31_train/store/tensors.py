@@ -5,11 +5,14 @@ remove, and a full disk comes as an error that says so only in its text.
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from eagle31_train.store.codec import all_finite
 
 NAMES = {
     torch.float64: "F64",
@@ -48,3 +51,11 @@ def _write_all(file: Any, data: Any) -> None:
     rest = memoryview(data)
     while len(rest):  # a single write takes 2 GiB at most
         rest = rest[file.write(rest) :]
+
+
+def first_not_finite(tensors: Mapping[str, Tensor]) -> str | None:
+    """The name of a tensor that holds NaN or an infinity; None if none does."""
+    wide = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # torch has no order of narrower floats
+    floats = ((name, tensor) for name, tensor in tensors.items() if tensor.is_floating_point())
+    compared = ((name, tensor if tensor.dtype in wide else tensor.float()) for name, tensor in floats)
+    return next((name for name, tensor in compared if not all_finite(tensor)), None)

@@ -20,7 +20,7 @@ from eagle31_train.store.sealed import DamagedError, digest, seal
 from eagle31_train.store.shard import write_shard
 from eagle31_train.store.shard_plan import Plan, PlannedShard, shape_of
 from eagle31_train.store.stream import read_bound, read_consumed, wait
-from eagle31_train.store.tensors import save_file
+from eagle31_train.store.tensors import first_not_finite, save_file
 
 
 class StoreWriter:
@@ -136,6 +136,12 @@ class StoreWriter:
         return damage_of(self.storage, files.TRAJECTORIES, self.id) is None
 
     def _write_tensors(self, file: str, tensors: dict[str, Tensor]) -> None:
+        """UserError where one is not finite, which training would find hours later, if at all."""
+        if wrong := first_not_finite(tensors):
+            raise UserError(
+                f"{self.storage.location}/{file} would hold {wrong} with values that are not finite (NaN or infinite): "
+                "check the target's weights and target.dtype"
+            )
         try:
             old = files.read_line(self.storage, file, self.id)
         except DamagedError:

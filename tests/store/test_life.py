@@ -91,7 +91,7 @@ def test_stored_states_that_are_no_numbers_are_named_by_their_sample(tmp_path, c
     planned = next(shard for shard in made.plan.of("train") if shard.end - shard.first > 1)
     made.of(planned)[1].aux[0] = float("nan")
     with monkeypatch.context() as patched:
-        patched.setattr(codec, "_all_finite", lambda values: torch.tensor(True))
+        patched.setattr(codec, "all_finite", lambda values: torch.tensor(True))
         made.write(tmp_path / "store")
     assert main(["verify", str(tmp_path / "store")]) == 1
     out = capsys.readouterr().out.splitlines()

@@ -1,0 +1,109 @@
+"""NaN and infinities planted in every kind of tensor of a store, of every codec, with checksums that are right."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from made import Made, message_of
+from pipeline import reseal
+from safetensors.torch import load_file
+
+from eagle31_train.errors import UserError
+from eagle31_train.store import Store
+from eagle31_train.store.__main__ import check
+from eagle31_train.store.backends import LocalStorage
+from eagle31_train.store.codec import CODECS, encode
+from eagle31_train.store.format import TARGET, TRAJECTORIES, TRAJECTORIES_LINE
+from eagle31_train.store.sealed import checksum, seal, unseal
+from eagle31_train.store.tensors import save_file
+
+pytestmark = pytest.mark.usefixtures("no_power_is_lost")
+NAN, INF = float("nan"), float("inf")
+TRAJECTORY = {"0.prompt": torch.tensor([1, 2]), "0.aux": torch.ones(1, 2, 16)}
+PLANTED = [
+    (codec, f"{of}.{part}")
+    for codec, how in CODECS.items()
+    for of in ("aux", "last")
+    for part, there in (("values", how.dtype.is_floating_point), ("scale", how.block), ("channels", how.channels))
+    if there
+]
+
+
+def made(codec="bf16"):
+    return Made({"train": [9, 4, 6], "heldout": [5, 3]}, 16, codec, codec)
+
+
+def problems(folder):
+    return [problem.text for problem in check(LocalStorage("the store", folder), Counter())]
+
+
+def plant(file, name, value, row=-1):
+    tensors = {key: tensor.clone() for key, tensor in load_file(file).items()}
+    tensor = tensors[name]
+    if tensor.dtype == torch.float8_e4m3fn:
+        tensor.view(torch.uint8)[row] = 127  # NaN: it has no infinity
+    else:
+        tensor[row] = value
+    save_file(tensors, file)
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@pytest.mark.parametrize(("codec", "name"), PLANTED)
+def test_states_and_scales_that_are_not_finite_are_found_with_their_sample(tmp_path, codec, name, value):
+    stored = made(codec)
+    stored.write(tmp_path)
+    shard = stored.plan.of("train")[0]
+    plant(tmp_path / shard.name, name, value)
+    reseal(tmp_path)
+    last = shard.end - 1
+    assert problems(tmp_path) == [f"the store/{shard.name} holds states that are not finite, in sample {last} of train"]
+    document = Store(tmp_path).split("train").read(last)
+    assert not (document.aux.finite and document.last.finite), "by which a training names the sample"
+
+
+@pytest.mark.parametrize("codec", [codec for codec, how in CODECS.items() if how.block])
+def test_scales_that_are_finite_and_decode_to_what_is_not_are_found(codec):
+    encoded = encode(torch.linspace(-1, 1, 3 * 130).view(3, 130), codec)
+    assert encoded.finite
+    largest = torch.finfo(torch.bfloat16).max
+    scale = encoded.scale.clone()
+    scale[1, 0] = largest / 2
+    harmed = replace(encoded, scale=scale)
+    assert not harmed.decode().isfinite().all()
+    assert not harmed.finite
+    scale[1, 0] = largest / 100  # too large for the largest value that there could be, and not for those that are
+    assert replace(encoded, scale=scale, values=torch.zeros_like(encoded.values)).finite
+
+
+@pytest.mark.parametrize("name", ["embed_tokens", "norm", "lm_head"])
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_a_targets_weights_that_are_not_finite_are_neither_written_nor_read(tmp_path, name, value):
+    stored = made()
+    stored.write(tmp_path)
+    plant(tmp_path / TARGET, name, value, row=3)
+    reseal(tmp_path)
+    found = f"{TARGET} holds {name} with values that are not finite"
+    assert problems(tmp_path) == [f"the store/{found}"]
+    with pytest.raises(UserError, match=found):
+        Store(tmp_path).target  # noqa: B018
+    stored.weights[name][3] = value
+    assert f"would hold {name} with values that are not finite" in message_of(stored.write, tmp_path / "new")
+    assert not (tmp_path / "new" / TARGET).exists()
+
+
+def test_trajectories_that_are_not_finite_are_neither_written_nor_read(tmp_path):
+    stored = made()
+    writer = stored.write(tmp_path)
+    writer.write_trajectories(TRAJECTORY)
+    assert problems(tmp_path) == []
+    plant(tmp_path / TRAJECTORIES, "0.aux", INF)
+    line = unseal((tmp_path / TRAJECTORIES_LINE).read_bytes()) | {"checksum": checksum(tmp_path / TRAJECTORIES)}
+    (tmp_path / TRAJECTORIES_LINE).write_bytes(seal(line))
+    found = f"{TRAJECTORIES} holds 0.aux with values that are not finite"
+    assert problems(tmp_path) == [f"the store/{found}"]
+    with pytest.raises(UserError, match=found):
+        Store(tmp_path).trajectories  # noqa: B018
+    assert not writer.has_trajectories, "an extraction makes them anew"
+    bad = {**TRAJECTORY, "0.aux": torch.full((1, 2, 16), NAN)}
+    assert "would hold 0.aux" in message_of(writer.write_trajectories, bad)
