@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow
+import pyarrow.compute as pc
+from pyarrow import types
 from pyarrow.parquet import ParquetFile
 
 from eagle31_train import artifacts, foreign
@@ -194,10 +196,41 @@ def _csv(path: Path, place: Place) -> Iterator[Any]:
 
 def _parquet(path: Path, place: Place) -> Iterator[Any]:
     with ParquetFile(path) as file:
+        columns = [file.schema.column(number) for number in range(len(file.schema))]
+    # Texts stay references to the different ones among them: one of a megabyte, in a thousand rows, is a file of 3 KB.
+    # Those in lists pyarrow unpacks to 2 GiB at most.
+    texts = [c.path for c in columns if c.physical_type == "BYTE_ARRAY" and not c.max_repetition_level]
+    with ParquetFile(path, read_dictionary=texts) as file:
         for batch in file.iter_batches(ROWS_AT_ONCE):
-            for row in batch.to_pylist():
+            for row in _unpacked(batch):
                 yield with_lists(row)
                 place.number += 1
+
+
+def _unpacked(batch: pyarrow.RecordBatch) -> Iterator[dict[str, Any]]:
+    """The rows of a batch, of which no more than LINE bytes are unpacked at once."""
+    if sum(map(_unpacked_bytes, batch.columns)) <= LINE:
+        yield from batch.to_pylist()
+    elif len(batch) == 1:
+        raise ValueError(f"a row of more than {LINE:,} bytes")
+    else:
+        half = len(batch) // 2
+        yield from _unpacked(batch[:half])
+        yield from _unpacked(batch[half:])
+
+
+def _unpacked_bytes(values: Any) -> int:
+    """What an array of any type takes once its references are followed."""
+    kind = values.type
+    if types.is_dictionary(kind):
+        return pc.sum(pc.take(pc.binary_length(values.dictionary), values.indices)).as_py() or 0
+    if types.is_map(kind):
+        return _unpacked_bytes(values.keys) + _unpacked_bytes(values.items)
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return _unpacked_bytes(values.flatten())
+    if types.is_struct(kind):
+        return sum(map(_unpacked_bytes, values.flatten()))
+    return values.nbytes
 
 
 def _dataset_rows(rows: Iterator[Any], place: Place) -> Iterator[Any]:

@@ -107,6 +107,22 @@ def test_a_few_bytes_that_unpack_to_a_line_without_end(tmp_path, monkeypatch):
         assert "1,048,576 bytes or more" in str(found)
 
 
+def repeated(text, times, nested):
+    """A column of one text again and again, or one row of such a list."""
+    texts = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * times, pyarrow.int32()), pyarrow.array([text]))
+    return pyarrow.ListArray.from_arrays(pyarrow.array([0, times], pyarrow.int32()), texts) if nested else texts
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_few_bytes_of_parquet_that_unpack_to_more_than_memory(tmp_path, nested):
+    """A megabyte, again and again: 4 GiB of rows are read, and a row of 300 MiB is not."""
+    column, path = repeated("x" * (1 << 20), 300 if nested else 4096, nested), tmp_path / "bomb.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"turns" if nested else "prompt": column}), path, compression="zstd")
+    assert path.stat().st_size < 10_000
+    found = outcome(lambda: sum(len(row["prompt"]) for _, row in open_files(str(path), "train", "o")[0].values()))
+    assert "cannot be read (a row of more than 268,435,456 bytes)" in str(found) if nested else found == 1 << 32
+
+
 @pytest.mark.parametrize("kind", UNREADABLE)
 def test_links_to_nowhere_and_to_what_never_ends(kind, tmp_path):
     path = tmp_path / "rows.jsonl"
