@@ -99,6 +99,16 @@ def spoil(path, kind):
         path.symlink_to(path.name if kind == "itself" else kind)
 
 
+class Acting:
+    """Pickled, it makes a folder when it is read."""
+
+    def __init__(self, folder):
+        self.folder = str(folder)
+
+    def __reduce__(self):
+        return os.mkdir, (self.folder,)
+
+
 # ---------------------------------------------------------------- JSON
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import make_mla_shape, make_shape
 from hypothesis import strategies as st
-from mutating import UNREADABLE, cases, documents, outcome, spoil, texts, torn
+from mutating import UNREADABLE, Acting, cases, documents, outcome, spoil, texts, torn
 from safetensors.torch import save
 
 from eagle31_train.checkpoint import contract
@@ -126,6 +126,17 @@ def test_links_to_nowhere_and_to_what_never_ends(name, kind, draft):
     folder = draft("llama")
     spoil(folder / name, kind)
     assert isinstance(outcome(lambda: read(folder)), UserError)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_no_pickle_is_opened(name, draft, tmp_path):
+    folder = draft("llama")
+    (folder / "model.safetensors").unlink()
+    torch.save(Acting(tmp_path / "made"), folder / name)
+    problem = outcome(lambda: read(folder))
+    (folder / name).unlink()
+    assert isinstance(problem, UserError)
+    assert not (tmp_path / "made").exists()
 
 
 def test_whole_drafts_are_read_and_sizes_beyond_all_real_ones_refused_by_name(draft):

@@ -8,8 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import strategies as st
-from mutating import UNREADABLE, cases, documents, outcome, spoil, texts
+from mutating import UNREADABLE, Acting, cases, documents, outcome, spoil, texts
 from published_targets import FOLDER
 from talking import make_tokenizer
 
@@ -20,6 +21,7 @@ from eagle31_train.targets import chat_template
 from eagle31_train.targets.chat import ChatTemplate
 from eagle31_train.targets.derive import planned_drafter
 from eagle31_train.targets.description import describe_target, read_raw, text_config
+from eagle31_train.targets.hf import load_model, read_config
 
 CONFIGS = [json.loads(file.read_text()) for file in sorted(FOLDER.glob("*/config.json"))]
 assert len(CONFIGS) >= 8
@@ -188,6 +190,47 @@ def test_a_template_without_end_is_refused_under_a_lower_limit_of_memory(templat
     monkeypatch.setattr(resource, "getrlimit", lambda _: (there + 2**24, there + 2**24))  # `ulimit -v`
     with pytest.raises(UserError, match="to render a few words"):
         ChatTemplate.load(template_file("{{ 'a' * 10**10 }}"))
+
+
+def test_a_template_reaches_neither_python_nor_files(template_file, tmp_path):
+    config = template_file(f"{{{{ cycler.__init__.__globals__.os.mkdir('{tmp_path}/made') }}}}hi")
+    with suppress(UserError, Refused):
+        ChatTemplate.load(config).prompt_ids(ASK)
+    assert not (tmp_path / "made").exists()
+
+
+def test_the_bounds_of_a_template_are_those_that_are_told():
+    told = f"killed at {chat_template.SECONDS:g} s or {chat_template.MEMORY >> 30} GiB"
+    assert told in (Path(__file__).parents[2] / "SECURITY.md").read_text()
+
+
+# ---------------------------------------------------------------- code of a target's own
+
+
+def test_a_targets_pickle_runs_nothing(target, tmp_path):
+    folder = target()
+    torch.save(Acting(tmp_path / "made"), folder / "pytorch_model.bin")
+    assert isinstance(
+        outcome(lambda: load_model(TargetConfig(path=str(folder), device="cpu", dtype="float32"))), UserError
+    )
+    assert not (tmp_path / "made").exists()
+    torch.load(folder / "pytorch_model.bin", weights_only=False)
+    assert (tmp_path / "made").exists(), "it would have"
+
+
+def test_a_targets_python_code_runs_only_where_that_is_allowed(target, tmp_path):
+    code = f"import os\nos.makedirs({str(tmp_path / 'made')!r}, exist_ok=True)\n"
+    code += "from transformers import LlamaConfig as Own\n"
+    own = {**CONFIGS[0], "model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}}
+    folder = target(config__json=json.dumps(own).encode(), own__py=code.encode())
+    config = TargetConfig(path=str(folder), device="cpu", dtype="float32")
+    for call in (lambda: read_config(config), lambda: load_model(config)):
+        assert "target.trust_remote_code=true" in str(outcome(call))
+    outcome(lambda: describe_target(config))
+    outcome(lambda: ChatTemplate.load(config))
+    assert not (tmp_path / "made").exists()
+    outcome(lambda: read_config(replace(config, trust_remote_code=True)))
+    assert (tmp_path / "made").exists(), "it would have"
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors"])
