@@ -148,7 +148,10 @@ def read_json(path: Path, made_by: str) -> Record:
     if not path.is_file():
         raise UserError(f"{path} is missing: run `{made_by}` first")
     try:
-        return Record(foreign.read_object(path), path, made_by)
+        value = foreign.read_object(path)
+        if not isinstance(value.get("inputs", {}), dict):
+            raise ValueError("its inputs are no object")  # noqa: TRY004 (of the file)
+        return Record(value, path, made_by)
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error}): remove it and run `{made_by}` again") from None
 

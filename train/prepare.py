@@ -82,7 +82,7 @@ def complete_drafter(config: Config, source: DrafterCheckpoint | None) -> Config
     """With every open option of the drafter as in the run's record, in the initial weights, or in the target."""
     record, begun = Path(config.run_dir) / "train" / RECORD, None
     if record.is_file() and (not config.overwrite or initial_weights.goes_by_record(config)):
-        begun = artifacts.read_json(record, "train.py")["inputs"]["drafter"]
+        begun = artifacts.Record(artifacts.read_json(record, "train.py")["inputs"], record, "train.py")["drafter"]
     elif source is not None:
         begun = {name: getattr(source.shape, name) for name in initial_weights.FOLLOWED}
     return complete(config, provenance.read_data(config).get("target"), begun)
