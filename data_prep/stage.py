@@ -19,6 +19,7 @@ from eagle31_train import artifacts, provenance
 from eagle31_train.config import Config, DataConfig
 from eagle31_train.console import note, ranks
 from eagle31_train.errors import UserError
+from eagle31_train.locks import writing
 from eagle31_train.model import vocab
 from eagle31_train.reporting.tables import aligned
 from eagle31_train.rows.files import open_files
@@ -76,7 +77,7 @@ def prepare(config: Config) -> None:
     _check_splits(collected, data)
     if data.shuffle is not None:
         collected.splits["train"].shuffle(data.shuffle)
-    with artifacts.building(folder) as temporary:
+    with writing(folder, "run_dir=… or data_dir=…"), artifacts.building(folder) as temporary:
         manifest = {
             **made_from.record(),
             **_write(temporary, collected, template, vocab_size, data),

@@ -6,7 +6,6 @@
 A mistake by the user ends with one line on standard error and exit status 2.
 """
 
-import argparse
 import copy
 import dataclasses
 import difflib
@@ -30,7 +29,7 @@ from yaml import YAMLError
 from eagle31_train import precision
 from eagle31_train.allocator import keep_freed_memory
 from eagle31_train.config import REMOVED, RENAMED, Config, check_value
-from eagle31_train.console import explained, note, say, tidy
+from eagle31_train.console import Parser, explained, note, say, tidy
 from eagle31_train.errors import UserError
 from eagle31_train.locations import CONFIGS, project
 
@@ -260,11 +259,10 @@ def run(
         tells: the option of precision that the stage uses, of which a line says how it was resolved.
         before: what the usage line has before the options; the caller reads it.
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=_program(),
         usage=f"%(prog)s {before}[-h] [--cfg] [--config-dir DIR] [key=value ...]",
         description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=_options_help(),
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="options, listed below")

@@ -36,6 +36,7 @@ from eagle31_train.errors import UserError
 from eagle31_train.evaluation.evaluating import evaluate
 from eagle31_train.evaluation.serving import check as check_serving
 from eagle31_train.evaluation.serving import measure_serving
+from eagle31_train.locks import writing
 from eagle31_train.reporting import evaluation_page, recipe, tables
 from eagle31_train.reporting.markdown import public
 from eagle31_train.targets.hf import read_config
@@ -68,33 +69,33 @@ def compare(trainings: Named, config: Config) -> None:
     drafts = {name: exported(some[0]) for name, some in trainings.items()} if engine else {}
     data = provenance.read_data(config, whole=True)
     checkpoints = {name: [read(one, config, data) for one in some] for name, some in trainings.items()}
-
-    # Comparisons without a folder of their own share what is measured.
-    shared = Path(config.compare.out or COMPARISONS)
-    verified = dict.fromkeys(checkpoints, config.compare.verified)
-    result, decoded, _ = evaluate(config, checkpoints, data, shared / "workloads", verified)
-    first, *others = trainings
-    words = [f"{name}:{','.join(map(public, some))}" for name, some in trainings.items()]
-    result |= {
-        "title": f"{', '.join(others)} against {first}",
-        "target": config.target.name,
-        "trainings": trainings,
-        "identities": {name: [one.identity for one in some] for name, some in checkpoints.items()},
-        "command": f"eagle31 compare {shlex.join([*words, *recipe.overrides(config)])}",
-        "verified": config.compare.verified,
-    }
-    note(tables.as_text(result))
-    write(out, result)  # before vLLM, which may fail after hours
-    if engine is None:
-        return
-    workload = decoded[0]
-    gc.collect()  # the target, which has cycles: vLLM asks for nearly all memory that a GPU has
-    torch.cuda.empty_cache()
-    served = measure_serving(config, drafts, workload.prompts, data["end_ids"], engine, shared / "serving")
-    firsts = [f"of {name}, the first of {len(some)} trainings" for name, some in trainings.items() if len(some) > 1]
-    result["serving"] = {**served, "notes": [*firsts, *served["notes"]], "workload": workload.name}
-    note("\n" + tables.as_text({"serving": result["serving"]}))
-    write(out, result)
+    with writing(out, "compare.out=…"):  # before hours are spent
+        # Comparisons without a folder of their own share what is measured.
+        shared = Path(config.compare.out or COMPARISONS)
+        verified = dict.fromkeys(checkpoints, config.compare.verified)
+        result, decoded, _ = evaluate(config, checkpoints, data, shared / "workloads", verified)
+        first, *others = trainings
+        words = [f"{name}:{','.join(map(public, some))}" for name, some in trainings.items()]
+        result |= {
+            "title": f"{', '.join(others)} against {first}",
+            "target": config.target.name,
+            "trainings": trainings,
+            "identities": {name: [one.identity for one in some] for name, some in checkpoints.items()},
+            "command": f"eagle31 compare {shlex.join([*words, *recipe.overrides(config)])}",
+            "verified": config.compare.verified,
+        }
+        note(tables.as_text(result))
+        write(out, result)  # before vLLM, which may fail after hours
+        if engine is None:
+            return
+        workload = decoded[0]
+        gc.collect()  # the target, which has cycles: vLLM asks for nearly all memory that a GPU has
+        torch.cuda.empty_cache()
+        served = measure_serving(config, drafts, workload.prompts, data["end_ids"], engine, shared / "serving")
+        firsts = [f"of {name}, the first of {len(some)} trainings" for name, some in trainings.items() if len(some) > 1]
+        result["serving"] = {**served, "notes": [*firsts, *served["notes"]], "workload": workload.name}
+        note("\n" + tables.as_text({"serving": result["serving"]}))
+        write(out, result)
 
 
 def write(out: Path, result: dict[str, Any]) -> None:

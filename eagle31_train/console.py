@@ -34,9 +34,19 @@ MENDABLE |= {errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP}
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again later
 
 
-def parser(command: str, description: str | None) -> argparse.ArgumentParser:
-    shape = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(prog=f"eagle31 {command}", description=description, formatter_class=shape)
+class Parser(argparse.ArgumentParser):
+    """Keeps line ends; and says that its help cannot be written, about which argparse's own keeps quiet."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        with explained(), tidy():
+            note(message.rstrip("\n"), error=file is not sys.stdout)
+
+
+def parser(command: str, description: str | None) -> Parser:
+    return Parser(prog=f"eagle31 {command}", description=description)
 
 
 def ranks() -> int:
@@ -70,6 +80,11 @@ def explained() -> Iterator[None]:
     """Around a command: it ends with 2 on a user's mistake, with 75 if it was told to stop and saved, 130 on Ctrl-C."""
     _open_streams()
     try:
+        if sys.flags.optimize > 1:
+            raise UserError(
+                "python -OO (PYTHONOPTIMIZE=2) removes the docstrings of which transformers makes its classes: start "
+                "Python without it"
+            )
         yield
     except UserError as error:
         if not isinstance(error, SharedError):

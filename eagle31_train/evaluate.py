@@ -27,6 +27,7 @@ from eagle31_train.evaluation import evaluating, perturb, results, workloads
 from eagle31_train.evaluation.serving import Installation, measure_serving
 from eagle31_train.evaluation.serving import check as check_serving
 from eagle31_train.evaluation.serving.engine import server_arguments, target_arguments
+from eagle31_train.locks import writing
 from eagle31_train.provenance import Provenance
 from eagle31_train.reporting import evaluation_page, recipe, tables
 from eagle31_train.store import read_manifest
@@ -52,26 +53,31 @@ def evaluate(config: Config) -> None:
     checkpoint.check_store(read_manifest(config), config.target)
     provenance.read_data(config, whole=True)  # or it is refused
 
-    # Measurements stay outside the stage's folder, so that adding a suite does not decode the others again.
-    checkpoints = {config.name: [checkpoint]}
-    result, decoded, measurements = evaluating.evaluate(config, checkpoints, data, run_dir / "workloads")
-    ((first,),) = measurements[0].values()
-    workload, sampled = decoded[0], any(one.temperature for one in decoded)
-    trained_on = data["splits"]["train"].get("by_source", {}) if workload.suite == workloads.HELDOUT else {}
-    missing = sorted(trained_on.keys() - {prompt.source for prompt in workload.prompts})
-    result |= {"title": config.name, "target": config.target.name, "command": recipe.command(recipe.EVALUATE, config)}
-    files = evaluation_page.write(folder, result)
-    facts = {
-        "result": result,
-        "identical": config.evaluate.draft_sampling == "greedy" or not sampled,  # or measuring would have refused
-        "not_measured": missing,  # sources
-        "per_prompt": results.per_prompt(workload, first, config.evaluate.num_speculative_tokens),
-        "left_out": {workload.name: workload.left_out for workload in decoded},
-        "end_ids": data["end_ids"],
-        "files": files,
-        "seconds": time.perf_counter() - began,
-    }
-    artifacts.write_json(folder / artifacts.MANIFEST, made_of.record(**facts))
+    with writing(folder):  # before hours are spent
+        # Measurements stay outside the stage's folder, so that adding a suite does not decode the others again.
+        checkpoints = {config.name: [checkpoint]}
+        result, decoded, measurements = evaluating.evaluate(config, checkpoints, data, run_dir / "workloads")
+        ((first,),) = measurements[0].values()
+        workload, sampled = decoded[0], any(one.temperature for one in decoded)
+        trained_on = data["splits"]["train"].get("by_source", {}) if workload.suite == workloads.HELDOUT else {}
+        missing = sorted(trained_on.keys() - {prompt.source for prompt in workload.prompts})
+        result |= {
+            "title": config.name,
+            "target": config.target.name,
+            "command": recipe.command(recipe.EVALUATE, config),
+        }
+        files = evaluation_page.write(folder, result)
+        facts = {
+            "result": result,
+            "identical": config.evaluate.draft_sampling == "greedy" or not sampled,  # or measuring would have refused
+            "not_measured": missing,  # sources
+            "per_prompt": results.per_prompt(workload, first, config.evaluate.num_speculative_tokens),
+            "left_out": {workload.name: workload.left_out for workload in decoded},
+            "end_ids": data["end_ids"],
+            "files": files,
+            "seconds": time.perf_counter() - began,
+        }
+        artifacts.write_json(folder / artifacts.MANIFEST, made_of.record(**facts))
     note(tables.as_text(result))
     if missing:
         note(f"not measured: {', '.join(missing)} (no prompt of these sources was decoded)")
@@ -101,15 +107,16 @@ def serve(config: Config) -> None:
     workload, *others = evaluating.choose_workloads(config, [checkpoint], data, caveats)
     if others:
         raise UserError("evaluate.backend=vllm serves one workload: give one set of prompts, and no perturbations")
-    serving = measure_serving(config, {config.name: run_dir / "export"}, workload.prompts, data["end_ids"], engine)
-    serving |= {
-        "workload": workload.name,
-        "notes": [*workload.remarks, *serving["notes"]],
-        "command": recipe.command(recipe.EVALUATE, config),
-    }
-    files = evaluation_page.write(folder, {"title": config.name, "target": config.target.name, "serving": serving})
-    record = made_of.record(serving=serving, files=files, seconds=time.perf_counter() - began)
-    artifacts.write_json(folder / artifacts.MANIFEST, record)
+    with writing(folder):
+        serving = measure_serving(config, {config.name: run_dir / "export"}, workload.prompts, data["end_ids"], engine)
+        serving |= {
+            "workload": workload.name,
+            "notes": [*workload.remarks, *serving["notes"]],
+            "command": recipe.command(recipe.EVALUATE, config),
+        }
+        files = evaluation_page.write(folder, {"title": config.name, "target": config.target.name, "serving": serving})
+        record = made_of.record(serving=serving, files=files, seconds=time.perf_counter() - began)
+        artifacts.write_json(folder / artifacts.MANIFEST, record)
     note(tables.as_text({"serving": serving}))
     note(f"evaluate: {folder / evaluation_page.PAGE}")
 

@@ -25,6 +25,7 @@ from eagle31_train.checkpoint.smaller import served
 from eagle31_train.config import Config, DrafterShape
 from eagle31_train.console import note
 from eagle31_train.errors import UserError
+from eagle31_train.locks import writing
 from eagle31_train.reporting import card, recipe
 from eagle31_train.store import read_manifest
 from eagle31_train.store.tensors import save_file
@@ -60,11 +61,12 @@ def export(config: Config) -> None:
         note("export: up to date")
     else:
         text = card.render(config, shape, checkpoint.manifest, data, results)
-        write(checkpoint, shape, config, text, results)
-        files = artifacts.list_files(run, (file for file in (run / "export").rglob("*") if file.is_file()))
-        record = made_from.record(files=files, checkpoint=fingerprint)
-        record["serve"] = recipe.serve_command(config, str(run / "export"))
-        artifacts.write_json(run / EXPORTED, record | {"seconds": round(time.monotonic() - started, 1)})
+        with writing(run / "export"):
+            write(checkpoint, shape, config, text, results)
+            files = artifacts.list_files(run, (file for file in (run / "export").rglob("*") if file.is_file()))
+            record = made_from.record(files=files, checkpoint=fingerprint)
+            record["serve"] = recipe.serve_command(config, str(run / "export"))
+            artifacts.write_json(run / EXPORTED, record | {"seconds": round(time.monotonic() - started, 1)})
         note(f"export: wrote {run / 'export'}")
     for caveat in card.caveats_of(shape, data, config.export_weights):
         note(f"export: {caveat}")

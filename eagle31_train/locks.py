@@ -43,3 +43,21 @@ def alone(path: Path, who: str, instead: str = "name=… or run_dir=…") -> Ite
     with path.open("a") as file:
         hold(file, who, instead)
         yield
+
+
+@contextmanager
+def writing(folder: Path, instead: str = "name=… or run_dir=…") -> Iterator[None]:
+    """While this lasts, no other process that asks so writes this folder; UserError as `hold`. Two would build it in
+    one temporary folder, each removing what the other has there."""
+    whole = folder.absolute()  # `.` has no name
+    path, mine = whole.with_name(f".{whole.name}.lock"), False
+    make_folder(path.parent)
+    while not mine:
+        with path.open("a") as file:
+            hold(file, f"another process writes {folder} now", instead)
+            # Else whoever had it has removed it since it was opened, and the next would make another.
+            if mine := path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno())):
+                try:
+                    yield
+                finally:
+                    path.unlink(missing_ok=True)

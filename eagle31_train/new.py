@@ -22,9 +22,10 @@ def main(argv: list[str] | None = None) -> None:
     if not name.replace("-", "").replace("_", "").isalnum():
         options.error(f"{name!r} is no name for a recipe: use letters, digits, - and _")
     with explained(), tidy():
-        if file.exists():
+        text = TEMPLATE.read_text(encoding="utf-8").replace("NAME", name)
+        if file.exists() and (not file.is_file() or file.read_bytes() != text.encode()):
             raise UserError(f"{file} exists: choose another name, or move it away")
-        artifacts.write_text(file, TEMPLATE.read_text(encoding="utf-8").replace("NAME", name))
+        artifacts.write_text(file, text)
         note(f"wrote {file}: set target.path in it, then")
         note(f"  eagle31 plan +experiment={file}\n  eagle31 run +experiment={file}")
 

@@ -1,13 +1,16 @@
 """Runs `eagle31` in forks of a process that has imported everything, on a disk that is full from an operation on.
 
-One JSON object a line on standard input: words, folder, at (see full_disk.c) and log, a file beside the folder; one a
-line on standard output: status, and how many operations there were. full_disk.so is preloaded.
+A JSON list a line on standard input, of commands that are started together: words, folder, where they are run; place,
+at and error (see full_disk.c); log, a file beside the folder. Of each, in a list on standard output: status, and how
+many operations there were. full_disk.so is preloaded. What takes more than SECONDS or ROOM is killed.
 """
 
 import ctypes
 import gc
 import json
 import os
+import resource
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -20,20 +23,28 @@ import transformers  # noqa: F401
 import data_prep.stage  # noqa: F401
 import train.loop  # noqa: F401
 from eagle31_train import __main__, cli, compare, evaluate, export, extract, plan, report  # noqa: F401
+from eagle31_train.targets import toy
 
 DISK = ctypes.CDLL(None)
+# Commands that are modules of their own: `python -m eagle31_train.targets.toy`.
+MODULES = {"toy": toy.main}
+SECONDS, ROOM = 60, 8 << 30  # of processor time; and of memory, most of which torch only reserves
 
 
-def run(words: list[str], folder: str, at: int, log: str) -> None:
+def run(words: list[str], folder: str, place: str, at: int, error: int, log: str) -> None:
     """In a fork: does not return."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.chdir(folder)
     sys.argv = ["eagle31", *words]
-    DISK.full_disk(folder.encode(), at)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    signal.alarm(10 * SECONDS)  # where it waits for something
+    there = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (there + ROOM, there + ROOM))
+    DISK.full_disk(place.encode(), at, error)
     try:
-        __main__.main()
+        MODULES[words[0]](words[1:]) if words[0] in MODULES else __main__.main()
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
@@ -46,17 +57,24 @@ def run(words: list[str], folder: str, at: int, log: str) -> None:
     os._exit(status)
 
 
+def started(job: dict) -> int:
+    pid = os.fork()
+    if not pid:
+        run(**job)
+    return pid
+
+
 def main() -> None:
     cli.load_config([cli.ANY, "target.path=any"])  # what is composed once
     gc.freeze()  # else every fork looks through all imports, and so copies them
     for line in sys.stdin:
-        job = json.loads(line)
-        pid = os.fork()
-        if not pid:
-            run(**job)
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        count = int(Path(job["log"]).read_text(encoding="utf-8").rpartition("operations ")[2])
-        print(json.dumps({"status": status, "operations": count}), flush=True)
+        jobs = json.loads(line)
+        pids, answers = [started(job) for job in jobs], []
+        for job, pid in zip(jobs, pids, strict=True):
+            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            _, end, count = Path(job["log"]).read_text(encoding="utf-8").rpartition("\noperations ")
+            answers.append({"status": status, "operations": int(count) if end else -1})
+        print(json.dumps(answers), flush=True)
 
 
 if __name__ == "__main__":

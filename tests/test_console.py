@@ -86,14 +86,26 @@ def test_streams_that_are_closed_lead_nowhere(closed, tmp_path):
     assert (tmp_path / "mine.yaml").read_text(encoding="utf-8") == text
 
 
-def test_an_output_that_is_full_is_named():
+def test_an_error_output_that_is_full_keeps_the_status():
     with Path("/dev/full").open("w") as full:
-        done = eagle31("--help", stdout=full)
         assert eagle31("nonsense", stderr=full).returncode == 2
+
+
+@pytest.mark.parametrize("command", [[], ["new"], ["train"]])
+def test_an_output_that_is_full_is_named(command):
+    """argparse, which writes the help of commands, keeps quiet about it."""
+    with Path("/dev/full").open("w") as full:
+        done = eagle31(*command, "--help", stdout=full)
     assert (done.returncode, done.stderr.splitlines()) == (
         2,
         [b"error: standard output cannot be written (No space left on device): make room where it leads"],
     )
+
+
+def test_python_without_docstrings_is_refused_by_its_name():
+    done = eagle31("plan", "target.path=anything", env={"PYTHONOPTIMIZE": "2"})
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert done.stderr.startswith(b"error: python -OO (PYTHONOPTIMIZE=2) removes the docstrings")
 
 
 def test_a_folder_that_is_gone_is_said(tmp_path):

@@ -1,71 +1,23 @@
-"""A disk that is full from an operation of a stage on: one line, nothing half-written, and with room the same command
-ends as if nothing had been."""
+"""A disk that is full from an operation of a command on: one line, nothing half-written, and with room the same command
+ends as if nothing had been. And folders that may only be read."""
 
+import errno
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import speaking
-
-HERE = Path(__file__).resolve().parent
-STAGES = ("data", "extract", "train", "evaluate", "export", "report")
-FEW = {"extract": 2, "export": 1, "report": 1}  # operations that `make test` tries of a stage, beside the first
-MANY = 60  # of those that `make test-slow` tries: some 1.5 seconds each, twice
-
-
-class Disk:
-    """The forks, and the run that they go on with."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        library = folder / "full_disk.so"
-        subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", library, HERE / "full_disk.c", "-ldl"], check=True)
-        environment = {**os.environ, "LD_PRELOAD": str(library), "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-        environment |= {"PYTHONPATH": f"{HERE.parent}:{HERE}", "MPLCONFIGDIR": str(folder / "matplotlib")}
-        self.process = subprocess.Popen(
-            [sys.executable, HERE / "full_disk.py"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env=environment, cwd=folder,
-        )  # fmt: skip
-        self.words = [f"target.path={speaking.make('llama-tied', folder / 'target')}", "name=full", *speaking.SMALL]
-        self.words += ["regenerate=true", "data.prompts=self", "+experiment=any", "data.draft_vocab_size=null"]
-        self.words += ["train.checkpoint_every=8"]
-
-    def run(self, stage: str, folder: Path, at: int = 0) -> tuple[int, int, str]:
-        """Exit status, number of operations, and what was said."""
-        words = [stage, "runs/full"] if stage == "report" else [stage, *self.words]
-        log = self.folder / "log"
-        job = {"words": words, "folder": str(folder), "at": at, "log": str(log)}
-        self.process.stdin.write(json.dumps(job) + "\n")
-        self.process.stdin.flush()
-        answer = json.loads(self.process.stdout.readline())
-        return answer["status"], answer["operations"], log.read_text(encoding="utf-8").rpartition("\noperations ")[0]
+from commanding import COMMANDS, EXPORT, READ_ONLY, RUN, Commands, commands
 
 
 @pytest.fixture(scope="module")
 def disk(tmp_path_factory):
-    made = Disk(tmp_path_factory.mktemp("disk"))
-    yield made
-    made.process.stdin.close()
-    made.process.wait()
+    with commands(tmp_path_factory.mktemp("disk")) as made:
+        yield made
 
 
-@pytest.fixture(scope="module")
-def stages(disk):
-    """Stage → the folder before it, the folder after it, and how many operations it took."""
-    found, before = {}, disk.folder / "nothing"
-    before.mkdir()
-    for stage in STAGES:
-        after = disk.folder / f"after {stage}"
-        shutil.copytree(before, after)
-        status, operations, said = disk.run(stage, after)
-        assert status == 0, said
-        found[stage], before = (before, after, operations), after
-    return found
+SEEN: dict[str, set] = {}  # by command: what it left where it failed, and from which it ended well with room
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -79,36 +31,103 @@ def contents(folder: Path) -> dict[str, bytes]:
     }
 
 
-def fill(disk: Disk, stages: dict, stage: str, at: int, folder: Path) -> None:
-    """The stage on a disk that is full from operation `at` on, and once more with room."""
-    before, after, _ = stages[stage]
-    where = f"{stage}, operation {at}"
+def state(folder: Path) -> tuple:
+    """What the same command begins with: names, and of files that tell the time whether they are whole."""
+
+    def kind(file: Path) -> object:
+        data = file.read_bytes()
+        if file.suffix == ".jsonl":
+            return data.count(b"\n"), data[-1:] == b"\n"
+        if file.suffix != ".json":
+            return data if file.suffix in (".safetensors", ".arrow") else len(data)
+        try:
+            return sorted(json.loads(data))
+        except ValueError:
+            return len(data)
+
+    paths = sorted(folder.rglob("*"))
+    return tuple((str(path.relative_to(folder)), repr(kind(path)) if path.is_file() else "") for path in paths)
+
+
+def pushed(disk: Commands, out: Path) -> bool:
+    """Whether the hub has what was exported; False if it has nothing, and never a part."""
+    files = disk.hub.files("me/draft") if "me/draft" in disk.hub.repositories else {}
+    assert files in ({}, {str(file.relative_to(out)): file.read_bytes() for file in out.rglob("*") if file.is_file()})
+    return bool(files)
+
+
+def fill(disk: Commands, name: str, at: int, folder: Path) -> None:
+    """The command on a disk that is full from operation `at` on, and once more with room."""
+    command, (before, after, _) = COMMANDS[name], disk.folders(name)
+    where = f"{name}, operation {at}"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(before, folder)
-    status, _, said = disk.run(stage, folder, at)
+    disk.hub.repositories.clear()
+    status, _, said = disk.run(command.words, folder, at)
     assert "Traceback" not in said, f"{where}:\n{said}"
     if status:  # what nobody needs, such as a cache, may be left out
         assert status == 2, f"{where}:\n{said}"
         assert said.strip().splitlines()[-1].startswith("error: "), f"{where}:\n{said}"
-        ours, whole = (place / "runs" / "full" / stage for place in (folder, after))
-        if stage in ("export", "report") and ours.exists():  # no manifest would tell whether they are whole
+        if command.out and (ours := folder / command.out).exists():  # no manifest would tell whether it is whole
+            whole = after / command.out
             names = [sorted(file.name for file in place.rglob("*")) for place in (ours, whole)]
             assert names[0] == names[1], f"{where}: a part stays"
             assert contents(ours) == contents(whole), f"{where}: something half-written stays"
-    status, _, said = disk.run(stage, folder)
+            assert ours.is_dir() or ours.read_bytes() == whole.read_bytes(), f"{where}: half-written"
+        pushed(disk, folder / EXPORT)
+        if (left := state(folder)) in SEEN.setdefault(name, set()):
+            return
+        SEEN[name].add(left)
+    status, _, said = disk.run(command.words, folder)
     assert status == 0, f"{where}, with room:\n{said}"
     ours, wanted = contents(folder), contents(after)
     assert ours.keys() == wanted.keys(), f"{where}: other files: {sorted(ours.keys() ^ wanted.keys())}"
-    differ = [name for name in wanted if ours[name] != wanted[name]]
+    differ = [file for file in wanted if ours[file] != wanted[file]]
     assert not differ, f"{where}: {differ}"
+    assert name != "push" or pushed(disk, folder / EXPORT)
 
 
-ALL = [pytest.param(stage, None, marks=pytest.mark.slow) for stage in STAGES]
-
-
-@pytest.mark.parametrize(("stage", "few"), [*FEW.items(), *ALL])
-def test_a_full_disk_costs_nothing_but_time(disk, stages, stage, few, tmp_path):
-    operations = stages[stage][2]
-    few = few or min(operations, MANY)
+@pytest.mark.parametrize("name", [name for name, command in COMMANDS.items() if command.few])
+def test_a_full_disk_costs_nothing_but_time(disk, name, tmp_path):
+    operations, few = disk.folders(name)[2], COMMANDS[name].few
     for at in sorted({1, *(operations * n // few for n in range(1, few + 1))}):
-        fill(disk, stages, stage, at, tmp_path / "full")
+        fill(disk, name, at, tmp_path / "full")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3 * 3600)
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_full_disk_costs_nothing_but_time_at_any_operation(disk, name, tmp_path):
+    for at in range(1, disk.folders(name)[2] + 1):
+        fill(disk, name, at, tmp_path / "full")
+
+
+@pytest.mark.parametrize("words", READ_ONLY)
+def test_commands_that_only_look_write_nothing(disk, words, tmp_path):
+    shutil.copytree(disk.folders(READ_ONLY[words])[1], tmp_path / "full")
+    status, operations, said = disk.run(words, tmp_path / "full", at=1)
+    assert (status, operations) == (0, 0), said
+
+
+# ---------------------------------------------------------------- folders that may only be read
+
+
+@pytest.mark.parametrize("words", ["train", f"store verify {RUN}/store", "extract", f"store info {RUN}/store"])
+def test_a_store_that_may_only_be_read_is_read(disk, words, tmp_path):
+    """By a training, too; and an extraction of what is there already."""
+    shutil.copytree(disk.folders("extract")[1], folder := tmp_path / "full")
+    ended = disk.run(words, folder, 1, folder / RUN / "store", errno.EROFS)
+    assert (ended.status, ended.operations) == (0, 0), ended.said
+    if words == "train":
+        assert contents(folder) == contents(disk.folders("train")[1])
+
+
+@pytest.mark.parametrize("name", [name for name, command in COMMANDS.items() if name != "verify"])
+def test_where_nothing_can_be_written_a_command_says_so(disk, name, tmp_path):
+    before, _, _ = disk.folders(name)
+    shutil.copytree(before, folder := tmp_path / "full")
+    ended = disk.run(COMMANDS[name].words, folder, 1, folder, errno.EROFS)
+    assert "Traceback" not in ended.said, ended.said
+    assert ended.status == 2, ended.said
+    assert re.search(r"^error: .*Read-only file system", ended.last), ended.said
+    assert state(folder) == state(before)

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from eagle31_train import locks
 from eagle31_train.errors import UserError
-from eagle31_train.locks import alone, users_of
+from eagle31_train.locks import alone, users_of, writing
 
 ROOT = Path(__file__).resolve().parent.parent
 HOLDER = """
@@ -48,3 +49,30 @@ def test_the_processes_that_a_killed_launcher_left_are_named(tmp_path):
         os.kill(rank, signal.SIGTERM)
     launcher.stdin.close()
     launcher.stdout.close()
+
+
+def test_a_folder_is_written_by_one_process_and_the_lock_leaves_with_it(tmp_path):
+    folder = tmp_path / "out"
+    with writing(folder):
+        with pytest.raises(UserError, match=rf"another process writes {folder} now"), writing(folder):
+            pass
+        with writing(tmp_path / "other"):  # another folder is another's
+            assert len(list(tmp_path.iterdir())) == 2
+    assert list(tmp_path.iterdir()) == []
+    with writing(folder):
+        pass
+
+
+def test_a_lock_that_was_removed_as_it_was_opened_is_made_again(tmp_path, monkeypatch):
+    right, lock, opened = locks.hold, tmp_path / ".out.lock", []
+
+    def late(file, *rest):
+        if not opened:
+            lock.unlink()  # by whoever held it until now
+        opened.append(file)
+        right(file, *rest)
+
+    monkeypatch.setattr(locks, "hold", late)
+    with writing(tmp_path / "out"):
+        assert len(opened) == 2
+        assert os.path.samestat(lock.stat(), os.fstat(opened[1].fileno()))

@@ -12,6 +12,7 @@ import numpy as np
 
 from eagle31_train import artifacts, foreign
 from eagle31_train.errors import UserError
+from eagle31_train.locks import writing
 from eagle31_train.reporting import figures, html
 from eagle31_train.reporting.figures import Floats, Picture
 from eagle31_train.reporting.tables import Section, Table
@@ -162,10 +163,11 @@ def write(run: Path, out: Path | None = None) -> tuple[Path, list[str]]:
     out = out or history.folder.parent / "report"
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file: give another --out")
-    # A new folder is there whole or not at all.
-    with nullcontext(out) if out.exists() else artifacts.building(out) as folder:
-        _, images = html.draw(folder, list(pictures(history)), [folder / f"{plot.name}.png" for plot in PLOTS])
-        artifacts.write_text(folder / PAGE, render(history, images))
+    with writing(out, "--out"):
+        # A new folder is there whole or not at all.
+        with nullcontext(out) if out.exists() else artifacts.building(out) as folder:
+            _, images = html.draw(folder, list(pictures(history)), [folder / f"{plot.name}.png" for plot in PLOTS])
+            artifacts.write_text(folder / PAGE, render(history, images))
     return out / PAGE, history.notes
 
 

