@@ -1,6 +1,6 @@
 """The data order: every sample once, the same whatever the number of ranks."""
 
-from collections import deque
+from collections import Counter, deque
 from contextlib import closing
 from itertools import islice
 from types import SimpleNamespace
@@ -12,8 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made import VOCAB, Made
 from planting import instead_of
+from published_targets import recipe
 
+from eagle31_train.cli import load_config
 from eagle31_train.config import TrainConfig
+from eagle31_train.planning.planned import reckon
 from eagle31_train.store import Store, make_plan, shape_of
 from eagle31_train.store.shard_plan import Shape
 from train import loader, order
@@ -74,6 +77,36 @@ def test_1024_ranks_share_a_step_and_processes_a_store_and_nothing_is_lost_or_th
     assert sorted(number for mine in shares for number in mine) == list(range(len(plan.shards)))
     assert len(plan.shards) > 3 * ranks
     assert all(mine and mine == sorted(mine) for mine in shares)
+
+
+@pytest.mark.parametrize(("accumulation", "context", "tokens"), [(1, 1, 4096), (2, 4, 2048)])
+def test_1024_ranks_load_every_sample_of_as_many_steps_as_are_planned(monkeypatch, accumulation, context, tokens):
+    """By the loader of each: every sample by as many ranks as share it, none lost or there twice."""
+    ranks = 1024
+    lengths = np.clip(np.random.default_rng(0).lognormal(7.3, 0.7, 6000), 16, 4096).astype(int).tolist()
+    budget = ranks * tokens
+    words = ["data.max_length=4096", f"train.batch_tokens={budget}", f"train.context_parallel={context}"]
+    words += [f"train.gradient_accumulation_steps={accumulation}", f"plan.devices={ranks}"]
+    words += [f"plan.sample_tokens={sum(lengths) // len(lengths)}", f"plan.tokens={sum(lengths)}"]
+    plan = reckon(load_config([*recipe("llama31_8b"), "run_dir=/nowhere/at/all", *words]))[0]
+    batches = schedule(lengths, budget, 0, 1, None)
+    assert plan.steps <= len(batches) <= plan.steps + 1
+
+    def stub(documents, *rest):
+        return SimpleNamespace(population=torch.tensor([len(documents)]))
+
+    class Lengths:
+        def __init__(self):
+            self.lengths, self.wait_for, self.read_all = lengths, lambda _: None, list
+
+    monkeypatch.setattr(loader, "build_batch", stub)
+    t = TrainConfig(num_workers=1, gradient_accumulation_steps=accumulation, context_parallel=context)
+    dealt = [Counter() for _ in batches[:2]]
+    for rank in range(ranks):
+        accelerator = SimpleNamespace(process_index=rank, num_processes=ranks, device=torch.device("cpu"))
+        for load in loader.load(Lengths(), batches[:2], 0, t, 0, None, accelerator):
+            dealt[load.step - 1].update(i for micro in load.micro_batches if micro.real for i in micro.samples)
+    assert dealt == [dict.fromkeys(batch, context) for batch in batches[:2]]
 
 
 # ---------------------------------------------------------------- as it is loaded
