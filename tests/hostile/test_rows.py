@@ -107,6 +107,13 @@ def test_a_few_bytes_that_unpack_to_a_line_without_end(tmp_path, monkeypatch):
         assert "1,048,576 bytes or more" in str(found)
 
 
+def test_rows_that_are_nested_deeper_than_any_format_are_damaged(tmp_path):
+    """Python itself gives up ten times deeper, and some of what walks over a row does earlier."""
+    (tmp_path / "deep.jsonl").write_text('{"prompt": ' + "[" * 150 + "]" * 150 + "}\n")
+    found = outcome(lambda: list(open_files(str(tmp_path / "deep.jsonl"), "train", "o")[0].values()))
+    assert "deep.jsonl:1 cannot be read (it is nested more than 100 deep)" in str(found)
+
+
 def repeated(text, times, nested):
     """A column of one text again and again, or one row of such a list."""
     texts = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * times, pyarrow.int32()), pyarrow.array([text]))
