@@ -163,11 +163,10 @@ def write(run: Path, out: Path | None = None) -> tuple[Path, list[str]]:
     out = out or history.folder.parent / "report"
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file: give another --out")
-    with writing(out, "--out"):
-        # A new folder is there whole or not at all.
-        with nullcontext(out) if out.exists() else artifacts.building(out) as folder:
-            _, images = html.draw(folder, list(pictures(history)), [folder / f"{plot.name}.png" for plot in PLOTS])
-            artifacts.write_text(folder / PAGE, render(history, images))
+    # A new folder is there whole or not at all.
+    with writing(out, "--out"), nullcontext(out) if out.exists() else artifacts.building(out) as folder:
+        _, images = html.draw(folder, list(pictures(history)), [folder / f"{plot.name}.png" for plot in PLOTS])
+        artifacts.write_text(folder / PAGE, render(history, images))
     return out / PAGE, history.notes
 
 
