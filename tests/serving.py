@@ -32,13 +32,13 @@ TOY = [
     "data.heldout=0.4",
     "data.generate.samples=1",
     "data.generate.temperature=0",
-    "data.generate.max_new_tokens=64",
-    "train.epochs=14",
-    "evaluate.max_new_tokens=32",
+    "data.generate.max_new_tokens=40",
+    "train.epochs=8",
+    "evaluate.max_new_tokens=24",
     "evaluate.timed_prompts=1",
 ]
 FAMILY = [*speaking.SMALL, *EXACT, "data.self_prompts.count=60", "evaluate.num_prompts=20"]
-FAMILY += ["evaluate.max_new_tokens=24", "evaluate.max_speculative_tokens=8", "train.max_steps=120", "train.epochs=120"]
+FAMILY += ["evaluate.max_new_tokens=24", "evaluate.max_speculative_tokens=8", "train.max_steps=80", "train.epochs=80"]
 EAGLE_3 = ["drafter.fc_norm=false", "drafter.norm_output=false", "drafter.norm_before_residual=true"]
 # Shorter than the prompts.
 WINDOW = ["drafter.sliding_window=12", "drafter.attention_bias=true"]
