@@ -40,6 +40,9 @@ def make_folder(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except FileNotFoundError:  # what that says is of the folder above; other errors are `console.explained`'s
         raise UserError(f"{path} cannot be made there: choose another folder") from None
+    except FileExistsError:
+        path.stat()  # says it better of a link that leads to itself
+        raise
 
 
 def fingerprint(value: Any) -> str:

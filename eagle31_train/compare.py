@@ -126,7 +126,9 @@ def named(words: Sequence[str]) -> Named:
     for (given, trainings), path in zip(arguments, paths, strict=True):
         count = next((n for n in range(1, len(path)) if sum(path[-n:] == other[-n:] for other in paths) == 1), 1)
         name = given or "/".join(path[-count:]) or trainings[0]
-        if name in drafters_by_name or name == "plain":  # which decoding without a drafter is called
+        if name == "plain":
+            raise UserError(f"plain is decoding without a drafter: give another name, as NAME:{trainings[0]}")
+        if name in drafters_by_name:
             raise UserError(f"two drafters are called {name}: tell them apart as NAME:{trainings[0]}")
         if "" in trainings or len(set(trainings)) < len(trainings):
             raise UserError(f"{name} is {','.join(trainings)}, which has a training twice or none: give each once")

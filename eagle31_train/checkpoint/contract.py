@@ -117,7 +117,9 @@ def check_shape(shape: DrafterShape) -> list[str]:
     if shape.aux_layers != sorted(set(shape.aux_layers)):
         problems.append(f"aux_layers {shape.aux_layers} do not ascend: vLLM gives states in ascending order, each once")
     if shape.share_embedding and shape.hidden_size != shape.target_hidden_size:
-        problems.append(f"hidden_size={shape.hidden_size} is not the target's: set drafter.share_embedding=false")
+        problems.append(
+            f"drafter.hidden_size={shape.hidden_size} is not the target's: set drafter.share_embedding=false"
+        )
     D, heads, mla = shape.hidden_size, shape.num_attention_heads, shape.architecture == "mla"
     llama_only = ("qk_norm", "norm_before_fc", "sliding_window", "attention_bias", "mlp_bias")
     if mla and (given := [name for name in llama_only if getattr(shape, name)]):

@@ -94,6 +94,6 @@ def _row(name: str, value: Any, source: str) -> str:
 def _shown(value: Any) -> str:
     if not isinstance(value, dict):
         return str(value)
-    if "factor" in value and "rope_type" in value:
+    if isinstance(value.get("factor"), int | float) and "rope_type" in value:
         return f"{value['rope_type']}, factor {value['factor']:g}"
     return ", ".join(f"{name} {of}" for name, of in value.items()) or "none"

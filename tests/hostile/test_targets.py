@@ -220,7 +220,9 @@ def test_a_targets_pickle_runs_nothing(target, tmp_path):
 
 def test_a_targets_python_code_runs_only_where_that_is_allowed(target, tmp_path):
     code = f"import os\nos.makedirs({str(tmp_path / 'made')!r}, exist_ok=True)\n"
-    code += "from transformers import LlamaConfig as Own\n"
+    code += (
+        "from transformers import LlamaConfig\nclass Own(LlamaConfig): pass\n"  # marked as such for good when loaded
+    )
     own = {**CONFIGS[0], "model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}}
     folder = target(config__json=json.dumps(own).encode(), own__py=code.encode())
     config = TargetConfig(path=str(folder), device="cpu", dtype="float32")

@@ -9,13 +9,14 @@ from made import Made, message_of
 from pipeline import reseal
 from safetensors.torch import load_file
 
+from eagle31_train import artifacts
 from eagle31_train.errors import UserError
 from eagle31_train.store import Store
 from eagle31_train.store.__main__ import check
 from eagle31_train.store.backends import LocalStorage
 from eagle31_train.store.codec import CODECS, encode
 from eagle31_train.store.format import TARGET, TRAJECTORIES, TRAJECTORIES_LINE
-from eagle31_train.store.sealed import checksum, seal, unseal
+from eagle31_train.store.sealed import seal, unseal
 from eagle31_train.store.tensors import save_file
 
 pytestmark = pytest.mark.usefixtures("no_power_is_lost")
@@ -98,7 +99,9 @@ def test_trajectories_that_are_not_finite_are_neither_written_nor_read(tmp_path)
     writer.write_trajectories(TRAJECTORY)
     assert problems(tmp_path) == []
     plant(tmp_path / TRAJECTORIES, "0.aux", INF)
-    line = unseal((tmp_path / TRAJECTORIES_LINE).read_bytes()) | {"checksum": checksum(tmp_path / TRAJECTORIES)}
+    line = unseal((tmp_path / TRAJECTORIES_LINE).read_bytes()) | {
+        "checksum": artifacts.checksum(tmp_path / TRAJECTORIES)
+    }
     (tmp_path / TRAJECTORIES_LINE).write_bytes(seal(line))
     found = f"{TRAJECTORIES} holds 0.aux with values that are not finite"
     assert problems(tmp_path) == [f"the store/{found}"]
