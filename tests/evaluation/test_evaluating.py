@@ -7,7 +7,7 @@ import pytest
 import torch
 from configured import configured
 
-from eagle31_train import provenance
+from eagle31_train import compare, provenance
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation import evaluating
 from eagle31_train.evaluation.decoding import Limits
@@ -154,3 +154,16 @@ def test_prompts_are_as_long_as_vllm_serves_their_target(tmp_path, target, longe
     (tmp_path / "config.json").write_text(json.dumps({**SIZES, **target}))
     config = configured(f"target.path={tmp_path}", "evaluate.backend=vllm", "evaluate.serve_speculative_tokens=[3]")
     assert evaluating.longest_prompt(config, [None]) == longest - config.evaluate.max_new_tokens - 2 * 4
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["plain:a"], "plain is decoding without a drafter: give another name, as NAME:a"),
+        (["x:a", "x:b"], "two drafters are called x: tell them apart as NAME:b"),
+        (["x:a,a"], "a training twice or none"),
+    ],
+)
+def test_drafters_that_a_table_cannot_tell_apart_are_refused(words, problem):
+    with pytest.raises(UserError, match=problem):
+        compare.named(words)
