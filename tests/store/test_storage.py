@@ -173,7 +173,8 @@ def test_a_server_in_trouble_is_tried_again_and_other_stores_are_left_alone(s3, 
 @pytest.fixture
 def flaky(tmp_path):
     """A remote storage in memory."""
-    fs = MemoryFileSystem(global_store=False, skip_instance_cache=True)
+    fs = MemoryFileSystem(skip_instance_cache=True)
+    fs.store, fs.pseudo_dirs = {}, [""]  # of its own; older versions of fsspec have no option for that
     return RemoteStorage("flaky://bucket/store", fs, "/bucket/store", tmp_path / "cache", 1000)
 
 
