@@ -11,8 +11,8 @@ EXPERIMENT ?= smollm2
 # Options for every stage of the demo, e.g. ARGS='drafter.norm_output=false name=smollm2-pre-norm'; or of a benchmark
 ARGS ?=
 STAGE_ARGS := +experiment=$(EXPERIMENT) $(ARGS)
-# Two processes of one thread each: they do a fifth more than one of two.
-LAUNCH := OMP_NUM_THREADS=1 ACCELERATE_USE_CPU=true $(BIN)/accelerate launch --config_file configs/accelerate/ddp.yaml --num_processes 2
+# Two processes that share the cores: of two cores they make a fifth more than one process.
+LAUNCH := OMP_NUM_THREADS=$(shell echo $$((($$(nproc 2>/dev/null || echo 2) + 1) / 2))) ACCELERATE_USE_CPU=true $(BIN)/accelerate launch --config_file configs/accelerate/ddp.yaml --num_processes 2
 # Tests are small: a core each, several at a time; a process takes up to 2 GiB, and one with vLLM 4.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto
 
