@@ -41,7 +41,8 @@ def make_folder(path: Path) -> None:
     except FileNotFoundError:  # what that says is of the folder above; other errors are `console.explained`'s
         raise UserError(f"{path} cannot be made there: choose another folder") from None
     except FileExistsError:
-        path.stat()  # says it better of a link that leads to itself
+        if path.is_symlink() and not os.path.exists(path):  # noqa: PTH110 (Path's raises for a link to itself)
+            raise UserError(f"{path} is a link that leads nowhere: remove it, or choose another folder") from None
         raise
 
 

@@ -14,7 +14,6 @@ from data_prep.dataset import is_heldout, prompt_digest
 from data_prep.stage import prepare
 from eagle31_train import artifacts
 from eagle31_train.config import Config, DataConfig, TargetConfig
-from eagle31_train.console import MENDABLE
 from eagle31_train.errors import UserError
 from eagle31_train.model import vocab
 from eagle31_train.targets.chat import ChatTemplate
@@ -191,9 +190,8 @@ def test_what_cannot_be_met_is_refused_before_the_work_starts(config, tmp_path, 
     monkeypatch.undo()
     config.regenerate, config.data.draft_vocab_coverage = False, None
     (tmp_path / "loop").symlink_to("loop")
-    with pytest.raises(OSError, match="Too many levels of symbolic links") as caught:
+    with pytest.raises(UserError, match="loop is a link that leads nowhere: remove it"):
         prepare(replace(config, run_dir=str(tmp_path / "loop")))
-    assert caught.value.errno in MENDABLE  # one line and no traceback
     theirs = tmp_path / "run" / "data" / "thesis.txt"
     theirs.parent.mkdir(parents=True)
     theirs.write_text("ten years of work")
