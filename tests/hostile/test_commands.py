@@ -89,7 +89,9 @@ def test_what_lies_where_a_folder_belongs_is_named_or_made_anew(made, cases, tmp
             assert ended.last.startswith("error: "), where
             assert everything(folder) == before, where
         else:
-            assert all(before[name] == now for name, now in everything(folder).items() if name in before), where
+            # Its own output may be another: a card has the data's counts unless the data is gone.
+            others = {name: now for name, now in everything(folder).items() if f"{RUN}/{stage}" not in str(name)}
+            assert all(before[name] == now for name, now in others.items() if name in before), where
 
 
 def test_a_targets_config_that_is_a_folder_is_named_by_every_stage(made, folder, tmp_path):
