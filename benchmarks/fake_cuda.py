@@ -39,7 +39,7 @@ from eagle31_train.model.loss import Objective, Teacher
 from eagle31_train.store.codec import CODECS, Encoded
 from eagle31_train.store.document import Document
 from eagle31_train.transfers import each_tensor
-from train.loader import MicroBatch
+from train.loader import MicroBatch, StepTotals
 from train.optimizer import make_optimizer
 from train.step import accumulate
 
@@ -299,7 +299,7 @@ class FakeStep:
         H, V, Vd = shape.target_hidden_size, shape.vocab_size, shape.draft_vocab_size
         with self.mode:
             self.batch = _fake(batch, shape, options.codec, self.mode)
-            self.totals = self.mode.from_tensor(totals)
+            self.totals = StepTotals(self.mode.from_tensor(totals))
         # Numbers that a RoPE with scaling looks at: a fake one has none, nor does the cost depend on them.
         unscaled = patch.object(rope, "frequencies", lambda _, width: (torch.ones(width // 2), 1.0))
         with self.mode, DEVICE, unscaled:

@@ -28,7 +28,7 @@ from eagle31_train.model.loss import Objective, Teacher
 from eagle31_train.planning.work import count_work, training_flops
 from eagle31_train.store.document import Document
 from train.build import choose_kernels
-from train.loader import MicroBatch
+from train.loader import MicroBatch, StepTotals
 from train.parallel import parallelise
 from train.step import accumulate
 
@@ -109,9 +109,9 @@ class Trainer:
 
     def step(self, batch: Batch) -> float:
         """One optimizer step, the moving of the batch included; the host waits once, for the loss."""
-        totals = torch.cat([batch.population, batch.population.new_zeros(1)])
+        totals = StepTotals(torch.cat([batch.population, batch.population.new_zeros(1)]))
         sums, totals = accumulate(self.parallel, [MicroBatch(batch, [], True)], totals, GAMMA)
-        norm, pairs, sums = self.parallel.update(1e-5, totals[:-1], totals[:-1], sums)
+        norm, pairs, sums = self.parallel.update(1e-5, totals.pairs, totals.pairs, sums)
         if not torch.isfinite(norm):
             raise FloatingPointError("the gradient is not finite")
         return float(sums[0].sum() / pairs.sum())

@@ -41,9 +41,14 @@ def make_folder(path: Path) -> None:
     except FileNotFoundError:  # what that says is of the folder above; other errors are `console.explained`'s
         raise UserError(f"{path} cannot be made there: choose another folder") from None
     except FileExistsError:
-        if path.is_symlink() and not os.path.exists(path):  # noqa: PTH110 (Path's raises for a link to itself)
-            raise UserError(f"{path} is a link that leads nowhere: remove it, or choose another folder") from None
+        refuse_dead_link(path)
         raise
+
+
+def refuse_dead_link(folder: Path) -> None:
+    """UserError for a link to nothing, or to itself: no folder can be made there."""
+    if folder.is_symlink() and not os.path.exists(folder):  # noqa: PTH110 (Path's raises for a link to itself)
+        raise UserError(f"{folder} is a link that leads nowhere: remove it, or choose another folder") from None
 
 
 def fingerprint(value: Any) -> str:

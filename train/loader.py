@@ -38,21 +38,38 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
-class GlobalBatch:
-    """One rank's part of what an optimizer step trains on.
+class StepTotals:
+    """What ranks add up before a step's gradients; one tensor, so that they do so in one exchange."""
 
-    totals: what ranks add up before the gradients, in one exchange: [K + 1] int64, the trained pairs of each TTT step
-    (N_k, once added up), then the number of ranks that are to stop.
-    """
+    packed: Tensor  # [K + 1] int64: trained pairs per TTT step, then the number of ranks that are to stop
+
+    @property
+    def pairs(self) -> Tensor:
+        """[K]: N_k, once added up."""
+        return self.packed[:-1]
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether a rank is to stop; waits for the device that holds it."""
+        return bool(self.packed[-1])
+
+    def request_stop(self) -> None:
+        """This rank is to stop, and the others with it."""
+        self.packed[-1] = 1
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """One rank's part of what an optimizer step trains on."""
 
     step: int  # counted from 1
     samples: list[int]  # of all ranks
     micro_batches: list[MicroBatch]
-    totals: Tensor  # of this rank
+    totals: StepTotals  # of this rank
     waited: float  # seconds that training waited for it
 
 
-Reading = Future[tuple[list[MicroBatch], Tensor]]
+Reading = Future[tuple[list[MicroBatch], StepTotals]]
 
 
 def load(
@@ -68,14 +85,19 @@ def load(
     """This rank's part of every step after `done`, read `train.num_workers` steps ahead in the background.
 
     What and in which order depends neither on the number of ranks nor on that of workers. For a CUDA device, tensors
-    lie in page-locked memory. Stopped, and nothing saved, which takes all ranks, where this process is to stop and data
-    is still being waited for. batches: the samples of every step of the run; keep_mask: [V] bool, which tokens of the
-    target the draft vocabulary holds.
+    lie in page-locked memory.
+
+    Args:
+        batches: the samples of every step of the run.
+        keep_mask: [V] bool, which tokens of the target the draft vocabulary holds.
+
+    Raises:
+        Stopped: this process is to stop, and data is still being waited for. To save takes all ranks: nothing is saved.
     """
     pin = accelerator.device.type == "cuda"
     mesh = Mesh(accelerator.num_processes, accelerator.process_index, t.context_parallel)
 
-    def read(step: int, samples: list[int]) -> tuple[list[MicroBatch], Tensor]:
+    def read(step: int, samples: list[int]) -> tuple[list[MicroBatch], StepTotals]:
         split.wait_for(samples)  # here, where every rank waits for the same, and not inside an exchange of gradients
         subset = None
         if t.slots_per_batch is not None:  # chosen alike by every rank, among the slots of all of them
@@ -89,8 +111,8 @@ def load(
             batch = build_batch(split.read_all(mine), t.ttt_length, keep_mask, t.oov, chosen, mesh.part)
             micro_batches.append(MicroBatch(batch.pinned() if pin else batch, mine, bool(part)))
         pairs = torch.stack([micro.batch.population * micro.real for micro in micro_batches]).sum(0)
-        totals = torch.cat([pairs, pairs.new_zeros(1)])
-        return micro_batches, totals.pin_memory() if pin else totals
+        packed = torch.cat([pairs, pairs.new_zeros(1)])
+        return micro_batches, StepTotals(packed.pin_memory() if pin else packed)
 
     steps = list(enumerate(batches[done:], done + 1))
     todo, ahead = iter(steps), deque[Reading]()
@@ -105,7 +127,7 @@ def load(
         pool.shutdown(wait=False, cancel_futures=True)  # closing the store ends the wait for a shard
 
 
-def _result(reading: Reading, done: int, deadline: Deadline | None) -> tuple[list[MicroBatch], Tensor]:
+def _result(reading: Reading, done: int, deadline: Deadline | None) -> tuple[list[MicroBatch], StepTotals]:
     since: float | None = None
     while not wait([reading], POLL).done:
         if deadline is None or (why := deadline.reason) is None:

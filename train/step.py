@@ -10,20 +10,23 @@ from eagle31_train.config import TrainConfig
 from eagle31_train.model.loss import MEASURES
 from eagle31_train.store import StoreSplit
 from eagle31_train.store.codec import as_encoded
-from train.loader import GlobalBatch, MicroBatch
+from train.loader import GlobalBatch, MicroBatch, StepTotals
 from train.metrics import reduce_sums
 from train.parallel import Parallel
 
 
 def accumulate(
-    parallel: Parallel, micro_batches: list[MicroBatch], totals: Tensor, gamma: float
-) -> tuple[Tensor, Tensor]:
-    """Accumulate the gradients of this rank's micro-batches; returns, summed over all ranks, on the device: MEASURES
-    [8, K], and the step's totals [K + 1]. Nothing here synchronises with the device."""
+    parallel: Parallel, micro_batches: list[MicroBatch], totals: StepTotals, gamma: float
+) -> tuple[Tensor, StepTotals]:
+    """Accumulate the gradients of this rank's micro-batches. Nothing here synchronises with the device.
+
+    Returns:
+        Summed over all ranks, on the device: MEASURES [8, K], and the step's totals.
+    """
     accelerator = parallel.accelerator
     # N_k of the whole global batch, before any gradient: a pair's weight does not depend on its rank or micro-batch.
-    totals = reduce_sums(accelerator, totals.to(accelerator.device, non_blocking=True))
-    weights = step_weights(totals[:-1], gamma)
+    totals = StepTotals(reduce_sums(accelerator, totals.packed.to(accelerator.device, non_blocking=True)))
+    weights = step_weights(totals.pairs, gamma)
     sums = torch.zeros(len(MEASURES), len(weights), device=accelerator.device)
     for index, micro in enumerate(micro_batches):
         # DDP and the like average gradients over ranks, but the loss is a sum over ranks.

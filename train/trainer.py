@@ -23,7 +23,7 @@ from train import launch
 from train.acceptance import AcceptanceMeter, evaluate
 from train.checkpoint import Saver, Snapshot
 from train.deadline import Deadline
-from train.loader import GlobalBatch, load
+from train.loader import GlobalBatch, StepTotals, load
 from train.metrics import HELDOUT, Reporter, heldout_text, plain, summarise
 from train.parallel import Parallel
 from train.step import accumulate, broken_samples, learning_rate, samples_to_blame
@@ -113,14 +113,15 @@ class Trainer:
         SharedError if that are more steps than `train.skip_nonfinite`."""
         self.aside = time.perf_counter() - self.lap - batch.waited
         if self.deadline.reason is not None:
-            batch.totals[-1] = 1  # the others stop with this rank
+            batch.totals.request_stop()
         step, state = batch.step, self.state
         lr = learning_rate(step, len(self.schedule), self.t)
         sums, totals = accumulate(self.parallel, batch.micro_batches, batch.totals, self.t.gamma)
-        norm, totals, sums = self.parallel.update(lr, totals[:-1], totals, sums)  # they are on the host now
+        norm, packed, sums = self.parallel.update(lr, totals.pairs, totals.packed, sums)
+        totals = StepTotals(packed)  # on the host now, like norm and sums
         tokens = sum(self.data.train_split.lengths[i] for i in batch.samples)
         state.step, state.updates, state.tokens = step, self.parallel.updates, state.tokens + tokens
-        if not totals[:-1].any():
+        if not totals.pairs.any():
             metrics = {"no_pairs": True, "lr": lr, "tokens": state.tokens}
             self._pass_over(batch)
         elif torch.isfinite(norm):
@@ -129,7 +130,7 @@ class Trainer:
         else:
             metrics = {"left_out": True, "lr": lr, "tokens": state.tokens}
             self._leave_out(batch)
-        stop_requested = bool(totals[-1]) and step < self.last_step
+        stop_requested = totals.stop_requested and step < self.last_step
         return StepResult(step, metrics, tokens, batch.waited, stop_requested)
 
     def log(self, result: StepResult) -> None:

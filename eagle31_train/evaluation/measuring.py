@@ -217,9 +217,9 @@ def batches(prompts: list[Prompt], options: EvaluateConfig, verified: int) -> It
 
 
 def use_quickest_threads(work: Callable[[], object]) -> None:
-    """Use as many of torch's threads as do some work soonest: all, a half of them, and so on to one.
+    """Set torch to the number of threads that finishes `work` first: all, half of them, and so on down to one.
 
-    The products of a few tokens are short: threads that sleep until the next one take longer to wake than to work.
+    A pass over few tokens is short: a sleeping thread takes longer to wake than to compute its share.
     """
     most = torch.get_num_threads()
     seconds = {}

@@ -151,7 +151,7 @@ def _check_tensors(path: Path) -> None:
     """ContentError unless a file holds tensors, all of them finite."""
     try:
         wrong = first_not_finite(load_file(path))
-    except (SafetensorError, RuntimeError, ValueError) as error:
+    except (SafetensorError, RuntimeError, ValueError, TypeError, IndexError) as error:  # the last two of a number
         raise ContentError(f"cannot be read ({error})") from None
     if wrong is not None:
         raise ContentError(f"holds {wrong} with values that are not finite")

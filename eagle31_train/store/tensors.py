@@ -56,7 +56,7 @@ def _write_all(file: Any, data: Any) -> None:
 def first_not_finite(tensors: Mapping[str, Tensor]) -> str | None:
     """The name of a tensor that holds NaN or an infinity; None if none does. Rows of an embedding beyond lm_head's are
     padding, which nobody reads."""
-    if "lm_head" in tensors:
+    if {"embed_tokens", "lm_head"} <= tensors.keys():
         tensors = {**tensors, "embed_tokens": tensors["embed_tokens"][: len(tensors["lm_head"])]}
     wide = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # torch has no order of narrower floats
     floats = ((name, tensor) for name, tensor in tensors.items() if tensor.is_floating_point())

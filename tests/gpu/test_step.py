@@ -10,7 +10,7 @@ from eagle31_train.config import TrainConfig
 from eagle31_train.model.batch import build_batch
 from eagle31_train.store.document import Document
 from train import step as arithmetic
-from train.loader import MicroBatch
+from train.loader import MicroBatch, StepTotals
 from train.metrics import fetch
 from train.parallel import parallelise
 
@@ -82,11 +82,11 @@ def one_step(precision, kernels="plain"):
     micro_batches = [MicroBatch(batch, [], True) for batch in batches]
 
     def step():
-        sums, totals = arithmetic.accumulate(spread, micro_batches, packed, 0.8)
+        sums, totals = arithmetic.accumulate(spread, micro_batches, StepTotals(packed), 0.8)
         norm = spread.clip()
         spread.optimizer.step()
         spread.optimizer.zero_grad(set_to_none=True)
-        return norm, totals, sums
+        return norm, totals.packed, sums
 
     return step
 

@@ -4,7 +4,7 @@ docs/targets.md shows both."""
 import copy
 import json
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -147,6 +147,16 @@ def test_parameters_that_a_token_runs_through(name):
     assert count_parameters(text_config(read_raw(target_of(name)))).active / 1e9 == pytest.approx(
         ACTIVE[name], rel=3e-3
     )
+
+
+@pytest.mark.parametrize("factor", ["two", [8.0], None])
+def test_a_factor_of_rope_that_is_no_number_is_shown_as_it_stands(factor):
+    """It is refused with the drafter's other options, and not by the table."""
+    target = describe_target(target_of("llama31_8b"))
+    _, rows = derive(DrafterConfig(), replace(target, rope_scaling={"rope_type": "linear", "factor": factor}))
+    [row] = [row for row in rows if "rope_scaling" in row]
+    assert "linear" in row
+    assert factor is None or f"factor {factor}" in row
 
 
 def test_given_options_stay_and_contradictions_are_named():

@@ -161,10 +161,10 @@ def load_on(split, batches, ranks, workers=1, accumulation=1, done=0, until=None
         loads = loader.load(split, batches, done, t, 0, kept, accelerator)
         for place, batch in enumerate(islice(loads, None if until is None else until - done)):
             if not rank:
-                steps.append((batch.step, [], torch.zeros_like(batch.totals)))
+                steps.append((batch.step, [], torch.zeros_like(batch.totals.packed)))
             documents = ((micro.batch.ids.unique_consecutive().tolist(), micro) for micro in batch.micro_batches)
             steps[place][1].extend(ids if micro.real else [] for ids, micro in documents)
-            steps[place][2].add_(batch.totals)
+            steps[place][2].add_(batch.totals.packed)
         loads.close()
     return steps
 

@@ -66,7 +66,7 @@ def step(objective, split, ranks, accumulation, plant=None, **more):
             backward=torch.Tensor.backward,
         )
         sums, totals = arithmetic.accumulate(parallel, mine, totals, t.gamma)
-        return {name: p.grad for name, p in replica.drafter.named_parameters()}, sums, totals
+        return {name: p.grad for name, p in replica.drafter.named_parameters()}, sums, totals.packed
 
     with ThreadPoolExecutor(ranks) as pool:
         results = list(pool.map(run, range(ranks)))
@@ -122,7 +122,7 @@ def test_any_split_gives_the_gradient_of_the_whole(dtype, slots, ranks, accumula
 
 def per_rank(mine, totals, ranks):
     """Mean over ranks of each one's mean."""
-    return mine, lambda batch, weights: arithmetic.step_weights(totals[:-1], 0.8)
+    return mine, lambda batch, weights: arithmetic.step_weights(totals.pairs, 0.8)
 
 
 def per_micro_batch(mine, totals, ranks):

@@ -77,23 +77,22 @@ def measure_serving(
     rows = [row(None, 0, users, load) for users, load in plain.items()]
     rows += [row(*which, users, load) for which, by_users in loads.items() for users, load in by_users.items()]
     best = report.best(rows)
-    # With a parallel drafter vLLM 0.32 always drafts num_speculative_tokens, however few a schedule asks for.
-    chains = [name for name, draft in drafts.items() if not drafts_in_parallel(draft)]
     schedules: dict[str, dict[str, Any]] = {}
-    for name in chains:
-        wanted = report.schedule(rows, name)
-        if wanted and any(depth == 0 for *_, depth in wanted[RANGES]):
-            # A drafter that drafts nothing still reads all tokens, so it is not as fast as none.
-            resting = servers.loads(name, idle(wanted[DRAFTED], max(options.concurrency)))
-            rows += [row(name, 0, users, load) for users, load in resting.items()]
-            wanted = report.schedule(rows, name)
-        if wanted:
-            schedules[name] = wanted
     scheduled: list[report.Row] = []
-    for name, length in schedules.items():
-        if len(ranges := length[RANGES]) == 1:
-            continue  # one number at every load, and measured so
-        for users, load in servers.loads(name, length).items():
+    for name, draft in drafts.items():
+        if drafts_in_parallel(draft):
+            continue  # vLLM 0.32 always drafts num_speculative_tokens with it, however few a schedule asks for
+        length = report.schedule(rows, name)
+        if length and any(depth == 0 for *_, depth in length[RANGES]):
+            # A drafter that drafts nothing still reads all tokens, so it is not as fast as none.
+            resting = servers.loads(name, idle(length[DRAFTED], max(options.concurrency)))
+            rows += [row(name, 0, users, load) for users, load in resting.items()]
+            length = report.schedule(rows, name)
+        if not length:
+            continue
+        schedules[name], ranges = length, length[RANGES]
+        # One number at every load was measured so.
+        for users, load in servers.loads(name, length).items() if len(ranges) > 1 else ():
             (depth,) = [depth for first, last, depth in ranges if first <= users <= last]
             always = loads[name, depth] if depth else plain
             beside = report.speed(load[0]) / report.speed(always[users][0])

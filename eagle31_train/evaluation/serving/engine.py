@@ -59,7 +59,7 @@ def fixed(draft_tokens: int) -> dict[str, Any]:
 
 
 def idle(draft_tokens: int, users: int) -> dict[str, Any]:
-    """No draft for up to so many users, of a drafter that could write as many tokens."""
+    """A schedule that drafts nothing for up to `users` users. draft_tokens: vLLM wants a number above 0."""
     return {DRAFTED: draft_tokens, RANGES: [[1, users, 0]]}
 
 

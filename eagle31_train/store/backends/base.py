@@ -130,6 +130,7 @@ class LocalStorage(Storage):
         return path.with_name(f".{path.name}.tmp")
 
     def lock(self, name: str) -> Path:
+        artifacts.refuse_dead_link(self.folder)  # before anything is made where it leads
         beside = self._beside(name)
         with self._explained("write", ""):
             self._make(beside.parent)
