@@ -205,7 +205,10 @@ def check_served(config: Fields) -> None:
     ids, inner = flags.get(LAYER_IDS), (flags.get("eagle_config") or {}).get(LAYER_IDS)
     count = flags.get("num_aux_hidden_states") or (len(inner) if inner else 3)
     if ids and count != len(ids) and _kind(layer) != "qwen3":
-        raise UserError(f'config.json has {len(ids)} layer ids, not {count}: add "num_aux_hidden_states": {len(ids)}')
+        raise UserError(
+            f"config.json has {len(ids)} layer ids, for which vLLM 0.32 builds fc for {count} states: add "
+            f'"num_aux_hidden_states": {len(ids)} beside the sizes of the layer'
+        )
 
 
 def target_name(config: Fields) -> str | None:
@@ -312,7 +315,9 @@ def _rope(layer: Fields, architecture: str, positions: int) -> tuple[float, dict
     scaling = one_spelling({key: value for key, value in parameters.items() if value is not None}, architecture)
     if scaling is not None and architecture == "mla" and "attention_factor" in scaling:
         raise UserError(
-            f"config.json has attention_factor {scaling['attention_factor']}, which vLLM misreads: leave it to mscale"
+            f"config.json has attention_factor {scaling['attention_factor']} in its RoPE scaling: for 1.0 vLLM "
+            "leaves mscale² out of the softmax, and any other it passes over; remove it if the drafter was trained "
+            "as mscale and mscale_all_dim say"
         )
     if scaling is not None and scaling["rope_type"] in ("yarn", "llama3"):
         scaling.setdefault("original_max_position_embeddings", positions)  # as transformers does

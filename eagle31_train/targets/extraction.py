@@ -148,7 +148,10 @@ def make_engine(config: Config) -> Engine:
             raise UserError(f"extract.engine_args={arguments} are vLLM's: use extract.engine=vllm, or leave them out")
         return load_engine(config.target, config.extract.batch_tokens)
     if importlib.util.find_spec("vllm") is None:
-        raise UserError("extract.engine=vllm needs vLLM here: pip install vllm (on a CPU: tests/vllm/install.sh)")
+        raise UserError(
+            "extract.engine=vllm needs vLLM in this environment: pip install vllm (on a CPU: "
+            "tests/vllm/install.sh DIR makes an environment, DIR/bin/python -m eagle31_train.extract runs in it)"
+        )
     return VllmEngine(config)
 
 
@@ -209,9 +212,15 @@ class Agreement:
             f"{outside:.1%} of its choices lie outside the draft vocabulary",
         )
         if own < FOREIGN:
-            lines.append("extract: WARNING: hardly its own answers, which teach little: set regenerate=true")
+            lines.append(
+                "extract: WARNING: hardly its own answers, of which a drafter learns little: are they not regenerated "
+                "(regenerate=true), of other weights or another chat template, or drawn at a high temperature?"
+            )
         if outside > OUTSIDE:
-            lines.append("extract: WARNING: many of its choices can never be drafted: raise data.draft_vocab_size")
+            lines.append(
+                "extract: WARNING: many of its choices can never be drafted: raise data.draft_vocab_size, or count it "
+                "on the target's own answers"
+            )
         return lines
 
 
