@@ -170,20 +170,21 @@ def cost_of(kind, lk):
     return cost
 
 
-def reference(case, objective, documents, dtype=torch.float64):
-    """The same by the reference, of an objective of any precision."""
-    drafter, teacher = objective.drafter, objective.teacher
-    tensors = {name: p.detach().to(dtype).requires_grad_(p.requires_grad) for name, p in drafter.named_parameters()}
-    shared = drafter.shared_embedding.to(dtype) if case.shape.share_embedding else tensors["embed_tokens.weight"]
-    rows, final = teacher.head_rows.to(dtype), teacher.norm_weight.to(dtype)
-    loss, counts, hits, eligible = reference_for(case.shape)(case.shape, tensors, shared).loss(
-        [replace(d, aux=d.aux.to(dtype), last=d.last.to(dtype)) for d in documents],
-        case.unroll,
-        case.gamma,
+def reference(objective, documents, unroll, gamma, oov="mask", eps=1e-5, taken=None):
+    """The same by the reference in fp64, of an objective of any precision; eps: of the teacher's norm."""
+    drafter, teacher, shape, exact = objective.drafter, objective.teacher, objective.drafter.shape, torch.float64
+    tensors = {name: p.detach().to(exact).requires_grad_(p.requires_grad) for name, p in drafter.named_parameters()}
+    shared = drafter.shared_embedding.to(exact) if shape.share_embedding else tensors["embed_tokens.weight"]
+    rows, final = teacher.head_rows.to(exact), teacher.norm_weight.to(exact)
+    loss, counts, hits, eligible = reference_for(shape)(shape, tensors, shared).loss(
+        [replace(d, aux=d.aux.to(exact), last=d.last.to(exact)) for d in documents],
+        unroll,
+        gamma,
         teacher.target_ids.tolist(),
-        lambda y: rows @ norm(y, final, case.teacher_eps),
-        case.oov,
-        cost_of(case.loss, case.lk),
+        lambda y: rows @ norm(y, final, eps),
+        oov,
+        cost_of(objective.kind, objective.lk),
+        taken,
     )
     if not any(counts):  # nothing to train: no loss, and no graph
         loss = sum(tensor.sum() for tensor in tensors.values()) * 0
@@ -192,6 +193,10 @@ def reference(case, objective, documents, dtype=torch.float64):
     # A mask row that no pair asks for is not even read there.
     grads = {name: torch.zeros_like(one) if one.grad is None else one.grad for name, one in trained.items()}
     return SimpleNamespace(loss=loss.detach(), grads=grads, counts=counts, hits=hits, eligible=eligible)
+
+
+def truth_of(case, objective, documents):
+    return reference(objective, documents, case.unroll, case.gamma, case.oov, case.teacher_eps)
 
 
 # ---------------------------------------------------------------- equal to the reference
@@ -208,11 +213,15 @@ def assert_equal_in_fp64(ours, truth):
 
 def check_fp64(case):
     objective, documents = make(case)
-    mine, truth = ours(case, objective, documents), reference(case, objective, documents)
-    assert mine.measured.trained.tolist() == truth.counts
-    assert mine.measured.eligible.tolist() == truth.eligible
-    assert mine.measured.correct.tolist() == truth.hits
+    mine, truth = ours(case, objective, documents), truth_of(case, objective, documents)
+    assert_same_counts(mine, truth)
     assert_equal_in_fp64(mine, truth)
+
+
+def assert_same_counts(ours, truth):
+    assert ours.measured.trained.tolist() == truth.counts
+    assert ours.measured.eligible.tolist() == truth.eligible
+    assert ours.measured.correct.tolist() == truth.hits
 
 
 # At one step there are no mask rows, and mask_hidden has no gradient: training refuses it.
@@ -236,7 +245,7 @@ def check_fp32(case):
     large as what one rounding of the weights changes in the true gradient.
     """
     objective, documents = make(case, torch.float32)
-    mine, truth = ours(case, objective, documents), reference(case, objective, documents)
+    mine, truth = ours(case, objective, documents), truth_of(case, objective, documents)
     assert mine.measured.trained.tolist() == truth.counts
     assert mine.measured.eligible.tolist() == truth.eligible
     assert abs(mine.loss - truth.loss) <= 1e-5 * abs(truth.loss) + 1e-6
@@ -255,7 +264,7 @@ def sensitivity(case, truth, name):
         for parameter in objective.drafter.parameters():
             rounding = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 2**-24
             parameter.data = parameter.data.double() * (1 + rounding)
-        moved.append(reference(case, objective, documents).grads[name] - truth.grads[name])
+        moved.append(truth_of(case, objective, documents).grads[name] - truth.grads[name])
     return max(each.norm() for each in moved)
 
 

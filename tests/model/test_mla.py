@@ -11,7 +11,16 @@ from conftest import YARN, kept_mask, make_document, make_mla_shape, make_object
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model import test_exactness
-from model.test_exactness import PROPERTY, cases, check_fp32, check_fp64, in_both_precisions
+from model.test_exactness import (
+    PROPERTY,
+    cases,
+    check_fp32,
+    check_fp64,
+    in_both_precisions,
+    reference,
+    train,
+    weights_of,
+)
 from model.test_recurrence import assert_same, reference_of
 from reference_mla import ReferenceMla, softmax_scale
 from transformers import DeepseekV3Config
@@ -86,18 +95,11 @@ def test_a_subset_of_the_slots_equals_the_reference_of_these_slots(problem):
     objective, documents = problem
     generator = torch.Generator().manual_seed(5)
     subset = Subset([torch.rand(len(d), generator=generator) < 0.5 for d in documents], 2.0)
-    packed = build_batch(documents, K, kept_mask(objective), "mask", subset)
-    weights = 0.8 ** torch.arange(K, dtype=torch.float64) / packed.trained.clamp(min=1)
-    loss, _ = objective(packed, weights)
-    loss.backward()
-    reference = reference_of(objective)
-    ids = objective.teacher.target_ids.tolist()
-    wanted, counts, *_ = reference.loss(documents, K, 0.8, ids, objective.teacher.logits, taken=subset.taken)
-    wanted.backward()
-    assert counts == packed.trained.tolist()
-    assert 0 < sum(counts) < build_batch(documents, K, kept_mask(objective), "mask").trained.sum()
-    ours = {name: p.grad for name, p in objective.drafter.named_parameters()}
-    assert_same((loss, ours), (wanted, {name: p.grad for name, p in reference.w.items()}), 1e-9)
+    packed, whole = (build_batch(documents, K, kept_mask(objective), "mask", some) for some in (subset, None))
+    truth = reference(objective, documents, K, 0.8, taken=subset.taken)
+    assert truth.counts == packed.trained.tolist()
+    assert 0 < sum(truth.counts) < whole.trained.sum()
+    assert_same(train(objective, packed, weights_of(truth.counts, 0.8)), truth, 1e-9)
 
 
 # ---------------------------------------------------------------- decoding equals the reference

@@ -1,11 +1,11 @@
 """The unrolled training pass against a reference written apart from it, and every known mistake planted."""
 
 from functools import cache
-from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import kept_mask, make_document, make_mla_shape, make_objective, make_shape, make_tiny
+from model.test_exactness import assert_same_counts, reference, train, weights_of
 from planting import instead_of, replaced
 from reference import dense_scores
 from reference_mla import reference_for
@@ -13,7 +13,6 @@ from reference_mla import reference_for
 from eagle31_train.model import drafter, layer
 from eagle31_train.model.batch import build_batch
 from eagle31_train.model.linear import linear
-from eagle31_train.model.loss import MEASURES
 
 pytestmark = pytest.mark.core
 
@@ -21,48 +20,30 @@ K = 7
 GAMMA = 0.8
 
 
-def trained_loss(objective, documents, unroll=K, oov="mask"):
-    packed = build_batch(documents, unroll, kept_mask(objective), oov)
-    weights = torch.tensor(
-        [GAMMA**k / n if n else 0.0 for k, n in enumerate(packed.trained.tolist())], dtype=torch.float64
-    )
-    loss, measured = objective(packed, weights)
-    return loss, SimpleNamespace(**dict(zip(MEASURES, measured, strict=True)))
-
-
-def trained(objective, documents, **options):
-    """(loss, {name: grad}) of the project, and its measures."""
-    objective.zero_grad()
-    loss, measured = trained_loss(objective, documents, **options)
-    loss.backward()
-    return (loss, {name: p.grad for name, p in objective.drafter.named_parameters()}), measured
+def trained(objective, documents, unroll=K):
+    """Loss, gradients and measures of the project."""
+    packed = build_batch(documents, unroll, kept_mask(objective), "mask")
+    return train(objective, packed, weights_of(packed.trained.tolist(), GAMMA))
 
 
 def reference_of(objective):
-    weights = {name: p.detach().clone().requires_grad_() for name, p in objective.drafter.named_parameters()}
-    shape = objective.drafter.shape
+    shape, weights = objective.drafter.shape, dict(objective.drafter.named_parameters())
     return reference_for(shape)(shape, weights, objective.drafter.shared_embedding)
 
 
-def gradients(objective, documents, **options):
-    """Loss and gradients of the project and of the reference: (loss, {name: grad}) twice."""
-    ours, measured = trained(objective, documents, **options)
-    reference = reference_of(objective)
-    steps, oov = options.get("unroll", K), options.get("oov", "mask")
-    ids = objective.teacher.target_ids.tolist()
-    wanted, counts, hits, eligible = reference.loss(documents, steps, GAMMA, ids, objective.teacher.logits, oov)
-    wanted.backward()
-    assert counts == measured.trained.tolist()
-    assert eligible == measured.eligible.tolist()
-    assert hits == measured.correct.tolist()
-    return ours, (wanted, {name: p.grad for name, p in reference.w.items()})
+def both(objective, documents, unroll=K):
+    """What the project makes of documents, and what the reference does."""
+    ours, truth = trained(objective, documents, unroll), reference(objective, documents, unroll, GAMMA)
+    assert_same_counts(ours, truth)
+    return ours, truth
 
 
-def assert_same(ours, theirs, tolerance):
-    torch.testing.assert_close(ours[0], theirs[0], rtol=tolerance, atol=tolerance)
-    for name, grad in theirs[1].items():
+def assert_same(ours, truth, tolerance):
+    torch.testing.assert_close(ours.loss, truth.loss, rtol=tolerance, atol=tolerance)
+    assert ours.grads.keys() == truth.grads.keys()
+    for name, grad in truth.grads.items():
         torch.testing.assert_close(
-            ours[1][name], grad, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+            ours.grads[name], grad, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
         )
 
 
@@ -95,34 +76,12 @@ def variant(name):
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_loss_and_gradients_equal_the_reference_in_further_shapes(name):
-    objective, documents = variant(name)
-    ours, theirs = gradients(objective, documents, unroll=3)
-    assert theirs[1].keys() == ours[1].keys()
-    assert_same(ours, theirs, 1e-9)
-
-
-@pytest.mark.parametrize("window", [2, 4, None])
-def test_another_window_than_the_shapes_is_caught(window):
-    objective, documents = variant("a window")
-    right = trained_loss(objective, documents, unroll=3)[0]
-    objective.drafter.midlayer.self_attn.window = window
-    assert abs(trained_loss(objective, documents, unroll=3)[0] - right) > 1e-3
-
-
-def test_a_forgotten_bias_is_caught(monkeypatch):
-    objective, documents = variant("biases")
-    right = trained_loss(objective, documents, unroll=3)[0]
-
-    @replaced(monkeypatch, drafter.TokenHalf, "_join")
-    def join_without_bias(_, self, projection, token_half, normed):
-        return token_half - projection.bias + linear(normed, self._state[projection])
-
-    assert abs(trained_loss(objective, documents, unroll=3)[0] - right) > 1e-3
+    assert_same(*both(*variant(name), unroll=3), 1e-9)
 
 
 def test_joint_prefix_counts_slots_right_at_every_step(tiny):
     objective, documents = tiny
-    _, measured = trained_loss(objective, documents, unroll=3)
+    measured = trained(objective, documents, unroll=3).measured
     reference = reference_of(objective)
     ids = objective.teacher.target_ids
     prefix, eligible = [0, 0, 0], [0, 0, 0]
@@ -199,28 +158,23 @@ MISTAKES = {
 
 
 @cache
-def truth_of_tiny():
-    """The reference's loss and gradients, which are the project's where nothing is planted."""
-    ours, theirs = gradients(*make_tiny())
-    assert_same(ours, theirs, 1e-9)
-    return theirs
-
-
-@cache
 def truth_of(name):
-    return gradients(*variant(name), unroll=3)[1]
+    """The reference's loss and gradients, which are the project's where nothing is planted; None: of `tiny`."""
+    ours, truth = both(*variant(name), unroll=3) if name else both(*make_tiny())
+    assert_same(ours, truth, 1e-9)
+    return truth
 
 
 @pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES.keys())
 def test_a_planted_mistake_is_caught(tiny, mistake, monkeypatch):
-    theirs = truth_of_tiny()
+    truth = truth_of(None)
     mistake(monkeypatch)
-    assert_caught(*tiny, theirs)
+    assert_caught(*tiny, truth)
 
 
-def assert_caught(objective, documents, theirs, **options):
+def assert_caught(objective, documents, truth, **options):
     with pytest.raises(AssertionError):
-        assert_same(trained(objective, documents, **options)[0], theirs, 1e-5)
+        assert_same(trained(objective, documents, **options), truth, 1e-5)
 
 
 @instead_of(drafter.AttendingLayer, "keep_own")
@@ -295,14 +249,27 @@ PARALLEL_MISTAKES = {
 }
 
 
+def another_window(width):
+    return instead_of(layer.GroupedQueryAttention, "__init__")(
+        lambda right, self, *given: (right(self, *given), setattr(self, "window", width))[0]
+    )
+
+
+@instead_of(drafter.TokenHalf, "_join")
+def a_forgotten_bias(_, self, projection, token_half, normed):
+    return token_half - projection.bias + linear(normed, self._state[projection])
+
+
 OF_SHAPES = {
     **{name: ("parallel", mistake) for name, mistake in PARALLEL_MISTAKES.items()},
     **{mistake.__name__: ("three layers, normed", mistake) for mistake in MISTAKES_OF_FURTHER_SHAPES},
+    **{f"a window of {width}": ("a window", another_window(width)) for width in (2, 4, None)},
+    "a forgotten bias": ("biases", a_forgotten_bias),
 }
 
 
 @pytest.mark.parametrize(("shape", "mistake"), OF_SHAPES.values(), ids=OF_SHAPES.keys())
 def test_a_mistake_planted_in_a_further_shape_is_caught(shape, mistake, monkeypatch):
-    theirs = truth_of(shape)
+    truth = truth_of(shape)
     mistake(monkeypatch)
-    assert_caught(*variant(shape), theirs, unroll=3)
+    assert_caught(*variant(shape), truth, unroll=3)

@@ -6,10 +6,10 @@ import torch
 from conftest import kept_mask
 from hypothesis import given
 from hypothesis import strategies as st
+from model.test_exactness import train
 
 from eagle31_train.model import batch
 from eagle31_train.model.batch import Subset, build_batch, choose_slots, draw_stretches
-from eagle31_train.model.loss import MEASURES
 
 K, SLOTS = 3, 5
 GAMMA = 0.8
@@ -105,16 +105,13 @@ def test_however_the_documents_are_split_the_same_slots_are_trained(tiny):
 
 def measure(objective, documents, subset=None, counts=None, counted="population", scaled=True):
     """Loss, gradients and scaled sums of measures of one choice."""
-    objective.zero_grad()
     packed = build_batch(documents, K, kept_mask(objective), "mask", subset)
     counts = getattr(packed, counted) if counts is None else counts
     weights = GAMMA ** torch.arange(K, dtype=torch.float64) / counts.clamp(min=1)
     scale = packed.scale if scaled else 1.0
-    loss, measured = objective(packed, weights * scale)
-    loss.backward()
-    found = {name: parameter.grad.clone() for name, parameter in objective.drafter.named_parameters()}
-    sums = dict(zip(MEASURES, measured.double() * scale, strict=True))
-    return {"total": loss.detach(), **found, **sums}
+    found = train(objective, packed, weights * scale)
+    sums = {name: measured.double() * scale for name, measured in vars(found.measured).items()}
+    return {"total": found.loss, **found.grads, **sums}
 
 
 def assert_same(ours, theirs, tolerance):
