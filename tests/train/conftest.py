@@ -1,15 +1,24 @@
 """A tiny extracted run, made once, and a way to train on copies of it within this process."""
 
 import json
+import os
 import shutil
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
+from unittest.mock import patch
 
+import guarding
 import pytest
+import several
 from accelerate.state import AcceleratorState
 from pipeline import tiny_config
 from safetensors.torch import load_file
 
+from eagle31_train.errors import Stopped
+from train import checkpoint
 from train.loop import train
+from train.metrics import Reporter
 
 
 def not_a_number(text):
@@ -29,9 +38,31 @@ class Fitted:
         return tiny_config(self.folder, f"target.path={self.extracted / 'target'}", *more)
 
     def fit(self, *more):
-        """Train as a new process would; returns self."""
+        """Train as a new process would, on the CPU; returns self."""
         AcceleratorState._reset_state(True)
-        train(self.config(*more))
+        with patch.dict(os.environ, ACCELERATE_USE_CPU="true"):
+            train(self.config(*more))
+        return self
+
+    def stopped(self, step, *more):
+        """Train until it is told to stop after a step, and saves; returns self."""
+        with ExitStack() as patches:
+            several.disturb(patches, step)
+            with pytest.raises(Stopped):
+                self.fit(*more)
+        return self
+
+    def interrupted(self, step, *more):
+        """Train until it is interrupted in a step, and saves nothing; returns self."""
+        log = Reporter.log
+
+        def interrupt(reporter, now, values):
+            log(reporter, now, values)
+            if now == step:
+                raise KeyboardInterrupt
+
+        with patch.object(Reporter, "log", interrupt), pytest.raises(KeyboardInterrupt):
+            self.fit(*more)
         return self
 
     def rows(self):
@@ -43,6 +74,10 @@ class Fitted:
 
     def manifest(self):
         return json.loads((self.train / "manifest.json").read_text())
+
+    def saved(self):
+        """The steps of its checkpoints."""
+        return [checkpoint.step_of(path) for path in checkpoint.in_order(self.checkpoints)]
 
     def newest(self):
         return self.train / self.manifest()["checkpoint"]
@@ -68,6 +103,20 @@ def alone(monkeypatch):
 def copy_of(extracted):
     """A function that copies the extracted run, or another one, into a folder."""
     return lambda folder, source=extracted: Fitted(source, folder)
+
+
+@pytest.fixture(scope="session")
+def by_one(copy_of, tmp_path_factory):
+    """A function that trains by one process that nobody stops, once with the same options; not to be changed."""
+    return cache(lambda *options: copy_of(tmp_path_factory.mktemp("by_one")).fit(*options))
+
+
+@pytest.fixture(scope="session")
+def absent(copy_of, tmp_path_factory):
+    """One process's run, in whose schedule two steps are not."""
+    run = copy_of(tmp_path_factory.mktemp("absent"))
+    assert guarding.fit(run, *guarding.RECIPE, harm=["absent", [3, 6]]) is None
+    return run
 
 
 @pytest.fixture

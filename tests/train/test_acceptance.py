@@ -1,17 +1,14 @@
 """Acceptance measured during training is real decoding's, changes nothing, and chooses what the run leaves."""
 
-from contextlib import ExitStack
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
-import several
 import torch
 from pipeline import AUX, END, assert_equal, flip_bit, message_of, save_quietly, tiny_config, tiny_llama, write_data
 
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
-from eagle31_train.errors import Stopped
 from eagle31_train.evaluation import trajectories
 from eagle31_train.evaluation.decoding import Limits, decode_speculative
 from eagle31_train.evaluation.measurement import Counts, acceptance
@@ -89,11 +86,7 @@ def reported(answered, copy_of, tmp_path_factory):
                 found[mistake] = right(self)
         return right(self)
 
-    with (
-        patch.dict("os.environ", ACCELERATE_USE_CPU="true"),
-        patch.object(AcceptanceMeter, "__init__", begun),
-        patch.object(AcceptanceMeter, "measure", measure),
-    ):
+    with patch.object(AcceptanceMeter, "__init__", begun), patch.object(AcceptanceMeter, "measure", measure):
         run = copy_of(tmp_path_factory.mktemp("reported"), answered).fit(*LEARNING)
     found[None] = {name: run.rows()[-1][f"heldout_{name}"] for name in SHARES}
     return really_decoded(run, run.config()), found
@@ -167,23 +160,11 @@ def scripted(monkeypatch):
     monkeypatch.setattr(AcceptanceMeter, "measure", measure)
 
 
-def stopped(run, step, *options):
-    """Train, and stop after a step."""
-    with ExitStack() as patches:
-        several.disturb(patches, step)
-        with pytest.raises(Stopped):
-            run.fit(*options)
-
-
-def steps_kept(run):
-    return sorted(int(path.name.removeprefix("step-")) for path in run.checkpoints.iterdir())
-
-
 @pytest.mark.usefixtures("scripted")
 def test_the_best_step_is_kept_and_is_what_the_run_leaves(new_run, capsys):
     run = new_run().fit(*RECIPE, "train.keep_best=true")
     assert "train: step 4 of 10 is kept, of the greatest acceptance length" in capsys.readouterr().out
-    assert steps_kept(run) == [4, 10]
+    assert run.saved() == [4, 10]
     manifest = run.manifest()
     assert manifest["checkpoint"] == "checkpoints/step-000004"
     assert manifest["heldout"]["acceptance_length"] == 1.5
@@ -196,21 +177,19 @@ def test_the_best_step_is_kept_and_is_what_the_run_leaves(new_run, capsys):
     assert every.manifest()["checkpoint"] == "checkpoints/step-000010", "the last one, where nobody asks for the best"
     assert_equal(run.weights(), every.weights_of(4))
 
-    again = new_run()
-    stopped(again, 5, *RECIPE, "train.keep_best=true")
-    assert steps_kept(again) == [4, 5]
+    again = new_run().stopped(5, *RECIPE, "train.keep_best=true")
+    assert again.saved() == [4, 5]
     unfinished = DrafterCheckpoint.open(again.folder / "run", allow_unfinished=True)
     assert unfinished.measured_on == left.measured_on == manifest["measured_on"]
     again.fit(*RECIPE, "train.keep_best=true")
     assert again.rows() == run.rows()
-    assert steps_kept(again) == [4, 10]
+    assert again.saved() == [4, 10]
     assert_equal(again.weights(), run.weights())
 
 
 @pytest.mark.usefixtures("scripted")
 def test_a_best_checkpoint_that_is_damaged_is_the_best_no_more(new_run, capsys):
-    run = new_run()
-    stopped(run, 5, *RECIPE, "train.keep_best=true")
+    run = new_run().stopped(5, *RECIPE, "train.keep_best=true")
     flip_bit(run.checkpoints / "step-000004" / "model.safetensors")
     run.fit(*RECIPE, "train.keep_best=true")
     assert "the best checkpoint so far is missing or damaged: another one is the best now" in capsys.readouterr().out

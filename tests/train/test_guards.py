@@ -1,19 +1,8 @@
 """A step that is not finite, or has nothing to train, is left out; test_profiles.py has what stops two processes."""
 
-from unittest.mock import patch
-
 import pytest
 from guarding import NAN, RECIPE, at, fit
 from pipeline import assert_equal
-
-
-@pytest.fixture(scope="module")
-def absent(copy_of, tmp_path_factory):
-    """A run in whose schedule two steps are not."""
-    run = copy_of(tmp_path_factory.mktemp("absent"))
-    with patch.dict("os.environ", ACCELERATE_USE_CPU="true"):
-        assert fit(run, *RECIPE, harm=["absent", [3, 6]]) is None
-    return run
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from conftest import make_mla_shape, make_objective, make_shape
 
 from eagle31_train.config import DrafterShape, TrainConfig
 from train import optimizer
-from train.metrics import Reporter
 from train.optimizer import make_optimizer
 from train.parallel import Parallel
 
@@ -218,24 +217,13 @@ STEPS = ["train.max_steps=9", "train.checkpoint_every=3", "drafter.share_embeddi
 
 
 @pytest.fixture(scope="module")
-def whole(copy_of, tmp_path_factory):
-    """The run that nobody stops."""
-    with patch.dict("os.environ", ACCELERATE_USE_CPU="true"):
-        return copy_of(tmp_path_factory.mktemp("whole")).fit(MUON, *STEPS)
+def whole(by_one):
+    return by_one(MUON, *STEPS)
 
 
 def killed(run):
-    """In step 8, two steps after a checkpoint."""
-    log = Reporter.log
-
-    def stop(self, step, values):
-        log(self, step, values)
-        if step == 8:
-            raise KeyboardInterrupt
-
-    with patch.object(Reporter, "log", stop), pytest.raises(KeyboardInterrupt):
-        run.fit(MUON, *STEPS)
-    assert sorted(path.name for path in run.checkpoints.glob("step-*")) == ["step-000003", "step-000006"]
+    """Two steps after a checkpoint."""
+    assert run.interrupted(8, MUON, *STEPS).saved() == [3, 6]
     return run
 
 

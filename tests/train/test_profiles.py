@@ -1,9 +1,6 @@
 """Two real processes train what one trains under every profile, and each profile goes on from what another saved."""
 
-import os
-from contextlib import ExitStack
 from dataclasses import dataclass
-from unittest.mock import patch
 
 import guarding
 import pytest
@@ -11,8 +8,6 @@ import several
 from pipeline import assert_close
 from safetensors.torch import load_file
 from several import training
-
-from eagle31_train.errors import Stopped
 
 # A relay: one process stops after this step, then each profile goes on until its own, and one process ends the run.
 FIRST = 2
@@ -64,11 +59,6 @@ def assert_same_rows(run, one, tolerance, first=None):
             assert ours[name] == pytest.approx(theirs[name], rel=near, abs=1e-9), (theirs["step"], name)
 
 
-def on_cpu():
-    """One process; a fixture of a module is made before the one that says so to each test."""
-    return patch.dict(os.environ, {"ACCELERATE_USE_CPU": "true"})
-
-
 @dataclass
 class Came:
     """What the launch left: the runs by name, and what each of their trainings came to."""
@@ -95,11 +85,8 @@ def came(copy_of, tmp_path_factory):
     """The relay, and what two processes must not do."""
     folder = tmp_path_factory.mktemp("came")
     runs = {name: copy_of(folder / name) for name in ("relay", "muon relay", "sharing relay")}
-    with on_cpu(), ExitStack() as patches:
-        several.disturb(patches, FIRST)
-        for name, run in runs.items():
-            with pytest.raises(Stopped):
-                run.fit(*(MUON if name == "muon relay" else RECIPE))
+    for name, run in runs.items():
+        run.stopped(FIRST, *(MUON if name == "muon relay" else RECIPE))
     trainings = [("relay", profile, [*RECIPE, *SHARED], {"stop_after": stop}) for profile, stop in RELAY.items()]
     trainings += [("muon relay", p, [*MUON, *SHARED], {"stop_after": stop}) for p, stop in MUON_RELAY.items()]
     trainings += [("sharing relay", p, [*RECIPE, *SHARING], {"stop_after": n}) for p, n in SHARING_RELAY.items()]
@@ -114,10 +101,9 @@ def came(copy_of, tmp_path_factory):
         *guarding.trainings("zero2"),
     ]
     result = launch_all(copy_of, folder, trainings, runs)
-    with on_cpu():
-        runs["relay"].fit(*RECIPE)
-        runs["sharing relay"].fit(*RECIPE)
-        runs["muon relay"].fit(*MUON)
+    runs["relay"].fit(*RECIPE)
+    runs["sharing relay"].fit(*RECIPE)
+    runs["muon relay"].fit(*MUON)
     return result
 
 
@@ -125,11 +111,7 @@ def came(copy_of, tmp_path_factory):
 def more(copy_of, tmp_path_factory):
     """What the slow tests ask of two processes."""
     folder = tmp_path_factory.mktemp("more")
-    runs, trainings = {"muon forgetful": copy_of(folder / "muon forgetful")}, []
-    with on_cpu(), ExitStack() as patches:
-        several.disturb(patches, FIRST)
-        with pytest.raises(Stopped):
-            runs["muon forgetful"].fit(*MUON)
+    runs, trainings = {"muon forgetful": copy_of(folder / "muon forgetful").stopped(FIRST, *MUON)}, []
     for kind in KINDS:
         trainings += [(f"{name} {kind}", kind, [*words, *shared], {}) for name, (words, shared, _) in FURTHER.items()]
     trainings += [
@@ -141,18 +123,6 @@ def more(copy_of, tmp_path_factory):
     for kind in GUARDED:
         trainings += guarding.trainings(kind)
     return launch_all(copy_of, folder, trainings, runs)
-
-
-@pytest.fixture(scope="module")
-def by_one(copy_of, tmp_path_factory):
-    """A function that trains with one process."""
-    count = iter(range(100))
-
-    def fit(*options):
-        with on_cpu():
-            return copy_of(tmp_path_factory.mktemp(f"alone{next(count)}")).fit(*options)
-
-    return fit
 
 
 @pytest.fixture(scope="module")
@@ -295,15 +265,6 @@ def test_processes_that_do_not_train_together_are_stopped_before_anything_is_sav
 
 
 # ---------------------------------------------------------------- not finite, or nothing to train
-
-
-@pytest.fixture(scope="module")
-def absent(copy_of, tmp_path_factory):
-    """One process, in whose schedule two steps are not."""
-    run = copy_of(tmp_path_factory.mktemp("absent"))
-    with on_cpu():
-        assert guarding.fit(run, *guarding.RECIPE, harm=["absent", [3, 6]]) is None
-    return run
 
 
 def test_what_one_rank_meets_stops_both_or_is_left_out_by_both(came, absent):

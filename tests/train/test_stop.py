@@ -5,7 +5,6 @@ import os
 import re
 import signal
 from types import SimpleNamespace
-from unittest.mock import patch
 
 import pytest
 from launching import ROOT, arguments, command, environment, launch
@@ -17,15 +16,11 @@ from eagle31_train.console import STOPPED
 from eagle31_train.errors import Stopped
 from eagle31_train.extract import extract
 from eagle31_train.store.writer import StoreWriter
-from train import checkpoint, deadline
+from train import deadline
 
 STEPS = 24
 RECIPE = ["train.epochs=10000", "train.eval_every=1000000", "train.checkpoint_every=1000000"]
 SHORT, ENDLESS = [f"train.max_steps={STEPS}", *RECIPE], ["train.max_steps=20000", *RECIPE]
-
-
-def saved(run):
-    return [checkpoint.step_of(path) for path in checkpoint.in_order(run.checkpoints)]
 
 
 def rows(run):
@@ -34,9 +29,8 @@ def rows(run):
 
 
 @pytest.fixture(scope="module")
-def whole(copy_of, tmp_path_factory):
-    with patch.dict(os.environ, ACCELERATE_USE_CPU="true"):
-        return copy_of(tmp_path_factory.mktemp("whole")).fit(*SHORT)
+def whole(by_one):
+    return by_one(*SHORT)
 
 
 def stopped_after(run, text, why):
@@ -45,7 +39,7 @@ def stopped_after(run, text, why):
     match = re.search(r"train: stopped by (.+): saved after step (\d+) of \d+; the same command goes on$", line)
     assert match[1] == why
     step = int(match[2])
-    assert saved(run) == [step]
+    assert run.saved() == [step]
     assert rows(run) == step
     assert not (run.train / "manifest.json").exists()
     return step

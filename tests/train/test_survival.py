@@ -1,10 +1,10 @@
 """A run that is stopped, killed or short of disk ends with every bit of the run that nobody stopped."""
 
-import os
 import random
 import shutil
 import signal
 import threading
+from functools import cache
 from unittest.mock import patch
 
 import numpy as np
@@ -27,10 +27,8 @@ from watching import noted
 
 from eagle31_train.errors import Stopped
 from train import checkpoint, metrics, parallel, trainer
-from train.metrics import Reporter
 
-SHORT, STOPS = 24, (5, 12, 19)
-LONG, LONG_STOPS = 200, (37, 100, 163)
+SHORT, STOPS, LONG = 24, (5, 12, 19), 200
 TENSORS = ("model.safetensors", "optimizer.safetensors")
 
 
@@ -40,16 +38,8 @@ def recipe(steps):
 
 @pytest.fixture(scope="module")
 def whole(copy_of, tmp_path_factory):
-    """The run of so many steps that nobody stops."""
-    done = {}
-
-    def of(steps):
-        if steps not in done:
-            run = copy_of(tmp_path_factory.mktemp("whole"))
-            done[steps] = go_on(run, steps, "train.checkpoint_every=1000")
-        return done[steps]
-
-    return of
+    """A function: the run of so many steps that nobody stops."""
+    return cache(lambda steps: go_on(copy_of(tmp_path_factory.mktemp("whole")), steps, "train.checkpoint_every=1000"))
 
 
 def go_on(run, steps, *more):
@@ -57,30 +47,23 @@ def go_on(run, steps, *more):
         return run.fit(*recipe(steps), *more)
 
 
-def saved(run):
-    return [checkpoint.step_of(path) for path in checkpoint.in_order(run.checkpoints)]
+def interrupted(run, step, *more):
+    with noted(run.folder / "ledger"):
+        return run.interrupted(step, *recipe(SHORT), *more)
 
 
 # ---------------------------------------------------------------- stopped
 
 
-def stop_after(run, steps, step, begun):
-    """Train until a SIGTERM that comes in time to stop after `step`; `begun` steps were done before."""
-    told = calling("train.trainer.accumulate", tell, "after", step - begun - 1)
-    with told, pytest.raises(Stopped, match=f"stopped by SIGTERM: saved after step {step} of {steps}; the same"):
-        go_on(run, steps)
-    assert saved(run)[-1] == step
-    assert not (run.train / "manifest.json").exists()
-
-
-def stop_at(run, whole, steps, stops):
-    for begun, step in zip((0, *stops), stops, strict=False):
-        stop_after(run, steps, step, begun)
-    assert not differences(go_on(run, steps), whole(steps))
-
-
 def test_a_run_stopped_three_times_ends_bit_for_bit_the_same(new_run, whole):
-    stop_at(new_run(), whole, SHORT, STOPS)
+    run = new_run()
+    for begun, step in zip((0, *STOPS), STOPS, strict=False):
+        told = calling("train.trainer.accumulate", tell, "after", step - begun - 1)
+        with told, pytest.raises(Stopped, match=f"stopped by SIGTERM: saved after step {step} of {SHORT}; the same"):
+            go_on(run, SHORT)
+        assert run.saved()[-1] == step
+        assert not (run.train / "manifest.json").exists()
+    assert not differences(go_on(run, SHORT), whole(SHORT))
 
 
 def test_no_step_draws_from_a_global_generator(new_run, monkeypatch):
@@ -110,7 +93,7 @@ def start(run, steps, output, *more, **disturbance):
 def operations(copy_of, tmp_path_factory):
     """What the first two saves of a run do to the file system, as a number."""
     run = copy_of(tmp_path_factory.mktemp("operations"))
-    with patch.dict(os.environ, ACCELERATE_USE_CPU="true"), saves_on(InSaves()) as machine:
+    with saves_on(InSaves()) as machine:
         run.fit("train.max_steps=4", "train.checkpoint_every=2")
     assert len(machine.counts) == 2
     return machine.counts[1]
@@ -125,7 +108,7 @@ def survive(run, whole, steps, ways, seed, operations, output):
     chosen, ledger = random.Random(seed), run.folder / "ledger"
     chosen.shuffle(ways)
     for way in ways:
-        disturbance = choose(way, chosen, operations, begun=bool(saved(run)))
+        disturbance = choose(way, chosen, operations, begun=bool(run.saved()))
         wanted = lines(ledger) + chosen.randint(1, 3)
         with start(run, steps, output, "train.checkpoint_every=2", **disturbance) as process:
             if way == "outside":
@@ -173,19 +156,11 @@ def test_a_run_killed_fifty_times_ends_bit_for_bit_the_same(new_run, whole, oper
 
 def stop_after_a_slow_save(run):
     """The save of step 10 waits until step 14 is done; in step 16 the run is stopped."""
-    log, done = Reporter.log, threading.Event()
-
-    def logged(self, step, values):
-        log(self, step, values)
-        if step == 14:
-            done.set()
-        if step == 16:
-            raise KeyboardInterrupt
-
+    done = threading.Event()
     slow = calling("train.checkpoint._write", done.wait, "before", 1)
-    with slow, patch.object(Reporter, "log", logged), pytest.raises(KeyboardInterrupt):
-        go_on(run, SHORT, "train.checkpoint_every=10")
-    assert saved(run) == [10]
+    with slow, calling("train.metrics.Reporter.log", done.set, "after", 14):
+        interrupted(run, 16, "train.checkpoint_every=10")
+    assert run.saved() == [10]
     return run
 
 
@@ -207,17 +182,8 @@ def test_a_checkpoint_that_saw_later_weights_would_be_found(new_run, whole):
 @pytest.fixture(scope="module")
 def stopped(copy_of, tmp_path_factory):
     """A run with checkpoints after steps 12 and 18 of 24, stopped after step 21."""
-    run, log = copy_of(tmp_path_factory.mktemp("stopped")), Reporter.log
-
-    def stop(self, step, values):
-        log(self, step, values)
-        if step == 21:
-            raise KeyboardInterrupt
-
-    alone, stopping = patch.dict(os.environ, ACCELERATE_USE_CPU="true"), patch.object(Reporter, "log", stop)
-    with alone, stopping, pytest.raises(KeyboardInterrupt):
-        go_on(run, SHORT, "train.checkpoint_every=6")
-    assert saved(run) == [12, 18]
+    run = interrupted(copy_of(tmp_path_factory.mktemp("stopped")), 21, "train.checkpoint_every=6")
+    assert run.saved() == [12, 18]
     return run
 
 
@@ -262,9 +228,8 @@ def test_a_mistake_in_resuming_is_found(copy, whole, monkeypatch, owner, name, m
     assert bool(different) == bool(found), different
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "manifest.json"])
-def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(copy, whole, capsys, name):
-    damaged = copy.checkpoints / "step-000018"
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(copy, whole, capsys):
+    damaged, name = copy.checkpoints / "step-000018", "model.safetensors"
     flip_bit(damaged / name)
     go_on(copy, SHORT)
     printed = capsys.readouterr().out
