@@ -130,8 +130,7 @@ def only_the_likeliest(engine, k=5):
     engine.reference = reference
 
 
-@pytest.mark.parametrize("codec", ["bf16", "int8_channel"])
-@pytest.mark.parametrize("known", [None, only_the_likeliest])
+@pytest.mark.parametrize(("known", "codec"), [(None, "bf16"), (only_the_likeliest, "int8_channel")])
 @pytest.mark.parametrize(("make", "plant", "cause"), MISTAKES)
 def test_a_planted_mistake_stops_the_run_and_is_named(make, plant, cause, known, codec):
     check_right(make, known, codec)

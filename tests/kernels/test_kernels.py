@@ -155,7 +155,7 @@ def merged(problem, dtype):
     return ours, in_fp64(tensors, layout, direction)
 
 
-@settings(derandomize=True, max_examples=12)
+@settings(derandomize=True, max_examples=8)
 @given(problem=problems())
 def test_own_keys_merge_into_one_dense_softmax(problem):
     for ours, truth in zip(*merged(problem, torch.float32), strict=True):
@@ -243,7 +243,7 @@ def test_a_fused_objective_is_the_plain_one(make):
     shape = make()
     objective, generator = make_objective(shape, torch.float32), torch.Generator().manual_seed(1)
     objective.lk = 0.3
-    documents = [make_document(shape, length, generator) for length in (9, 1, 14)]
+    documents = [make_document(shape, length, generator) for length in (6, 1, 8)]
     documents = [replace(d, aux=d.aux.float(), last=d.last.float()) for d in documents]
     batch = build_batch(documents, 3, kept_mask(objective), "mask")
     plain = losses_and_gradients(objective, batch)
@@ -274,15 +274,8 @@ def test_planted_mistakes_are_found(wrong, monkeypatch):
 
 def test_the_kernels_compile_for_gpus_that_are_not_here_and_hardly_spill(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    words = [
-        sys.executable,
-        "-m",
-        "benchmarks.kernel_resources",
-        "--architectures",
-        "90",
-        "--out",
-        str(tmp_path / "found"),
-    ]
+    words = [sys.executable, "-m", "benchmarks.kernel_resources", "--architectures", "90"]
+    words += ["--out", str(tmp_path / "found")]
     done = subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "found.json").read_text())["kernels"]

@@ -241,11 +241,3 @@ def test_the_kernels_of_other_devices_equal_one_dense_softmax(kernel, problem, w
         ours = list(both(tensors, with_kernel(kernel, layout, patch), direction, window, truth))
     for mine, theirs in ours:
         torch.testing.assert_close(mine.double(), theirs, rtol=1e-6, atol=1e-6)
-
-
-def test_no_slots_at_all():
-    tensors, layout, _ = make(([3], [0], 1, 1, 2, 4, 4, 0), torch.float64)
-    q, k0, v0, own_k, own_v = tensors
-    layout = make_layout(layout.documents, torch.tensor([], dtype=torch.int64))
-    out = unrolled_attention(q[:0], k0, v0, [k[:0] for k in own_k], [v[:0] for v in own_v], layout, 1.0)
-    assert out.shape == (0, 1, 4)

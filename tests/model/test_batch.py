@@ -158,25 +158,6 @@ def test_a_batch_is_what_plain_loops_count(problem):
     build_and_check(problem)
 
 
-@pytest.mark.core
-def test_the_worked_example_by_hand():
-    """Arg-max 0, 4 and 8 are out of the vocabulary."""
-    documents, kept, _, options = WORKED
-    packed = build_batch(documents, keep_mask=kept, **options)
-    # Document 0: x2 x3 _ x5 x6 are the assistant's; taught at 1, 2, 4, 5 by 6, 1, 4 (out), 7.
-    # Document 2 begins at 8: its x3 x4 are the assistant's; taught at 2 and 3 by 5 and 6.
-    # Document 1 and what follows the last slot of the others is no context: document 2's begins at 5.
-    assert packed.layout.slots.tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
-    assert packed.layout.documents == [(0, 5), (5, 8)]
-    assert packed.teacher.decode().flatten().tolist() == [1, 2, 5, 10, 11]
-    assert packed.top1.tolist() == [6, 1, 7, 5, 6]
-    # Step 0 predicts each of the six, step 1 all but a document's third token, step 2 all but its fourth as well.
-    assert packed.eligible.tolist() == [6, 5, 3]
-    assert packed.trained.tolist() == [5, 4, 2]
-    # Two in a row: from 2 and 5 of document 0, and from 3 of document 2; three nowhere.
-    assert packed.eligible_prefix.tolist() == [6, 3, 0]
-
-
 def test_contexts_are_right_with_several_threads_and_many_slots():
     """Indexed assignment with an index that occurs twice keeps any of the two, once torch shares it among threads."""
     T = 2000
@@ -270,20 +251,16 @@ def test_a_planted_off_by_one_is_caught(mistake, monkeypatch):
 # ---------------------------------------------------------------- nothing to train
 
 
-def nothing(shape, why):
-    generator = torch.Generator().manual_seed(0)
-    if why == "single tokens":
-        return [make_document(shape, 1, generator, answer=[0]) for _ in range(3)]
-    if why == "no answer":
-        return [make_document(shape, length, generator, answer=[]) for length in (9, 4)]
-    if why == "first tokens only":
-        return [make_document(shape, 6, generator, answer=[0, 1])]
-    assert why == "out of the vocabulary"
-    documents = [make_document(shape, 8, generator, answer=[2, 3, 4, 7])]
-    return [replace(d, top1=torch.zeros_like(d.top1)) for d in documents]
+# Why there is nothing: lengths of documents, and what of each is the assistant's.
+NOTHING = {
+    "single tokens": ([1, 1, 1], [0]),
+    "no answer": ([9, 4], []),
+    "first tokens only": ([6], [0, 1]),
+    "out of the vocabulary": ([8], [2, 3, 4, 7]),
+}
 
 
-@pytest.mark.parametrize("why", ["single tokens", "no answer", "first tokens only", "out of the vocabulary"])
+@pytest.mark.parametrize("why", NOTHING)
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
 @pytest.mark.parametrize("lk", [0.0, 0.5])
 def test_a_batch_without_a_slot_gives_zeros_and_no_nan(why, precision, lk):
@@ -293,7 +270,11 @@ def test_a_batch_without_a_slot_gives_zeros_and_no_nan(why, precision, lk):
     objective.lk = lk
     kept = kept_mask(objective)
     kept[0] = False
-    documents = [replace(d, aux=d.aux.to(dtype), last=d.last.to(dtype)) for d in nothing(shape, why)]
+    (lengths, answer), generator = NOTHING[why], torch.Generator().manual_seed(0)
+    documents = [make_document(shape, length, generator, answer=answer) for length in lengths]
+    documents = [replace(d, aux=d.aux.to(dtype), last=d.last.to(dtype)) for d in documents]
+    if why == "out of the vocabulary":
+        documents = [replace(d, top1=torch.zeros_like(d.top1)) for d in documents]
     packed = build_batch(documents, 3, kept, "mask")
     assert len(packed.layout.slots) == sum(packed.trained) == 0
     # The weights that other ranks' pairs give: this part must add nothing to them.

@@ -39,15 +39,3 @@ def test_value_and_slope_equal_the_definition_and_its_derivative(seed, kind, lk)
     truth = plain(leaf, log_p, taught, kind, lk)
     torch.testing.assert_close(value, truth.detach(), rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(slope, torch.autograd.grad(truth.sum(), leaf)[0], rtol=1e-9, atol=1e-9)
-
-
-def test_the_lk_loss_is_the_acceptance_of_rejection_sampling():
-    """exp(-LK) is the share of drafted tokens that speculative sampling accepts, counted by drawing them."""
-    logits, log_p, _ = random_problem(5, pairs=1, positions=1)
-    value, _ = divergence(logits.clone(), *teaches(log_p), torch.tensor([0]), "kl", 1.0)
-    generator = torch.Generator().manual_seed(0)
-    p, q = log_p.exp()[0], logits.softmax(-1)[0]
-    drawn = torch.multinomial(q, 200_000, replacement=True, generator=generator)
-    accepted = torch.rand(len(drawn), generator=generator, dtype=torch.float64) < p[drawn] / q[drawn]
-    # Five standard errors of a share over 200,000 draws are under 0.006.
-    assert abs(accepted.double().mean().item() - (-value).exp().item()) < 0.006

@@ -1,4 +1,5 @@
-"""RoPE of the MLA drafter: frequencies, magnitude and softmax scale, against transformers, vLLM's formulas and fp64."""
+"""RoPE of the MLA drafter: frequencies, magnitude and softmax scale, against transformers and fp64. Against vLLM's
+formulas and defaults, with random options: test_mla.py."""
 
 import pytest
 import reference_mla
@@ -58,19 +59,6 @@ def test_frequencies_magnitude_and_scale_are_those_of_transformers_deepseek_v3(s
     turned = ours.rope(torch.tensor([1.0, 0.0]).repeat(32).expand(len(positions), 1, -1), positions)[:, 0]
     torch.testing.assert_close(turned[:, 0::2], cos[0, :, :32], rtol=0, atol=1e-6)
     torch.testing.assert_close(turned[:, 1::2], sin[0, :, :32], rtol=0, atol=1e-6)
-
-
-BARE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
-VLLM = {**SCALINGS, "nothing given": BARE, "one share given": {**BARE, "mscale_all_dim": 1.0}, "none": None}
-
-
-@pytest.mark.parametrize("scaling", VLLM.values(), ids=VLLM.keys())
-def test_frequencies_magnitude_and_scale_are_vllms(scaling):
-    """With vLLM's own defaults, which are not transformers': mscale 1 and mscale_all_dim 0."""
-    ours, shape = attention_of(scaling)
-    torch.testing.assert_close(ours.rope.inv_freq.double(), reference_mla.frequencies(shape), rtol=1e-6, atol=0)
-    assert ours.rope.factor == pytest.approx(reference_mla.rotation_factor(shape), rel=1e-12)
-    assert ours.scale == pytest.approx(reference_mla.softmax_scale(shape), rel=1e-12)
 
 
 @pytest.mark.parametrize("position", [20_000, 200_000])

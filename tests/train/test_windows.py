@@ -71,11 +71,17 @@ def test_a_shard_is_used_up_when_no_later_step_reads_it_and_not_before(lengths, 
         assert ends[-1] == len(batches)
 
 
-@pytest.mark.parametrize("ended", [False, True])
-def test_extraction_is_told_that_a_run_ended_before_its_schedule(monkeypatch, ended):
-    split, told = split_of([10] * 6, 2), []
+@pytest.fixture
+def three():
+    """A split, its three windows, and a step of each."""
+    split = split_of([10] * 6, 2)
     cut = windows.cut(split, 20)
-    batches = schedule([10] * 6, 20, 1, 1, None, windows.samples(cut))
+    return split, cut, schedule([10] * 6, 20, 1, 1, None, windows.samples(cut))
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_extraction_is_told_that_a_run_ended_before_its_schedule(three, monkeypatch, ended):
+    (split, cut, batches), told = three, []
     store = SimpleNamespace(follow=True, max_bytes=1, storage=None, fingerprint="", release=lambda _: None)
     monkeypatch.setattr(windows, "consume", lambda *given: told.append(given[-1]))
     windows.Usage(store, split, batches, cut, "").release(1, remove=True, ended=ended)
@@ -83,12 +89,10 @@ def test_extraction_is_told_that_a_run_ended_before_its_schedule(monkeypatch, en
 
 
 @pytest.mark.parametrize("bound", [None, 1])
-def test_a_rank_that_sees_another_bound_saves_where_the_main_process_does(monkeypatch, bound):
+def test_a_rank_that_sees_another_bound_saves_where_the_main_process_does(three, monkeypatch, bound):
     """Extraction ended, and its bound with it, after the main process looked and before this rank did; or the reverse.
     Ranks that save after different steps would wait for one another for ever."""
-    split = split_of([10] * 6, 2)
-    cut = windows.cut(split, 20)
-    batches = schedule([10] * 6, 20, 1, 1, None, windows.samples(cut))
+    split, cut, batches = three
     usage = windows.Usage(SimpleNamespace(follow=True, max_bytes=bound), split, batches, cut, "")
     monkeypatch.setattr(launch, "broadcast_object_list", lambda _: [bound is None, None])  # of the main process
     other = SimpleNamespace(is_main_process=False, num_processes=2)
