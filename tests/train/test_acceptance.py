@@ -115,7 +115,7 @@ def test_the_weights_are_rounded_as_they_are_served(new_run, monkeypatch):
         self.served_in = torch.bfloat16
 
     monkeypatch.setattr(AcceptanceMeter, "__init__", in_bf16)
-    run = new_run().fit()
+    run = new_run().fit("train.max_steps=2")
     config = run.config()
     trained = DrafterCheckpoint.of_run(run.folder / "run", config.data_folder)
     served = trained.load(CachedTarget(load_model(config.target), AUX), torch.bfloat16, torch.float32)
@@ -133,12 +133,12 @@ def test_measuring_changes_nothing_else(new_run, monkeypatch):
         return measured
 
     monkeypatch.setattr(AcceptanceMeter, "measure", measure)
-    run, other = new_run().fit("train.eval_every=4"), new_run()
-    assert len(states) == 6
+    run, other = new_run().fit("train.eval_every=2", "train.max_steps=4"), new_run()
+    assert len(states) == 4
     assert all(torch.equal(state, states[0]) for state in states)
     for file in (other.folder / "run" / "store").glob("trajectories.*"):
         file.unlink()
-    other.fit("train.eval_every=4")
+    other.fit("train.eval_every=2", "train.max_steps=4")
     assert_equal(run.weights(), other.weights())
     without = [{name: value for name, value in row.items() if "acceptance_" not in name} for row in run.rows()]
     assert without == [{n: v for n, v in row.items() if "acceptance_" not in n} for row in other.rows()]
@@ -160,8 +160,13 @@ def scripted(monkeypatch):
     monkeypatch.setattr(AcceptanceMeter, "measure", measure)
 
 
-@pytest.mark.usefixtures("scripted")
-def test_the_best_step_is_kept_and_is_what_the_run_leaves(new_run, capsys):
+@pytest.fixture
+def unchosen(scripted, by_one):
+    """A run that leaves its last step, and has the one that is best."""
+    return by_one(*RECIPE, "train.checkpoint_every=4", "train.keep_checkpoints=9")
+
+
+def test_the_best_step_is_kept_and_is_what_the_run_leaves(unchosen, new_run, capsys):
     run = new_run().fit(*RECIPE, "train.keep_best=true")
     assert "train: step 4 of 10 is kept, of the greatest acceptance length" in capsys.readouterr().out
     assert run.saved() == [4, 10]
@@ -173,9 +178,8 @@ def test_the_best_step_is_kept_and_is_what_the_run_leaves(new_run, capsys):
     assert manifest["heldout"]["loss"] == row["heldout_loss"]
     left = DrafterCheckpoint.of_run(run.folder / "run", run.folder / "run" / "data")
     assert left.folder == run.checkpoints / "step-000004"
-    every = new_run().fit(*RECIPE, "train.checkpoint_every=4", "train.keep_checkpoints=9")
-    assert every.manifest()["checkpoint"] == "checkpoints/step-000010", "the last one, where nobody asks for the best"
-    assert_equal(run.weights(), every.weights_of(4))
+    assert unchosen.manifest()["checkpoint"] == "checkpoints/step-000010", "where nobody asks for the best"
+    assert_equal(run.weights(), unchosen.weights_of(4))
 
     again = new_run().stopped(5, *RECIPE, "train.keep_best=true")
     assert again.saved() == [4, 5]
@@ -214,15 +218,13 @@ def test_a_best_step_that_could_not_be_written_is_not_left(new_run, monkeypatch,
     assert "kept" not in run.manifest()
 
 
-@pytest.mark.usefixtures("scripted")
-def test_a_run_ends_where_acceptance_rises_no_more(new_run, capsys):
+def test_a_run_ends_where_acceptance_rises_no_more(unchosen, new_run, capsys):
     options = [*RECIPE, "train.early_stop=2"]
     run = new_run().fit(*options)
     assert "step 8 is the last of 10: the acceptance length has not risen since step 4" in capsys.readouterr().out
     manifest, rows = run.manifest(), run.rows()
     assert (manifest["steps"], manifest["checkpoint"], rows[-1]["step"]) == (8, "checkpoints/step-000008", 8)
-    whole = new_run().fit(*RECIPE)
-    assert rows == whole.rows()[: len(rows)], "the learning rate is planned for all steps"
+    assert rows == unchosen.rows()[: len(rows)], "the learning rate is planned for all steps"
     run.fit(*options)
     assert "train: up to date" in capsys.readouterr().out
     # Killed between the last checkpoint and the manifest: nothing is left to be trained.

@@ -33,7 +33,7 @@ def run_of(new_run):
 def test_a_step_without_a_pair_changes_nothing_and_is_told(run_of, capsys):
     # A sample of three tokens has no pair: the first answer's token is the fourth.
     run = run_of([30, 3, 28, 29])
-    run.fit("train.batch_tokens=30", "train.checkpoint_every=1", "train.keep_checkpoints=99", "seed=2")
+    run.fit("train.batch_tokens=30", "seed=2")
     steps = run.manifest()["without_pairs"]
     assert len(steps) == 3, "one in every pass"
     assert [row["step"] for row in run.rows() if row.get("no_pairs")] == steps

@@ -28,7 +28,7 @@ IN_STEP = (
     ("train.windows.Usage.release", 3),
 )
 AT_START = ("launch_processes", "claim_folder", "restore", "make_meter")
-WAYS = ["step"] * 6 + ["save"] * 4 + ["snapshot"] * 2 + ["start"] * 3 + ["outside"] * 5 + ["launcher"]
+WAYS = ["step"] * 6 + ["save"] * 4 + ["snapshot"] * 2 + ["start"] * 3 + ["outside"] * 5
 
 
 def choose(way, chosen):
@@ -65,12 +65,8 @@ def killed(run, profile, output, way, chosen):
     said, ledger = len(output.read_text()), run.folder / f"ledger.{victim}"
     wanted = lines(ledger) + chosen.randint(1, 3)
     with launch(run, profile, output, victim=victim, **disturbance) as process:
-        if way in ("outside", "launcher"):
-            wait_until(lambda: lines(ledger) >= wanted, process.is_alive)
-        if way == "launcher":
-            refused(run, profile, output, process)
-            return
         if way == "outside":
+            wait_until(lambda: lines(ledger) >= wanted, process.is_alive)
             os.kill(ranks_of(process.pid)[victim], signal.SIGKILL)
         process.join()
         with pytest.raises(ProcessLookupError):
@@ -79,22 +75,6 @@ def killed(run, profile, output, way, chosen):
     assert process.exitcode == 1, (way, disturbance, text[-3000:])
     # The other's error may be the first that the agent sees.
     assert way == "outside" or f"rank {victim} dies\n" in text, (way, disturbance, text[-3000:])
-
-
-def refused(run, profile, output, process):
-    """The launcher alone is killed: the next start says which processes still run."""
-    ranks = ranks_of(process.pid)
-    process.kill()
-    for rank in ranks:
-        os.kill(rank, signal.SIGSTOP)  # so that they do not end before
-    process.join()
-    said = len(output.read_text())
-    with launch(run, profile, output) as again:
-        again.join()
-    assert again.exitcode == 1
-    found = " ".join(map(str, ranks))
-    words = f"another process trains in {run.train} now (process {found}): wait for it, end it with `kill {found}`"
-    assert words in output.read_text()[said:]
 
 
 @pytest.mark.slow

@@ -30,8 +30,8 @@ def learnt(by_one):
 
     @cache
     def of(*options):
-        run = by_one("train.epochs=4", *options)
-        export(run.config("train.epochs=4", *options))
+        run = by_one("train.max_steps=4", *options)
+        export(run.config("train.max_steps=4", *options))
         return run
 
     return of
@@ -69,7 +69,7 @@ def test_what_is_left_open_is_as_in_the_first_weights(learnt, new_run):
     manifest = run.folder / "run/data/manifest.json"
     of = asdict(description_of(raw.to_dict(), raw, "target"))
     artifacts.write_json(manifest, artifacts.read_json(manifest, "") | {"target": of})
-    run.fit(f"train.init_from={source}", *mine)
+    run.fit(f"train.init_from={source}", "train.max_steps=1", *mine)
     shape = json.loads((run.newest() / "drafter.json").read_text())
     assert [shape[name] for name in ("rms_norm_eps", "rope_theta", "head_dim")] == [1e-5, 1e4, 8]
     assert shape["max_position_embeddings"] == 512
@@ -83,10 +83,10 @@ def test_a_lower_precision_is_widened_exactly(learnt, draft, new_run):
 
 
 def test_an_unfinished_run_gives_its_newest_checkpoint(learnt, copy_of, new_run, tmp_path):
-    run = copy_of(tmp_path).fit("train.epochs=3", "train.checkpoint_every=4")
+    run = copy_of(tmp_path).fit("train.max_steps=4", "train.checkpoint_every=2")
     (run.train / "manifest.json").unlink()
     kept = sorted(run.checkpoints.iterdir())
-    assert [path.name for path in kept] == ["step-000008", "step-000012"]
+    assert [path.name for path in kept] == ["step-000002", "step-000004"]
     assert_equal(begin(new_run(), run.train).weights, load_file(kept[1] / "model.safetensors"))
     assert_equal(begin(new_run(), kept[0]).weights, load_file(kept[0] / "model.safetensors"))
 
@@ -238,13 +238,13 @@ def test_the_targets_embedding_may_be_there_and_another_may_not(new_run, learnt,
 # ---------------------------------------------------------------- a run goes on
 
 
-SHORT = ("train.epochs=2", "train.checkpoint_every=4")  # eight steps
+SHORT = ("train.max_steps=4", "train.checkpoint_every=2")
 
 
 @pytest.mark.parametrize("left", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_other_weights_in_the_same_place_are_refused(new_run, draft, left):
     source, other = draft(), draft({"norm.weight": torch.full((32,), 0.5)})
-    begun = new_run().stopped(4, *SHORT, f"train.init_from={source}")
+    begun = new_run().stopped(2, *SHORT, f"train.init_from={source}")
     if not left:
         shutil.rmtree(begun.checkpoints)
     shutil.rmtree(source)
@@ -257,8 +257,8 @@ def test_other_weights_in_the_same_place_are_refused(new_run, draft, left):
 def test_first_weights_that_are_read_again_are_compared_again(new_run, draft, monkeypatch):
     """A run whose only checkpoint is damaged, and whose first weights are a repository that has changed."""
     source = draft()
-    begun = new_run().stopped(4, *SHORT, f"train.init_from={source}")
-    (begun.checkpoints / "step-000004" / "model.safetensors").write_bytes(b"")
+    begun = new_run().stopped(2, *SHORT, f"train.init_from={source}")
+    (begun.checkpoints / "step-000002" / "model.safetensors").write_bytes(b"")
     shutil.rmtree(source)
     shutil.copytree(draft(rope_theta=5000, rope_parameters=None), source)
     monkeypatch.setattr(initial_weights, "goes_by_record", lambda _: True)
@@ -268,7 +268,7 @@ def test_first_weights_that_are_read_again_are_compared_again(new_run, draft, mo
 def test_a_run_that_goes_on_needs_its_first_weights_no_more(new_run, draft):
     source = draft()
     words = [*SHORT, f"train.init_from={source}", "overwrite=true"]
-    begun = new_run().stopped(4, *SHORT, f"train.init_from={source}")
+    begun = new_run().stopped(2, *SHORT, f"train.init_from={source}")
     shutil.rmtree(source)
     assert str(source) in message_of(begun, *words, "train.lr=0.02"), "another run needs them, and replaces nothing"
     begun.fit(*words)
