@@ -1,4 +1,6 @@
-"""What is worked out again for the gradient: the same bits as what is kept, once, and nothing of it is held."""
+"""What is worked out again for the gradient: the same bits as what is kept, once, and nothing of it is held.
+
+How much less is kept: tests/planning/test_footprint.py and test_context_parallel.py."""
 
 import gc
 import weakref
@@ -6,7 +8,7 @@ from itertools import product
 
 import pytest
 import torch
-from plan_cases import SMALL_MLA, measure, objective_and_batch, shape_of
+from plan_cases import SMALL_MLA, objective_and_batch, shape_of
 from planting import instead_of
 
 from benchmarks.shapes import turns
@@ -97,20 +99,6 @@ def test_a_tensor_in_place_of_another_is_seen(plant, monkeypatch):
     assert {f"midlayer.mlp.{name}_proj.weight" for name in ("gate", "up")} <= different
     assert "midlayer.self_attn.q_proj.weight" in different
     assert not {"loss", "lm_head.weight"} & different, "what no such tensor is needed for"
-
-
-def test_less_is_kept_and_a_checkpoint_still_keeps_less(monkeypatch):
-    """How much is in tests/planning/test_footprint.py."""
-
-    def kept(checkpointing):
-        objective, batch = objective_and_batch(shape_of(), [turns(300, 0.5)], 3, torch.float32, "bf16")
-        objective.drafter.recompute = checkpointing
-        return measure(objective, batch, WEIGHTS)[0]
-
-    some, whole = kept(False), kept(True)
-    keep_everything(monkeypatch)
-    assert some < 0.85 * kept(False)
-    assert whole < 0.7 * some
 
 
 def test_it_is_called_once_more_for_all_that_wait_and_goes_with_the_graph():

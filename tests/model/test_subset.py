@@ -90,24 +90,13 @@ def test_the_choice_is_a_function_of_seed_and_step(tiny):
     assert others[0] != others[1]
 
 
-def test_however_the_documents_are_split_the_same_slots_are_trained(tiny):
-    objective, documents = tiny
-    kept, subset = kept_mask(objective), choose(objective, documents)
-    whole = measure(objective, documents, subset)
-    counts = build_batch(documents, K, kept, "mask", subset).population
-    for parts in ([[0], [1], [2]], [[2, 0], [1]]):
-        sums = [measure(objective, [documents[i] for i in part], subset.of(part), counts=counts) for part in parts]
-        assert_same({name: sum(part[name] for part in sums) for name in whole}, whole, 1e-9)
-
-
 # ---------------------------------------------------------------- on average
 
 
-def measure(objective, documents, subset=None, counts=None, counted="population", scaled=True):
+def measure(objective, documents, subset=None, counted="population", scaled=True):
     """Loss, gradients and scaled sums of measures of one choice."""
     packed = build_batch(documents, K, kept_mask(objective), "mask", subset)
-    counts = getattr(packed, counted) if counts is None else counts
-    weights = GAMMA ** torch.arange(K, dtype=torch.float64) / counts.clamp(min=1)
+    weights = GAMMA ** torch.arange(K, dtype=torch.float64) / getattr(packed, counted).clamp(min=1)
     scale = packed.scale if scaled else 1.0
     found = train(objective, packed, weights * scale)
     sums = {name: measured.double() * scale for name, measured in vars(found.measured).items()}
