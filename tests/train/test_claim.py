@@ -61,7 +61,7 @@ def test_the_same_command_trains_only_what_a_finished_run_lacks(new_run, monkeyp
 
 
 @pytest.mark.parametrize("finished", [True, False])
-def test_a_folder_of_other_options_is_refused_or_replaced_with_overwrite(new_run, finished):
+def test_a_folder_of_other_options_is_refused_or_replaced_with_overwrite(new_run, by_one, finished):
     run = new_run().fit(*SHORT)
     if not finished:
         shutil.rmtree(run.newest())
@@ -72,4 +72,4 @@ def test_a_folder_of_other_options_is_refused_or_replaced_with_overwrite(new_run
     assert "overwrite=true" in message
     assert contents(run.train) == before
     run.fit(*SHORT, "train.gamma=0.5", "overwrite=true")
-    assert_equal(run.weights(), new_run().fit(*SHORT, "train.gamma=0.5").weights())
+    assert_equal(run.weights(), by_one(*SHORT, "train.gamma=0.5").weights())

@@ -25,7 +25,7 @@ VARIANTS = {
 
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
 def test_every_variant_is_one_option_and_trains(new_run, options):
-    run = new_run().fit("train.epochs=4", *options)
+    run = new_run().fit("train.epochs=2", *options)
     losses = run.losses()
     assert sum(losses[-3:]) < 0.9 * sum(losses[:3])
     weights = run.weights()

@@ -18,7 +18,7 @@ from eagle31_train.extract import extract
 from eagle31_train.store.writer import StoreWriter
 from train import deadline
 
-STEPS = 24
+STEPS = 12
 RECIPE = ["train.epochs=10000", "train.eval_every=1000000", "train.checkpoint_every=1000000"]
 SHORT, ENDLESS = [f"train.max_steps={STEPS}", *RECIPE], ["train.max_steps=20000", *RECIPE]
 
@@ -56,8 +56,8 @@ def test_a_run_that_its_time_limit_stops_again_and_again_ends_the_same(new_run, 
     def half_an_hour():
         clock[0] += 1800
 
-    for step in (9, 18):
-        half, whole_hour = (calling("train.trainer.accumulate", half_an_hour, "after", number) for number in (4, 8))
+    for step in (5, 10):
+        half, whole_hour = (calling("train.trainer.accumulate", half_an_hour, "after", number) for number in (2, 4))
         text = f"stopped by train.time_limit: saved after step {step} of {STEPS};"
         with half, whole_hour, pytest.raises(Stopped, match=text):
             run.fit(*SHORT, "train.time_limit=1h")

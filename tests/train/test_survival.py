@@ -28,7 +28,7 @@ from watching import noted
 from eagle31_train.errors import Stopped
 from train import checkpoint, metrics, parallel, trainer
 
-SHORT, STOPS, LONG = 24, (5, 12, 19), 200
+SHORT, STOPS, LONG = 18, (4, 9, 14), 200
 TENSORS = ("model.safetensors", "optimizer.safetensors")
 
 
@@ -155,12 +155,12 @@ def test_a_run_killed_fifty_times_ends_bit_for_bit_the_same(new_run, whole, oper
 
 
 def stop_after_a_slow_save(run):
-    """The save of step 10 waits until step 14 is done; in step 16 the run is stopped."""
+    """The save of step 8 waits until step 11 is done; in step 13 the run is stopped."""
     done = threading.Event()
     slow = calling("train.checkpoint._write", done.wait, "before", 1)
-    with slow, calling("train.metrics.Reporter.log", done.set, "after", 14):
-        interrupted(run, 16, "train.checkpoint_every=10")
-    assert run.saved() == [10]
+    with slow, calling("train.metrics.Reporter.log", done.set, "after", 11):
+        interrupted(run, 13, "train.checkpoint_every=8")
+    assert run.saved() == [8]
     return run
 
 
@@ -181,9 +181,9 @@ def test_a_checkpoint_that_saw_later_weights_would_be_found(new_run, whole):
 
 @pytest.fixture(scope="module")
 def stopped(copy_of, tmp_path_factory):
-    """A run with checkpoints after steps 12 and 18 of 24, stopped after step 21."""
-    run = interrupted(copy_of(tmp_path_factory.mktemp("stopped")), 21, "train.checkpoint_every=6")
-    assert run.saved() == [12, 18]
+    """A run with checkpoints after steps 10 and 15 of 18, stopped after step 16."""
+    run = interrupted(copy_of(tmp_path_factory.mktemp("stopped")), 16, "train.checkpoint_every=5")
+    assert run.saved() == [10, 15]
     return run
 
 
@@ -229,13 +229,13 @@ def test_a_mistake_in_resuming_is_found(copy, whole, monkeypatch, owner, name, m
 
 
 def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(copy, whole, capsys):
-    damaged, name = copy.checkpoints / "step-000018", "model.safetensors"
+    damaged, name = copy.checkpoints / "step-000015", "model.safetensors"
     flip_bit(damaged / name)
     go_on(copy, SHORT)
     printed = capsys.readouterr().out
     (said,) = (line for line in printed.splitlines() if " is not used: " in line)
     assert said.startswith(f"checkpoint {damaged} is not used: {damaged / name} ")
-    assert f"train: going on after step 12 ({copy.checkpoints / 'step-000012'})" in printed
+    assert f"train: going on after step 10 ({copy.checkpoints / 'step-000010'})" in printed
     assert not differences(copy, whole(SHORT))
 
 
@@ -243,7 +243,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(copy, whole, cap
 @pytest.mark.parametrize("name", TENSORS)
 def test_a_damaged_checkpoint_that_were_used_would_be_seen(copy, whole, monkeypatch, name):
     """What stands above would fail if damage were not looked for."""
-    file = copy.checkpoints / "step-000018" / name
+    file = copy.checkpoints / "step-000015" / name
     flip_bit(file, file.stat().st_size // 8 * 4 + 3)  # of an exponent: the least of a moment, rounding may swallow
     monkeypatch.setattr(checkpoint, "damage", lambda *_: None)
     assert differences(go_on(copy, SHORT), whole(SHORT)) >= {name}
