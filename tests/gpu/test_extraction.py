@@ -1,10 +1,11 @@
-"""Extraction on a CUDA device: it never waits there, and stores what the engine gave."""
+"""Extraction on a CUDA device: it never waits there, and stores what the engine gave, to the bits of the CPU."""
 
 import pytest
 import torch
 from pipeline import AUX, HIDDEN, contents, make_run, tiny_config, tiny_llama
+from targets.test_vllm_states import write_all, written
 
-from eagle31_train.store.codec import encode
+from eagle31_train.store.codec import CODECS, encode
 from eagle31_train.store.shard_plan import PlannedShard, Shape
 from eagle31_train.targets.extraction import extract, run_shard
 from eagle31_train.targets.hf import HiddenStateTarget, TransformersEngine
@@ -46,3 +47,20 @@ def test_the_store_of_a_gpu_is_the_same_again(tmp_path):
         extract(tiny_config(tmp_path / name, "target.device=cuda"))
         stores.append(contents(tmp_path / name / "run" / "store" / "shards"))
     assert stores[0] == stores[1]
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("width", [1, 33, 128, 576, 4096])
+def test_a_device_encodes_and_decodes_the_same_bits(codec, width):
+    generator = torch.Generator().manual_seed(width)
+    sizes = torch.tensor([1e-3, 1.0, 300.0])[:, None]
+    states = (torch.randn(64, 3, width, generator=generator) * sizes).bfloat16()
+    here = encode(states, codec)
+    there = encode(states.cuda(), codec)
+    assert torch.equal(here.decode().view(torch.int16), there.decode().view(torch.int16).cpu())
+
+
+def test_each_conversation_gets_its_rows_though_the_next_step_writes_over_them(tmp_path):
+    """States that a GPU goes on after: copied behind their step, and written by a thread."""
+    write_all(tmp_path, "cuda")
+    written(tmp_path)

@@ -1,4 +1,4 @@
-"""The MLA drafter against a reference written apart from it, from vLLM's formulas; RoPE is test_mla_rope.py's.
+"""The MLA drafter against a reference written apart from it, from vLLM's formulas; RoPE is test_rope.py's.
 
 Asked for: outputs to 1e-5, gradients to 1e-4. In fp64 all agree to 1e-9, in fp32 to 1e-5.
 """

@@ -1,6 +1,6 @@
 """Two real processes train what one trains under every profile, and each profile goes on from what another saved."""
 
-from dataclasses import dataclass
+from types import SimpleNamespace
 
 import guarding
 import pytest
@@ -59,16 +59,9 @@ def assert_same_rows(run, one, tolerance, first=None):
             assert ours[name] == pytest.approx(theirs[name], rel=near, abs=1e-9), (theirs["step"], name)
 
 
-@dataclass
-class Came:
-    """What the launch left: the runs by name, and what each of their trainings came to."""
-
-    runs: dict
-    results: dict
-
-
 def launch_all(copy_of, folder, trainings, runs=None):
-    """All trainings, as (run's name, profile, options, how), by one launch of two processes."""
+    """All trainings, as (run's name, profile, options, how), by one launch of two processes: what it left, the runs by
+    name, and what each of their trainings came to."""
     runs, made = dict(runs or {}), []
     for name, profile, options, how in trainings:
         if name not in runs:
@@ -77,7 +70,7 @@ def launch_all(copy_of, folder, trainings, runs=None):
     results = {}
     for (name, _), result in zip(made, several.train(folder / "results", [one for _, one in made]), strict=True):
         results.setdefault(name, []).append(result)
-    return Came(runs, results)
+    return SimpleNamespace(runs=runs, results=results)
 
 
 @pytest.fixture(scope="module")
