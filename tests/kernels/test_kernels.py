@@ -63,7 +63,7 @@ def both(pairs, positions, width, dtype, kind, lk, seed=0, sharp=3.0):
     return (value, low, best), (truth[0], truth[1] * weights[:, None]), logits
 
 
-@settings(derandomize=True, max_examples=24)
+@settings(derandomize=True)
 @given(
     pairs=st.integers(0, 3),
     width=st.integers(1, 20),
@@ -114,7 +114,7 @@ def rows(draw):
     return (*leading, draw(st.sampled_from([1, 5, 16, 33]))), draw(st.sampled_from([0, 3])) * (len(leading) == 1)
 
 
-@settings(derandomize=True, max_examples=24)
+@settings(derandomize=True)
 @given(shape=rows(), dtype=DTYPES, eps=st.sampled_from([1e-6, 1e-2]), seed=st.integers(0, 99), wants=st.booleans())
 def test_norms_and_their_gradients_are_those_of_fp64(shape, dtype, eps, seed, wants):
     (*leading, width), apart = shape
@@ -133,7 +133,7 @@ def test_norms_and_their_gradients_are_those_of_fp64(shape, dtype, eps, seed, wa
         torch.testing.assert_close(ours.double(), truth, rtol=near, atol=near * max(1.0, len(dout) ** 0.5))
 
 
-@settings(derandomize=True, max_examples=24)
+@settings(derandomize=True)
 @given(shape=st.sampled_from([(0, 4), (1, 1), (3, 50), (2, 3, 7)]), dtype=DTYPES, seed=st.integers(0, 99))
 def test_swiglu_and_its_gradients_are_those_of_fp64(shape, dtype, seed):
     generator = torch.Generator().manual_seed(seed)

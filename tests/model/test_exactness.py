@@ -305,13 +305,11 @@ def realistic(draw, make=make_shape, **widths):
     return objective, [replace(d, aux=d.aux.float(), last=d.last.float()) for d in documents]
 
 
-def in_both_precisions(objective, documents):
-    """bf16 as training runs it (autocast over fp32 weights), and fp32."""
+def train_in(low, objective, documents):
+    """In bf16 as training runs it (autocast over fp32 weights), or fp32."""
     packed = build_batch(documents, 7, kept_mask(objective), "mask")
-    weights = weights_of(packed.trained.tolist(), 0.8)
-    with torch.autocast("cpu", torch.bfloat16):
-        low = train(objective, packed, weights)
-    return low, train(objective, packed, weights)
+    with torch.autocast("cpu", torch.bfloat16, enabled=low):
+        return train(objective, packed, weights_of(packed.trained.tolist(), 0.8))
 
 
 @settings(PROPERTY, max_examples=PROPERTY.max_examples // 2)
@@ -323,7 +321,7 @@ def test_bf16_stays_close_to_fp32(problem):
     half of the LK loss, whose slope jumps where drafter and target cross. bf16 rounds to 0.4 %; seven steps amplify it.
     """
     objective, documents = problem
-    low, high = in_both_precisions(objective, documents)
+    low, high = (train_in(low, objective, documents) for low in (True, False))
     assert abs(low.loss / high.loss - 1) < 6e-4
     for name, wanted in high.grads.items():
         assert (low.grads[name] - wanted).norm() / wanted.norm() < (0.105 if objective.lk else 0.05), name
@@ -335,9 +333,9 @@ def test_rows_that_fill_up_products_change_no_loss_and_no_gradient(problem):
     objective, documents = problem
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(linear, "ROWS", 1)
-        plain, _ = in_both_precisions(objective, documents)
+        plain = train_in(True, objective, documents)
         patch.setattr(linear, "ROWS", 16)
-        filled, _ = in_both_precisions(objective, documents)
+        filled = train_in(True, objective, documents)
     assert filled.loss == plain.loss
     for name, wanted in plain.grads.items():
         # Sums of more terms, some 0, are rounded otherwise.

@@ -16,9 +16,9 @@ from model.test_exactness import (
     cases,
     check_fp32,
     check_fp64,
-    in_both_precisions,
     reference,
     train,
+    train_in,
     weights_of,
 )
 from model.test_recurrence import assert_same, reference_of
@@ -131,7 +131,7 @@ def test_every_round_of_drafting_equals_the_reference(problem):
 )
 def test_bf16_stays_close_to_fp32(problem):
     """Twice the worst of 150: loss 2.9e-4 of itself, the norm of any gradient's error 6.5 % of the gradient's norm."""
-    low, high = in_both_precisions(*problem)
+    low, high = (train_in(low, *problem) for low in (True, False))
     assert abs(low.loss / high.loss - 1) < 6e-4
     for name, wanted in high.grads.items():
         assert (low.grads[name] - wanted).norm() / wanted.norm() < 0.13, name

@@ -64,7 +64,7 @@ def test_flops_counted_by_hand():
 )
 def test_flops_are_what_torch_counts_of_a_step(changes):
     """But for attention, whose kernel torch does not count; and every slot runs all steps, needed or not."""
-    masks = [turns(128, 0.5), turns(96, 1.0)]
+    masks = [turns(64, 0.5), turns(48, 1.0)]
     small = {"hidden_size": 64, "target_hidden_size": 64, "intermediate_size": 96, "draft_vocab_size": 200}
     shape = shape_of(**small, **changes)
     objective, batch = objective_and_batch(shape, masks, 7)
