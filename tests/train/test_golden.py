@@ -13,11 +13,11 @@ KEPT = json.loads(golden.FILE.read_text())["losses"]
 TOLERANCE = 1e-5
 
 
-def train(folder, threads, *options, monkeypatch):
+def train(folder, *options, monkeypatch):
     before = torch.get_num_threads()
     monkeypatch.setattr(golden, "OPTIONS", [*golden.OPTIONS, *options])
     AcceleratorState._reset_state(True)
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
     try:
         return golden.losses(folder)
     finally:
@@ -26,7 +26,7 @@ def train(folder, threads, *options, monkeypatch):
 
 def test_the_losses_of_a_hundred_steps_are_the_golden_ones(tmp_path, monkeypatch):
     """If they were meant to change: `python tests/golden.py` measures them anew."""
-    losses = train(tmp_path, 1, monkeypatch=monkeypatch)
+    losses = train(tmp_path, monkeypatch=monkeypatch)
     assert len(losses) == len(KEPT) == golden.STEPS
     assert losses == pytest.approx(KEPT, rel=TOLERANCE)
     assert losses[-1] < losses[0] - 1, "and something was learnt: more than a nat"
@@ -34,5 +34,5 @@ def test_the_losses_of_a_hundred_steps_are_the_golden_ones(tmp_path, monkeypatch
 
 @pytest.mark.slow
 def test_a_ten_thousandth_of_the_learning_rate_is_noticed(tmp_path, monkeypatch):
-    losses = train(tmp_path, 1, "train.lr=0.0020002", monkeypatch=monkeypatch)
+    losses = train(tmp_path, "train.lr=0.0020002", monkeypatch=monkeypatch)
     assert losses != pytest.approx(KEPT, rel=TOLERANCE)
