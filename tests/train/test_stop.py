@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from launching import ROOT, arguments, command, environment, launch
 from pipeline import assert_close
-from surviving import calling, launched, tell, training, wait_until
+from surviving import calling, launched, lines, tell, training, wait_until
 from watching import updates_of
 
 from eagle31_train.console import STOPPED
@@ -21,11 +21,6 @@ from train import deadline
 STEPS = 12
 RECIPE = ["train.epochs=10000", "train.eval_every=1000000", "train.checkpoint_every=1000000"]
 SHORT, ENDLESS = [f"train.max_steps={STEPS}", *RECIPE], ["train.max_steps=20000", *RECIPE]
-
-
-def rows(run):
-    file = run.train / "metrics.jsonl"
-    return file.read_bytes().count(b"\n") if file.exists() else 0
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +35,7 @@ def stopped_after(run, text, why):
     assert match[1] == why
     step = int(match[2])
     assert run.saved() == [step]
-    assert rows(run) == step
+    assert lines(run.train / "metrics.jsonl") == step
     assert not (run.train / "manifest.json").exists()
     return step
 
@@ -132,7 +127,7 @@ def test_a_launch_that_is_told_to_stop_saves(new_run, profile, everybody):
     """The launcher alone, as Kubernetes does it, or every process, as Slurm does it."""
     run = new_run()
     with launched([*command(profile, 2), *arguments(run, *ENDLESS)], environment(profile)) as process:
-        wait_until(lambda: rows(run) > 3, lambda: process.poll() is None)
+        wait_until(lambda: lines(run.train / "metrics.jsonl") > 3, lambda: process.poll() is None)
         (os.killpg if everybody else os.kill)(process.pid, signal.SIGTERM)
         _, errors = process.communicate()
         assert process.returncode != 0
