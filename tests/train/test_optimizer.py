@@ -19,9 +19,6 @@ from train.parallel import Parallel
 MUON = "train.optimizer=muon"
 T = TrainConfig(optimizer="muon", lr=0.01, weight_decay=0.1)
 TENSORS = ("model.safetensors", "optimizer.safetensors")
-# Five steps with Jordan's coefficients take singular values from 0.02 of the Frobenius norm on to 0.68 … 1.13, worked
-# out exactly; bf16 adds a few hundredths.
-BAND, LEAST = (0.65, 1.18), 0.02
 
 
 def drafter_of(shape: DrafterShape, train_lm_head=True):
@@ -67,14 +64,8 @@ def test_mask_hidden_is_adamws():
 # ---------------------------------------------------------------- one update
 
 
-def matrix(rows, columns, generator):
-    """With singular values between a tenth and one."""
-    u, _, v = torch.linalg.svd(torch.randn(rows, columns, generator=generator, dtype=torch.float64), False)
-    return ((u * torch.linspace(1, 0.1, min(rows, columns), dtype=torch.float64)) @ v).float()
-
-
 def update_of(weights, gradients, t):
-    """What two steps of the project's optimizer do to the matrix of a linear layer: its change in the second."""
+    """What steps of the project's optimizer do to the matrix of a linear layer: its change in the last."""
     layer = torch.nn.Linear(weights.shape[1], weights.shape[0], bias=False)
     layer.weight.data.copy_(weights)
     layer.weight.requires_grad_(True)
@@ -82,31 +73,11 @@ def update_of(weights, gradients, t):
     for gradient in gradients:
         before, layer.weight.grad = layer.weight.detach().clone(), gradient.clone()
         updater.step()
-    return (layer.weight.detach() - before).double(), before.double()
-
-
-@pytest.mark.parametrize("size", [(12, 12), (8, 20), (20, 8), (1, 6)])
-def test_an_update_is_the_orthogonal_factor_of_the_nesterov_momentum(size):
-    """Worked out by an SVD in fp64: the momentum's singular vectors, all values near one, AdamW's size, decay."""
-    generator = torch.Generator().manual_seed(0)
-    first, momentum = matrix(*size, generator), matrix(*size, generator)
-    # The mean is 0.95 · 0.05 first + 0.05 second; Nesterov's momentum 0.95 of it and 0.05 second.
-    second = (momentum - 0.95 * 0.95 * 0.05 * first) / (0.05 + 0.95 * 0.05)
-    weights = torch.randn(size, generator=generator)
-    change, before = update_of(weights, [first, second], T)
-
-    u, values, vh = torch.linalg.svd(momentum.double(), full_matrices=False)
-    assert values[-1] > LEAST * momentum.norm(), "every value is one that the band is of"
-    scale = 0.2 * 0.01 * math.sqrt(max(size))
-    step = -(change + 0.01 * 0.1 * before) / scale
-    inside = u.T @ step @ vh.T
-    assert (inside - inside.diagonal().diag()).abs().max() < 0.05, "the singular vectors are the momentum's"
-    assert BAND[0] < inside.diagonal().min() <= inside.diagonal().max() < BAND[1]
-    assert (step - u @ inside @ vh).norm() < 0.02 * step.norm(), "and there are no others"
+    return (layer.weight.detach() - before).double()
 
 
 @pytest.mark.parametrize(("precision", "most"), [("bf16", 0.0), ("no", 0.02)])
-@pytest.mark.parametrize("size", [(12, 12), (8, 20), (20, 8)])
+@pytest.mark.parametrize("size", [(12, 12), (8, 20), (20, 8), (1, 6)])
 def test_updates_are_torchs_own_to_the_bit_in_bf16(size, precision, most):
     generator = torch.Generator().manual_seed(1)
     weights, *gradients = (torch.randn(size, generator=generator) for _ in range(4))
@@ -117,7 +88,7 @@ def test_updates_are_torchs_own_to_the_bit_in_bf16(size, precision, most):
         before, theirs.grad = theirs.detach().clone(), gradient.clone()
         reference.step()
     change = (theirs.detach() - before).double()
-    ours, _ = update_of(weights, gradients, replace(T, precision=precision))
+    ours = update_of(weights, gradients, replace(T, precision=precision))
     assert (ours - change).norm() <= most * change.norm()
 
 
@@ -133,7 +104,7 @@ MISTAKES = {
 @pytest.mark.parametrize(("name", "wrong"), MISTAKES.values(), ids=MISTAKES.keys())
 def test_the_check_of_an_update_sees_mistakes(name, wrong):
     with patch.object(optimizer, name, wrong), pytest.raises(AssertionError):
-        test_an_update_is_the_orthogonal_factor_of_the_nesterov_momentum((20, 8))
+        test_updates_are_torchs_own_to_the_bit_in_bf16((20, 8), "no", 0.02)
 
 
 # ---------------------------------------------------------------- on several ranks

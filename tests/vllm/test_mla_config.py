@@ -112,13 +112,14 @@ def seen(tmp_path_factory, ask, folders):
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_vllm_reads_the_fields_that_were_meant(name, seen):
+def test_vllm_reads_the_fields_that_were_meant_and_finds_a_place_for_every_tensor(name, seen):
     shape, fields = SHAPES[name], seen[name]["fields"]
     meant = config_json.config_json(shape, "float32", "x")
     assert fields == {field: meant[field] for field in fields}
     read = published_config.shape_from_config({**fields, "model_type": "kimi_k2"})
     assert read == replace(shape, rope_scaling=config_json.rope_scaling(shape))
     assert seen[name]["eps"] == [2e-5]
+    assert seen[name]["left"] == {"model.embed_tokens.weight": False}  # the target's own takes its place
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -131,11 +132,6 @@ def test_vllm_turns_and_scales_as_the_drafter_does(name, seen):
     ones = torch.tensor([1.0, 0.0]).repeat(32).expand(len(table), 1, 64)  # turned, it is each pair's cos and sin
     turned = attention.rope(ones, positions)[:, 0].unflatten(-1, (-1, 2))
     torch.testing.assert_close(torch.cat([turned[..., 0], turned[..., 1]], -1), table, rtol=0, atol=2e-5)
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_vllm_finds_a_place_for_every_tensor(name, seen):
-    assert seen[name]["left"] == {"model.embed_tokens.weight": False}  # the target's own takes its place
 
 
 AS_WRITTEN = ["RoPE as transformers 4 writes it", "RoPE as transformers 5 writes it", "joined", "layers.0"]
