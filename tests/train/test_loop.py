@@ -43,6 +43,15 @@ def test_the_seed_decides_the_weights_and_nothing_else_does(new_run):
     assert not torch.equal(other["fc.weight"], first["fc.weight"])
 
 
+def test_a_subset_of_the_slots_is_another_training_and_all_of_them_the_same(new_run):
+    some, every, none = (
+        new_run().fit("train.max_steps=1", *options).weights()
+        for options in (["train.slots_per_batch=12"], ["train.slots_per_batch=60"], [])
+    )
+    assert not torch.equal(some["fc.weight"], none["fc.weight"])
+    assert_equal(every, none)
+
+
 # ---------------------------------------------------------------- what it leaves
 
 
