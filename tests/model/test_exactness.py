@@ -16,7 +16,7 @@ from reference import norm
 from reference_mla import reference_for
 
 from eagle31_train.config import DrafterShape
-from eagle31_train.model import batch, context_attention
+from eagle31_train.model import batch, context_attention, linear
 from eagle31_train.model import loss as loss_module
 from eagle31_train.model.batch import build_batch
 
@@ -325,6 +325,21 @@ def test_bf16_stays_close_to_fp32(problem):
     assert abs(low.loss / high.loss - 1) < 6e-4
     for name, wanted in high.grads.items():
         assert (low.grads[name] - wanted).norm() / wanted.norm() < (0.105 if objective.lk else 0.05), name
+
+
+@settings(PROPERTY, max_examples=5)
+@given(realistic(head_dim=16))
+def test_rows_that_fill_up_products_change_no_loss_and_no_gradient(problem):
+    objective, documents = problem
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linear, "ROWS", 1)
+        plain = train_in(True, objective, documents)
+        patch.setattr(linear, "ROWS", 16)
+        filled = train_in(True, objective, documents)
+    assert filled.loss == plain.loss
+    for name, wanted in plain.grads.items():
+        # Sums of more terms, some 0, are rounded otherwise.
+        assert (filled.grads[name] - wanted).norm() <= 0.01 * wanted.norm(), name
 
 
 # ---------------------------------------------------------------- packing
