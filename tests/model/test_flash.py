@@ -9,14 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import make_mla_shape, make_shape
-from model.test_attention import (
-    PROBLEM,
-    assert_within_16_bits,
-    imitated_backward,
-    imitated_forward,
-    make,
-    run,
-)
+from model.test_attention import PROBLEM, assert_within_16_bits, imitated_backward, imitated_forward, make, run
 from reference import dense_attention
 from torch.nn import attention
 from torch.nn import functional as F

@@ -11,16 +11,7 @@ from conftest import YARN, kept_mask, make_document, make_mla_shape, make_object
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model import test_exactness
-from model.test_exactness import (
-    PROPERTY,
-    cases,
-    check_fp32,
-    check_fp64,
-    reference,
-    train,
-    train_in,
-    weights_of,
-)
+from model.test_exactness import PROPERTY, cases, check_fp32, check_fp64, reference, train, train_in, weights_of
 from model.test_recurrence import assert_same, reference_of
 from reference_mla import ReferenceMla, softmax_scale
 from transformers import DeepseekV3Config

@@ -12,12 +12,7 @@ from hypothesis import strategies as st
 from pipeline import HIDDEN, LAYERS, VOCAB, save_quietly, tiny_llama
 from random_targets import SIZES, randomised
 from safetensors.torch import save_file
-from transformers import (
-    GraniteConfig,
-    GraniteForCausalLM,
-    Mistral3Config,
-    Mistral3ForConditionalGeneration,
-)
+from transformers import GraniteConfig, GraniteForCausalLM, Mistral3Config, Mistral3ForConditionalGeneration
 
 from eagle31_train.config import TargetConfig
 from eagle31_train.model.linear import BLOCK, first_largest

@@ -11,18 +11,7 @@ import numpy as np
 import pytest
 import torch
 from pipeline import flip_bit, options
-from surviving import (
-    START,
-    STEPS,
-    InSaves,
-    calling,
-    differences,
-    lines,
-    saves_on,
-    tell,
-    training,
-    wait_until,
-)
+from surviving import START, STEPS, InSaves, calling, differences, lines, saves_on, tell, training, wait_until
 from watching import noted
 
 from eagle31_train.errors import Stopped
