@@ -32,3 +32,20 @@ def joined(tensors):
         if (names := [f"midlayer.{part}.weight" for part in parts])[0] in tensors:
             tensors[f"midlayer.{fused}.weight"] = torch.cat([tensors.pop(name) for name in names])
     return tensors
+
+
+def speculators(config):
+    """In the format of speculators: the layer's fields apart from the drafter's."""
+    ours = ("draft_vocab_size", "target_hidden_size", "fc_norm", "norm_output", "norm_before_residual", "torch_dtype")
+    ours += ("eagle_aux_hidden_state_layer_ids",)
+    dropped = (*ours, "architectures", "num_aux_hidden_states", "target_model_name")
+    layer = {k: v for k, v in config.items() if k not in dropped}
+    verifier = {"name_or_path": "someone/a-target", "architectures": ["LlamaForCausalLM"]}
+    methods = [{"proposal_type": "greedy", "speculative_tokens": 3}]
+    return {
+        **{k: config[k] for k in ours},
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_config": {"algorithm": "eagle3", "proposal_methods": methods, "verifier": verifier},
+        "transformer_layer_config": layer,
+    }

@@ -92,11 +92,11 @@ class _Layer(TypedDict, total=False):
     sliding_window: Annotated[Positions, Field(ge=1)] | None
     max_window_layers: Count | None
     num_aux_hidden_states: Count | None
+    eagle_config: _Eagle | None
 
 
 class _Config(_Layer, total=False):
     eagle_aux_hidden_state_layer_ids: LayerIds
-    eagle_config: _Eagle | None
     target_model_name: str | None
     speculators_config: dict[str, dict[str, Any] | Any] | None
     transformer_layer_config: _Layer | None

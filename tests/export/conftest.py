@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import make_shape
+from conftest import make_mla_shape, make_shape
 from safetensors.torch import load_file, save_file
 from sample_results import measured
 
@@ -18,68 +18,36 @@ from eagle31_train.config import Config, DrafterShape
 from eagle31_train.evaluation.measurement import Counts
 from eagle31_train.evaluation.results import summarise
 from eagle31_train.model import vocab
+from eagle31_train.model.drafter import Drafter
 from eagle31_train.reporting.evaluation_page import pictures
 
-TINY = make_shape(aux_layers=[1, 2], vocab_size=40, draft_vocab_size=12, head_dim=6, rope_theta=5000.0)
-# Written out by hand from the contract's text, and not from contract.py.
-TINY_TENSORS = {
-    "fc.weight": (16, 32),
-    "fc_norm.0.weight": (16,),
-    "fc_norm.1.weight": (16,),
-    "midlayer.input_layernorm.weight": (16,),
-    "midlayer.hidden_norm.weight": (16,),
-    "midlayer.post_attention_layernorm.weight": (16,),
-    "midlayer.self_attn.q_proj.weight": (24, 32),
-    "midlayer.self_attn.k_proj.weight": (12, 32),
-    "midlayer.self_attn.v_proj.weight": (12, 32),
-    "midlayer.self_attn.o_proj.weight": (16, 24),
-    "midlayer.mlp.gate_proj.weight": (24, 16),
-    "midlayer.mlp.up_proj.weight": (24, 16),
-    "midlayer.mlp.down_proj.weight": (16, 24),
-    "norm.weight": (16,),
-    "lm_head.weight": (12, 16),
+SIZES = {"aux_layers": [1, 2], "vocab_size": 40, "draft_vocab_size": 12}
+TINY = make_shape(**SIZES, head_dim=6, rope_theta=5000.0)
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
 }
 # MLA of widths that all differ, and of heads that do not divide hidden_size.
-TINY_MLA = replace(
-    TINY,
-    architecture="mla",
-    num_attention_heads=3,
-    num_key_value_heads=3,
-    head_dim=10,
-    rope_theta=50000.0,
-    rope_scaling={
-        "rope_type": "yarn",
-        "factor": 4.0,
-        "original_max_position_embeddings": 32,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-    },
-    q_lora_rank=9,
-    kv_lora_rank=12,
-    qk_nope_head_dim=6,
-    qk_rope_head_dim=4,
-    v_head_dim=5,
-)
-_KEPT = {name: size for name, size in TINY_TENSORS.items() if "self_attn" not in name}
-TINY_MLA_TENSORS = {
-    **_KEPT,
-    "midlayer.self_attn.q_a_proj.weight": (9, 32),
-    "midlayer.self_attn.q_a_layernorm.weight": (9,),
-    "midlayer.self_attn.q_b_proj.weight": (30, 9),
-    "midlayer.self_attn.kv_a_proj_with_mqa.weight": (16, 32),
-    "midlayer.self_attn.kv_a_layernorm.weight": (12,),
-    "midlayer.self_attn.kv_b_proj.weight": (33, 12),
-    "midlayer.self_attn.o_proj.weight": (16, 15),
-}
+TINY_MLA = make_mla_shape(**SIZES, num_attention_heads=3, kv_lora_rank=12, qk_rope_head_dim=4, rope_scaling=YARN)
 OPTIONS = ("architecture", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rope_theta")
 OPTIONS += ("max_position_embeddings", "fc_norm", "q_lora_rank", "kv_lora_rank")
 OPTIONS += ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 TINY_IDS = np.array([0, 1, 2, 5, 8, 13, 21, 25, 30, 33, 36, 39], dtype=np.int64)
 
 
-def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int = 0) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+def tensor_shapes(shape: DrafterShape) -> dict[str, tuple[int, ...]]:
+    """Of the project's own drafter, and not of contract.py."""
+    with torch.device("meta"):
+        drafter = Drafter(shape, torch.empty(shape.vocab_size, shape.hidden_size))
+    return {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
+
+
+def random_tensors(shape: DrafterShape) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(size, generator=generator) for name, size in tensor_shapes(shape).items()}
 
 
 class FakeRun:
@@ -102,7 +70,7 @@ class FakeRun:
             },
         )
         self.set_shape(TINY)
-        self.set_tensors(random_tensors(TINY_TENSORS))
+        self.set_tensors(random_tensors(TINY))
 
     def set_vocab(self, kept: vocab.DraftVocab) -> None:
         (self.folder / "data").mkdir(exist_ok=True)
@@ -214,7 +182,7 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, FakeRun]:
     """By architecture: a run, exported in float32; not to be changed."""
     runs = {name: FakeRun(tmp_path_factory.mktemp(name) / "run") for name in ("llama", "mla")}
     runs["mla"].set_shape(TINY_MLA)
-    runs["mla"].set_tensors(random_tensors(TINY_MLA_TENSORS))
+    runs["mla"].set_tensors(random_tensors(TINY_MLA))
     for run in runs.values():
         export.export(run.config("target.dtype=float32"))
     return runs
@@ -226,33 +194,15 @@ def tiny() -> DrafterShape:
 
 
 @pytest.fixture
-def smollm2() -> DrafterShape:
-    heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64}
-    sizes = {"hidden_size": 576, "target_hidden_size": 576, "intermediate_size": 1536, "aux_layers": [2, 15, 27]}
-    rope = {"rope_theta": 100000.0, "max_position_embeddings": 8192}
-    return replace(TINY, vocab_size=49152, draft_vocab_size=8192, **heads, **sizes, **rope)
-
-
-@pytest.fixture
-def tiny_tensors() -> dict[str, tuple[int, ...]]:
-    return dict(TINY_TENSORS)
-
-
-@pytest.fixture
 def tiny_mla() -> DrafterShape:
     return replace(TINY_MLA)
 
 
 @pytest.fixture
-def tiny_mla_tensors() -> dict[str, tuple[int, ...]]:
-    return dict(TINY_MLA_TENSORS)
-
-
-@pytest.fixture
 def good_mla() -> dict[str, torch.Tensor]:
-    return random_tensors(TINY_MLA_TENSORS)
+    return random_tensors(TINY_MLA)
 
 
 @pytest.fixture
 def good() -> dict[str, torch.Tensor]:
-    return random_tensors(TINY_TENSORS)
+    return random_tensors(TINY)

@@ -3,8 +3,10 @@
 All fields of an MLA draft: test_full_size.py.
 """
 
+import json
 import math
-from dataclasses import asdict, replace
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,38 +17,15 @@ from eagle31_train.checkpoint import config_json, contract, published_config
 from eagle31_train.errors import UserError
 from eagle31_train.model.rope import Rope
 
+STORED = Path(__file__).parent.parent / "fixtures" / "v68c343f"
 
-def test_config_json_has_every_field(smollm2):
-    config = config_json.config_json(smollm2, "bfloat16", "SmolLM2-135M-Instruct")
-    assert config == {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "target_model_name": "SmolLM2-135M-Instruct",
-        "torch_dtype": "bfloat16",
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "head_dim": 64,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 8192,
-        "rope_theta": 100000.0,
-        "rope_scaling": None,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
-        "tie_word_embeddings": False,
-        "vocab_size": 49152,
-        "draft_vocab_size": 8192,
-        "target_hidden_size": 576,
-        "num_aux_hidden_states": 3,
-        "eagle_aux_hidden_state_layer_ids": [2, 15, 27],
-        "fc_norm": True,
-        "norm_output": True,
-        "norm_before_residual": False,
-    }
+
+@pytest.mark.parametrize("name", ["run", "eagle3", "mla"])
+def test_config_json_is_what_an_earlier_version_wrote(name):
+    """Every field of it, also those that only vLLM reads."""
+    stored = json.loads((STORED / name / "export" / "config.json").read_text())
+    shape = published_config.shape_from_config(stored)
+    assert config_json.config_json(shape, stored["torch_dtype"], stored["target_model_name"]) == stored
 
 
 @pytest.mark.parametrize(
@@ -183,26 +162,12 @@ PUBLIC = {
 }
 
 
-def test_what_a_config_leaves_out_is_read_as_vllm_does(smollm2):
+def test_what_a_config_leaves_out_is_read_as_vllm_does():
     shape = published_config.shape_from_config(PUBLIC, target_layers=lambda: 32)
-    assert asdict(shape) == {
-        **asdict(smollm2),
-        "hidden_size": 4096,
-        "target_hidden_size": 4096,
-        "aux_layers": [2, 16, 29],
-        "vocab_size": 128256,
-        "draft_vocab_size": 32000,
-        "intermediate_size": 14336,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "max_position_embeddings": 2048,
-        "fc_norm": False,
-        "norm_output": False,
-        "norm_before_residual": False,
-    }
+    wanted = {"target_hidden_size": 4096, "aux_layers": [2, 16, 29], "head_dim": 128, "rms_norm_eps": 1e-6}
+    wanted |= {"rope_theta": 10000.0, "rope_scaling": None, "max_position_embeddings": 2048, "architecture": "llama"}
+    wanted |= dict.fromkeys(("fc_norm", "norm_output", "norm_before_residual", "qk_norm", "parallel"), False)
+    assert {name: getattr(shape, name) for name in wanted} == wanted
     with pytest.raises(UserError, match="how many layers"):
         published_config.shape_from_config(PUBLIC)
 
@@ -265,12 +230,12 @@ def by_each_spelling(config):
 
 @pytest.mark.parametrize("name", SCALINGS)
 @pytest.mark.parametrize("spelling", ["both", "new", "old"])
-def test_mla_reads_back_and_transformers_turns_as_the_drafter_does(name, spelling, tiny_mla, tiny_mla_tensors):
+def test_mla_reads_back_and_transformers_turns_as_the_drafter_does(name, spelling, tiny_mla, good_mla):
     shape = replace(tiny_mla, rope_scaling=SCALINGS[name])
     assert contract.check_shape(shape) == []
     config = by_each_spelling(config_json.config_json(shape, "float32", "x"))[spelling]
     whole = replace(shape, rope_scaling=config_json.rope_scaling(shape))
-    assert published_config.shape_from_config(config, tiny_mla_tensors) == whole
+    assert published_config.shape_from_config(config, good_mla) == whole
     read = DeepseekV3Config(**config)
     assert (read.head_dim, read.rope_parameters["rope_theta"]) == (4, 50000.0)
     theirs, ours = DeepseekV3RotaryEmbedding(read), Rope(shape)

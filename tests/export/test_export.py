@@ -15,12 +15,12 @@ from eagle31_train.errors import UserError
 from eagle31_train.model import vocab
 
 
-def test_the_checkpoint_is_the_trained_drafter(run, tiny, tiny_tensors, capsys):
+def test_the_checkpoint_is_the_trained_drafter(run, tiny, capsys):
     trained = load_file(run.checkpoint / "model.safetensors")
     export.export(run.config("target.dtype=bfloat16"))
     config, tensors, _ = run.exported()
     assert config == config_json.config_json(tiny, "bfloat16", "someone/a-target")
-    assert tensors.keys() == tiny_tensors.keys() | {"d2t", "t2d"}
+    assert tensors.keys() == trained.keys() | {"d2t", "t2d"}
     for name, tensor in trained.items():
         assert tensors[name].dtype == torch.bfloat16
         assert torch.equal(tensors[name], tensor.bfloat16()), name

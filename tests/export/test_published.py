@@ -1,15 +1,13 @@
 """Published drafts: every spelling reads as the drafter that was exported, and what vLLM would misread is refused."""
 
 import json
-import pickle
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from spelling import joined, layers_0, same, write
+from spelling import joined, layers_0, same, speculators, write
 
 from eagle31_train.checkpoint import config_json, published
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
@@ -48,23 +46,6 @@ def assert_same_draft(ours, theirs):
 
 
 # ---------------------------------------------------------------- spellings
-
-
-def speculators(config):
-    """The layer's fields apart from the drafter's."""
-    ours = ("draft_vocab_size", "target_hidden_size", "fc_norm", "norm_output", "norm_before_residual", "torch_dtype")
-    ours += ("eagle_aux_hidden_state_layer_ids",)
-    dropped = (*ours, "architectures", "num_aux_hidden_states", "target_model_name")
-    layer = {k: v for k, v in config.items() if k not in dropped}
-    verifier = {"name_or_path": "someone/a-target", "architectures": ["LlamaForCausalLM"]}
-    methods = [{"proposal_type": "greedy", "speculative_tokens": 3}]
-    return {
-        **{k: config[k] for k in ours},
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        "speculators_config": {"algorithm": "eagle3", "proposal_methods": methods, "verifier": verifier},
-        "transformer_layer_config": layer,
-    }
 
 
 def old_rope(config):
@@ -233,23 +214,3 @@ def test_each_fault_is_one_line_that_names_it(fault, exports, tmp_path):
     config, tensors, _ = exports["mla" if fault.startswith("mla") else "llama"].exported()
     of_config, of_tensors, words = FAULTS[fault]
     assert words in refusal(write(tmp_path / "faulty", of_config(dict(config)), of_tensors(tensors)))
-
-
-class Harm:
-    """What a pickle may do when it is opened."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self):
-        return (Path.touch, (self.mark,))
-
-
-def test_a_pickle_is_refused_and_not_opened(exported, tmp_path):
-    folder = write(tmp_path / "draft", *exported)
-    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Harm(tmp_path / "opened")))
-    (folder / "model.safetensors").unlink()
-    assert "a pickle (pytorch_model.bin) is never opened" in refusal(folder)
-    assert not (tmp_path / "opened").exists()
-    pickle.loads((folder / "pytorch_model.bin").read_bytes())
-    assert (tmp_path / "opened").exists(), "the harm would have been done"

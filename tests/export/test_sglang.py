@@ -107,9 +107,6 @@ def test_a_target_of_deepseek_must_have_layer_2_first(layers, fine):
     shape = make_mla_shape(aux_layers=layers)
     problems = contract.sglang_problems(shape, "kimi_k2", 9)
     assert (problems == []) == fine
-    written = [layer - 1 for layer in layers]
-    taken = [layer + 1 for layer in written] if written[0] == 1 else written
-    assert (taken == layers) == fine
     assert contract.sglang_problems(shape, "llama", 9) == []
 
 
