@@ -39,10 +39,10 @@ LONG = {"test_profiles.py", "test_full_disk.py", "test_fake_cuda.py", "test_cont
 LONG |= {"test_survival.py", "test_warm.py"}
 
 
-def pytest_configure(config):
+def pytest_addoption(pluginmanager):
     """No test but those of gpu/ sees a GPU: what they compare is a CPU's to the bit. There, Triton's kernels are
-    interpreted; both variables are read later, where CUDA and triton are first used."""
-    if config.option.markexpr != "gpu":
+    interpreted. Decided before any other conftest is imported: some import triton, which reads its variable then."""
+    if pluginmanager.get_plugin("pytestconfig").known_args_namespace.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import make_document, make_shape
+from fsspec.implementations.memory import MemoryFileSystem
 
 from eagle31_train.errors import UserError
 from eagle31_train.store import Store, StoreWriter, make_plan, shape_of, writer
@@ -135,6 +136,13 @@ def writes(monkeypatch):
 
     monkeypatch.setattr(writer, "write_shard", counted)
     return written
+
+
+def memory(kind=MemoryFileSystem):
+    """A file system in memory whose files are its own; older versions of fsspec have no option for that."""
+    fs = kind(skip_instance_cache=True)
+    fs.store, fs.pseudo_dirs = {}, [""]
+    return fs
 
 
 class Documents:

@@ -124,7 +124,7 @@ def test_a_store_that_may_only_be_read_is_read(disk, words, tmp_path):
 
 @pytest.mark.parametrize("name", [name for name, command in COMMANDS.items() if name != "verify"])
 def test_where_nothing_can_be_written_a_command_says_so(disk, name, tmp_path):
-    before, _, _ = disk.folders(name)
+    before = disk.folders(COMMANDS[name].after)[1]
     shutil.copytree(before, folder := tmp_path / "full")
     ended = disk.run(COMMANDS[name].words, folder, 1, folder, errno.EROFS)
     assert "Traceback" not in ended.said, ended.said

@@ -45,19 +45,16 @@ def test_stages_are_told_as_they_ended_and_steps_beside_their_estimates(tmp_path
     ]
 
 
-def test_without_a_gpu_no_stage_runs(tmp_path):
+@pytest.mark.parametrize(
+    ("stages", "said"),
+    [([], "false finds no CUDA device"), (["correct", "corect"], "no stage corect: they are correct ")],
+)
+def test_without_a_gpu_or_a_known_stage_nothing_runs(stages, said, tmp_path):
     """Else the tests would all be skipped, and the stage done."""
     environment = {**os.environ, "PYTHON": "false", "REHEARSE": ""}
-    done = subprocess.run([SCRIPT, tmp_path], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run([SCRIPT, tmp_path, *stages], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert done.stderr.startswith("gpu_day: false finds no CUDA device")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_stage_that_there_is_not_is_refused_before_any_runs(tmp_path):
-    done = subprocess.run([SCRIPT, tmp_path, "correct", "corect"], capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stderr.startswith("gpu_day: no stage corect: they are correct memory steps ")
+    assert done.stderr.startswith(f"gpu_day: {said}")
     assert list(tmp_path.iterdir()) == []
 
 

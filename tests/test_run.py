@@ -50,73 +50,50 @@ def test_without_a_recipe_and_prompts_it_says_what_it_takes(started, capsys):
     assert words[-1] == "data.conversations=c.jsonl", "nothing is answered anew that is given"
 
 
-def test_stages_that_end_before_they_begin_are_refused(started, capsys):
+SERVED_BY_NONE = "push=true repo=me/a export_format=speculators"
+REFUSED = [  # what is asked, what is said, and up to or from where it would be done
+    ("--from export --until data", "--from export comes after --until data: no stage is left", ""),
+    ("push=true", "repo=owner/name", "--until train"),
+    ("push=true repo=draft", "repo=owner/name", "--until train"),
+    ("push=true repo=me/a..b", "repo=owner/name", "--until train"),
+    (SERVED_BY_NONE, "a folder of yours: push with export_format=vllm", "--until train"),
+    (SERVED_BY_NONE, "a folder of yours: push with export_format=vllm", "target.path=org/target --from export"),
+    ("store.max_bytes=1GB", "`eagle31 extract` and `eagle31 train store.follow=true` at once", "--until extract"),
+    ("store.max_bytes=1GB", "`eagle31 extract` and `eagle31 train store.follow=true` at once", "--from train"),
+]
+
+
+@pytest.mark.parametrize(("words", "said", "fine"), REFUSED)
+def test_what_cannot_end_well_is_refused_before_any_work(words, said, fine, started, capsys):
     with pytest.raises(SystemExit):
-        started("+experiment=smollm2", "--from", "export", "--until", "data")
-    assert "--from export comes after --until data: no stage is left" in capsys.readouterr().err
+        started("+experiment=smollm2", *words.split())
+    assert said in capsys.readouterr().err
+    assert not fine or started("+experiment=smollm2", *words.split(), *fine.split())
+
+
+WHOLE = ("target.device_map=auto", "target.device=cuda:1", "extract.engine=vllm")  # one process has the whole target
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("stage", "options", "profile"),
     [
-        ("", "repo=owner/name"),
-        ("repo=draft", "repo=owner/name"),
-        ("repo=me/a..b", "repo=owner/name"),
-        ("repo=me/a export_format=speculators", "a folder of yours: push with export_format=vllm"),
+        ("train", "--profile zero2", "zero2"),
+        *(("train", f"--profile {alone}", None) for alone in run.ALONE),
+        ("extract", "--profile zero2", "ddp"),
+        *(("extract", f"--profile zero2 {option}", None) for option in WHOLE),
     ],
 )
-def test_an_upload_that_cannot_be_is_refused_before_any_work(words, said, started, capsys):
-    with pytest.raises(SystemExit):
-        started("+experiment=smollm2", "push=true", *words.split())
-    assert said in capsys.readouterr().err
-    assert started("+experiment=smollm2", "push=true", *words.split(), "--until", "train")
-
-
-def test_a_target_of_the_hub_may_be_named_on_the_hub(started):
-    assert started("target.path=org/target", "push=true", "repo=me/a", "export_format=speculators", "--from", "export")
-
-
-def test_an_extraction_that_would_wait_for_the_training_after_it_is_refused(started, capsys):
-    bounded = ["+experiment=smollm2", "store.max_bytes=1GB"]
-    with pytest.raises(SystemExit):
-        started(*bounded)
-    assert "`eagle31 extract` and `eagle31 train store.follow=true` at once" in capsys.readouterr().err
-    assert started(*bounded, "--until", "extract")
-    assert started(*bounded, "--from", "train")
-
-
-def test_a_profile_is_taken_by_its_name(started, monkeypatch, capsys):
+def test_a_stage_is_launched_on_all_gpus_that_it_can_use(started, monkeypatch, capsys, stage, options, profile):
     monkeypatch.setattr(run, "launch_profile", lambda: ("ddp", 4))
-    words = started("+experiment=smollm2", "--from", "train", "--until", "train", "--profile", "zero2")[0]
-    file = words[words.index("--config_file") + 1]
-    assert file == str(cli.CONFIGS / "accelerate" / "zero2.yaml")
-    assert words[words.index("--num_processes") + 1] == "4"
+    (words,) = started("+experiment=smollm2", "--from", stage, "--until", stage, *options.split())
     assert "--profile" not in words
-    assert "training on 4 GPUs, profile zero2" in capsys.readouterr().out
+    assert words[words.index(stage) + 1] == "+experiment=smollm2"
+    assert ("eagle31_train.launcher" in words) == ("--num_processes" in words) == (profile is not None)
+    if profile:
+        assert words[words.index("--num_processes") + 1] == "4"
+        assert words[words.index("--config_file") + 1] == str(cli.CONFIGS / "accelerate" / f"{profile}.yaml")
+        assert f"run: {stage}ing on 4 GPUs" in capsys.readouterr().out
     assert all((cli.CONFIGS / "accelerate" / f"{name}.yaml").is_file() for name in run.PROFILES)
-
-
-@pytest.mark.parametrize(
-    ("options", "processes"),
-    [("", 4), ("target.device_map=auto", 1), ("target.device=cuda:1", 1), ("extract.engine=vllm", 1)],
-)
-def test_extraction_is_on_every_gpu_that_can_hold_the_target(started, monkeypatch, capsys, options, processes):
-    monkeypatch.setattr(run, "launch_profile", lambda: ("ddp", 4))
-    extract = ["+experiment=smollm2", "--from", "extract", "--until", "extract", "--profile", "zero2", *options.split()]
-    words = started(*extract)[0]
-    assert ("--num_processes" in words) == (processes > 1)
-    if processes > 1:
-        assert words[words.index("--num_processes") + 1] == str(processes)
-        assert words[words.index("--config_file") + 1] == str(cli.CONFIGS / "accelerate" / "ddp.yaml")
-        assert words[words.index("extract") :] == ["extract", "+experiment=smollm2"]
-        assert "run: extracting on 4 GPUs" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("profile", run.ALONE)
-def test_one_process_needs_no_launcher(started, profile):
-    words = started("+experiment=smollm2", "--from", "train", "--until", "train", "--profile", profile)[0]
-    assert words[-2:] == ["train", "+experiment=smollm2"]
-    assert "eagle31_train.launcher" not in words
 
 
 class Stage:
@@ -181,13 +158,9 @@ def test_a_sigterm_is_passed_on_to_the_stage(monkeypatch):
 
 def test_a_killed_stage_is_said_and_its_status_is_a_shells(monkeypatch, capsys):
     monkeypatch.setattr(run, "command", lambda *_: [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])
+    config = Config(name="run", target=TargetConfig(path="target"), data=DataConfig(prompts="self"))
     with pytest.raises(SystemExit) as stopped:
-        run.run(
-            Config(name="run", target=TargetConfig(path="target"), data=DataConfig(prompts="self")),
-            [],
-            "extract",
-            "train",
-        )
+        run.run(config, [], "extract", "train")
     assert stopped.value.code == 137
     assert "run: stopped at extract: it was killed, perhaps for want of memory" in capsys.readouterr().err
 
@@ -247,9 +220,9 @@ def test_the_launcher_ends_as_the_training_that_failed_first(monkeypatch, capsys
 def test_a_recipe_of_ones_own_begins_as_the_recipe_for_any_target(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     new.main(["mine"])
-    mine, any_target = (cli.load_config([f"+experiment={recipe}", "target.path=x"]) for recipe in ("mine.yaml", "any"))
+    mine, other = (cli.load_config([f"+experiment={recipe}", "target.path=x"]) for recipe in ("mine.yaml", "any"))
     assert (mine.train, mine.store, mine.data.draft_vocab_size) == (
-        any_target.train,
-        any_target.store,
-        any_target.data.draft_vocab_size,
+        other.train,
+        other.store,
+        other.data.draft_vocab_size,
     )

@@ -5,8 +5,11 @@ import torch
 
 from eagle31_train.evaluation import decoding
 from eagle31_train.evaluation.decoding import Limits, decode_plain, decode_speculative
+from eagle31_train.targets.cached import CachedTarget
 
 PROMPT = [7, 3, 41, 20, 11, 5]
+PROMPTS = [PROMPT, [12], [4, 4, 30, 2, 19, 8, 44, 6, 17, 25, 3], [9, 40]]
+WRONG_AT = [[], [0] * 30, [2, 0, 1] * 9, [1, 2] * 9]  # in each of their rounds
 
 
 class Each:
@@ -53,10 +56,6 @@ def limits(count, *end_ids):
     return Limits(count, frozenset(end_ids))
 
 
-def plain(target, limits):
-    return decode_plain(target, [PROMPT], limits)[0]
-
-
 def speculate(target, drafters, prompts, draft_tokens, limits):
     """With a scripted drafter for each prompt."""
     with pytest.MonkeyPatch.context() as patch:
@@ -69,11 +68,37 @@ def speculative(target, drafter, draft_tokens, limits):
     return speculate(target, [drafter], [PROMPT], draft_tokens, limits)[0]
 
 
-@pytest.fixture
-def continuation(target):
-    tokens = plain(target, limits(60)).tokens
-    assert len(set(tokens)) > 10  # an output that stands still would hide mistakes
-    return tokens
+@pytest.fixture(scope="module")
+def alone(model):
+    """Every prompt's own continuation."""
+    target = CachedTarget(model, [1, 2, 4])
+    return [decode_plain(target, [prompt], limits(60))[0].tokens for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def continuation(alone):
+    assert len(set(alone[0])) > 10  # an output that stands still would hide mistakes
+    return alone[0]
+
+
+@pytest.fixture(scope="module")
+def ends(alone):
+    """Limits at which the outputs have four lengths, one of them 1."""
+    cut = limits(35, alone[0][0], alone[1][9], alone[2][20])
+    lengths = [len(ended(tokens, cut)) for tokens in alone]
+    assert (len(set(lengths)), min(lengths)) == (4, 1)
+    return cut
+
+
+def ended(tokens, limits):
+    output = []
+    limits.append(output, tokens)
+    return output
+
+
+def scripts(alone):
+    """A drafter for each prompt."""
+    return [Scripted(*told) for told in zip(PROMPTS, alone, WRONG_AT, strict=True)]
 
 
 def test_plain_decoding_is_transformers_own(target, continuation):
@@ -105,46 +130,16 @@ def test_an_end_token_inside_a_draft_ends_the_output_and_is_kept(target, continu
     found = speculative(target, Scripted(PROMPT, continuation), 3, limits(50, continuation[index]))
     assert found.tokens == continuation[: first + 1]
     assert found.accepted == [3] * ((first + 3) // 4)
-    assert plain(target, limits(50, continuation[index])).tokens == found.tokens
-
-
-PROMPTS = [PROMPT, [12], [4, 4, 30, 2, 19, 8, 44, 6, 17, 25, 3], [9, 40]]
-WRONG_AT = [[], [0] * 30, [2, 0, 1] * 9, [1, 2] * 9]  # in each of their rounds
-
-
-@pytest.fixture
-def alone(target):
-    """Every prompt's own continuation."""
-    return [decode_plain(target, [prompt], limits(60))[0].tokens for prompt in PROMPTS]
-
-
-@pytest.fixture
-def ends(alone):
-    """Limits at which the outputs have four lengths, one of them 1."""
-    end_ids = {alone[0][0], alone[1][9], alone[2][20]}
-    cut = limits(35, *end_ids)
-    lengths = [len(ended(tokens, cut)) for tokens in alone]
-    assert len(set(lengths)) == 4
-    assert min(lengths) == 1
-    return cut
-
-
-def ended(tokens, limits):
-    output = []
-    limits.append(output, tokens)
-    return output
+    (plain,) = decode_plain(target, [PROMPT], limits(50, continuation[index]))
+    assert plain.tokens == found.tokens
 
 
 def test_rows_that_go_on_at_different_speeds(target, alone, ends):
     """Drafts right in one row and wrong in another, so that rows move over what they forget, and end apart."""
-
-    def drafters():
-        return [Scripted(*told) for told in zip(PROMPTS, alone, WRONG_AT, strict=True)]
-
     for cut in (ends, limits(28)):
-        found = speculate(target, drafters(), PROMPTS, 3, cut)
+        found = speculate(target, scripts(alone), PROMPTS, 3, cut)
         assert [one.tokens for one in found] == [ended(tokens, cut) for tokens in alone]
-        for one, prompt, drafter in zip(found, PROMPTS, drafters(), strict=True):
+        for one, prompt, drafter in zip(found, PROMPTS, scripts(alone), strict=True):
             assert one.accepted == speculate(target, [drafter], [prompt], 3, cut)[0].accepted
     assert len({len(one.accepted) for one in found}) == 4
 
@@ -183,9 +178,8 @@ def rows_stay(target, patch):
 @pytest.mark.parametrize("mistake", [another_rows_draft, rows_forget_alike, nothing_is_forgotten, rows_stay])
 def test_a_mistake_planted_in_a_batch_is_seen(target, alone, ends, mistake, monkeypatch):
     mistake(target, monkeypatch)
-    drafters = [Scripted(*told) for told in zip(PROMPTS, alone, WRONG_AT, strict=True)]
     try:
-        found = speculate(target, drafters, PROMPTS, 3, ends)
+        found = speculate(target, scripts(alone), PROMPTS, 3, ends)
     except (AssertionError, RuntimeError, ValueError, IndexError):
         return
     assert [one.tokens for one in found] != [ended(tokens, ends) for tokens in alone]

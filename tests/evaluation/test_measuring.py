@@ -124,23 +124,22 @@ def test_where_two_drafts_are_equally_good_rounding_is_told_and_not_refused(mode
 @pytest.mark.parametrize(("temperature", "top_p", "depth"), [(0.3, 1.0, 1), (0.6, 0.8, 4)])
 def test_draws_are_the_same_with_every_drafter(model, candidates, temperature, top_p, depth):
     """And at every depth: what is drawn without a drafter."""
-    workload = workload_of(temperature=temperature, top_p=top_p)
+    workload = workload_of(PROMPTS[:4], temperature=temperature, top_p=top_p)
     found = measurer_of(model, f"evaluate.num_speculative_tokens={depth}").measure(workload, candidates)
     outputs = [measurement.outputs for measurement in found.values()]
     assert all(one.seen == {depth: one.rounds(depth)} for m in found.values() for one in m.counts)
     seeds, how = [seed_of(0, prompt) for prompt in workload.prompts], Sampling(temperature, top_p)
     limits = Limits(TOKENS, frozenset())
-    drawn = [one.tokens for one in decode_plain(CachedTarget(model, [1]), PROMPTS, limits, how, seeds)]
+    drawn = [one.tokens for one in decode_plain(CachedTarget(model, [1]), PROMPTS[:4], limits, how, seeds)]
     assert all(each == drawn for each in outputs)
-    assert outputs[0] != [said(model, prompt) for prompt in PROMPTS], "nothing was drawn"
+    assert outputs[0] != [said(model, prompt) for prompt in PROMPTS[:4]], "nothing was drawn"
     assert measurer_of(model, seed=1).measure(workload, candidates[:1])["llama"].outputs != outputs[0]
 
 
 def test_drawn_drafts_are_decoded_at_every_depth_for_every_prompt(model, candidates):
     options = ("evaluate.draft_sampling=probabilistic", "evaluate.max_speculative_tokens=4")
-    measurer = measurer_of(model, *options, tokens=14)
     once = [dataclasses.replace(one, verified=1) for one in candidates[:2]]
-    found = measurer.measure(workload_of(temperature=0.5), once)
+    found = measurer_of(model, *options).measure(workload_of(PROMPTS[:3], temperature=0.5), once)
     for measurement in found.values():
         for one in measurement.counts:
             assert sorted(one.seen) == [1, 2, 3, 4], "what is not decoded is not known"
@@ -153,7 +152,7 @@ def test_drawn_drafts_are_decoded_at_every_depth_for_every_prompt(model, candida
 
 @pytest.mark.parametrize("temperature", [0.0, 0.6])
 def test_nothing_depends_on_what_is_decoded_beside_a_prompt(model, candidates, temperature):
-    workload = workload_of(temperature=temperature)
+    workload = workload_of(PROMPTS[:4], temperature=temperature)
     backwards = dataclasses.replace(workload, prompts=workload.prompts[::-1])
     drift = "evaluate.drift=true"
     alone = measurer_of(model, "evaluate.batch_size=1", drift).measure(workload, candidates[:2])

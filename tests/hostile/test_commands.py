@@ -70,7 +70,7 @@ def replace(place: Path, kind: str) -> None:
 
 
 ALL = [(stage, option, kind) for option in PLACES for kind in KINDS for stage in STAGES]
-FEW = ALL[:: len(ALL) // 12]
+FEW = ALL[::13]  # of every stage, option and kind
 
 
 @pytest.mark.parametrize("cases", [FEW, pytest.param(ALL, marks=pytest.mark.slow)], ids=["few", "all"])
@@ -104,45 +104,20 @@ def test_a_targets_config_that_is_a_folder_is_named_by_every_stage(made, folder,
         assert everything(folder) == before
 
 
-def offsets(header: dict, kind: str) -> None:
-    """Where tensors lie, otherwise than they may."""
-    names = sorted(name for name in header if name != "__metadata__")
-    one, other = header[names[0]], header[names[1]]
+@pytest.mark.parametrize("kind", ["overlapping", "itself", "pipe", "folder"])
+def test_a_broken_draft_is_refused_by_every_command(made, folder, kind):
+    """The many ways of being broken: test_drafts.py."""
+    shutil.copytree(folder / EXPORT, draft := folder / "draft")
+    file = draft / "model.safetensors"
     if kind == "overlapping":
-        one["data_offsets"] = other["data_offsets"]
-    elif kind == "overflowing":
-        one["data_offsets"] = [2**63, 2**64 - 1]
-    elif kind == "negative":
-        one["data_offsets"] = [-8, 8]
-    elif kind == "beyond the end":
-        one["data_offsets"] = [begin + 2**40 for begin in one["data_offsets"]]
-    elif kind == "huge":
-        one["shape"] = [2**62, 2**62]
+        data = file.read_bytes()
+        end = 8 + int.from_bytes(data[:8], "little")
+        header = json.loads(data[8:end])
+        header["norm.weight"]["data_offsets"] = header["fc.weight"]["data_offsets"]
+        text = json.dumps(header).encode()
+        file.write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
     else:
-        one["data_offsets"] = one["data_offsets"][::-1]
-
-
-@pytest.mark.parametrize("kind", ["overlapping", "overflowing", "negative", "beyond the end", "huge", "reversed"])
-def test_a_draft_whose_tensors_lie_elsewhere_is_refused_by_every_command(made, folder, kind):
-    draft = folder / "draft"
-    shutil.copytree(folder / EXPORT, draft)
-    data = (draft / "model.safetensors").read_bytes()
-    end = 8 + int.from_bytes(data[:8], "little")
-    header = json.loads(data[8:end])
-    offsets(header, kind)
-    text = json.dumps(header).encode()
-    (draft / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
-    before = everything(folder)
-    refused(made.run(f"compare {RUN} draft", folder), "draft")
-    refused(made.run("train", folder, more=["train.init_from=draft", "overwrite=true"]), "draft")
-    assert everything(folder) == before
-
-
-@pytest.mark.parametrize("kind", ["itself", "/dev/zero", "pipe", "folder"])
-def test_a_draft_of_links_to_nowhere_is_refused_by_every_command(made, folder, kind):
-    draft = folder / "draft"
-    shutil.copytree(folder / EXPORT, draft)
-    spoil(draft / "model.safetensors", kind)
+        spoil(file, kind)
     refused(made.run(f"compare {RUN} draft", folder), "draft")
     refused(made.run("train", folder, more=["train.init_from=draft", "overwrite=true"]), "draft")
 
@@ -173,7 +148,9 @@ TIES = {
 }
 
 
-@pytest.mark.parametrize("tie", TIES)
+@pytest.mark.parametrize(
+    "tie", [*list(TIES)[:2], *(pytest.param(tie, marks=pytest.mark.slow) for tie in list(TIES)[2:])]
+)
 def test_what_another_training_used_up_is_not_believed(made, tie, tmp_path):
     """Of a store that lacks a shard: whoever used it up is named, and nobody takes the rest for whole."""
     shutil.copytree(made.folders("train")[1], folder := tmp_path / "full")
@@ -193,11 +170,11 @@ def test_what_another_training_used_up_is_not_believed(made, tie, tmp_path):
     assert before.items() <= everything(folder).items()
 
 
-NAMES = ["~", "a=b", "\u00fc\u4e2d\u0301"]
-MORE = ["~root", "(x)", "a b", "a'b\"c", "$HOME", "a;b", "[1,2]", "{x}", "-x", "a#b", "\u202ex"]
+NAMES = ["~", "a=b", "\u00fc\u4e2d\u0301", "~root", "(x)", "a b", "a'b\"c", "$HOME", "a;b", "[1,2]", "{x}", "-x", "a#b"]
+ALL_AT_ONCE = "\u00fc\u4e2d\u0301 ~a=b \u202ex"
 
 
-@pytest.mark.parametrize("name", [*NAMES, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
+@pytest.mark.parametrize("name", [ALL_AT_ONCE, *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES)])
 def test_a_run_may_have_any_name(made, name, tmp_path):
     """Without quotes within the word; every stage after a finished one finds it."""
     shutil.copytree(made.folders("export")[1], folder := tmp_path / "full")
@@ -222,7 +199,7 @@ def test_the_same_command_twice_at_once_is_done_once_or_refused(made, command, t
     name = command.split()[0]
     before, after, _ = made.folders(name)
     shutil.copytree(before, folder := tmp_path / "full")
-    ends = made.start([command] * 3, folder)
+    ends = made.start([command] * 2, folder)
     for ended in ends:
         assert "Traceback" not in ended.said, ended.said
         assert ended.status in (0, 2), ended.said

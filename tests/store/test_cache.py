@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from made import message_of
+from made import memory, message_of
 
 from eagle31_train.store.backends.cache import PART
 from eagle31_train.store.backends.remote import RemoteStorage
@@ -23,7 +23,7 @@ class Gated(MemoryFileSystem):
     """Notes which files are fetched."""
 
     def __init__(self, **kwargs):
-        super().__init__(global_store=False, **kwargs)
+        super().__init__(**kwargs)
         self.fetched, self.finished = [], []
         self.changed = threading.Condition()
         self.watch = lambda: None  # called while a fetch is under way
@@ -62,7 +62,7 @@ def held(folder):
 
 @pytest.fixture
 def fs():
-    fs = Gated(skip_instance_cache=True)
+    fs = memory(Gated)
     for name in "abcdefghijkl":
         fs.pipe_file(f"/store/{name}", name.encode() * 100)
     return fs

@@ -8,8 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from fsspec.implementations.memory import MemoryFileSystem
-from made import Made, message_of, read_whole, writes
+from made import Made, memory, message_of, read_whole, writes
 from pipeline import contents, flip_bit
 
 from eagle31_train.provenance import Provenance
@@ -59,7 +58,7 @@ def test_the_advice_to_extract_again_helps_and_costs_no_more_than_it_must(store,
 @pytest.mark.parametrize("spoilt", [lambda fs, path: fs.truncate(path), lambda fs, path: fs.rm(path)])
 @pytest.mark.parametrize("name", ["target.safetensors", "target.json", NAMES[2]])
 def test_the_advice_to_extract_again_helps_where_the_store_is_remote(tmp_path, name, spoilt):
-    fs = MemoryFileSystem(global_store=False, skip_instance_cache=True)
+    fs = memory()
     fs.truncate = lambda path: fs.pipe_file(path, fs.cat_file(path)[:-1])
     storage = RemoteStorage("memory://store", fs, "/store", tmp_path, 1 << 20)
     MADE.write(storage)

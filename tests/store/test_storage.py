@@ -11,7 +11,7 @@ import pytest
 import s3fs
 from botocore.exceptions import ClientError
 from fsspec.implementations.memory import MemoryFileSystem
-from made import message_of
+from made import memory, message_of
 from s3fs.errors import translate_boto_error
 
 from eagle31_train import artifacts
@@ -173,9 +173,7 @@ def test_a_server_in_trouble_is_tried_again_and_other_stores_are_left_alone(s3, 
 @pytest.fixture
 def flaky(tmp_path):
     """A remote storage in memory."""
-    fs = MemoryFileSystem(skip_instance_cache=True)
-    fs.store, fs.pseudo_dirs = {}, [""]  # of its own; older versions of fsspec have no option for that
-    return RemoteStorage("flaky://bucket/store", fs, "/bucket/store", tmp_path / "cache", 1000)
+    return RemoteStorage("flaky://bucket/store", memory(), "/bucket/store", tmp_path / "cache", 1000)
 
 
 WAYS = {
