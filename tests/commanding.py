@@ -23,8 +23,7 @@ EXPORT = f"{RUN}/export"
 
 class Command(NamedTuple):
     """words: without the run's options. after: the command in whose folder it begins. out: what has no manifest that
-    tells whether it is whole, and so must be whole or absent. few: operations that `make test` tries, beside the
-    first."""
+    tells whether it is whole, and so must be whole or absent. few: operations that `make test` tries."""
 
     words: str
     after: str | None = None
@@ -81,7 +80,7 @@ class Commands:
         self.target = speaking.make("llama-tied", folder / "target")
         self.options = [f"target.path={self.target}", "name=full", *speaking.SMALL]
         self.options += ["regenerate=true", "data.prompts=self", "+experiment=any", "data.draft_vocab_size=null"]
-        self.options += ["train.checkpoint_every=8"]
+        self.options += ["data.self_prompts.count=12", "train.max_steps=8", "train.checkpoint_every=4"]
         self.done: dict[str, tuple[Path, Path, int]] = {}
 
     def run(

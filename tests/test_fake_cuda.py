@@ -27,7 +27,8 @@ NOT_DETERMINISTIC = {"scatter_reduce", "put_", "histc", "bincount", "kthvalue", 
 SLOW = {"long gqa, 1 turn", "long mla, 4 turns, recomputed", "llama8b:2x4096:1, fused", "llama8b:1x32768:1, fused"}
 SLOW |= {"llama8b:2x4096:0.35, plain", "kimi:1x20480:0.35, fused+recompute"}
 ESTIMATED = ["estimate of 65536", "llama8b:1x65536:1, fused+recompute"]
-SLOW |= {*ESTIMATED}
+SLOW |= {*ESTIMATED, "gqa, int8", "mla, plain", "mla, muon", "mla, recomputed", "mla, some slots", "mla, fp32"}
+SLOW |= {"gqa of two layers, drafting", "long gqa, 14 turns"}
 
 
 def marked(names):
@@ -66,9 +67,14 @@ def run(names):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("name", STEPS)
-def test_a_step_runs_on_the_device_alone(came, name):
-    result = came[name]
+@pytest.fixture
+def result(request, name):
+    """What came of a case, quick or slow."""
+    return request.getfixturevalue("more" if name in SLOW else "came")[name]
+
+
+@pytest.mark.parametrize("name", marked(STEPS))
+def test_a_step_runs_on_the_device_alone(result, name):
     assert "error" not in result, result["trace"]
     assert result["on_host"] == result["onto_itself"] == []
     assert "torch.float64" not in result["dtypes"]
@@ -77,10 +83,10 @@ def test_a_step_runs_on_the_device_alone(came, name):
     assert not NOT_DETERMINISTIC & set(result["names"])
 
 
-@pytest.mark.parametrize("name", [*(f"{kind}, drafting" for kind in fake_cuda_cases.DRAFTING), "extraction"])
-def test_drafting_and_extraction_run_on_the_device(came, name):
-    assert "error" not in came[name], came[name]["trace"]
-    assert "torch.float64" not in came[name]["dtypes"]
+@pytest.mark.parametrize("name", marked([*(f"{kind}, drafting" for kind in fake_cuda_cases.DRAFTING), "extraction"]))
+def test_drafting_and_extraction_run_on_the_device(result, name):
+    assert "error" not in result, result["trace"]
+    assert "torch.float64" not in result["dtypes"]
 
 
 def copies(result):
@@ -101,12 +107,6 @@ def test_planted_mistakes_are_found(came):
     assert "expected scalar type" in came["planted: another dtype"]["error"]
     assert came["planted: a copy onto itself"]["onto_itself"] == ["fake_cuda_cases.py:added"]
     assert "torch.float64" in came["planted: double precision"]["dtypes"]
-
-
-@pytest.fixture
-def result(request, name):
-    """What came of a case, quick or slow."""
-    return request.getfixturevalue("more" if name in SLOW else "came")[name]
 
 
 @pytest.mark.parametrize("name", marked(PLANNED))

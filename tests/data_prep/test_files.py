@@ -5,6 +5,7 @@ import gzip
 import json
 
 import datasets
+import made
 import pyarrow
 import pytest
 from pyarrow import parquet
@@ -43,10 +44,7 @@ def rows_of(spec, form="auto", stream_rows=None):
 
 
 def message_of(spec, form="auto", **options):
-    with pytest.raises(UserError) as error:
-        rows_of(spec, form, **options)
-    assert "\n" not in str(error.value)
-    return str(error.value)
+    return made.message_of(rows_of, spec, form, **options)
 
 
 # ---------------------------------------------------------------- kinds

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from data_prep import self_prompts
 from data_prep.journal import Journal
 from data_prep.self_prompts import OUTPUT, user_stop, write_prompts
 from data_prep.stage import prepare
@@ -30,22 +29,10 @@ def written(config):
 
 
 def test_any_batch_and_any_stop_end_in_the_same_prompts(tiny_target, tmp_path, monkeypatch):
-    shown = []
-
-    class Shown(self_prompts.Progress):
-        def update(self, n=1):
-            shown.append((self.n + n, self.total))
-            super().update(n)
-
-    monkeypatch.setattr(self_prompts, "Progress", Shown)
     whole = configured(tmp_path / "whole", tiny_target)
     rows = written(whole)
-    # Text by text: all of the first round are asked for at once, and that may take hours.
-    assert [count for count, _ in shown] == list(range(1, len(shown) + 1))
-    assert shown[-1] == (shown[-1][1],) * 2
     manifest = json.loads((tmp_path / "whole" / MANIFEST).read_text())
-    assert len(rows) == 6
-    assert len({row["turns"][0] for row in rows}) == 6
+    assert len(rows) == len({row["turns"][0] for row in rows}) == 6
     assert manifest["refused"]["not ended"] > 0  # a random target seldom ends
     assert not (tmp_path / "whole" / JOURNAL).exists()
     alone = configured(tmp_path / "alone", tiny_target, "data.generate.batch_size=1")
@@ -99,15 +86,9 @@ def completions(server):
 
 
 def test_a_server_goes_on_where_the_user_speaks(completions, tiny_target, tmp_path, tokenizer):
-    config = configured(
-        tmp_path,
-        tiny_target,
-        f"data.generate.server={completions.url}",
-        "data.generate.concurrency=1",
-        "data.self_prompts.count=2",
-        "data.self_prompts.system={code: 'You write code.', plain: ''}",
-    )
-    rows = written(config)
+    served = [f"data.generate.server={completions.url}", "data.generate.concurrency=1", "data.self_prompts.count=2"]
+    systems = "data.self_prompts.system={code: 'You write code.', plain: ''}"
+    rows = written(configured(tmp_path, tiny_target, *served, systems))
     assert [row["turns"] for row in rows] == [["Who is it that calls?"], ["天空?"]]
     reasons = ("empty", "not ended", "written before", "repeats itself", "bytes that are no text")
     assert json.loads((tmp_path / MANIFEST).read_text())["refused"] == dict.fromkeys(reasons, 1)
@@ -133,13 +114,10 @@ def test_text_ends_a_users_turn_where_no_token_does(completions, tiny_target, tm
     assert [row["turns"] for row in written(here)] == [["Who?"], ["Why is it so?"]]
 
 
-def test_a_template_that_ends_no_users_turn_is_refused(tokenizer):
+def test_a_template_without_an_end_and_too_few_texts_of_use_are_refused(completions, tiny_target, tmp_path, tokenizer):
     template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     with pytest.raises(UserError, match="writes something after a user's words"):
         user_stop(ChatTemplate(tokenizer, [tokenizer.eos_token_id], template))
-
-
-def test_too_few_texts_of_use_end_the_run_by_name(completions, tiny_target, tmp_path):
     completions.reply = lambda body: (200, json.dumps({"choices": [{"text": "", "finish_reason": "stop"}]}).encode())
     config = configured(tmp_path, tiny_target, f"data.generate.server={completions.url}")
     with pytest.raises(UserError, match=r"wrote 0 prompts of use in 24 tries \(24 empty\)"):

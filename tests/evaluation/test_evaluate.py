@@ -22,8 +22,6 @@ from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation import evaluating, measuring
 from eagle31_train.evaluation.measurement import acceptance
-from eagle31_train.evaluation.trajectories import digest
-from eagle31_train.evaluation.workloads import MEASURED
 from eagle31_train.model import vocab
 from eagle31_train.model.drafter import Drafter
 from eagle31_train.store.sealed import seal
@@ -174,15 +172,6 @@ def test_report(run, capsys):
     assert manifest["seconds"] > 0
     row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("  3   "))
     assert f"{report['acceptance_length']:.3f}" in row
-
-
-def test_prompts_that_training_was_measured_on_are_left_out_and_named(run, capsys):
-    asked = DatasetDict.load_from_disk(str(run.folder / "data" / "dataset"))["heldout"][1]["input_ids"][:5]
-    run.finish_training(measured_on=[digest(asked)])
-    evaluate.evaluate(run.config(*FEW))
-    assert [prompt["id"] for prompt in run.manifest["per_prompt"]] == ["c0", "c2"]
-    assert run.manifest["left_out"] == {"heldout": {"c1": MEASURED}}
-    assert f"heldout: left out 1 (c1): {MEASURED}" in capsys.readouterr().out
 
 
 def test_weights_are_rounded_as_the_exporter_rounds_them(run, model):

@@ -1,6 +1,5 @@
 """What extraction stores of the target's own answers, and of which prompts."""
 
-import re
 from collections import Counter
 from types import SimpleNamespace
 
@@ -9,7 +8,7 @@ import torch
 from datasets import DatasetDict
 from pipeline import AUX, END, answered, contents, make_run, tiny_config, tiny_llama
 
-from eagle31_train import artifacts, console
+from eagle31_train import artifacts
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation import trajectories
 from eagle31_train.evaluation.prompts import Prompt
@@ -48,13 +47,6 @@ def test_each_is_the_targets_own_answer_and_its_states(run):
         states = target.states(tokens, torch.ones_like(tokens))[0][0]
         torch.testing.assert_close(one.aux, states[: len(one.aux)], rtol=1e-4, atol=1e-4)
         assert len(one.aux) == 3 + end - 2
-
-
-def test_how_many_are_answered_is_shown_meanwhile(run, monkeypatch, capsys):
-    monkeypatch.setattr(console, "EVERY", 0.0)
-    extract(tiny_config(run, "extract.batch_tokens=3"))
-    said = capsys.readouterr().err
-    assert re.findall(r"held-out answers: (\d+) %, (\d) of 2, ", said)[-2:] == [("50", "1"), ("100", "2")]
 
 
 def test_the_shards_know_nothing_of_them(run, tmp_path_factory, monkeypatch):
