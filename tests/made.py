@@ -1,5 +1,6 @@
 """A small store of made-up documents, written as extraction writes one, but without a target."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from eagle31_train.errors import UserError
 from eagle31_train.store import Store, StoreWriter, make_plan, shape_of, writer
+from eagle31_train.store.__main__ import check
 from eagle31_train.store.backends import LocalStorage
 
 LENGTHS = {"train": [9, 4, 1, 12, 6, 8], "heldout": [5, 7, 3]}
@@ -98,6 +100,11 @@ def read_whole(storage, shards=None, **options):
     except UserError as error:
         return found, str(error)
     return found, None
+
+
+def problems(folder):
+    """What `store verify` finds in a store's folder."""
+    return [problem.text for problem in check(LocalStorage("the store", folder), Counter())]
 
 
 def same_document(ours, theirs):

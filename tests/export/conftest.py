@@ -32,9 +32,6 @@ YARN = {
 }
 # MLA of widths that all differ, and of heads that do not divide hidden_size.
 TINY_MLA = make_mla_shape(**SIZES, num_attention_heads=3, kv_lora_rank=12, qk_rope_head_dim=4, rope_scaling=YARN)
-OPTIONS = ("architecture", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rope_theta")
-OPTIONS += ("max_position_embeddings", "fc_norm", "q_lora_rank", "kv_lora_rank")
-OPTIONS += ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 TINY_IDS = np.array([0, 1, 2, 5, 8, 13, 21, 25, 30, 33, 36, 39], dtype=np.int64)
 
 
@@ -143,20 +140,11 @@ class FakeRun:
             file.write_bytes(f"{folder.name} {file.stem} {artifacts.fingerprint(result)}".encode())
         return artifacts.list_files(folder, files)
 
-    def overrides(self) -> list[str]:
-        options = {name: getattr(self.shape, name) for name in OPTIONS}
-        scaling = ",".join(f"{key}:{value}" for key, value in (self.shape.rope_scaling or {}).items())
-        return [
-            "+experiment=smollm2",
-            f"run_dir={self.folder}",
-            "target.path=someone/a-target",
-            "target.aux_layers=[1,2]",
-            *(f"drafter.{name}={str(v).lower()}" for name, v in options.items() if v is not None),
-            f"drafter.rope_scaling={{{scaling}}}",
-        ]
-
     def config(self, *more: str) -> Config:
-        return load_config([*self.overrides(), *more])
+        """What is left open is as it was trained."""
+        own = [f"run_dir={self.folder}", "target.path=someone/a-target", "target.aux_layers=[1,2]"]
+        own += [f"drafter.{name}={getattr(self.shape, name)}" for name in ("architecture", "fc_norm")]
+        return load_config(["+experiment=any", "name=run", *own, *more])
 
     def exported(self) -> tuple[dict, dict[str, torch.Tensor], str]:
         """config.json, tensors and card of the export."""

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 from dying import Kill, Killed, Machine, running
-from made import Made, read_whole, right_so_far
+from made import Made, problems, read_whole, right_so_far
 from pipeline import contents
 
 from eagle31_train import artifacts
@@ -140,10 +140,6 @@ def stores(tmp_path_factory):
 
 
 FOLLOWING = {"shards": Begun.committed, "follow": True, "patience": 0.0}
-
-
-def problems(folder):
-    return [problem.text for problem in check(LocalStorage("the store", folder), Counter())]
 
 
 def linked(source, target):

@@ -1,19 +1,16 @@
 """NaN and infinities planted in every kind of tensor of a store, of every codec, with checksums that are right."""
 
-from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
-from made import Made, message_of
+from made import Made, message_of, problems
 from pipeline import reseal
 from safetensors.torch import load_file
 
 from eagle31_train import artifacts
 from eagle31_train.errors import UserError
 from eagle31_train.store import Store
-from eagle31_train.store.__main__ import check
-from eagle31_train.store.backends import LocalStorage
 from eagle31_train.store.codec import CODECS, encode
 from eagle31_train.store.format import TARGET, TRAJECTORIES, TRAJECTORIES_LINE
 from eagle31_train.store.sealed import seal, unseal
@@ -33,10 +30,6 @@ PLANTED = [
 
 def made(codec="bf16"):
     return Made({"train": [9, 4, 6], "heldout": [5, 3]}, 16, codec, codec)
-
-
-def problems(folder):
-    return [problem.text for problem in check(LocalStorage("the store", folder), Counter())]
 
 
 def plant(file, name, value, row=-1):
