@@ -1,12 +1,13 @@
-"""The parts of the benchmarks that need no peer: counted work, the contender with eager attention, pictures, scale."""
+"""What of the benchmarks needs no peer and no GPU: counted work, eager attention, pictures, scale, and a dry run."""
 
+import json
 import tracemalloc
 
 import pytest
 import torch
 from made import Made
 
-from benchmarks import codecs, contenders, scale
+from benchmarks import codecs, contenders, gpu, scale
 from benchmarks import pictures as redrawn
 from benchmarks.contenders.ours import Ours
 from benchmarks.shapes import Case, make_material, turns
@@ -92,3 +93,26 @@ def test_a_training_begins_with_so_few_bytes_a_sample_that_ten_million_fit_into_
     tracemalloc.stop()
     assert (len(split), sorted(i for batch in schedule for i in batch)) == (samples, list(range(samples)))
     assert 8 < most / samples < 150  # beside half a gigabyte of libraries
+
+
+SMALL = ["--device", "cpu", "--quick", "--repeats", "2", "--first", "32", "--ceiling", "64", "--out"]
+
+
+def test_a_dry_run_measures_steps_kernels_and_lengths(tmp_path):
+    out = tmp_path / "gpu"
+    results = gpu.run(gpu.options([*SMALL, str(out), "--cases", "tiny:2x32:0.5"]))
+    written = json.loads(out.with_name("gpu.json").read_text())
+    plain, recomputed = results["steps"]
+    assert plain["case"] == "tiny:2x32:0.5"
+    assert (plain["tokens"], plain["assistant_tokens"]) == (64, 32)
+    assert len(plain["all_seconds"]) == 2
+    assert plain["losses"][-1] < plain["losses"][0]  # the steps learn, with the optimizer
+    torch.testing.assert_close(plain["losses"], recomputed["losses"], rtol=1e-3, atol=1e-3)
+    assert plain["of_measured"] == pytest.approx(plain["flops_per_second"] / results["device"]["measured_rate"])
+    assert plain["kernels"]["groups"]["gemm"] > 0
+    assert sum(plain["kernels"]["groups"].values()) == pytest.approx(1)
+    assert [found["tokens"] for found in results["longest"]] == [64]
+    assert written == results
+    table = gpu.table(results)
+    assert "tiny:2x32:0.5, plain+recompute" in table
+    assert "longer ones were not tried" in table

@@ -1,16 +1,19 @@
 """From a trained run to the checkpoint: what is written, what is refused, and that nothing is half-written."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from plan_cases import shape_of
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from eagle31_train import artifacts, export
 from eagle31_train.checkpoint import config_json
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
+from eagle31_train.config import DrafterConfig
 from eagle31_train.errors import UserError
 from eagle31_train.model import vocab
 
@@ -95,3 +98,24 @@ def test_options_that_contradict_the_weights_are_refused(option, run):
     name = option.split("=")[0].split(".")[1]
     with pytest.raises(UserError, match=f"was trained with {name}="):
         export.export(run.config(option))
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "beta_fast": 1.0}
+
+
+def shape_asked_for(scaling, **options):
+    """Of a drafter that was trained with this scaling."""
+    trained = SimpleNamespace(shape=shape_of(rope_scaling=scaling), folder="run/train/checkpoints/step-000001")
+    target = SimpleNamespace(aux_layers=None)
+    config = SimpleNamespace(drafter=DrafterConfig(**options), target=target, export_sliding_window=None)
+    return export.exported_shape(config, trained)
+
+
+def test_a_scaling_that_is_open_is_the_trainings_and_one_that_is_given_in_part_is_compared_so():
+    """And a base that is given without a scaling means none."""
+    assert [shape_asked_for(scaling).rope_scaling for scaling in (None, YARN)] == [None, YARN]
+    assert shape_asked_for(YARN, rope_scaling={"beta_fast": 1.0}).rope_scaling == YARN
+    assert shape_asked_for(None, rope_theta=1e4).rope_scaling is None
+    for other in ({"rope_scaling": {"beta_fast": 32.0}}, {"rope_theta": 1e4}):
+        with pytest.raises(UserError, match="rope_scaling"):
+            shape_asked_for(YARN, **other)
