@@ -12,13 +12,12 @@ from safetensors.torch import load_file, save_file
 from sample_results import measured
 
 from eagle31_train import artifacts, export
-from eagle31_train.checkpoint import run_folder
+from eagle31_train.checkpoint import contract, run_folder
 from eagle31_train.cli import load_config
 from eagle31_train.config import Config, DrafterShape
 from eagle31_train.evaluation.measurement import Counts
 from eagle31_train.evaluation.results import summarise
 from eagle31_train.model import vocab
-from eagle31_train.model.drafter import Drafter
 from eagle31_train.reporting.evaluation_page import pictures
 
 SIZES = {"aux_layers": [1, 2], "vocab_size": 40, "draft_vocab_size": 12}
@@ -35,16 +34,9 @@ TINY_MLA = make_mla_shape(**SIZES, num_attention_heads=3, kv_lora_rank=12, qk_ro
 TINY_IDS = np.array([0, 1, 2, 5, 8, 13, 21, 25, 30, 33, 36, 39], dtype=np.int64)
 
 
-def tensor_shapes(shape: DrafterShape) -> dict[str, tuple[int, ...]]:
-    """Of the project's own drafter, and not of contract.py."""
-    with torch.device("meta"):
-        drafter = Drafter(shape, torch.empty(shape.vocab_size, shape.hidden_size))
-    return {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
-
-
 def random_tensors(shape: DrafterShape) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return {name: torch.randn(size, generator=generator) for name, size in tensor_shapes(shape).items()}
+    return {name: torch.randn(size, generator=generator) for name, size in contract.weight_shapes(shape).items()}
 
 
 class FakeRun:

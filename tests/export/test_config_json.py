@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import DeepseekV2Config, DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding
 
@@ -21,11 +22,14 @@ STORED = Path(__file__).parent.parent / "fixtures" / "v68c343f"
 
 
 @pytest.mark.parametrize("name", ["run", "eagle3", "mla"])
-def test_config_json_is_what_an_earlier_version_wrote(name):
-    """Every field of it, also those that only vLLM reads."""
+def test_what_is_written_is_what_an_earlier_version_wrote(name):
+    """Every field, also those that only vLLM reads, and every tensor with its shape."""
     stored = json.loads((STORED / name / "export" / "config.json").read_text())
     shape = published_config.shape_from_config(stored)
     assert config_json.config_json(shape, stored["torch_dtype"], stored["target_model_name"]) == stored
+    tensors = load_file(STORED / name / "export" / "model.safetensors")
+    weights = {name: tuple(tensor.shape) for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
+    assert contract.weight_shapes(shape) == weights
 
 
 @pytest.mark.parametrize(

@@ -8,26 +8,19 @@ import torch
 
 from eagle31_train.checkpoint import contract
 from eagle31_train.reporting import card
-from tests.export.conftest import tensor_shapes
 
 pytestmark = pytest.mark.core
 
 
-CHANGES = [
-    {},
-    {"fc_norm": False},
-    {"share_embedding": False},
-    {"parallel": True, "ptd_token_id": 39},
-    {"num_layers": 2},
-]
-CHANGES += [{"attention_bias": True, "mlp_bias": True, "qk_norm": True, "norm_before_fc": True}]
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_the_table_has_the_drafters_own_tensors(change, tiny):
-    """The names themselves are those of test_full_size.py and of other trainers' drafts, test_peers.py."""
-    shape = replace(tiny, **change)
-    assert contract.weight_shapes(shape) == tensor_shapes(shape)
+def test_the_table_follows_the_flags(tiny):
+    """The table itself: test_config_json.py, test_full_size.py."""
+    plain = contract.weight_shapes(tiny)
+    eagle3 = contract.weight_shapes(replace(tiny, fc_norm=False))
+    assert plain == eagle3 | {"fc_norm.0.weight": (16,), "fc_norm.1.weight": (16,)}
+    own = contract.weight_shapes(replace(tiny, share_embedding=False))
+    assert own == plain | {"embed_tokens.weight": (40, 16)}
+    parallel = contract.weight_shapes(replace(tiny, parallel=True, ptd_token_id=39))
+    assert parallel == plain | {"mask_hidden": (1, 32)}
 
 
 def test_a_draft_that_reads_the_embeddings_is_to_be_served_compiled(tiny):
