@@ -19,7 +19,7 @@ JOURNAL, MANIFEST = f"{OUTPUT}.partial", "prompts.manifest.json"
 def configured(folder, target, *options):
     words = ["name=self", f"run_dir={folder}", f"target.path={target}", "target.dtype=float32", "target.device=cpu"]
     words += ["regenerate=true", "data.prompts=self", "data.self_prompts.count=6"]
-    words += ["data.self_prompts.max_new_tokens=120", "data.generate.max_new_tokens=8"]
+    words += ["data.self_prompts.max_new_tokens=60", "data.generate.max_new_tokens=8"]
     return load_config([*words, *options])
 
 

@@ -191,7 +191,7 @@ def test_a_window_at_export_is_the_one_that_is_trained_with(run, model, capsys):
             evaluate.evaluate(run.config("evaluate.backend=vllm", *other.split()))
 
 
-@pytest.mark.parametrize("form", ["vllm", "speculators"])
+@pytest.mark.parametrize("form", ["vllm", pytest.param("speculators", marks=pytest.mark.slow)])
 def test_what_is_served_is_the_export_on_prompts_that_training_was_not_measured_on(run, tmp_path, monkeypatch, form):
     monkeypatch.setenv("PYTHONPATH", imitating.install(tmp_path / "site"))
     monkeypatch.setenv("IMITATION_PIDS", str(tmp_path / "pids"))
@@ -295,7 +295,7 @@ def test_the_card_tells_of_the_smaller_drafter_alone(run, capsys):
         export.export(run.config())
 
 
-@pytest.mark.parametrize("options", [[], SMALL], ids=["as trained", "smaller"])
+@pytest.mark.parametrize("options", [pytest.param([], marks=pytest.mark.slow), SMALL], ids=["as trained", "smaller"])
 def test_downloaded_again_it_gives_the_same_counts(options, run, tmp_path, monkeypatch, capsys):
     with serving_hub(monkeypatch, tmp_path / "cache") as hub:
         config = run.config(*options, "target.dtype=float32", "push=true", "repo=me/draft", "private=true")
