@@ -14,11 +14,12 @@ from talking import whole_words
 from benchmarks.speedrun import __main__ as speedrun
 from benchmarks.speedrun import job as jobs
 from benchmarks.speedrun import measure, peer_store, worker
-from benchmarks.speedrun.job import Clock, Job
+from benchmarks.speedrun.job import Clock, EnoughError, Job
 from eagle31_train import artifacts
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.cli import load_config
 from eagle31_train.errors import UserError
+from eagle31_train.evaluation.intervals import Estimate
 from eagle31_train.extract import extract
 
 
@@ -53,6 +54,14 @@ def test_a_draft_is_left_when_it_is_due_and_saving_costs_no_time(tmp_path, monke
         (4, 4, 40),
     ]
     assert sorted(p.parent.name for p in tmp_path.rglob("draft")) == [p["draft"] for p in clock.points]
+
+
+def test_a_training_ends_when_its_time_is_over(tmp_path):
+    clock = Clock(job_of(tmp_path, seconds=0.0))
+    clock.run()
+    with pytest.raises(EnoughError):
+        clock.step(1, 10, lambda _folder: None)
+    assert (clock.result()["steps"], clock.points) == (1, [])
 
 
 # ---------------------------------------------------------------- what peers learn
@@ -92,7 +101,59 @@ def test_a_level_is_reached_on_the_line_between_two_drafts():
     assert measure.reached(costs, curves, 1.6).tolist() == pytest.approx([14.0, 60 / 7, np.inf, 0.0])
 
 
+def training_of(name, contender, minutes):
+    points = [{"step": i, "seconds": 60 * m, "cpu_seconds": 60 * m, "tokens": 100 * i} for i, m in enumerate(minutes)]
+    machine = {"cpu": "some"}
+    job = job_of(f"/somewhere/{name}", contender=contender, options=[] if name == contender else ["lr=1"])
+    return measure.Training(job, {"points": points, "steps": 2, "memory_bytes": 1, "machine": machine}, 5.0)
+
+
+def result_of():
+    trainings = [training_of("ours", "ours", (0, 5, 10)), training_of("speculators", "speculators", (0, 10, 20))]
+    trainings.append(training_of("speculators-lr=1", "speculators", (0, 10, 20)))
+    other = np.array([1.0, 1.4, 1.8, 1.0, 1.2, 1.6, 1.0, 1.1, 1.5])
+    trained = np.array([1.0, 1.5, 2.0, 1.0, 1.3, 1.7, 1.0, 1.2, 1.9])
+    spread = np.linspace(-0.05, 0.05, 11)[:, None]
+    found = {
+        kind: Estimate(values, values + spread, np.full(9, 40))
+        for kind, values in ((measure.OTHER, other), (measure.TRAINED, trained))
+    }
+    return measure.summarise(trainings, found, [1.4, 1.6, 3.0], 3)
+
+
+def test_the_result_says_who_was_first_and_chooses_by_prompts_of_the_trained_kinds():
+    result = result_of()
+    ours, default, tuned = result["trainings"]
+    assert ours["reached"]["other"]["1.4"]["minutes"][0] == pytest.approx(5)
+    assert ours["reached"]["other"]["1.4"]["flops"][0] == pytest.approx(500)
+    low, high = ours["reached"]["other"]["1.4"]["minutes"][1:]
+    assert low < 5 < high
+    assert ours["reached"]["other"]["3"]["minutes"] == [None, None, None]
+    # The tuned one is behind on other prompts, and ahead on those it is chosen by.
+    assert result["best"] == {"ours": "ours", "speculators": tuned["name"]}
+    assert default["acceptance"]["other"][-1][0] > tuned["acceptance"]["other"][-1][0]
+    assert result["times_ours"]["speculators"]["other"]["1.4"][0] == pytest.approx(15 / 5)
+    assert result["times_ours"][tuned["name"]]["other"]["1.6"] == [None, None, None]
+    assert "3" not in result["times_ours"]["speculators"]["other"]  # ours never gets there
+    told = measure.tables(result)
+    assert "not reached" in told
+    assert "| 5.0 [4.4, 5.6], 0.00M, 5e-13 |" in told
+    assert "speedrun" not in told
+
+
 # ---------------------------------------------------------------- the command
+
+
+def test_trainings_are_named_with_their_options_and_the_sweep_is_stated():
+    assert speedrun.trainings(["ours", "specforge:a=1,b=2"], sweep=False) == [
+        ("ours", []),
+        ("specforge", ["a=1", "b=2"]),
+    ]
+    swept = speedrun.trainings(["speculators"], sweep=True)
+    assert [",".join(given) for _, given in swept] == ["", *speedrun.SWEEP["speculators"]]
+    assert len({len(tried) for tried in speedrun.SWEEP.values()}) == 1  # as many tries for each
+    with pytest.raises(UserError, match="hers: is no training"):
+        speedrun.trainings(["hers"], sweep=False)
 
 
 @pytest.fixture
