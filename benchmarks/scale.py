@@ -8,6 +8,7 @@ processes share the shards, and 1,024 ranks the samples of a step.
 
 import argparse
 import time
+from array import array
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -19,13 +20,14 @@ import torch
 from datasets import Dataset
 
 from benchmarks import machine, run_main
-from eagle31_train import artifacts
+from eagle31_train import artifacts, order
+from eagle31_train.config import TrainConfig
 from eagle31_train.store import Store, StoreSplit, StoreWriter, shard_plan
 from eagle31_train.store.backends import LocalStorage
 from eagle31_train.store.format import PLAN, Line
 from eagle31_train.store.shard_plan import HEADER, Plan, PlannedShard, Shape, plan_shards
 from eagle31_train.targets.extraction import loss_masks
-from train import build, order, windows
+from train import build, windows
 
 RANKS = 1024
 BATCH_TOKENS = 2**22  # 4,096 tokens for each rank
@@ -57,7 +59,8 @@ def make_plan(lengths: list[int], shards: int) -> Plan:
         tokens = sum(lengths[first:end])
         name = f"shards/train-{number:05d}.safetensors"
         planned.append(PlannedShard(name, "train", number, first, end, tokens, HEADER + tokens * 14_000))
-    return Plan({"heldout": [], "train": lengths}, planned)
+    supervised = {"heldout": array("q"), "train": array("q", (length // 2 for length in lengths))}
+    return Plan({"heldout": [], "train": lengths}, planned, supervised)
 
 
 class Stopwatch:
@@ -77,10 +80,11 @@ class Stopwatch:
         return result
 
 
-def share_steps(schedule: list[list[int]], lengths: list[int]) -> None:
+def share_steps(schedule: list[list[int]], split: StoreSplit) -> None:
     """Share the first steps among RANKS; every sample goes to exactly one rank."""
     for batch in schedule[:STEPS]:
-        shares = order.share(batch, lengths, RANKS)
+        costs = order.costs(*split.sizes(batch), TrainConfig().ttt_length)
+        shares = order.share(batch, dict(zip(batch, costs, strict=True)), RANKS)
         assert sorted(i for share in shares for i in share) == sorted(batch), "a sample is lost or there twice"
 
 
@@ -145,7 +149,7 @@ def main() -> None:
         extract(watch, lengths, int(chosen.shards), Path(folder) / "store")
         lengths.clear()  # else training would hold them twice
         split, schedule = start_training(watch, Path(folder) / "store")
-    watch(f"{STEPS} steps are shared among {RANKS:,} ranks", lambda: share_steps(schedule, split.lengths))
+    watch(f"{STEPS} steps are shared among {RANKS:,} ranks", lambda: share_steps(schedule, split))
     result = {"machine": machine.describe(), "samples": len(split), "shards": len(split.shards), "rows": watch.rows}
     artifacts.write_json(chosen.out, result)
 

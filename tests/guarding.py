@@ -8,9 +8,9 @@ import torch
 from pipeline import assert_close, assert_equal
 from safetensors.torch import load_file
 
+from eagle31_train import order
 from eagle31_train.errors import UserError
 from eagle31_train.store import Store
-from train import order
 
 NAN, INF = float("nan"), float("inf")
 RECIPE = ["train.checkpoint_every=1", "train.keep_checkpoints=20"]
@@ -27,15 +27,16 @@ HARMS = {
 
 
 def plan(run):
-    """The samples of every step, and their lengths."""
-    lengths = Store(run.folder / "run" / "store").split("train").lengths
-    return order.schedule(lengths, 60, 0, 3, None), lengths
+    """The samples of every step, and their split."""
+    split = Store(run.folder / "run" / "store").split("train")
+    return order.schedule(split.lengths, 60, 0, 3, None), split
 
 
 def guilty(run, harm):
     """Which samples step 3 should be stopped for: a rank's, or nobody knows whose."""
-    batches, lengths = plan(run)
-    shares = order.share(batches[2], lengths, 4)  # two ranks, two parts each
+    batches, split = plan(run)
+    costs = order.costs(*split.sizes(range(len(split))), 3)
+    shares = order.share(batches[2], costs, 4)  # two ranks, two parts each
     return sorted(i for part in shares[harm[2] :: 2] for i in part) if harm[0] == "loss" else sorted(batches[2])
 
 

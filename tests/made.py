@@ -161,6 +161,9 @@ class Documents:
     def wait_for(self, indices):
         pass
 
+    def sizes(self, indices):
+        return [self.lengths[i] for i in indices], [len(self.documents[i].supervised) for i in indices]
+
     def read(self, index, states=True):
         return self.documents[index]
 

@@ -289,7 +289,8 @@ def harm_options(patches, rank, option):
 
 def absent(patches, steps):
     """No harm: these steps are in no schedule, and the others have the learning rates that they have anyway."""
-    from train import order, trainer
+    from eagle31_train import order
+    from train import trainer
 
     schedule, rate = order.schedule, trainer.learning_rate
 

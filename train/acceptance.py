@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eagle31_train import order
 from eagle31_train.config import Config, TrainConfig
 from eagle31_train.evaluation.measurement import acceptance
 from eagle31_train.evaluation.trajectories import reached
@@ -19,7 +20,6 @@ from eagle31_train.model.context_parallel import Mesh
 from eagle31_train.model.drafter import Drafter
 from eagle31_train.model.loss import MEASURES
 from eagle31_train.store import Store, StoreSplit
-from train import order
 from train.metrics import reduce_sums, summarise
 from train.parallel import Parallel
 

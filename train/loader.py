@@ -11,12 +11,12 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from eagle31_train import order
 from eagle31_train.config import TrainConfig
 from eagle31_train.errors import Stopped
 from eagle31_train.model.batch import Batch, build_batch, choose_slots
 from eagle31_train.model.context_parallel import Mesh
 from eagle31_train.store import StoreSplit
-from train import order
 from train.deadline import Deadline
 
 POLL = 0.5  # seconds between looks at whether this process is to stop
@@ -104,9 +104,11 @@ def load(
             documents = [split.read(i, states=False) for i in samples]
             subset = choose_slots(documents, t.ttt_length, keep_mask, t.oov, t.slots_per_batch, seed, step)
         micro_batches = []
-        parts = order.share(samples, split.lengths, mesh.replicas * t.gradient_accumulation_steps)
-        for part in parts[mesh.replica :: mesh.replicas]:
-            mine = part or [min(samples, key=split.lengths.__getitem__)]
+        costs = order.costs(*split.sizes(samples), t.ttt_length, t.slots_per_batch)
+        parts = mesh.replicas * t.gradient_accumulation_steps
+        dealt = order.share(samples, dict(zip(samples, costs, strict=True)), parts)
+        for part in dealt[mesh.replica :: mesh.replicas]:
+            mine = order.longest_first(part, split.lengths) or [min(samples, key=split.lengths.__getitem__)]
             chosen = None if subset is None else subset.of([samples.index(i) for i in mine])
             batch = build_batch(split.read_all(mine), t.ttt_length, keep_mask, t.oov, chosen, mesh.part)
             micro_batches.append(MicroBatch(batch.pinned() if pin else batch, mine, bool(part)))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
-from eagle31_train import artifacts, locks, provenance
+from eagle31_train import artifacts, locks, order, provenance
 from eagle31_train.checkpoint.contract import unserved
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.checkpoint.run_folder import CHECKPOINTS, RECORD, in_order, name_of
@@ -24,7 +24,7 @@ from eagle31_train.provenance import Provenance
 from eagle31_train.store import Store, storage_of
 from eagle31_train.store.stream import check_consumer
 from eagle31_train.targets.derive import complete
-from train import checkpoint, initial_weights, launch, order, tracking, windows
+from train import checkpoint, initial_weights, launch, tracking, windows
 from train.acceptance import AcceptanceMeter
 from train.build import build_objective, check_pairs, check_samples, check_store, choose_kernels, shape_of
 from train.checkpoint import Saver

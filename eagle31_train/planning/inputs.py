@@ -11,7 +11,7 @@ import numpy as np
 from eagle31_train import artifacts, provenance
 from eagle31_train.config import SELF, Config
 from eagle31_train.errors import UserError, first_line
-from eagle31_train.planning.work import Work, count_work, made_mask
+from eagle31_train.planning.work import Work, add_up, count_work, made_mask
 from eagle31_train.rows.files import DAMAGE, count, find_files
 from eagle31_train.targets.chat import ChatTemplate
 from eagle31_train.targets.description import CHOSEN, EXPERTS, TargetDescription, description_of, read_raw, text_config
@@ -48,6 +48,7 @@ class Target:
 class Data:
     origin: str  # where the numbers are from, in words
     work: Work  # of one pass over the training split
+    each: list[Work]  # conversations that stand for all; one where nobody has counted, as if all were equally long
     heldout: float  # tokens held out, as a share of these
     longest: int  # tokens of the longest conversation
     vocabulary: int | None  # Vd, None where it is not known
@@ -108,18 +109,21 @@ def read_data(config: Config) -> Data:
             if rows := (prompts_at_hand(config) or 0) * (d.generate.samples if answered else 1):
                 tokens = rows * (1 - d.heldout) * length
                 origin = f"{rows:,} conversations of {length:,} tokens (plan.sample_tokens), until they are counted"
-        work = count_work([made_mask(length, p.share)], config.train.ttt_length) * (tokens / length)
+        one = count_work([made_mask(length, p.share)], config.train.ttt_length)
         vocabulary = d.draft_vocab_size
-        return Data(origin, work, d.heldout / max(1 - d.heldout, 0.01), d.max_length, vocabulary)
+        return Data(
+            origin, one * (tokens / length), [one], d.heldout / max(1 - d.heldout, 0.01), d.max_length, vocabulary
+        )
     counted = provenance.read_data(config)
     train, heldout = counted["splits"]["train"], counted["splits"]["heldout"]
-    looked, longest = _look_at(config.data_folder / "dataset", config.train.ttt_length)
+    each, longest = _look_at(config.data_folder / "dataset", config.train.ttt_length)
+    looked = add_up(each)
     work = looked * (train["tokens"] / looked.tokens)
     work = replace(work, conversations=train["conversations"], assistant=train["assistant_tokens"])
     if p.tokens:
         work = work * (p.tokens / work.tokens)
     share = heldout["tokens"] / max(train["tokens"], 1)
-    return Data(f"as counted in {config.data_folder}", work, share, longest, counted["draft_vocab"]["size"])
+    return Data(f"as counted in {config.data_folder}", work, each, share, longest, counted["draft_vocab"]["size"])
 
 
 def writes_prompts(config: Config) -> bool:
@@ -165,8 +169,8 @@ def _rows(spec: str) -> int | None:
         return None
 
 
-def _look_at(dataset: Path, ttt_length: int) -> tuple[Work, int]:
-    """Work of some of the training conversations, evenly spread, and the tokens of the longest of all."""
+def _look_at(dataset: Path, ttt_length: int) -> tuple[list[Work], int]:
+    """Work of each of some training conversations, evenly spread, and the tokens of the longest of all."""
     from datasets import Dataset, load_from_disk  # a second to import
 
     split = load_from_disk(str(dataset.absolute()))["train"]
@@ -174,4 +178,4 @@ def _look_at(dataset: Path, ttt_length: int) -> tuple[Work, int]:
     longest = max(chunk.value_lengths().to_numpy().max(initial=0) for chunk in split.data.column("loss_mask").chunks)
     rows = np.unique(np.linspace(0, len(split) - 1, min(LOOKED_AT, len(split))).astype(int))
     masks = (np.asarray(split[row]["loss_mask"], dtype=bool) for row in rows.tolist())
-    return count_work(masks, ttt_length), int(longest)
+    return [count_work([mask], ttt_length) for mask in masks], int(longest)

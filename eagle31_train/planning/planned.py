@@ -3,11 +3,13 @@
 import json
 import math
 from dataclasses import asdict, dataclass
+from functools import cached_property
 
 from eagle31_train.checkpoint.contract import weight_shapes
 from eagle31_train.config import Config, DrafterShape, check_context_parallel
 from eagle31_train.locations import CONFIGS
 from eagle31_train.planning import footprint, inputs
+from eagle31_train.planning.dealing import Dealt, deal
 from eagle31_train.planning.footprint import FP32, Activations, Memory, Profile, State
 from eagle31_train.planning.inputs import Data, Target
 from eagle31_train.planning.work import NOT_MAPS, extraction_flops, training_flops
@@ -70,12 +72,22 @@ class Planned:
         work = self.data.work
         return max(1.0, min(1.0, self.config.train.batch_tokens / work.tokens) * work.conversations)
 
+    def dealt(self, devices: int) -> Dealt:
+        """How evenly steps lie on so many devices: none is split further than train.context_parallel says."""
+        if devices not in self._dealt:
+            share, head = self.trained_share, self.config.drafter.train_lm_head
+            flops = [sum(training_flops(self.shape, one.of_slots(share), head).values()) for one in self.data.each]
+            many, replicas = self.data.work.conversations, self.replicas(devices)
+            self._dealt[devices] = deal(self.data.each, flops, many, self.config.train, replicas)
+        return self._dealt[devices]
+
+    @cached_property
+    def _dealt(self) -> dict[int, Dealt]:
+        return {}
+
     @property
     def busy(self) -> float:
-        """Share of the devices' time that a step's conversations fill if all are equally long: none is split further
-        than train.context_parallel says."""
-        replicas = self.replicas(self.config.plan.devices)
-        return self.conversations / (replicas * math.ceil(self.conversations / replicas))
+        return self.dealt(self.config.plan.devices).busy
 
     def training_flops(self) -> float:
         work = (self.data.work * (self.tokens / self.data.work.tokens)).of_slots(self.trained_share)
@@ -162,10 +174,12 @@ class Planned:
         return devices // self.context(devices)
 
     def micro_tokens(self, devices: int) -> int:
-        """Tokens of the largest micro-batch: its share of a step, or a longest conversation."""
-        t = self.config.train
+        """Tokens of the largest micro-batch, of average conversations: of a step its share, larger by what unequal ones
+        make it, if their lengths are known; or a longest conversation."""
+        t, share = self.config.train, self.config.train.batch_tokens / self.replicas(devices)
+        uneven = self.dealt(devices).largest if len(self.data.each) > 1 else 1.0
         return max(
-            math.ceil(t.batch_tokens / (self.replicas(devices) * t.gradient_accumulation_steps)),
+            math.ceil(uneven * share / t.gradient_accumulation_steps),
             min(self.data.longest, t.batch_tokens),
         )
 

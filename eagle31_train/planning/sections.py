@@ -110,10 +110,10 @@ def time(plan: Planned) -> list[str]:
         *(_line(name, _time(n / rate / share), f"{_si(n)}FLOP") for name, (n, share) in rows.items() if n),
     ]
     if plan.busy < BUSY:
-        lines.append(
-            f"  With {plan.conversations:,.0f} conversations in a step, devices wait {1 - plan.busy:.0%} of the time: "
-            "raise train.batch_tokens"
-        )
+        looked = len(plan.data.each)
+        known = f"dealt as {looked:,} that were counted" if looked > 1 else "all alike"
+        step = f"With {plan.conversations:,.0f} conversations in a step, {known}"
+        lines.append(f"  {step}, devices wait {1 - plan.busy:.0%} of the time: raise train.batch_tokens")
     return lines
 
 

@@ -58,6 +58,11 @@ class Work:
         return replace(self, copies=copies, targets=targets, read=read, slots=slots, keys=keys, pairs=pairs)
 
 
+def add_up(works: Iterable[Work]) -> Work:
+    columns = zip(*(vars(work).values() for work in works), strict=True)
+    return Work(*(np.sum(column, axis=0).tolist() for column in columns))
+
+
 def count_work(masks: Iterable[NDArray[np.bool_]], ttt_length: int) -> Work:
     """From the loss masks [T] of conversations; each is looked at once."""
     single = np.zeros(8)

@@ -180,6 +180,7 @@ class StoreSplit:
     def __init__(self, store: Store, name: str) -> None:
         self.store = store
         self.lengths = store.plan.lengths[name]
+        self._supervised = store.plan.supervised.get(name)
         self.shards = store.plan.of(name)
         self._firsts = [shard.first for shard in self.shards]  # a pair for each of 10^7 samples would take 800 MB
 
@@ -190,6 +191,11 @@ class StoreSplit:
         if not 0 <= index < len(self):
             raise IndexError(f"there is no sample {index} among {len(self):,}")
         return self.shards[bisect_right(self._firsts, index) - 1]
+
+    def sizes(self, indices: Sequence[int]) -> tuple[list[int], list[int] | None]:
+        """Of these samples the tokens, and the positions that teach; None in stores of earlier versions."""
+        taught = self._supervised
+        return [self.lengths[i] for i in indices], None if taught is None else [taught[i] for i in indices]
 
     def wait_for(self, indices: Iterable[int]) -> None:
         """Return once all of these samples can be read; at once in a complete store."""

@@ -1,10 +1,12 @@
 """What a store will hold, worked out from the data alone: which samples each shard has, and how many bytes. So a killed
 extraction goes on, processes share the work without exchanging messages, and training knows every step in advance."""
 
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from heapq import heapreplace
 from itertools import accumulate
+from operator import gt
 from typing import Annotated, Any
 
 import numpy as np
@@ -75,10 +77,12 @@ class _Lengths(TypedDict):
 
 @dataclass(frozen=True)
 class Plan:
-    """A store's samples and shards: tokens of every sample per split, and the shards in the order of extraction."""
+    """A store's samples and shards: per split the tokens of every sample, and how many of its positions are supervised
+    (nothing in plans of earlier versions); the shards in the order of extraction."""
 
     lengths: dict[str, list[int]]
     shards: list[PlannedShard]
+    supervised: dict[str, "array[int]"] = field(default_factory=dict)  # there may be 10^7
 
     @property
     def tokens(self) -> int:
@@ -100,12 +104,19 @@ class Plan:
                 mine.append(shard)
         return mine
 
+    def to_json(self) -> dict[str, Any]:
+        supervised = {split: counted.tolist() for split, counted in self.supervised.items()}
+        shards = [asdict(shard) for shard in self.shards]
+        return {"lengths": self.lengths, "supervised": supervised, "shards": shards}
+
     @staticmethod
     def from_json(value: dict[str, Any]) -> "Plan":
         """Raises ValueError where the JSON is not a plan."""
         lengths = foreign.typed(_Lengths, value.get("lengths"))
+        counts = foreign.typed(_Lengths, value["supervised"]) if value.get("supervised") else {}
+        supervised = {split: array("q", counts.pop(split)) for split in list(counts)}
         shards = foreign.typed(list[dict[str, Any]], value.get("shards"))
-        plan = Plan(lengths, [foreign.typed(PlannedShard, shard) for shard in shards])
+        plan = Plan(lengths, [foreign.typed(PlannedShard, shard) for shard in shards], supervised)
         for number, shard in enumerate(plan.shards):
             if shard.number != number or shard.split not in plan.lengths or shard.bytes < 0:
                 raise ValueError(f"{shard.name} is not in its place")
@@ -116,6 +127,9 @@ class Plan:
                 raise ValueError(f"the shards of {split} do not hold its {len(lengths):,} samples, each once")
             if wrong := [s.name for s in shards if s.tokens != sum(lengths[s.first : s.end])]:
                 raise ValueError(f"{wrong[0]} has another number of tokens than its samples")
+        for split, counted in plan.supervised.items():
+            if len(counted) != len(plan.lengths[split]) or any(map(gt, counted, plan.lengths[split])):
+                raise ValueError(f"it has more or fewer supervised positions than samples of {split}")
         if len({shard.name for shard in plan.shards}) < len(plan.shards):
             raise ValueError("two shards have one name")
         return plan
@@ -125,17 +139,19 @@ def make_plan(loss_masks: Mapping[str, Iterable[ArrayLike]], shard_tokens: int, 
     """Plan a store for samples given by their loss masks [T], per split; each is looked at once."""
     shards: list[PlannedShard] = []
     lengths: dict[str, list[int]] = {}
+    supervised: dict[str, array[int]] = {}
     for split in SPLITS:
         masks = (np.asarray(mask, dtype=bool) for mask in loss_masks[split])
-        counted = [(len(mask), sample_bytes(mask, shape)) for mask in masks]
-        lengths[split] = [length for length, _ in counted]
-        sizes = [0, *accumulate(size for _, size in counted)]
+        counted = [(len(mask), *sample_size(mask, shape)) for mask in masks]
+        lengths[split] = [length for length, *_ in counted]
+        supervised[split] = array("q", (taught for _, taught, _ in counted))
+        sizes = [0, *accumulate(size for *_, size in counted)]
         for count, (first, end) in enumerate(plan_shards(lengths[split], shard_tokens)):
             name = f"shards/{split}-{count:05d}.safetensors"
             tokens = sum(lengths[split][first:end])
             size = HEADER + sizes[end] - sizes[first]
             shards.append(PlannedShard(name, split, len(shards), first, end, tokens, size))
-    return Plan(lengths, shards)
+    return Plan(lengths, shards, supervised)
 
 
 def plan_shards(lengths: Sequence[int], shard_tokens: int) -> list[tuple[int, int]]:
@@ -149,9 +165,9 @@ def plan_shards(lengths: Sequence[int], shard_tokens: int) -> list[tuple[int, in
     return [*shards, (first, len(lengths))] if lengths else []
 
 
-def sample_bytes(loss_mask: ArrayLike, shape: Shape) -> int:
-    """What a sample takes in its shard, see `Document` for which states are stored."""
+def sample_size(loss_mask: ArrayLike, shape: Shape) -> tuple[int, int]:
+    """How many positions of a sample are supervised, and the bytes that it takes in its shard, see `Document`."""
     supervised = np.flatnonzero(np.asarray(loss_mask, dtype=bool)[2:]) + 1  # `supervised_positions`, 10 times as fast
     aux, last = shape.row_bytes
     states = attended_positions(supervised) * aux + len(supervised) * last + shape.document_bytes
-    return np.size(loss_mask) * TOKEN_BYTES + states
+    return len(supervised), np.size(loss_mask) * TOKEN_BYTES + states

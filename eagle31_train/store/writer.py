@@ -1,7 +1,6 @@
 """Writing a store: every shard is committed whole, by any number of processes, and never past a bound of bytes."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -232,8 +231,7 @@ class StoreWriter:
             storage.discard()
         storage.remove(artifacts.MANIFEST)  # whoever reads it now finds it unfinished
         storage.clean([files.TARGET, files.TRAJECTORIES])
-        shards = [asdict(shard) for shard in self.plan.shards]
-        storage.write(files.PLAN, seal({"lengths": self.plan.lengths, "shards": shards, "store": self.id}))
+        storage.write(files.PLAN, seal({**self.plan.to_json(), "store": self.id}))
         storage.write(files.STREAM, seal({"max_bytes": self.max_bytes, "processes": self.ranks, "store": self.id}))
         storage.write(files.PROVENANCE, seal(self.provenance, indent=2))
         if storage.size(files.SHARDS) is not None:  # a store that was complete: its lines get files of their own again

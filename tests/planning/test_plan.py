@@ -17,7 +17,7 @@ from published_targets import recipe
 from safetensors.torch import load_file
 from talking import make_tokenizer
 
-from eagle31_train import cli
+from eagle31_train import cli, order
 from eagle31_train.checkpoint.contract import weight_shapes
 from eagle31_train.errors import UserError
 from eagle31_train.model.drafter import Drafter
@@ -26,7 +26,8 @@ from eagle31_train.planning import footprint, sections
 from eagle31_train.planning import planned as planned_with
 from eagle31_train.planning.footprint import PROFILES
 from eagle31_train.planning.planned import reckon
-from eagle31_train.store.shard_plan import Shape, sample_bytes
+from eagle31_train.planning.work import add_up, count_work, made_mask, training_flops
+from eagle31_train.store.shard_plan import Shape, sample_size
 from train.optimizer import make_optimizer
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -186,7 +187,7 @@ def test_stored_bytes_are_those_of_a_real_store(counted):
     for codec in ("bf16", "int8_channel"):
         plan = planned(*options(counted, f"store.aux_codec={codec}", f"store.last_codec={codec}"))
         states = plan.states()
-        everything = sum(sample_bytes(mask, states) for mask in masks_of(counted, "train"))
+        everything = sum(sample_size(mask, states)[1] for mask in masks_of(counted, "train"))
         assert plan.store_bytes(states) == pytest.approx(everything)
     plan = planned(*options(counted))
     written = sum(map(payload, (counted / "run" / "store" / "shards").glob("train-*.safetensors")))
@@ -216,6 +217,28 @@ def test_what_was_counted_is_planned_with(counted, capsys):
     weights = load_file(next((counted / "target").glob("*.safetensors")))
     assert plan.target.sizes.active == sum(tensor.numel() for tensor in weights.values())
     assert planned(*options(counted, "plan.target_parameters=32e9")).target.sizes.active == 32e9
+
+
+@pytest.mark.parametrize("devices", [1, 8, 64, 1024])
+def test_devices_are_as_busy_as_what_is_dealt_to_them(devices):
+    """By full steps of conversations with answers of any share."""
+    random, K = np.random.default_rng(0), 7
+    lengths = np.clip(random.lognormal(6.2, 0.7, 800), 16, 4096).astype(int).tolist()
+    works = [count_work([made_mask(n, share)], K) for n, share in zip(lengths, random.beta(2, 2, 800), strict=True)]
+    budget = 4096 * devices
+    plan = planned(*recipe("llama31_8b"), f"plan.devices={devices}", f"train.batch_tokens={budget}")
+    drawn = random.integers(800, size=6 * budget // 600).tolist()
+    data = replace(plan.data, each=works, work=add_up([works[i] for i in drawn]))
+    flops = [sum(training_flops(plan.shape, work).values()) for work in works]
+    mean = most = 0.0
+    for batch in order.schedule([lengths[i] for i in drawn], budget, 0, 1, None):
+        kinds = [drawn[i] for i in batch]
+        if sum(lengths[i] for i in kinds) < budget * 0.9:
+            continue  # the last
+        costs = order.costs([lengths[i] for i in kinds], [round(works[i].targets) for i in kinds], K)
+        loads = [sum(flops[kinds[i]] for i in part) for part in order.share(range(len(batch)), costs, devices)]
+        mean, most = mean + sum(loads) / devices, most + max(loads)
+    assert replace(plan, data=data).busy == pytest.approx(mean / most, rel=0.04)
 
 
 def test_options_have_the_effect_that_they_should():

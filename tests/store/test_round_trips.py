@@ -11,7 +11,7 @@ from eagle31_train.store import make_plan, shard
 from eagle31_train.store.codec import CODECS, Encoded, encode
 from eagle31_train.store.document import Document
 from eagle31_train.store.shard import ContentError, ShardFile, write_shard
-from eagle31_train.store.shard_plan import SPLITS, Shape, sample_bytes
+from eagle31_train.store.shard_plan import SPLITS, Shape, sample_size
 
 VOCAB = 1000
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -87,7 +87,7 @@ def round_trips(folder, seed, samples):
             write_shard(path, [d if rng.random() < 0.5 else as_extraction_hands_it_over(d, shape) for d in mine], shape)
             size, head = path.stat().st_size, int.from_bytes(path.read_bytes()[:8], "little") + 8
             assert size <= planned.bytes
-            assert size - head == sum(sample_bytes(d.loss_mask.tolist(), shape) for d in mine)
+            assert size - head == sum(sample_size(d.loss_mask.tolist(), shape)[1] for d in mine)
             file = ShardFile(path, plan.lengths[planned.split][planned.first : planned.end], shape, VOCAB)
             for index in rng.sample(range(len(mine)), len(mine)):
                 check_document(file.read(index), mine[index], shape)

@@ -14,13 +14,14 @@ from made import VOCAB, Made
 from planting import instead_of
 from published_targets import recipe
 
+from eagle31_train import order
 from eagle31_train.cli import load_config
 from eagle31_train.config import TrainConfig
+from eagle31_train.order import PACKED, global_batches, schedule, share
 from eagle31_train.planning.planned import reckon
 from eagle31_train.store import Store, make_plan, shape_of
 from eagle31_train.store.shard_plan import Shape
-from train import loader, order
-from train.order import PACKED, global_batches, schedule, share
+from train import loader
 
 LENGTHS = st.lists(st.integers(1, 100), min_size=1, max_size=60)
 SEEDS = st.integers(0, 2**32)
@@ -65,6 +66,15 @@ def test_shares_hold_every_sample_once_and_are_balanced(lengths, parts):
     assert shares == share(list(reversed(batch)), lengths, parts), "the order within a batch does not matter"
 
 
+@pytest.mark.parametrize(
+    ("supervised", "slots", "dealt"),
+    [([2, 60, 3, 50], None, [[0, 2, 3], [1]]), (None, None, [[0, 3], [1, 2]]), ([2, 60, 3, 50], 1, [[0, 3], [1, 2]])],
+)
+def test_shares_take_equally_long_by_what_is_trained_of_each_sample(supervised, slots, dealt):
+    """Long prompts with short answers beside others; by their tokens where nobody has counted, or a slot is trained."""
+    assert sorted(map(sorted, share([0, 1, 2, 3], order.costs([100, 90, 80, 70], supervised, 7, slots), 2))) == dealt
+
+
 def test_1024_ranks_share_a_step_and_processes_a_store_and_nothing_is_lost_or_there_twice():
     ranks = 1024
     lengths = np.random.default_rng(0).integers(16, 900, 8_000).tolist()
@@ -98,6 +108,7 @@ def test_1024_ranks_load_every_sample_of_as_many_steps_as_are_planned(monkeypatc
     class Lengths:
         def __init__(self):
             self.lengths, self.wait_for, self.read_all = lengths, lambda _: None, list
+            self.sizes = lambda indices: ([lengths[i] for i in indices], None)
 
     monkeypatch.setattr(loader, "build_batch", stub)
     t = TrainConfig(num_workers=1, gradient_accumulation_steps=accumulation, context_parallel=context)

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eagle31_train.order import global_batches, schedule
 from eagle31_train.store.shard_plan import PlannedShard
 from train import launch, windows
-from train.order import global_batches, schedule
 
 ALONE = SimpleNamespace(is_main_process=True, num_processes=1)
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=60)

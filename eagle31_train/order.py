@@ -1,14 +1,15 @@
 """The order of the data: a pure function of (seed, epoch, lengths, windows), the same for any number of ranks. A global
-batch is a list of sample indices; `share` splits it into micro-batches, which changes nothing but speed, since the loss
-is normalised over the whole global batch."""
+batch is a list of sample indices; `share` splits it into micro-batches, which changes nothing but speed and memory,
+since the loss is normalised over the whole global batch."""
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from heapq import heapreplace
 
 import numpy as np
 
 PACKED = 64  # batches that are packed together
+SLOT = 4  # a slot at one depth takes about as long as so many positions, whose states are read once and made keys
 
 
 def global_batches(
@@ -44,7 +45,7 @@ def global_batches(
     return ordered
 
 
-def longest_first(samples: Sequence[int], lengths: Sequence[int]) -> list[int]:
+def longest_first(samples: Sequence[int], lengths: Sequence[int] | Mapping[int, int]) -> list[int]:
     """Samples by their length, of equals the first first; two sorts by plain numbers are faster than one by pairs."""
     return sorted(sorted(samples), key=lengths.__getitem__, reverse=True)
 
@@ -82,12 +83,28 @@ def schedule(
     return batches
 
 
-def share(batch: Sequence[int], lengths: Sequence[int], parts: int) -> list[list[int]]:
-    """Split a global batch into `parts` of about equal token counts; a part may be empty."""
+def costs(
+    lengths: Sequence[int], supervised: Sequence[int] | None, ttt_length: int, slots: int | None = None
+) -> list[int]:
+    """What samples take to train, relative to each other: most of it are slots, and hardly any are in their prompts.
+
+    Args:
+        lengths, supervised: of each its tokens, and the positions among them that teach, which are about its slots;
+            None where nobody has counted them, as in stores of earlier versions: tokens have to stand for them.
+        slots: train.slots_per_batch, if these samples are a step.
+    """
+    if supervised is None:
+        return list(lengths)
+    share = 1.0 if slots is None else min(1.0, slots / max(1, sum(supervised)))
+    return [tokens + round(SLOT * ttt_length * share * s) for tokens, s in zip(lengths, supervised, strict=True)]
+
+
+def share(batch: Sequence[int], costs: Sequence[int] | Mapping[int, int], parts: int) -> list[list[int]]:
+    """Split a global batch into `parts` of about equal `costs`, each a sample's; a part may be empty."""
     shares: list[list[int]] = [[] for _ in range(parts)]
     loads = [(0, part) for part in range(parts)]  # a heap: the lightest part, the first of equals, is at its top
-    for index in longest_first(batch, lengths):
-        tokens, lightest = loads[0]
+    for index in longest_first(batch, costs):
+        load, lightest = loads[0]
         shares[lightest].append(index)
-        heapreplace(loads, (tokens + lengths[index], lightest))
+        heapreplace(loads, (load + costs[index], lightest))
     return shares
