@@ -24,6 +24,8 @@ from eagle31_train.rows.formats import LIST_KEYS, detect
 
 ROWS_AT_ONCE = 1024  # of Parquet, decoded together
 LINE, LIST = 1 << 28, 1 << 32  # bytes of a line, and of a JSON list, once unpacked: what is read whole
+ENTRIES = 1 << 25  # of all lists of a Parquet column in a row group, which may be a single row's: messages have a text
+OBJECT = 64  # bytes of a Python object at least, with what refers to it
 DAMAGE = (ValueError, EOFError, OSError, ArithmeticError, csv.Error, zlib.error, pyarrow.ArrowException)
 
 
@@ -196,12 +198,18 @@ def _csv(path: Path, place: Place) -> Iterator[Any]:
 
 def _parquet(path: Path, place: Place) -> Iterator[Any]:
     with ParquetFile(path) as file:
-        columns = [file.schema.column(number) for number in range(len(file.schema))]
+        columns, metadata = [file.schema.column(number) for number in range(len(file.schema))], file.metadata
+    # Nothing reads lists of numbers, of which a few bytes may be more than memory holds.
+    used = {c.path.partition(".")[0] for c in columns if c.physical_type == "BYTE_ARRAY" or not c.max_repetition_level}
+    for number, column in enumerate(columns):
+        entries = [metadata.row_group(group).column(number).num_values for group in range(metadata.num_row_groups)]
+        if column.max_repetition_level and column.path.partition(".")[0] in used and max(entries, default=0) > ENTRIES:
+            raise ValueError(f"{column.path} has more than {ENTRIES:,} entries in a row group: write smaller ones")
     # Texts stay references to the different ones among them: one of a megabyte, in a thousand rows, is a file of 3 KB.
     # Those in lists pyarrow unpacks to 2 GiB at most.
     texts = [c.path for c in columns if c.physical_type == "BYTE_ARRAY" and not c.max_repetition_level]
     with ParquetFile(path, read_dictionary=texts) as file:
-        for batch in file.iter_batches(ROWS_AT_ONCE):
+        for batch in file.iter_batches(ROWS_AT_ONCE, columns=sorted(used)):
             for row in _unpacked(batch):
                 yield with_lists(row)
                 place.number += 1
@@ -220,7 +228,7 @@ def _unpacked(batch: pyarrow.RecordBatch) -> Iterator[dict[str, Any]]:
 
 
 def _unpacked_bytes(values: Any) -> int:
-    """What an array of any type takes once its references are followed."""
+    """What an array of any type takes as Python's objects, with its references followed."""
     kind = values.type
     if types.is_dictionary(kind):
         return pc.sum(pc.take(pc.binary_length(values.dictionary), values.indices)).as_py() or 0
@@ -228,9 +236,8 @@ def _unpacked_bytes(values: Any) -> int:
         return _unpacked_bytes(values.keys) + _unpacked_bytes(values.items)
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         return _unpacked_bytes(values.flatten())
-    if types.is_struct(kind):
-        return sum(map(_unpacked_bytes, values.flatten()))
-    return values.nbytes
+    inner = sum(map(_unpacked_bytes, values.flatten())) if types.is_struct(kind) else values.nbytes
+    return inner + OBJECT * len(values)
 
 
 def _dataset_rows(rows: Iterator[Any], place: Place) -> Iterator[Any]:

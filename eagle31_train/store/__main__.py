@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from safetensors.torch import load_file
 from tqdm import tqdm
 
 from eagle31_train import artifacts
@@ -28,6 +29,7 @@ from eagle31_train.store.head import Head, Problem, big_files, damage_of, read_h
 from eagle31_train.store.shard import ContentError, open_shard
 from eagle31_train.store.shard_plan import Plan, shape_of
 from eagle31_train.store.stream import read_consumed
+from eagle31_train.store.tensors import wrong_shape
 
 
 def inspect(storage: Storage) -> tuple[Head, list[Problem]]:
@@ -60,7 +62,14 @@ def check(storage: Storage, checked: Counter[str]) -> Iterator[Problem]:
         checked["coming"] = len(head.plan.shards) - len(head.lines)
     for name in big_files(storage):
         coming = name == files.TARGET and head.manifest is None and storage.size(files.line_name(name)) is None
-        if not coming and (damage := damage_of(storage, name, head.provenance["fingerprint"])):
+        if coming:
+            continue
+        damage = damage_of(storage, name, head.provenance["fingerprint"])
+        if damage is None and name == files.TARGET:
+            states = head.provenance["states"]
+            wrong = wrong_shape(load_file(storage.local(name)), states["vocab_size"], states["hidden_size"])
+            damage = wrong and f"{storage.location}/{name} {wrong}"
+        if damage:
             yield Problem(damage)
     yield from _shards(head, head.plan, head.provenance, checked)
     ours = files.FILES | {shard.name for shard in head.plan.shards}

@@ -22,6 +22,7 @@ from eagle31_train.store.head import damage_of, read_head, read_lines
 from eagle31_train.store.shard import ContentError, ShardFile, open_shard
 from eagle31_train.store.shard_plan import PlannedShard, shape_of
 from eagle31_train.store.stream import Pause, read_bound, read_consumed, wait
+from eagle31_train.store.tensors import wrong_shape
 
 OPEN = {"local": 1024, "remote": 8}  # mapped shards: a cached copy that is evicted frees its bytes only once unmapped
 
@@ -74,15 +75,9 @@ class Store:
     def target(self) -> dict[str, Tensor]:
         """The target's weights: embed_tokens [V, H], norm [H] (effective), lm_head [V, H]."""
         weights = self._tensors(files.TARGET)
-        if "embed_tokens" in weights:
-            weights.setdefault("lm_head", weights["embed_tokens"])
-        V, H = self.states["vocab_size"], self.shape.hidden_size
-        # An embedding may be padded.
-        for name, size in (("embed_tokens", (-1, H)), ("norm", (H,)), ("lm_head", (V, H))):
-            weight = weights.get(name)
-            shape = list(weight.shape) if weight is not None and weight.is_floating_point() else []
-            if len(shape) != len(size) or any(n not in (-1, there) for n, there in zip(size, shape, strict=True)):
-                raise UserError(f"{self.location}/{files.TARGET} holds {name} {shape}, for {V} tokens: {files.REMAKE}")
+        if wrong := wrong_shape(weights, self.states["vocab_size"], self.shape.hidden_size):
+            raise UserError(f"{self.location}/{files.TARGET} {wrong}: {files.REMAKE}")
+        weights.setdefault("lm_head", weights["embed_tokens"])
         return weights
 
     @cached_property

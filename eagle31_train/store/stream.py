@@ -8,6 +8,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Annotated
+
+from pydantic import Field
 
 from eagle31_train import foreign
 from eagle31_train.console import note
@@ -47,8 +50,8 @@ def wait(
 class Consumed:
     """What the training `by` (a fingerprint) has used up and removed of a store; `finished`: it wants no more."""
 
-    by: str
-    shards: list[str]
+    by: Annotated[str, Field(min_length=1)]
+    shards: list[Annotated[str, Field(pattern=r"^shards/train-[0-9]{5,9}\.safetensors$")]]  # which may be removed
     finished: bool
     store: str = ""
 

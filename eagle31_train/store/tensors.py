@@ -53,6 +53,20 @@ def _write_all(file: Any, data: Any) -> None:
         rest = rest[file.write(rest) :]
 
 
+def wrong_shape(weights: Mapping[str, Tensor], vocab_size: int, hidden_size: int) -> str | None:
+    """Which of the target's weights is missing, or not of its size, in words; None if none is. Without lm_head the
+    embedding is taken for it, which may be padded."""
+    sizes = {"embed_tokens": (-1, hidden_size), "norm": (hidden_size,), "lm_head": (vocab_size, hidden_size)}
+    if "lm_head" not in weights:
+        sizes["embed_tokens"] = sizes.pop("lm_head")
+    for name, size in sizes.items():
+        weight = weights.get(name)
+        shape = list(weight.shape) if weight is not None and weight.is_floating_point() else []
+        if len(shape) != len(size) or any(n not in (-1, there) for n, there in zip(size, shape, strict=True)):
+            return f"holds {name} {shape}, for {vocab_size} tokens"
+    return None
+
+
 def first_not_finite(tensors: Mapping[str, Tensor]) -> str | None:
     """The name of a tensor that holds NaN or an infinity; None if none does. Rows of an embedding beyond lm_head's are
     padding, which nobody reads."""

@@ -130,6 +130,32 @@ def test_a_few_bytes_of_parquet_that_unpack_to_more_than_memory(tmp_path, nested
     assert "cannot be read (a row of more than 268,435,456 bytes)" in str(found) if nested else found == 1 << 32
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "most", "problem"),
+    [
+        ("states", True, 1 << 25, None),  # of no use, whatever it takes
+        ("turns", None, 1 << 25, "(a row of more than 268,435,456 bytes)"),
+        (
+            "turns",
+            None,
+            1 << 22,
+            "(turns.list.element has more than 4,194,304 entries in a row group: write",
+        ),
+    ],
+)
+def test_lists_of_parquet_whose_entries_take_bits_in_the_file_and_objects_here(
+    name, value, most, problem, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(files, "ENTRIES", most)
+    count, path = (1 << 22) + 1, tmp_path / "bomb.parquet"
+    of = pyarrow.repeat(pyarrow.scalar(value, pyarrow.bool_() if value else pyarrow.string()), count)
+    column = pyarrow.ListArray.from_arrays(pyarrow.array([0, count], pyarrow.int32()), of)
+    pyarrow.parquet.write_table(pyarrow.table({name: column, "prompt": ["Hi"]}), path, compression="zstd")
+    assert path.stat().st_size < 10_000
+    found = outcome(lambda: list(open_files(str(path), "train", "o")[0].values()))
+    assert problem in str(found) if problem else found == [(1, {"prompt": "Hi"})]
+
+
 @pytest.mark.parametrize("kind", UNREADABLE)
 def test_links_to_nowhere_and_to_what_never_ends(kind, tmp_path):
     path = tmp_path / "rows.jsonl"

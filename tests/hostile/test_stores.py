@@ -6,9 +6,10 @@ from collections import Counter
 
 import pytest
 from hypothesis import strategies as st
-from made import Made
+from made import VOCAB, Made
 from mutating import UNREADABLE, cases, documents, outcome, spoil, torn
 
+from eagle31_train import order
 from eagle31_train.artifacts import MANIFEST
 from eagle31_train.errors import UserError
 from eagle31_train.store import Store, stream
@@ -16,6 +17,7 @@ from eagle31_train.store.__main__ import _describe, check
 from eagle31_train.store.backends import LocalStorage, open_storage
 from eagle31_train.store.format import CONSUMED, PLAN, PROVENANCE, SHARDS, STREAM, TARGET, TARGET_LINE
 from eagle31_train.store.sealed import digest, seal, unseal
+from train.windows import Usage, cut
 
 pytestmark = pytest.mark.usefixtures("no_power_is_lost")
 MADE = Made({"train": [9, 4, 6], "heldout": [5, 3]}, 16, "fp8", "bf16")
@@ -117,6 +119,48 @@ def test_links_to_nowhere_and_to_what_never_ends(name, kind, stores, tmp_path):
     shutil.copytree(stores[False], tmp_path / "store")
     spoil(tmp_path / "store" / name, kind)
     assert isinstance(outcome(lambda: read(tmp_path / "store")), UserError)
+
+
+@pytest.mark.parametrize("without", ["embed_tokens", "norm", "lm_head"])
+def test_target_weights_that_training_refuses_are_damage_to_verify_too(without, stores, tmp_path):
+    """Without lm_head the embedding stands for it."""
+    weights = {name: weight for name, weight in MADE.weights.items() if name != without}
+    MADE.writer(tmp_path / "store").write_target(weights)
+    MADE.write(tmp_path / "store", stop_after=1) if without == "lm_head" else None
+    storage = LocalStorage("the store", tmp_path / "store")
+    found = [problem.text for problem in check(storage, Counter())]
+    assert found == ([] if without == "lm_head" else [f"the store/{TARGET} holds {without} [], for {VOCAB} tokens"])
+
+
+@cases(st.data(), quick=40, thorough=4_000)
+def test_a_training_that_follows_believes_only_what_a_training_can_have_used_up(data, stores, tmp_path, monkeypatch):
+    """It goes on, with the extraction beside it, or says what is wrong; nothing but training shards is removed."""
+    monkeypatch.setattr(stream, "POLL", 0)
+    folder, outside = tmp_path / "store", tmp_path / "x"
+    shutil.rmtree(folder, ignore_errors=True)
+    MADE.write(folder, stop_after=data.draw(st.integers(0, 3)), max_bytes=1 << 20)
+    outside.write_bytes(b"somebody else's")
+    names = [*(shard.name for shard in MADE.plan.shards), *LINES, "../x", "shards/../../x"]
+    used = OURS | {"shards": data.draw(st.lists(st.sampled_from(names))), "finished": data.draw(st.booleans())}
+    used["by"] = data.draw(st.sampled_from(["t" * 16, "", "u" * 16]))
+    (folder / CONSUMED).write_bytes(seal(used, indent=2))
+    if data.draw(st.booleans()):
+        harm(folder, CONSUMED, data)
+    before = set(folder.rglob("*"))
+
+    def follow():
+        store = Store(folder, follow=True, patience=-1)
+        split = store.split("train")
+        steps = order.schedule(split.lengths, 20, 0, 1, None)
+        usage = Usage(store, split, steps, cut(split, None), "t" * 16)
+        usage.begin(0, remove=True)
+        usage.release(len(steps), remove=True)
+
+    outcome(follow)
+    outcome(lambda: MADE.write(folder, patience=-1, max_bytes=1 << 20))
+    gone = {str(path.relative_to(folder)) for path in before - set(folder.rglob("*"))} - {STREAM, *LINES}
+    assert all(name.startswith("shards/train-") for name in gone)
+    assert outside.read_bytes() == b"somebody else's"
 
 
 @pytest.mark.parametrize("name", [PLAN, STREAM])

@@ -19,6 +19,7 @@ from eagle31_train.store.stream import consume
 
 MADE = Made()
 NAMES = [planned.name for planned in MADE.plan.shards]
+TRAIN = MADE.plan.of("train")
 
 
 @pytest.fixture(autouse=True)
@@ -157,26 +158,26 @@ def test_extraction_waits_for_room_and_training_makes_it(tmp_path):
 
 
 def test_another_training_does_not_use_up_the_same_store(tmp_path):
-    MADE.write(tmp_path, stop_after=3)
+    MADE.write(tmp_path, stop_after=4)
     storage = LocalStorage("the store", tmp_path)
     store = MADE.provenance["fingerprint"]
-    consume(storage, store, MADE.plan.shards[:1], "one", False)
-    consume(storage, store, MADE.plan.shards[:1], "one", False)
+    consume(storage, store, TRAIN[:1], "one", False)
+    consume(storage, store, TRAIN[:1], "one", False)
     assert "used up and removed by another training (one, this is two)" in message_of(
-        consume, storage, store, MADE.plan.shards[1:2], "two", False
+        consume, storage, store, TRAIN[1:2], "two", False
     )
-    assert (tmp_path / NAMES[1]).exists()
+    assert (tmp_path / TRAIN[1].name).exists()
 
 
 def test_what_was_used_up_of_another_store_hides_no_missing_shard(tmp_path):
     MADE.write(tmp_path)
-    consume(LocalStorage("another store", tmp_path / "another"), "a" * 16, MADE.plan.shards[:1], "one", False)
+    consume(LocalStorage("another store", tmp_path / "another"), "a" * 16, TRAIN[:1], "one", False)
     (tmp_path / "another" / "consumed.json").rename(tmp_path / "consumed.json")
-    (tmp_path / NAMES[0]).unlink()
+    (tmp_path / TRAIN[0].name).unlink()
     checked = Counter()
     first, missing = (problem.text for problem in check(LocalStorage("the store", tmp_path), checked))
     assert "the store/consumed.json belongs to another store, aaaaaaaaaaaaaaaa" in first
-    assert f"{NAMES[0]} " in missing
+    assert f"{TRAIN[0].name} " in missing
     assert missing.endswith(" is missing")
     assert checked["consumed"] == 0
 
@@ -184,7 +185,7 @@ def test_what_was_used_up_of_another_store_hides_no_missing_shard(tmp_path):
 def test_what_a_training_uses_up_meanwhile_is_not_missing(tmp_path):
     MADE.write(tmp_path)
     storage, checked = LocalStorage("the store", tmp_path), Counter()
-    storage.prefetch = lambda _: consume(storage, MADE.fingerprint, MADE.plan.shards[:1], "one", False)
+    storage.prefetch = lambda _: consume(storage, MADE.fingerprint, TRAIN[:1], "one", False)
     assert not list(check(storage, checked))
     assert (checked["consumed"], checked["shards"]) == (1, len(NAMES) - 1)
 
