@@ -91,9 +91,13 @@ def explained() -> Iterator[None]:
             _say_once(f"error: {error}")
         raise SystemExit(2) from None
     except OSError as error:
-        if error.errno not in MENDABLE:
+        gone = isinstance(error, FileNotFoundError)  # no option's: those are looked for first
+        if not gone and error.errno not in MENDABLE:
             raise
-        _say_once(f"error: {shown.line(error)}: make room, or correct the option or permissions")
+        remedy = "make room, or correct the option or permissions"
+        if gone:
+            remedy = "another process may have replaced it meanwhile: run this again, once that has ended"
+        _say_once(f"error: {shown.line(error)}: {remedy}")
         raise SystemExit(2) from None
     except Stopped as stopped:
         if str(stopped):  # one of several processes speaks for all

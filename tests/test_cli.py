@@ -198,6 +198,7 @@ def test_ctrl_c_while_libraries_are_imported_is_one_line_too(monkeypatch, capsys
 ENDINGS = [
     (UserError("the file is missing: make it"), 2, "error: the file is missing: make it"),
     (OSError(errno.ENOSPC, "No space", "/some/file"), 2, "make room"),
+    (FileNotFoundError(errno.ENOENT, "No such file", "/some/file"), 2, "another process may have replaced it"),
     (NotADirectoryError(errno.ENOTDIR, "Not a directory", "/x"), 2, "or correct the option"),
     (Stopped("saved after step 3"), 75, "saved after step 3"),
     (KeyboardInterrupt(), 130, "stopped; the same command goes on from here"),
