@@ -96,7 +96,7 @@ def explained() -> Iterator[None]:
             raise
         remedy = "make room, or correct the option or permissions"
         if gone:
-            remedy = "another process may have replaced it meanwhile: run this again, once that has ended"
+            remedy = "another process may have removed or replaced it: run this again when that has ended"
         _say_once(f"error: {shown.line(error)}: {remedy}")
         raise SystemExit(2) from None
     except Stopped as stopped:

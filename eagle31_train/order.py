@@ -9,7 +9,7 @@ from heapq import heapreplace
 import numpy as np
 
 PACKED = 64  # batches that are packed together
-SLOT = 4  # a slot at one depth takes about as long as so many positions, whose states are read once and made keys
+SLOT = 4  # cost of a slot at one depth, in those of a context position, whose state is read once and made a key
 
 
 def global_batches(
@@ -86,10 +86,10 @@ def schedule(
 def costs(
     lengths: Sequence[int], supervised: Sequence[int] | None, ttt_length: int, slots: int | None = None
 ) -> list[int]:
-    """What samples take to train, relative to each other: most of it are slots, and hardly any are in their prompts.
+    """Relative cost of training each sample: mostly its slots; prompts cost little.
 
     Args:
-        lengths, supervised: of each its tokens, and the positions among them that teach, which are about its slots;
+        lengths, supervised: of each its tokens, and its supervised positions, which are about its slots;
             None where nobody has counted them, as in stores of earlier versions: tokens have to stand for them.
         slots: train.slots_per_batch, if these samples are a step.
     """

@@ -168,9 +168,12 @@ def check_accelerator(accelerator: Accelerator) -> None:
         )
 
 
-def check_alike(accelerator: Accelerator, inputs: dict[str, Any], config: Config, measured_on: Sequence[str]) -> None:
+def check_alike(
+    accelerator: Accelerator, inputs: dict[str, Any], config: Config, measured_on: Sequence[str], counted: bool
+) -> None:
     """Raise a SharedError that names the first rank that would train something else than rank 0, or out of step.
-    inputs: what the trained weights depend on; measured_on: prompts, by their digests."""
+    inputs: what the trained weights depend on; measured_on: prompts, by their digests; counted: whether the store's
+    plan has the supervised positions by which samples are dealt."""
     options = {**asdict(config.train), **inputs["train"]}
     del options["time_limit"]  # each may have its own
     zero = accelerator.state.deepspeed_plugin
@@ -183,6 +186,7 @@ def check_alike(accelerator: Accelerator, inputs: dict[str, Any], config: Config
         "deepspeed": zero.deepspeed_config["zero_optimization"] if zero else None,
         "torch": torch.__version__,
         "trajectories": measured_on,
+        "store.supervised": counted,  # else ranks would share a step out in two ways
         "evaluate": {"dtype": config.evaluate.dtype, "draft_tokens": config.evaluate.num_speculative_tokens},
     }
     everyone = gather_object([facts])

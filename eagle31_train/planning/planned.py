@@ -87,6 +87,7 @@ class Planned:
 
     @property
     def busy(self) -> float:
+        """Share of the planned devices' time in which they have something to do."""
         return self.dealt(self.config.plan.devices).busy
 
     def training_flops(self) -> float:
@@ -174,8 +175,8 @@ class Planned:
         return devices // self.context(devices)
 
     def micro_tokens(self, devices: int) -> int:
-        """Tokens of the largest micro-batch, of average conversations: of a step its share, larger by what unequal ones
-        make it, if their lengths are known; or a longest conversation."""
+        """Tokens of the largest micro-batch: its share of a step, times what unequal conversations make of it where
+        they have been counted; at least a longest conversation."""
         t, share = self.config.train, self.config.train.batch_tokens / self.replicas(devices)
         uneven = self.dealt(devices).largest if len(self.data.each) > 1 else 1.0
         return max(

@@ -111,7 +111,7 @@ def time(plan: Planned) -> list[str]:
     ]
     if plan.busy < BUSY:
         looked = len(plan.data.each)
-        known = f"dealt as {looked:,} that were counted" if looked > 1 else "all alike"
+        known = f"of {looked:,} lengths that were counted" if looked > 1 else "all equally long"
         step = f"With {plan.conversations:,.0f} conversations in a step, {known}"
         lines.append(f"  {step}, devices wait {1 - plan.busy:.0%} of the time: raise train.batch_tokens")
     return lines
@@ -160,20 +160,22 @@ def which(plan: Planned) -> list[str]:
 
 def _variants(plan: Planned) -> Iterator[Planned]:
     """The plan as it is; then with less memory, step by step, in ways that change nothing of what is learnt."""
-    devices, longest = plan.config.plan.devices, plan.data.longest
+    devices = plan.config.plan.devices
 
-    def halved(one: Planned) -> Planned:
-        return _changed(one, gradient_accumulation_steps=2 * one.config.train.gradient_accumulation_steps)
+    def halved(one: Planned) -> Planned | None:
+        """With micro-batches of half the size; None where none gets smaller, since no conversation is divided."""
+        smaller = _changed(one, gradient_accumulation_steps=2 * one.config.train.gradient_accumulation_steps)
+        return smaller if smaller.micro_tokens(devices) < one.micro_tokens(devices) else None
 
     yield plan
-    while plan.micro_tokens(devices) > longest:
-        yield (plan := halved(plan))
+    while (smaller := halved(plan)) is not None:
+        yield (plan := smaller)
     if not plan.config.train.activation_checkpointing:
         yield (plan := _changed(plan, activation_checkpointing=True))
     while devices % (context := 2 * plan.config.train.context_parallel) == 0:
         plan = _changed(plan, context_parallel=context)
-        while plan.micro_tokens(devices) > longest:  # there are fewer groups of devices now
-            plan = halved(plan)
+        while (smaller := halved(plan)) is not None:  # there are fewer groups of devices now
+            plan = smaller
         yield plan
 
 

@@ -199,12 +199,14 @@ def _csv(path: Path, place: Place) -> Iterator[Any]:
 def _parquet(path: Path, place: Place) -> Iterator[Any]:
     with ParquetFile(path) as file:
         columns, metadata = [file.schema.column(number) for number in range(len(file.schema))], file.metadata
-    # Nothing reads lists of numbers, of which a few bytes may be more than memory holds.
+    # Nothing uses lists of numbers, of which a few bytes may unpack to more than memory holds.
     used = {c.path.partition(".")[0] for c in columns if c.physical_type == "BYTE_ARRAY" or not c.max_repetition_level}
     for number, column in enumerate(columns):
         entries = [metadata.row_group(group).column(number).num_values for group in range(metadata.num_row_groups)]
         if column.max_repetition_level and column.path.partition(".")[0] in used and max(entries, default=0) > ENTRIES:
-            raise ValueError(f"{column.path} has more than {ENTRIES:,} entries in a row group: write smaller ones")
+            raise ValueError(
+                f"{column.path} has more than {ENTRIES:,} entries in a row group: write smaller row groups"
+            )
     # Texts stay references to the different ones among them: one of a megabyte, in a thousand rows, is a file of 3 KB.
     # Those in lists pyarrow unpacks to 2 GiB at most.
     texts = [c.path for c in columns if c.physical_type == "BYTE_ARRAY" and not c.max_repetition_level]
@@ -233,9 +235,9 @@ def _unpacked_bytes(values: Any) -> int:
     if types.is_dictionary(kind):
         return pc.sum(pc.take(pc.binary_length(values.dictionary), values.indices)).as_py() or 0
     if types.is_map(kind):
-        return _unpacked_bytes(values.keys) + _unpacked_bytes(values.items)
+        return OBJECT * len(values) + _unpacked_bytes(values.keys) + _unpacked_bytes(values.items)
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        return _unpacked_bytes(values.flatten())
+        return OBJECT * len(values) + _unpacked_bytes(values.flatten())
     inner = sum(map(_unpacked_bytes, values.flatten())) if types.is_struct(kind) else values.nbytes
     return inner + OBJECT * len(values)
 

@@ -67,7 +67,7 @@ def check(storage: Storage, checked: Counter[str]) -> Iterator[Problem]:
         damage = damage_of(storage, name, head.provenance["fingerprint"])
         if damage is None and name == files.TARGET:
             states = head.provenance["states"]
-            wrong = wrong_shape(load_file(storage.local(name)), states["vocab_size"], states["hidden_size"])
+            wrong = wrong_shape(storage.opened(name, load_file), states["vocab_size"], states["hidden_size"])
             damage = wrong and f"{storage.location}/{name} {wrong}"
         if damage:
             yield Problem(damage)

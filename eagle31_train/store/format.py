@@ -1,7 +1,7 @@
 """The files of a store, and how its small ones are read.
 
     provenance.json     what the states are of: {"fingerprint", "inputs", "states"}; written first
-    plan.json           every sample's length and answers, and every shard's samples (`shard_plan.Plan`)
+    plan.json           every sample's tokens and supervised positions, every shard's samples (`shard_plan.Plan`)
     stream.json         how many bytes the extraction may keep, and how many processes share it, while it runs
     target.safetensors  the target's embedding rows, final norm and lm_head; target.json is its line
     trajectories.safetensors  the target's answers to some held-out prompts, by which training measures acceptance

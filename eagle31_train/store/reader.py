@@ -187,10 +187,15 @@ class StoreSplit:
             raise IndexError(f"there is no sample {index} among {len(self):,}")
         return self.shards[bisect_right(self._firsts, index) - 1]
 
+    @property
+    def counted(self) -> bool:
+        """Whether the store's plan has supervised positions; those of earlier versions have none."""
+        return self._supervised is not None
+
     def sizes(self, indices: Sequence[int]) -> tuple[list[int], list[int] | None]:
-        """Of these samples the tokens, and the positions that teach; None in stores of earlier versions."""
-        taught = self._supervised
-        return [self.lengths[i] for i in indices], None if taught is None else [taught[i] for i in indices]
+        """Of these samples the tokens, and the supervised positions; None in stores of earlier versions."""
+        counts = self._supervised
+        return [self.lengths[i] for i in indices], None if counts is None else [counts[i] for i in indices]
 
     def wait_for(self, indices: Iterable[int]) -> None:
         """Return once all of these samples can be read; at once in a complete store."""

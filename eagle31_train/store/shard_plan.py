@@ -5,13 +5,12 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from heapq import heapreplace
-from itertools import accumulate
 from operator import gt
 from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import ArrayLike
-from pydantic import Field
+from pydantic import ConfigDict, Field, with_config
 from typing_extensions import TypedDict
 
 from eagle31_train import foreign
@@ -70,6 +69,7 @@ class PlannedShard:
         return line_name(self.name)
 
 
+@with_config(ConfigDict(extra="forbid"))
 class _Lengths(TypedDict):
     heldout: list[foreign.Positions]
     train: list[foreign.Positions]
@@ -113,7 +113,7 @@ class Plan:
     def from_json(value: dict[str, Any]) -> "Plan":
         """Raises ValueError where the JSON is not a plan."""
         lengths = foreign.typed(_Lengths, value.get("lengths"))
-        counts = foreign.typed(_Lengths, value["supervised"]) if value.get("supervised") else {}
+        counts = foreign.typed(_Lengths, value["supervised"]) if "supervised" in value else {}
         supervised = {split: array("q", counts.pop(split)) for split in list(counts)}
         shards = foreign.typed(list[dict[str, Any]], value.get("shards"))
         plan = Plan(lengths, [foreign.typed(PlannedShard, shard) for shard in shards], supervised)
@@ -129,7 +129,7 @@ class Plan:
                 raise ValueError(f"{wrong[0]} has another number of tokens than its samples")
         for split, counted in plan.supervised.items():
             if len(counted) != len(plan.lengths[split]) or any(map(gt, counted, plan.lengths[split])):
-                raise ValueError(f"it has more or fewer supervised positions than samples of {split}")
+                raise ValueError(f"supervised: not one count for each sample of {split}, of at most its tokens")
         if len({shard.name for shard in plan.shards}) < len(plan.shards):
             raise ValueError("two shards have one name")
         return plan
@@ -141,11 +141,12 @@ def make_plan(loss_masks: Mapping[str, Iterable[ArrayLike]], shard_tokens: int, 
     lengths: dict[str, list[int]] = {}
     supervised: dict[str, array[int]] = {}
     for split in SPLITS:
-        masks = (np.asarray(mask, dtype=bool) for mask in loss_masks[split])
-        counted = [(len(mask), *sample_size(mask, shape)) for mask in masks]
-        lengths[split] = [length for length, *_ in counted]
-        supervised[split] = array("q", (taught for _, taught, _ in counted))
-        sizes = [0, *accumulate(size for *_, size in counted)]
+        lengths[split], supervised[split], sizes = [], array("q"), array("q", [0])
+        for mask in loss_masks[split]:
+            count, size = sample_size(mask, shape)
+            lengths[split].append(np.size(mask))
+            supervised[split].append(count)
+            sizes.append(sizes[-1] + size)
         for count, (first, end) in enumerate(plan_shards(lengths[split], shard_tokens)):
             name = f"shards/{split}-{count:05d}.safetensors"
             tokens = sum(lengths[split][first:end])

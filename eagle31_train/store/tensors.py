@@ -55,15 +55,17 @@ def _write_all(file: Any, data: Any) -> None:
 
 def wrong_shape(weights: Mapping[str, Tensor], vocab_size: int, hidden_size: int) -> str | None:
     """Which of the target's weights is missing, or not of its size, in words; None if none is. Without lm_head the
-    embedding is taken for it, which may be padded."""
+    embedding stands for it; only beside one it may have padding rows."""
     sizes = {"embed_tokens": (-1, hidden_size), "norm": (hidden_size,), "lm_head": (vocab_size, hidden_size)}
     if "lm_head" not in weights:
         sizes["embed_tokens"] = sizes.pop("lm_head")
     for name, size in sizes.items():
         weight = weights.get(name)
-        shape = list(weight.shape) if weight is not None and weight.is_floating_point() else []
+        if weight is None or not weight.is_floating_point():
+            return f"lacks the weight {name}" if weight is None else f"holds {name} as {weight.dtype}"
+        shape = list(weight.shape)
         if len(shape) != len(size) or any(n not in (-1, there) for n, there in zip(size, shape, strict=True)):
-            return f"holds {name} {shape}, for {vocab_size} tokens"
+            return f"holds {name} {shape}, for {vocab_size} tokens of {hidden_size} values"
     return None
 
 

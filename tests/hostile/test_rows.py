@@ -133,6 +133,7 @@ def test_a_few_bytes_of_parquet_that_unpack_to_more_than_memory(tmp_path, nested
 @pytest.mark.parametrize(
     ("name", "value", "most", "problem"),
     [
+        ("turns", [], 1 << 25, "(a row of more than 268,435,456 bytes)"),
         ("states", True, 1 << 25, None),  # of no use, whatever it takes
         ("turns", None, 1 << 25, "(a row of more than 268,435,456 bytes)"),
         (
@@ -148,7 +149,9 @@ def test_lists_of_parquet_whose_entries_take_bits_in_the_file_and_objects_here(
 ):
     monkeypatch.setattr(files, "ENTRIES", most)
     count, path = (1 << 22) + 1, tmp_path / "bomb.parquet"
-    of = pyarrow.repeat(pyarrow.scalar(value, pyarrow.bool_() if value else pyarrow.string()), count)
+    kind = pyarrow.bool_() if value is True else pyarrow.string()
+    kind = pyarrow.list_(kind) if value == [] else kind
+    of = pyarrow.repeat(pyarrow.scalar(value, kind), count)
     column = pyarrow.ListArray.from_arrays(pyarrow.array([0, count], pyarrow.int32()), of)
     pyarrow.parquet.write_table(pyarrow.table({name: column, "prompt": ["Hi"]}), path, compression="zstd")
     assert path.stat().st_size < 10_000

@@ -175,15 +175,28 @@ def test_files_of_another_store_are_not_believed(name, tmp_path):
     assert read(tmp_path / "store")
 
 
-def test_a_plan_that_names_files_elsewhere_is_refused(stores, tmp_path):
-    """Shards that are used up, or damaged, are removed by their names."""
+@pytest.mark.parametrize(
+    ("field", "value", "problem"),
+    [
+        ("shards", "../x", "name: String should match"),  # shards that are used up, or damaged, are removed by names
+        ("lengths", 5, "x: Extra inputs are not permitted"),
+        ("supervised", [1], "x: Extra inputs are not permitted"),
+        ("supervised", None, "Input should be a valid dictionary"),
+    ],
+)
+def test_a_plan_with_what_no_plan_has_is_refused(field, value, problem, stores, tmp_path):
     folder = tmp_path / "store"
     shutil.copytree(stores[True], folder)
     plan = unseal((folder / PLAN).read_bytes())
-    plan["shards"][0]["name"] = "../x"
+    if field == "shards":
+        plan["shards"][0]["name"] = value
+    elif value is None:
+        plan[field] = value
+    else:
+        plan[field]["x"] = value
     (folder / PLAN).write_bytes(seal(plan))
-    problem = outcome(lambda: read(folder, follow=True, patience=-1))
-    assert "plan.json is damaged (name: String should match" in str(problem)
+    found = str(outcome(lambda: read(folder, follow=True, patience=-1)))
+    assert f"plan.json is damaged ({problem}" in found, found
 
 
 def test_a_manifest_that_lists_files_elsewhere_writes_and_removes_nothing_there(stores, tmp_path):

@@ -219,26 +219,57 @@ def test_what_was_counted_is_planned_with(counted, capsys):
     assert planned(*options(counted, "plan.target_parameters=32e9")).target.sizes.active == 32e9
 
 
-@pytest.mark.parametrize("devices", [1, 8, 64, 1024])
-def test_devices_are_as_busy_as_what_is_dealt_to_them(devices):
+@pytest.mark.parametrize(
+    ("devices", "train"),
+    [
+        (1, {}),
+        (8, {"gradient_accumulation_steps": 4}),
+        (8, {"slots_per_batch": 3000}),
+        (64, {"context_parallel": 2}),
+        (1024, {}),
+    ],
+)
+def test_devices_are_as_busy_as_what_is_dealt_to_them(devices, train):
     """By full steps of conversations with answers of any share."""
     random, K = np.random.default_rng(0), 7
     lengths = np.clip(random.lognormal(6.2, 0.7, 800), 16, 4096).astype(int).tolist()
     works = [count_work([made_mask(n, share)], K) for n, share in zip(lengths, random.beta(2, 2, 800), strict=True)]
     budget = 4096 * devices
-    plan = planned(*recipe("llama31_8b"), f"plan.devices={devices}", f"train.batch_tokens={budget}")
+    given = {"batch_tokens": budget, **train}
+    words = [f"train.{name}={value}" for name, value in given.items()]
+    plan = planned(*recipe("llama31_8b"), f"plan.devices={devices}", *words)
     drawn = random.integers(800, size=6 * budget // 600).tolist()
-    data = replace(plan.data, each=works, work=add_up([works[i] for i in drawn]))
-    flops = [sum(training_flops(plan.shape, work).values()) for work in works]
-    mean = most = 0.0
+    plan = replace(plan, data=replace(plan.data, each=works, work=add_up([works[i] for i in drawn])))
+    flops = [sum(training_flops(plan.shape, work.of_slots(plan.trained_share)).values()) for work in works]
+    replicas, steps = devices // train.get("context_parallel", 1), train.get("gradient_accumulation_steps", 1)
+    mean = most = largest = 0.0
     for batch in order.schedule([lengths[i] for i in drawn], budget, 0, 1, None):
         kinds = [drawn[i] for i in batch]
         if sum(lengths[i] for i in kinds) < budget * 0.9:
             continue  # the last
-        costs = order.costs([lengths[i] for i in kinds], [round(works[i].targets) for i in kinds], K)
-        loads = [sum(flops[kinds[i]] for i in part) for part in order.share(range(len(batch)), costs, devices)]
-        mean, most = mean + sum(loads) / devices, most + max(loads)
-    assert replace(plan, data=data).busy == pytest.approx(mean / most, rel=0.04)
+        taught = [round(works[i].targets) for i in kinds]
+        costs = order.costs([lengths[i] for i in kinds], taught, K, train.get("slots_per_batch"))
+        parts = order.share(range(len(batch)), costs, replicas * steps)
+        loads = [sum(flops[kinds[i]] for i in part) for part in parts]
+        mean += sum(loads) / replicas
+        most += max(sum(loads[replica::replicas]) for replica in range(replicas))
+        tokens = max(sum(lengths[kinds[i]] for i in part) for part in parts)
+        largest = max(largest, tokens, max(loads) / np.mean(flops) * np.mean(lengths))
+    assert plan.busy == pytest.approx(mean / most, rel=0.04)
+    if devices > 1:  # of whole steps of a few conversations, the largest is mere chance
+        assert plan.micro_tokens(devices) == pytest.approx(largest, rel=0.15)
+
+
+def test_of_unlike_conversations_the_largest_bounds_how_small_a_micro_batch_gets():
+    """It takes more than its share of the tokens: with all of them answers, where others are prompts."""
+    works = [count_work([made_mask(1000, share)], 7) for share in (0.1, 0.9)]
+    plan = planned(*recipe("llama31_8b"), "plan.devices=8", "plan.device_gib=1")
+    data = replace(plan.data, each=works, work=add_up(works) * 1000, longest=1000)
+    assert "none leaves a tenth of 1 GiB free" in sections.which(replace(plan, data=data))[0]
+
+
+def test_conversations_too_short_to_be_trained_are_planned(capsys):
+    assert "WHICH PROFILE" in printed(capsys, *recipe("llama31_8b"), "plan.sample_tokens=1")
 
 
 def test_options_have_the_effect_that_they_should():
