@@ -6,12 +6,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import made
 import pytest
 
 from eagle31_train import __main__ as console_script
-from eagle31_train import cli, completion, report
+from eagle31_train import artifacts, cli, completion, report
 from eagle31_train import run as stages
 from eagle31_train.cli import load_config, run
 from eagle31_train.config import RENAMED, Config
@@ -195,6 +196,17 @@ def test_ctrl_c_while_libraries_are_imported_is_one_line_too(monkeypatch, capsys
     assert (stopped.value.code, capsys.readouterr().err) == (130, "stopped; the same command goes on from here\n")
 
 
+@pytest.mark.parametrize(
+    ("called", "shown"), [("/x/data_prep/__main__.py", "python -m data_prep"), ("eagle31 data", "eagle31 data")]
+)
+def test_the_usage_line_names_the_command_that_was_given(monkeypatch, capsys, called, shown):
+    monkeypatch.setattr(sys, "argv", [called])
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", SimpleNamespace(name="data_prep.__main__"))
+    with pytest.raises(SystemExit):
+        run(lambda config: None, "", ["-h"])
+    assert capsys.readouterr().out.startswith(f"usage: {shown} [-h]")
+
+
 ENDINGS = [
     (UserError("the file is missing: make it"), 2, "error: the file is missing: make it"),
     (OSError(errno.ENOSPC, "No space", "/some/file"), 2, "make room"),
@@ -215,6 +227,14 @@ def test_how_a_stage_ends_is_one_line_and_a_status(capsys, error, status, words)
     assert stopped.value.code == status
     (line,) = capsys.readouterr().err.splitlines()
     assert words in line
+
+
+def test_a_run_where_no_folder_can_be_made_is_one_line(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        run(lambda config: artifacts.make_folder(Path(config.run_dir)), "A stage.", [RECIPE, "run_dir=/proc/none"])
+    assert stopped.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "/proc/none cannot be made there" in line
 
 
 def test_each_command_completes_what_it_takes(capsys):

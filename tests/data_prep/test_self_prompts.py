@@ -1,6 +1,7 @@
 """Prompts that the target writes itself: where it begins and stops, what is refused, and what a kill leaves."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from data_prep.journal import Journal
 from data_prep.self_prompts import OUTPUT, user_stop, write_prompts
 from data_prep.stage import prepare
+from eagle31_train import console
 from eagle31_train.cli import load_config
 from eagle31_train.errors import UserError
 from eagle31_train.targets.chat import ChatTemplate
@@ -28,9 +30,13 @@ def written(config):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_any_batch_and_any_stop_end_in_the_same_prompts(tiny_target, tmp_path, monkeypatch):
+def test_any_batch_and_any_stop_end_in_the_same_prompts(tiny_target, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(console, "EVERY", 0.0)
     whole = configured(tmp_path / "whole", tiny_target)
     rows = written(whole)
+    shown = [*map(int, re.findall(r"prompts: \d+ %, (\d+) of ", capsys.readouterr().err))]
+    # Text by text: all of the first round are asked for at once, and that may take hours.
+    assert shown[-6:] == list(range(shown[-1] - 5, shown[-1] + 1))
     manifest = json.loads((tmp_path / "whole" / MANIFEST).read_text())
     assert len(rows) == len({row["turns"][0] for row in rows}) == 6
     assert manifest["refused"]["not ended"] > 0  # a random target seldom ends

@@ -9,7 +9,7 @@ import pytest
 from sample_results import measured
 
 from eagle31_train.evaluation import intervals
-from eagle31_train.evaluation.intervals import ratios
+from eagle31_train.evaluation.intervals import bracket, ratios
 from eagle31_train.evaluation.measurement import Counts, Drift, acceptance
 from eagle31_train.evaluation.results import better, summarise
 
@@ -254,3 +254,7 @@ def test_what_cannot_be_told_is_not_told():
     assert (some / nothing).intervals() == [[None, None, None]]
     (interval,) = ratios([[1], [2], [5]], [1, 1, 0]).intervals()  # some resamples hold the last prompt alone
     assert None not in interval
+
+
+def test_what_nothing_was_measured_of_is_a_dash():
+    assert bracket((None, None, None)) == "–"

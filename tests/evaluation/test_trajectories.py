@@ -1,5 +1,6 @@
 """What extraction stores of the target's own answers, and of which prompts."""
 
+import re
 from collections import Counter
 from types import SimpleNamespace
 
@@ -8,7 +9,7 @@ import torch
 from datasets import DatasetDict
 from pipeline import AUX, END, answered, contents, make_run, tiny_config, tiny_llama
 
-from eagle31_train import artifacts
+from eagle31_train import artifacts, console
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation import trajectories
 from eagle31_train.evaluation.prompts import Prompt
@@ -32,8 +33,11 @@ def store_of(folder):
 
 
 @torch.no_grad()
-def test_each_is_the_targets_own_answer_and_its_states(run):
+def test_each_is_the_targets_own_answer_and_its_states(run, monkeypatch, capsys):
+    monkeypatch.setattr(console, "EVERY", 0.0)
     extract(tiny_config(run, "evaluate.max_new_tokens=20", "evaluate.max_speculative_tokens=5"))
+    shown = re.findall(r"held-out answers: (\d+) %, (\d) of 2, ", capsys.readouterr().err)
+    assert shown[-1] == ("100", "2"), "how many are answered"
     found = read(Store(store_of(run)), 5)
     heldout = DatasetDict.load_from_disk(str(run / "run" / "data" / "dataset"))["heldout"]
     assert [one.prompt for one in found] == [heldout[at]["input_ids"][:3] for at in (3, 2)], "half, from the end"

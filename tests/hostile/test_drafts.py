@@ -105,10 +105,14 @@ def test_safetensors(case, draft):
     outcome(lambda: read(draft(kind, model__safetensors=data)))
 
 
-@pytest.mark.parametrize("place", [[2**63, 2**64 - 1], [-8, 8], [2**40, 2**40 + 64], [64, 0], "another's"])
-def test_tensors_that_lie_elsewhere(place, draft):
+PLACES = [[2**63, 2**64 - 1], [-8, 8], [2**40, 2**40 + 64], [64, 0]]
+PLACES += [parts(FILES["llama"])[0]["fc.weight"]["data_offsets"]]  # another tensor's
+
+
+@pytest.mark.parametrize("wrong", [*({"data_offsets": place} for place in PLACES), {"shape": [2**62, 2**62]}])
+def test_tensors_that_lie_elsewhere(wrong, draft):
     header, data = parts(FILES["llama"])
-    header["norm.weight"]["data_offsets"] = header["fc.weight"]["data_offsets"] if place == "another's" else place
+    header["norm.weight"] |= wrong
     text = json.dumps(header).encode()
     file = len(text).to_bytes(8, "little") + text + data
     assert isinstance(outcome(lambda: read(draft("llama", model__safetensors=file))), UserError)

@@ -121,15 +121,19 @@ def test_links_to_nowhere_and_to_what_never_ends(name, kind, stores, tmp_path):
     assert isinstance(outcome(lambda: read(tmp_path / "store")), UserError)
 
 
-@pytest.mark.parametrize("without", ["embed_tokens", "norm", "lm_head"])
-def test_target_weights_that_training_refuses_are_damage_to_verify_too(without, stores, tmp_path):
-    """Without lm_head the embedding stands for it."""
-    weights = {name: weight for name, weight in MADE.weights.items() if name != without}
-    MADE.writer(tmp_path / "store").write_target(weights)
-    MADE.write(tmp_path / "store", stop_after=1) if without == "lm_head" else None
+@pytest.mark.parametrize(
+    ("name", "left"), [("embed_tokens", 0), ("norm", 0), ("norm", 15), ("lm_head", 0), ("lm_head", VOCAB - 1)]
+)
+def test_target_weights_that_training_refuses_are_damage_to_verify_too(name, left, stores, tmp_path):
+    """One that is missing, or ends too early. Without lm_head the embedding stands for it."""
+    cut = {name: MADE.weights[name][:left]} if left else {}
+    weights = {other: weight for other, weight in MADE.weights.items() if other != name} | cut
+    MADE.write(tmp_path / "store", stop_after=1).write_target(weights)
     storage = LocalStorage("the store", tmp_path / "store")
     found = [problem.text for problem in check(storage, Counter())]
-    assert found == ([] if without == "lm_head" else [f"the store/{TARGET} holds {without} [], for {VOCAB} tokens"])
+    shape = list(cut[name].shape) if cut else []
+    fine = name == "lm_head" and not left
+    assert found == ([] if fine else [f"the store/{TARGET} holds {name} {shape}, for {VOCAB} tokens"])
 
 
 @cases(st.data(), quick=40, thorough=4_000)

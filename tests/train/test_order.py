@@ -108,7 +108,7 @@ def test_1024_ranks_load_every_sample_of_as_many_steps_as_are_planned(monkeypatc
     class Lengths:
         def __init__(self):
             self.lengths, self.wait_for, self.read_all = lengths, lambda _: None, list
-            self.sizes = lambda indices: ([lengths[i] for i in indices], None)
+            self.sizes = lambda indices: ([lengths[i] for i in indices], [lengths[i] * (i % 4) // 4 for i in indices])
 
     monkeypatch.setattr(loader, "build_batch", stub)
     t = TrainConfig(num_workers=1, gradient_accumulation_steps=accumulation, context_parallel=context)
