@@ -84,7 +84,7 @@ def share_steps(schedule: list[list[int]], split: StoreSplit) -> None:
     """Share the first steps among RANKS; every sample goes to exactly one rank."""
     for batch in schedule[:STEPS]:
         costs = order.costs(*split.sizes(batch), TrainConfig().ttt_length)
-        shares = order.share(batch, dict(zip(batch, costs, strict=True)), RANKS)
+        shares = order.share(batch, costs, RANKS)
         assert sorted(i for share in shares for i in share) == sorted(batch), "a sample is lost or there twice"
 
 

@@ -154,13 +154,16 @@ class Record(dict[str, Any]):
 
 def read_json(path: Path, made_by: str) -> Record:
     """Read a JSON object; `made_by` is the command that makes it, for the error."""
+    missing = UserError(f"{path} is missing: run `{made_by}` first")
     if not path.is_file():
-        raise UserError(f"{path} is missing: run `{made_by}` first")
+        raise missing
     try:
         value = foreign.read_object(path)
         if not isinstance(value.get("inputs", {}), dict):
             raise ValueError("its inputs are no object")  # noqa: TRY004 (of the file)
         return Record(value, path, made_by)
+    except FileNotFoundError:  # another process has just removed it
+        raise missing from None
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error}): remove it and run `{made_by}` again") from None
 
@@ -180,10 +183,10 @@ def first_damaged(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> str |
         file = folder / name
         if not file.is_file():
             return f"{file} is missing"
-        if file.stat().st_size != entry["bytes"]:
-            return f"{file} has {file.stat().st_size} bytes, not {entry['bytes']}: truncated or replaced"
         key, digest = ("sha256", file_sha256) if "sha256" in entry else ("checksum", checksum)
         try:
+            if (size := file.stat().st_size) != entry["bytes"]:
+                return f"{file} has {size} bytes, not {entry['bytes']}: truncated or replaced"
             if digest(file) != entry[key]:
                 forget_pages(file)
                 if digest(file) != entry[key]:

@@ -91,13 +91,9 @@ def explained() -> Iterator[None]:
             _say_once(f"error: {error}")
         raise SystemExit(2) from None
     except OSError as error:
-        gone = isinstance(error, FileNotFoundError)  # no option's: those are looked for first
-        if not gone and error.errno not in MENDABLE:
+        if error.errno not in MENDABLE:
             raise
-        remedy = "make room, or correct the option or permissions"
-        if gone:
-            remedy = "another process may have removed or replaced it: run this again when that has ended"
-        _say_once(f"error: {shown.line(error)}: {remedy}")
+        _say_once(f"error: {shown.line(error)}: make room, or correct the option or permissions")
         raise SystemExit(2) from None
     except Stopped as stopped:
         if str(stopped):  # one of several processes speaks for all

@@ -9,7 +9,7 @@ from heapq import heapreplace
 import numpy as np
 
 PACKED = 64  # batches that are packed together
-SLOT = 4  # cost of a slot at one depth, in those of a context position, whose state is read once and made a key
+SLOT_COST = 4  # of a slot at one depth, where a context position costs 1: in FLOPs 4.5 to 9.8, by recipe
 
 
 def global_batches(
@@ -96,15 +96,16 @@ def costs(
     if supervised is None:
         return list(lengths)
     share = 1.0 if slots is None else min(1.0, slots / max(1, sum(supervised)))
-    return [tokens + round(SLOT * ttt_length * share * s) for tokens, s in zip(lengths, supervised, strict=True)]
+    return [tokens + round(SLOT_COST * ttt_length * share * s) for tokens, s in zip(lengths, supervised, strict=True)]
 
 
-def share(batch: Sequence[int], costs: Sequence[int] | Mapping[int, int], parts: int) -> list[list[int]]:
-    """Split a global batch into `parts` of about equal `costs`, each a sample's; a part may be empty."""
+def share(batch: Sequence[int], costs: Sequence[int], parts: int) -> list[list[int]]:
+    """Split a global batch into `parts` of about equal cost, given that of each of its samples; a part may be empty."""
     shares: list[list[int]] = [[] for _ in range(parts)]
+    cost = dict(zip(batch, costs, strict=True))
     loads = [(0, part) for part in range(parts)]  # a heap: the lightest part, the first of equals, is at its top
-    for index in longest_first(batch, costs):
+    for index in longest_first(batch, cost):
         load, lightest = loads[0]
         shares[lightest].append(index)
-        heapreplace(loads, (load + costs[index], lightest))
+        heapreplace(loads, (load + cost[index], lightest))
     return shares

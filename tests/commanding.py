@@ -95,7 +95,6 @@ class Commands:
         """Run a command in `folder`, with the run's options unless it takes none, then `more`. `at`, `place`, `error`:
         see full_disk.c."""
         [ended] = self.start([words], folder, at, place, error, more)
-        assert "another process may have" not in ended.said, ended.said  # nobody else was there
         return ended
 
     def start(

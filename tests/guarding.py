@@ -35,7 +35,7 @@ def plan(run):
 def guilty(run, harm):
     """Which samples step 3 should be stopped for: a rank's, or nobody knows whose."""
     batches, split = plan(run)
-    costs = order.costs(*split.sizes(range(len(split))), 3)
+    costs = order.costs(*split.sizes(batches[2]), 3)
     shares = order.share(batches[2], costs, 4)  # two ranks, two parts each
     return sorted(i for part in shares[harm[2] :: 2] for i in part) if harm[0] == "loss" else sorted(batches[2])
 

@@ -210,7 +210,6 @@ def test_the_usage_line_names_the_command_that_was_given(monkeypatch, capsys, ca
 ENDINGS = [
     (UserError("the file is missing: make it"), 2, "error: the file is missing: make it"),
     (OSError(errno.ENOSPC, "No space", "/some/file"), 2, "make room"),
-    (FileNotFoundError(errno.ENOENT, "No such file", "/some/file"), 2, "another process may have removed"),
     (NotADirectoryError(errno.ENOTDIR, "Not a directory", "/x"), 2, "or correct the option"),
     (Stopped("saved after step 3"), 75, "saved after step 3"),
     (KeyboardInterrupt(), 130, "stopped; the same command goes on from here"),

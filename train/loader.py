@@ -106,7 +106,7 @@ def load(
         micro_batches = []
         costs = order.costs(*split.sizes(samples), t.ttt_length, t.slots_per_batch)
         parts = mesh.replicas * t.gradient_accumulation_steps
-        dealt = order.share(samples, dict(zip(samples, costs, strict=True)), parts)
+        dealt = order.share(samples, costs, parts)
         for part in dealt[mesh.replica :: mesh.replicas]:
             mine = order.longest_first(part, split.lengths) or [min(samples, key=split.lengths.__getitem__)]
             chosen = None if subset is None else subset.of([samples.index(i) for i in mine])

@@ -5,8 +5,10 @@ The drafter's own parameters have the names and shapes that vLLM 0.32 reads, and
 all of them.
 """
 
+import json
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
+from functools import lru_cache
 
 import torch
 
@@ -32,9 +34,15 @@ REQUIRED = ("intermediate_size", "num_attention_heads", "rms_norm_eps", "rope_th
 TensorOrShape = torch.Tensor | tuple[int, ...]
 
 
-def weight_shapes(shape: DrafterShape) -> dict[str, tuple[int, ...]]:
+def weight_shapes(shape: DrafterShape) -> Mapping[str, tuple[int, ...]]:
     """Every weight of a checkpoint, by its name in the file, with its shape: the drafter's own. A UserError for a RoPE
     that vLLM would read otherwise, or if MLA lacks a width."""
+    return _weight_shapes(json.dumps(asdict(shape)))
+
+
+@lru_cache  # a plan asks hundreds of times
+def _weight_shapes(fields_of_shape: str) -> Mapping[str, tuple[int, ...]]:
+    shape = DrafterShape(**json.loads(fields_of_shape))
     with torch.device("meta"):
         drafter = Drafter(shape, torch.empty(shape.vocab_size, shape.hidden_size))
     return {name: tuple(weight.shape) for name, weight in drafter.named_parameters()}

@@ -85,7 +85,12 @@ def load_weights(checkpoint: Path, manifest: dict[str, Any] | None) -> dict[str,
         damage = artifacts.first_damaged(checkpoint, {name: files[name] for name in (MODEL, SHAPE)})
     if damage:
         raise UserError(f"{damage}: give another checkpoint, or run `{TRAIN}` again")
-    return load_file(checkpoint / MODEL)
+    try:
+        return load_file(checkpoint / MODEL)
+    except FileNotFoundError:  # a training has just replaced the run
+        raise UserError(
+            f"{checkpoint / MODEL} has just been removed: run this again once the training is done"
+        ) from None
 
 
 def option(train: Path, name: str) -> Any:

@@ -22,26 +22,36 @@ class Dealt:
 
 
 def deal(each: Sequence[Work], flops: Sequence[float], conversations: float, t: TrainConfig, replicas: int) -> Dealt:
-    """Draw conversations from `each`, whose training takes `flops`, pack them into steps and deal these, as training
-    does it with so many conversations; no conversation is divided."""
+    """Draw conversations from `each`, pack them into steps and share these out, as training does.
+
+    Args:
+        each: conversations that stand for all.
+        flops: what training takes of each of them.
+        conversations: how many there are in all.
+        replicas: ranks among which a step is shared; no conversation is divided.
+    """
     if not any(flops):  # too short to be trained
         return Dealt(1.0, 1.0)
-    tokens, supervised = [round(one.tokens) for one in each], [round(one.targets) for one in each]
-    step = t.batch_tokens * len(each) / sum(tokens)  # conversations of one
+    step = t.batch_tokens * len(each) / sum(one.tokens for one in each)  # conversations of one
     count = min(conversations, order.PACKED * step, max(DRAWN, 2 * step))
     drawn = np.random.default_rng(0).integers(len(each), size=max(1, round(count))).tolist()
-    lengths = [tokens[i] for i in drawn]
-    steps = order.global_batches(lengths, max(t.batch_tokens, *tokens), 0, 0)
-    steps = [one for one in steps if sum(lengths[i] for i in one) > FULL * t.batch_tokens] or steps[:1]
-    full = t.batch_tokens / (replicas * t.gradient_accumulation_steps)  # tokens of an average micro-batch
-    average = full * sum(flops) / sum(tokens)
-    means, most, largest = 0.0, 0.0, 1.0
+    tokens, supervised, work = (
+        [values[i] for i in drawn]
+        for values in ([round(one.tokens) for one in each], [round(one.targets) for one in each], flops)
+    )
+    steps = order.global_batches(tokens, max(t.batch_tokens, max(tokens)), 0, 0)
+    steps = [one for one in steps if sum(tokens[i] for i in one) > FULL * t.batch_tokens] or steps[:1]
+
+    parts = replicas * t.gradient_accumulation_steps
+    average_tokens = t.batch_tokens / parts  # of a micro-batch
+    average_work = average_tokens * sum(flops) / sum(one.tokens for one in each)
+    mean, slowest, largest = 0.0, 0.0, 1.0
     for batch in steps[:: math.ceil(len(steps) / DEALT)]:
-        kinds, lengths_of = [drawn[i] for i in batch], [lengths[i] for i in batch]
-        costs = order.costs([tokens[i] for i in kinds], [supervised[i] for i in kinds], t.ttt_length, t.slots_per_batch)
-        parts = order.share(range(len(batch)), costs, replicas * t.gradient_accumulation_steps)
-        loads = np.array([sum(flops[kinds[place]] for place in part) for part in parts])
-        means, most = means + loads.sum() / replicas, most + loads.reshape(-1, replicas).sum(0).max()
-        longest = max(sum(lengths_of[place] for place in part) for part in parts)
-        largest = max(largest, loads.max() / average, longest / full)
-    return Dealt(float(means / most), float(largest))
+        costs = order.costs([tokens[i] for i in batch], [supervised[i] for i in batch], t.ttt_length, t.slots_per_batch)
+        micro_batches = order.share(batch, costs, parts)
+        loads = np.array([sum(work[i] for i in one) for one in micro_batches])
+        mean += loads.sum() / replicas
+        slowest += loads.reshape(-1, replicas).sum(0).max()
+        longest = max(sum(tokens[i] for i in one) for one in micro_batches)
+        largest = max(largest, loads.max() / average_work, longest / average_tokens)
+    return Dealt(float(mean / slowest), float(largest))

@@ -73,7 +73,7 @@ class Planned:
         return max(1.0, min(1.0, self.config.train.batch_tokens / work.tokens) * work.conversations)
 
     def dealt(self, devices: int) -> Dealt:
-        """How evenly steps lie on so many devices: none is split further than train.context_parallel says."""
+        """How evenly steps are shared out among so many devices."""
         if devices not in self._dealt:
             share, head = self.trained_share, self.config.drafter.train_lm_head
             flops = [sum(training_flops(self.shape, one.of_slots(share), head).values()) for one in self.data.each]

@@ -1,6 +1,7 @@
 """From a trained run to the checkpoint: what is written, what is refused, and that nothing is half-written."""
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -40,6 +41,38 @@ def test_the_checkpoint_is_the_trained_drafter(run, tiny, capsys):
     )
     assert command in capsys.readouterr().out
     assert artifacts.read_json(run.folder / "export.json", "")["serve"] == command
+
+
+@pytest.mark.parametrize(
+    ("seen", "name"),
+    [
+        ("there", "manifest.json"),
+        ("there", "drafter.json"),
+        ("there", "model.safetensors"),
+        ("whole", "model.safetensors"),
+    ],
+)
+def test_files_that_another_process_removes_once_they_were_seen_are_named(seen, name, run, monkeypatch):
+    """As a training with overwrite=true does."""
+    config, is_file, first_damaged = run.config(), Path.is_file, artifacts.first_damaged
+
+    def look(path):
+        found = is_file(path)
+        if path.name == name and seen == "there":
+            path.unlink(missing_ok=True)
+        return found
+
+    def check(*given):
+        damage = first_damaged(*given)
+        if seen == "whole":
+            next(run.folder.rglob(name)).unlink()
+        return damage
+
+    monkeypatch.setattr(Path, "is_file", look)
+    monkeypatch.setattr(artifacts, "first_damaged", check)
+    with pytest.raises(UserError, match=rf"{name} (is missing|cannot be read|has just been removed)"):
+        export.export(config)
+    assert not (run.folder / "export").exists()
 
 
 def test_other_shapes_are_exported_too(run, tiny):

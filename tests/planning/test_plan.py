@@ -7,7 +7,6 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -18,12 +17,10 @@ from safetensors.torch import load_file
 from talking import make_tokenizer
 
 from eagle31_train import cli, order
-from eagle31_train.checkpoint.contract import weight_shapes
 from eagle31_train.errors import UserError
 from eagle31_train.model.drafter import Drafter
 from eagle31_train.plan import plan
-from eagle31_train.planning import footprint, sections
-from eagle31_train.planning import planned as planned_with
+from eagle31_train.planning import sections
 from eagle31_train.planning.footprint import PROFILES
 from eagle31_train.planning.planned import reckon
 from eagle31_train.planning.work import add_up, count_work, made_mask, training_flops
@@ -37,18 +34,6 @@ EXPERIMENTS = ("llama31_8b", "qwen3_8b", "kimi", "kimi_k25", "kimi_llama")
 CHECKPOINTING = "train.activation_checkpointing=true"
 MLA = ["architecture=mla", "num_key_value_heads=null", "head_dim=null", "q_lora_rank=12", "kv_lora_rank=8"]
 MLA += ["qk_nope_head_dim=6", "qk_rope_head_dim=4", "v_head_dim=5"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def known_weights():
-    """Most of a plan's time goes into drafters without memory, of which it asks the sizes of weights."""
-    known = {}
-
-    def once(shape):
-        return known.get(repr(shape)) or known.setdefault(repr(shape), weight_shapes(shape))
-
-    with patch.object(footprint, "weight_shapes", once), patch.object(planned_with, "weight_shapes", once):
-        yield
 
 
 @functools.cache

@@ -91,8 +91,9 @@ def measure_serving(
         if not length:
             continue
         schedules[name], ranges = length, length[RANGES]
-        # One number at every load was measured so.
-        for users, load in servers.loads(name, length).items() if len(ranges) > 1 else ():
+        if len(ranges) == 1:
+            continue  # one number at every load, and measured so
+        for users, load in servers.loads(name, length).items():
             (depth,) = [depth for first, last, depth in ranges if first <= users <= last]
             always = loads[name, depth] if depth else plain
             beside = report.speed(load[0]) / report.speed(always[users][0])
