@@ -111,9 +111,11 @@ def time(plan: Planned) -> list[str]:
     ]
     if plan.busy < BUSY:
         looked = len(plan.data.each)
-        known = f"of {looked:,} lengths that were counted" if looked > 1 else "all equally long"
-        step = f"With {plan.conversations:,.0f} conversations in a step, {known}"
-        lines.append(f"  {step}, devices wait {1 - plan.busy:.0%} of the time: raise train.batch_tokens")
+        known = f"{looked:,} lengths were counted" if looked > 1 else "taken as equally long"
+        lines += [
+            f"  With {plan.conversations:,.0f} conversations in a step ({known}), devices wait {1 - plan.busy:.0%}",
+            "  of the time: raise train.batch_tokens",
+        ]
     return lines
 
 
