@@ -36,7 +36,11 @@ class Journal:
     def finished(self, made_from: Provenance, overwrite: bool) -> bool:
         """Whether the output is there. Its manifest stays until a new one replaces it."""
         if self.manifest.is_file():
-            return provenance.whole(self.output.parent, self.manifest, made_from, overwrite, "eagle31 data")
+            whole = provenance.whole(self.output.parent, self.manifest, made_from, overwrite, "eagle31 data")
+            if whole and self.path.exists():  # killed after the manifest
+                with self:
+                    self.path.unlink()
+            return whole
         # Beside a journal it is ours: killed after it, and before its manifest.
         if self.output.exists() and not self.path.exists() and not overwrite:
             raise UserError(f"{self.output} was not finished by this command: move it away, or overwrite=true")

@@ -112,7 +112,9 @@ def test_finished_answers_are_not_made_again_and_not_replaced_unasked(config, tm
         rows = run(config)
         assert output.read_text() == left
         patch.setattr(module, "answer_all", lambda *_: pytest.fail("answered again"))
+        journal.touch()  # it could not be removed
         assert run(config) == rows
+        assert not journal.exists()
         assert "up to date" in capsys.readouterr().out
         config.data.generate.max_new_tokens = 5
         with pytest.raises(UserError, match=r"max_new_tokens: 6 there, 5 here.*overwrite=true"):
