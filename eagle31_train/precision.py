@@ -1,6 +1,6 @@
 """Precision `auto`: bf16 where the hardware multiplies in it, float32 elsewhere. What was begun stays as it was begun.
 
-Without such instructions bf16 is several times as slow as float32 (docs/log.md). An option that says `auto` gets its
+Without such instructions bf16 is slower than float32 (docs/log.md). An option that says `auto` gets its
 value when the command line is read, and from the records that are there: what one machine began, another goes on with.
 """
 
