@@ -9,7 +9,7 @@ Shapes: T tokens of one conversation; A auxiliary layers; H hidden.
 import importlib.util
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,16 +27,16 @@ from eagle31_train.locks import alone
 from eagle31_train.model import vocab
 from eagle31_train.provenance import Provenance
 from eagle31_train.store import Storage, StoreWriter, finished, make_plan, shape_of, storage_of
+from eagle31_train.store.codec import NOT_FINITE, encode_unchecked
 from eagle31_train.store.document import Document
 from eagle31_train.store.format import Line
 from eagle31_train.store.shard_plan import SPLITS, PlannedShard, Shape
-from eagle31_train.targets.arriving import Arriving
 from eagle31_train.targets.fidelity import Figures, Gate, report
 from eagle31_train.targets.hf import Engine, check_length, load_engine
 from eagle31_train.targets.pretrained import load_tokenizer, vocabulary_fingerprint
 from eagle31_train.targets.readout import Readout
 from eagle31_train.targets.vllm_engine import VllmEngine
-from eagle31_train.transfers import to_device
+from eagle31_train.transfers import each_tensor, to_device, to_host
 
 LOGIT_ROWS = 512  # rows of [rows, V] logits alive at once
 FOREIGN = 0.5  # share of the answers' tokens that the target would write itself, below which it hardly wrote them
@@ -222,6 +222,41 @@ class Agreement:
                 "on the target's own answers"
             )
         return lines
+
+
+class Arriving:
+    """States of a shard on their way from where the target runs into this machine's memory, while the target runs on.
+
+    A GPU is never waited for: each sample's states are encoded there and their copies queued, and nobody looks at a
+    value, not even at whether all are finite, before the whole shard has arrived.
+    """
+
+    def __init__(self, shape: Shape, shard: PlannedShard) -> None:
+        self._shape, self._shard = shape, shard
+        self._documents: dict[int, tuple[Document, list[Tensor]]] = {}  # with whether their states are finite
+        self._queued: dict[torch.device, torch.cuda.Event] = {}  # the last copy from each device
+
+    def add(self, index: int, document: Document) -> None:
+        """Encode the states of the shard's sample `index`, on any device, where they are, and queue their copies."""
+        states: tuple[Any, Any] = document.attended_states, document.supervised_states
+        aux, aux_finite = encode_unchecked(states[0], self._shape.aux_codec)
+        last, last_finite = encode_unchecked(states[1], self._shape.last_codec)
+        aux, last, top1 = each_tensor(aux, to_host), each_tensor(last, to_host), to_host(document.top1)
+        here = replace(document, top1=top1, aux=aux, last=last)
+        self._documents[index] = here, [to_host(aux_finite), to_host(last_finite)]
+        for device in {document.top1.device, states[0].device, states[1].device}:
+            if device.type == "cuda":
+                self._queued[device] = torch.cuda.current_stream(device).record_event()
+
+    def wait(self) -> list[Document]:
+        """The documents, in order, once all are here; UserError with the number of a sample that is not finite."""
+        for event in self._queued.values():
+            event.synchronize()
+        order = sorted(self._documents)
+        for index in order:
+            if not all(self._documents[index][1]):
+                raise UserError(f"{self._shard.name}: sample {self._shard.first + index}: {NOT_FINITE}")
+        return [self._documents[index][0] for index in order]
 
 
 def extract_shards(
