@@ -102,7 +102,7 @@ def _extract(
         writer.write_target(engine.readout.weights())
     gate = Gate(engine, config.extract, len(plan.shards))
     agreement = Agreement(vocab.read(config.data_folder / "vocab.safetensors").t2d)
-    wanted = extract_shards(engine, splits, writer, gate, agreement, is_main())
+    wanted = extract_shards(engine, splits, writer, gate, agreement)
     if wanted and first and (lines := writer.gather()) is not None:
         _finish(writer, lines, agreement, began)
     elif is_main() and wanted and not first:
@@ -201,17 +201,16 @@ class Agreement:
 
     def lines(self) -> list[str]:
         """What is to be said of it; nothing where nothing was counted."""
-        bare = f"extract: {self.bare:,} of {self.conversations:,} conversations have nothing to train"
-        lines = [bare] if self.bare else []
-        if not self.positions:
-            return lines
-        own, outside = self.own / self.positions, self.outside / self.positions
-        lines.insert(
-            0,
-            f"extract: the target would itself write {own:.1%} of the {self.positions:,} answer tokens seen here; "
-            f"{outside:.1%} of its choices lie outside the draft vocabulary",
-        )
-        if own < FOREIGN:
+        lines = []
+        own, outside = (count / max(self.positions, 1) for count in (self.own, self.outside))
+        if self.positions:
+            lines.append(
+                f"extract: the target would itself write {own:.1%} of the {self.positions:,} answer tokens seen here; "
+                f"{outside:.1%} of its choices lie outside the draft vocabulary"
+            )
+        if self.bare:
+            lines.append(f"extract: {self.bare:,} of {self.conversations:,} conversations have nothing to train")
+        if self.positions and own < FOREIGN:
             lines.append(
                 "extract: WARNING: hardly its own answers, of which a drafter learns little: are they not regenerated "
                 "(regenerate=true), of other weights or another chat template, or drawn at a high temperature?"
@@ -259,20 +258,16 @@ class Arriving:
         return [self._documents[index][0] for index in order]
 
 
-def extract_shards(
-    engine: Engine, splits: DatasetDict, writer: StoreWriter, gate: Gate, agreement: Agreement, shown: bool
-) -> bool:
-    """Commit this process's shards; false if a training that follows the store wants no more before the last.
-
-    `agreement` is given every document; `shown`: show a progress bar over this process's tokens.
-    """
+def extract_shards(engine: Engine, splits: DatasetDict, writer: StoreWriter, gate: Gate, agreement: Agreement) -> bool:
+    """Commit this process's shards, of which `agreement` is given every document; false if a training that follows the
+    store wants no more before the last."""
     shards = writer.mine()
     total = sum(shard.tokens for shard in shards)
     shards = [shard for shard in shards if not writer.has(shard)]
     committed = total - sum(shard.tokens for shard in shards)  # in an earlier run: part of the total, not of the rate
     options: dict[str, Any] = {"unit": "tok", "unit_scale": True, "smoothing": 0.05}
     with (
-        Progress(desc="extract", total=total, initial=committed, disable=not shown, **options) as progress,
+        Progress(desc="extract", total=total, initial=committed, disable=not is_main(), **options) as progress,
         Background("store") as background,
     ):
 
