@@ -100,9 +100,9 @@ class Local:
                 requests[key] = Request(ids, job.temperature, job.seed(self.config.seed))
             except Refused as refused:
                 yield key, refused
-        for key, answer in self._draw(requests, generate.max_new_tokens, generate.top_p):
+        for key, ids, reason in self._draw(requests, generate.max_new_tokens, generate.top_p):
             try:
-                yield key, self._answer(jobs[key], answer.ids, answer.finish_reason)
+                yield key, self._answer(jobs[key], ids, reason)
             except Refused as refused:
                 yield key, refused
 
@@ -111,17 +111,17 @@ class Local:
         from eagle31_train.targets.generate import Request
 
         requests = {key: Request(ids, how.temperature, seed) for key, (ids, seed) in texts.items()}
-        for key, answer in self._draw(requests, how.max_new_tokens, how.top_p, stops):
-            text, reason = self.template.decode(answer.ids), answer.finish_reason
+        for key, ids, reason in self._draw(requests, how.max_new_tokens, how.top_p, stops):
+            text = self.template.decode(ids)
             if stop_text and stop_text in text:  # the target writes on after it
                 text, reason = text.partition(stop_text)[0], "stop"
             yield key, Answer({"role": "user", "content": text}, reason, 0)
 
-    def _draw(self, requests: dict[str, Any], *how: Any) -> Iterator[tuple[str, Any]]:
+    def _draw(self, requests: dict[str, Any], *how: Any) -> Iterator[tuple[str, list[int], str]]:
         """The tokens of each request as they end, the longest prompts first: memory trouble shows at once."""
         order = sorted(requests, key=lambda key: (-len(requests[key].ids), key))
-        for index, answer in self.generator.answer([requests[key] for key in order], self.at_once, *how):
-            yield order[index], answer
+        for index, ids, reason in self.generator.answer([requests[key] for key in order], self.at_once, *how):
+            yield order[index], ids, reason
 
     @cached_property
     def generator(self) -> Any:

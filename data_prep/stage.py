@@ -53,7 +53,7 @@ def prepare(config: Config) -> None:
     template.check_fits(config.target, vocab_size)
     # What no counts could fulfil, and no drafter could be made for, is refused here, and not after hours of answers.
     zeros = np.zeros(vocab_size, dtype=np.int64)
-    draft = vocab.choose(zeros, template.kept_ids(), data.draft_vocab_size, data.draft_vocab_coverage)
+    draft = vocab.choose(zeros, template.kept_ids(), data.draft_vocab_size)
     _, rows = planned_drafter(config, target, len(draft))
     if data.conversations is not None and data.prompts is not None:
         read = "prompts" if config.regenerate else "conversations"
@@ -128,7 +128,7 @@ def _write(
 ) -> dict[str, Any]:
     """Write the draft vocabulary and the data set; what the manifest says of them."""
     counts = collected.splits["train"].token_counts(vocab_size)
-    draft = vocab.choose(counts, template.kept_ids(), data.draft_vocab_size, data.draft_vocab_coverage)
+    draft = vocab.choose(counts, template.kept_ids(), data.draft_vocab_size)
     vocab.write(folder / "vocab.safetensors", draft)
     datasets = DatasetDict({name: split.dataset(name) for name, split in collected.splits.items()})
     # An empty split would be given no file, and then not load: one file at least.

@@ -81,6 +81,7 @@ ADDED: dict[str, Any] = {
 # Options of before; given, they are left out, and it is said why.
 REMOVED = {
     **dict.fromkeys(("plan.hidden_size", "plan.vocab_size", "plan.layers"), "read from the target's config.json now"),
+    "data.draft_vocab_coverage": "gone: give data.draft_vocab_size; stage 1 tells its share of the answers",
     "train.compile": "gone: the fused kernels of train.kernels do what it did",
 }
 
@@ -158,7 +159,6 @@ class DataConfig:
     heldout: float = opt(0.05, "share of prompts held out, chosen by a hash of the prompt", at_least=0, below=1)
     shuffle: int | None = opt(None, "seed that shuffles the training conversations; default: as read", at_least=0)
     draft_vocab_size: int | None = opt(None, "most draft tokens, the assistant's most frequent first", at_least=1)
-    draft_vocab_coverage: float | None = opt(None, "or: the share of assistant tokens to cover", above=0, at_most=1)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     self_prompts: SelfPromptsConfig = field(default_factory=SelfPromptsConfig)
 

@@ -145,10 +145,11 @@ def target_identity(target: TargetConfig) -> dict[str, Any]:
 
 def of_data(config: Config, corpus: Mapping[str, Any], template: Mapping[str, Any], vocab_size: int) -> Provenance:
     """Stage 1's data set. corpus: the rows, by the hashes of their files. template: tokenizer and chat template."""
-    names = ("max_length", "heldout", "shuffle", "draft_vocab_size", "draft_vocab_coverage")
+    names = ("max_length", "heldout", "shuffle", "draft_vocab_size")
     options = {name: getattr(config.data, name) for name in names}
-    if (options["draft_vocab_size"] or 0) > vocab_size and options["draft_vocab_coverage"] is None:
+    if (options["draft_vocab_size"] or 0) > vocab_size:
         options["draft_vocab_size"] = None  # all tokens are kept, as without it
+    options["draft_vocab_coverage"] = None  # an option of earlier versions
     return Provenance({"layout": LAYOUTS["data"], **corpus, **template, "vocab_size": vocab_size, **options})
 
 

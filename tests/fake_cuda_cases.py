@@ -31,8 +31,7 @@ from eagle31_train.planning.footprint import Step, activations
 from eagle31_train.planning.work import count_work
 from eagle31_train.store.document import Document
 from eagle31_train.store.shard_plan import PlannedShard, Shape
-from eagle31_train.targets import arriving
-from eagle31_train.targets.extraction import run_shard
+from eagle31_train.targets import extraction as stage
 from eagle31_train.targets.hf import HiddenStateTarget, TransformersEngine
 from eagle31_train.targets.readout import Readout
 from train import step as arithmetic
@@ -103,7 +102,7 @@ def decoder(shape: Any) -> dict[str, Any]:
     return outcome(count)
 
 
-def extraction(to_host: Callable[[torch.Tensor], torch.Tensor] = arriving.to_host) -> dict[str, Any]:
+def extraction(to_host: Callable[[torch.Tensor], torch.Tensor] = stage.to_host) -> dict[str, Any]:
     """A shard of three conversations on its way here. Where tokens and masks are looked at they are the host's, and not
     fake: that is left out."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 300}
@@ -121,7 +120,7 @@ def extraction(to_host: Callable[[torch.Tensor], torch.Tensor] = arriving.to_hos
         patch.object(torch.Tensor, "pin_memory", lambda x: x),
         patch.object(Document, "attended", 9),
         patch.object(torch.cuda, "current_stream"),
-        patch.object(arriving, "to_host", to_host),
+        patch.object(stage, "to_host", to_host),
     ):
         with DEVICE:
             model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
@@ -130,7 +129,7 @@ def extraction(to_host: Callable[[torch.Tensor], torch.Tensor] = arriving.to_hos
         readout = Readout(target.embedding.weight, norm, "w", 1e-5, target.head.weight, 4)
         shard = PlannedShard("shards/train-00000.safetensors", "train", 0, 0, 3, 48, 10**6)
         engine = TransformersEngine(target, readout, batch_tokens=32)
-        run_shard(engine, rows, Shape(64, 3, "int8_channel", "bf16"), shard, None)
+        stage.run_shard(engine, rows, Shape(64, 3, "int8_channel", "bf16"), shard, None)
     return outcome(count)
 
 

@@ -96,7 +96,7 @@ def copies(result):
 
 def test_extraction_does_not_wait_for_the_device(came):
     assert copies(came["extraction"]) == set()
-    planted = {"_to_copy in arriving.py:add", "_to_copy in transfers.py:each_tensor"}
+    planted = {"_to_copy in extraction.py:add", "_to_copy in transfers.py:each_tensor"}
     assert copies(came["planted: copies"]) == planted
 
 

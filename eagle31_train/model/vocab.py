@@ -46,38 +46,25 @@ class DraftVocab:
         return mask
 
 
-def choose(
-    counts: NDArray[np.int64], always: list[int], size: int | None = None, coverage: float | None = None
-) -> DraftVocab:
-    """Keep the most frequent tokens.
+def choose(counts: NDArray[np.int64], always: list[int], size: int | None = None) -> DraftVocab:
+    """Keep the most frequent tokens; UserError where `always` alone are more than `size`.
 
     Args:
         counts: [V] how often the assistant wrote each token.
         always: ids that are kept whatever their count (`ChatTemplate.kept_ids`).
-        size: how many tokens to keep, or all V where the target has no more; None with no coverage keeps all V.
-        coverage: instead, keep the fewest tokens that make up this share of `counts`.
-
-    Raises:
-        UserError: both are given, or a value that cannot be met.
+        size: how many tokens to keep; None, and any number from V on, keeps all V.
     """
     V = len(counts)
     forced = np.unique(np.asarray(always, dtype=np.int64))
-    if size is not None and coverage is not None:
-        raise UserError("data.draft_vocab_size and data.draft_vocab_coverage exclude each other: set one to null")
-    if coverage is None and (size is None or size >= V):
+    if size is None or size >= V:
         return DraftVocab(np.arange(V, dtype=np.int64), V)
-    # Frequent first, ties by id; forced tokens before all others.
-    rank = counts.astype(np.float64)
-    rank[forced] = np.inf
-    order = np.argsort(-rank, kind="stable")
-    if coverage is not None:
-        covered = np.cumsum(counts[order])
-        size = max(len(forced), int(np.searchsorted(covered, coverage * counts.sum())) + 1)
-    assert size is not None
     if size < len(forced):
         what = f"the {len(forced)} special tokens that end turns or that the template names"
         raise UserError(f"data.draft_vocab_size={size} has no room for {what}: raise it")
-    return DraftVocab(np.sort(order[:size]), V)
+    # Frequent first, ties by id; forced tokens before all others.
+    rank = counts.astype(np.float64)
+    rank[forced] = np.inf
+    return DraftVocab(np.sort(np.argsort(-rank, kind="stable")[:size]), V)
 
 
 def from_maps(d2t: NDArray[np.int64], t2d: NDArray[np.bool_]) -> DraftVocab:

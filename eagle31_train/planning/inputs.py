@@ -19,7 +19,6 @@ from eagle31_train.targets.description import CHOSEN, EXPERTS, TargetDescription
 EXAMPLE = 100_000_000  # tokens that are planned for where nobody has counted or said how many there are
 LOOKED_AT = 1000  # conversations whose loss masks stand for all of them
 QUANTIZED = {"fp8": 8, "mxfp4": 4}  # methods of config.json that say no number of bits
-VOCABULARY = 32_000  # of drafters elsewhere: planned where data.draft_vocab_coverage leaves it to the data
 
 
 @dataclass(frozen=True)

@@ -216,7 +216,6 @@ def reckon(config: Config) -> tuple[Planned, list[str]]:
     such drafter can be made for it, or train.context_parallel does not divide plan.devices."""
     check_context_parallel(config.train.context_parallel, config.plan.devices, "plan.devices")
     target, data = inputs.read_target(config), inputs.read_data(config)
-    V, by_coverage = target.description.vocab_size, config.data.draft_vocab_coverage is not None
-    size = data.vocabulary or (inputs.VOCABULARY if by_coverage else V)
-    shape, rows = planned_drafter(config, target.description, min(V, size))
+    V = target.description.vocab_size
+    shape, rows = planned_drafter(config, target.description, min(V, data.vocabulary or V))
     return Planned(complete(config, asdict(target.description)), target, shape, data), rows

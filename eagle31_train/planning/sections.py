@@ -36,10 +36,8 @@ def drafter(plan: Planned) -> list[str]:
         sizes[part] += math.prod(size)
     sizes |= {"trained": state.trained, "frozen": state.frozen}
     sizes["of the target, frozen"] = plan.target_pieces() / plan.value
-    until = plan.data.vocabulary is None and plan.config.data.draft_vocab_coverage is not None
-    tokens = f"{shape.draft_vocab_size:,} of {shape.vocab_size:,} tokens"
     return [
-        f"DRAFTER   {shape.architecture}, {tokens}{', until the data are counted' if until else ''}",
+        f"DRAFTER   {shape.architecture}, {shape.draft_vocab_size:,} of {shape.vocab_size:,} tokens",
         *(_line(part, _si(size), "parameters") for part, size in sizes.items() if size),
     ]
 

@@ -67,24 +67,16 @@ class ShardFile:
         if not len(self.tokens) == len(self.loss_mask) == len(self.top1) == total:
             raise ContentError(f"holds {len(self.tokens)} tokens, not {total}")
         # Where each of S samples begins, and the last ends: [S + 1] each.
-        self._edges, self._aux_edges, self._last_edges = self._find_rows(lengths)
+        supervised = [supervised_positions(mask) for mask in self.loss_mask.split(list(lengths))]
+        self._edges, self._aux_edges, self._last_edges = _find_rows(lengths, supervised)
         self.aux = _states(tensors, "aux", shape.aux_codec, (shape.aux_layers, shape.hidden_size), self._aux_edges)
         self.last = _states(tensors, "last", shape.last_codec, (shape.hidden_size,), self._last_edges)
-        self._check_ids(lengths, vocab_size)
-
-    def _find_rows(self, lengths: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
-        supervised = [supervised_positions(mask) for mask in self.loss_mask.split(list(lengths))]
-        counts = (lengths, map(attended_positions, supervised), map(len, supervised))
-        edges, aux_edges, last_edges = ([0, *accumulate(count)] for count in counts)
-        return edges, aux_edges, last_edges
-
-    def _check_ids(self, lengths: Sequence[int], vocab_size: int) -> None:
-        """Refuse ids that the target's vocabulary lacks: as indices they fail far from here, or silently wrap."""
+        # Ids that the vocabulary lacks: as indices they fail far from here, or silently wrap.
         for name, ids, least in (("tokens", self.tokens, 0), ("top1", self.top1, -1)):
             if len(ids) and (ids.min() < least or ids.max() >= vocab_size):
                 raise ContentError(f"holds {name} outside the {vocab_size} tokens of its target's vocabulary")
-        for top1, mask in zip(self.top1.split(list(lengths)), self.loss_mask.split(list(lengths)), strict=True):
-            if (top1[supervised_positions(mask)] < 0).any():
+        for top1, where in zip(self.top1.split(list(lengths)), supervised, strict=True):
+            if (top1[where] < 0).any():
                 raise ContentError("lacks the target's arg-max (top1) before some of the assistant's tokens")
 
     def not_finite(self) -> list[int]:
@@ -102,6 +94,13 @@ class ShardFile:
         aux = self.aux.of_document(index, cut(self._aux_edges)) if states else as_encoded(NONE)
         last = self.last.of_document(index, cut(self._last_edges)) if states else as_encoded(NONE)
         return Document(self.tokens[tokens].long(), self.loss_mask[tokens], self.top1[tokens].long(), aux, last)
+
+
+def _find_rows(lengths: Sequence[int], supervised: Sequence[Tensor]) -> tuple[list[int], list[int], list[int]]:
+    """Where the tokens, auxiliary and last states of each sample begin."""
+    counts = (lengths, map(attended_positions, supervised), map(len, supervised))
+    edges, aux_edges, last_edges = ([0, *accumulate(count)] for count in counts)
+    return edges, aux_edges, last_edges
 
 
 def _states(tensors: Mapping[str, Tensor], name: str, codec: str, row: tuple[int, ...], edges: list[int]) -> Encoded:

@@ -248,7 +248,7 @@ class StoreWriter:
         if begun is not None and begun != self.provenance and not self._overwrite:
             change = artifacts.describe_change(begun, self.provenance)
             where = self.storage.location
-            raise UserError(f"{where} holds a begun store of another run ({change}): {REPLACE}")
+            raise UserError(f"{where} holds a begun store of another run ({change}): {self._remedy(begun)}")
         return begun
 
     def _await_first(self) -> None:

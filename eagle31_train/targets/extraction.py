@@ -9,7 +9,7 @@ Shapes: T tokens of one conversation; A auxiliary layers; H hidden.
 import importlib.util
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,16 +27,16 @@ from eagle31_train.locks import alone
 from eagle31_train.model import vocab
 from eagle31_train.provenance import Provenance
 from eagle31_train.store import Storage, StoreWriter, finished, make_plan, shape_of, storage_of
+from eagle31_train.store.codec import NOT_FINITE, encode_unchecked
 from eagle31_train.store.document import Document
 from eagle31_train.store.format import Line
 from eagle31_train.store.shard_plan import SPLITS, PlannedShard, Shape
-from eagle31_train.targets.arriving import Arriving
 from eagle31_train.targets.fidelity import Figures, Gate, report
 from eagle31_train.targets.hf import Engine, check_length, load_engine
 from eagle31_train.targets.pretrained import load_tokenizer, vocabulary_fingerprint
 from eagle31_train.targets.readout import Readout
 from eagle31_train.targets.vllm_engine import VllmEngine
-from eagle31_train.transfers import to_device
+from eagle31_train.transfers import each_tensor, to_device, to_host
 
 LOGIT_ROWS = 512  # rows of [rows, V] logits alive at once
 FOREIGN = 0.5  # share of the answers' tokens that the target would write itself, below which it hardly wrote them
@@ -102,7 +102,7 @@ def _extract(
         writer.write_target(engine.readout.weights())
     gate = Gate(engine, config.extract, len(plan.shards))
     agreement = Agreement(vocab.read(config.data_folder / "vocab.safetensors").t2d)
-    wanted = extract_shards(engine, splits, writer, gate, agreement, is_main())
+    wanted = extract_shards(engine, splits, writer, gate, agreement)
     if wanted and first and (lines := writer.gather()) is not None:
         _finish(writer, lines, agreement, began)
     elif is_main() and wanted and not first:
@@ -201,17 +201,16 @@ class Agreement:
 
     def lines(self) -> list[str]:
         """What is to be said of it; nothing where nothing was counted."""
-        bare = f"extract: {self.bare:,} of {self.conversations:,} conversations have nothing to train"
-        lines = [bare] if self.bare else []
-        if not self.positions:
-            return lines
-        own, outside = self.own / self.positions, self.outside / self.positions
-        lines.insert(
-            0,
-            f"extract: the target would itself write {own:.1%} of the {self.positions:,} answer tokens seen here; "
-            f"{outside:.1%} of its choices lie outside the draft vocabulary",
-        )
-        if own < FOREIGN:
+        lines = []
+        own, outside = (count / max(self.positions, 1) for count in (self.own, self.outside))
+        if self.positions:
+            lines.append(
+                f"extract: the target would itself write {own:.1%} of the {self.positions:,} answer tokens seen here; "
+                f"{outside:.1%} of its choices lie outside the draft vocabulary"
+            )
+        if self.bare:
+            lines.append(f"extract: {self.bare:,} of {self.conversations:,} conversations have nothing to train")
+        if self.positions and own < FOREIGN:
             lines.append(
                 "extract: WARNING: hardly its own answers, of which a drafter learns little: are they not regenerated "
                 "(regenerate=true), of other weights or another chat template, or drawn at a high temperature?"
@@ -224,20 +223,51 @@ class Agreement:
         return lines
 
 
-def extract_shards(
-    engine: Engine, splits: DatasetDict, writer: StoreWriter, gate: Gate, agreement: Agreement, shown: bool
-) -> bool:
-    """Commit this process's shards; false if a training that follows the store wants no more before the last.
+class Arriving:
+    """States of a shard on their way from where the target runs into this machine's memory, while the target runs on.
 
-    `agreement` is given every document; `shown`: show a progress bar over this process's tokens.
+    A GPU is never waited for: each sample's states are encoded there and their copies queued, and nobody looks at a
+    value, not even at whether all are finite, before the whole shard has arrived.
     """
+
+    def __init__(self, shape: Shape, shard: PlannedShard) -> None:
+        self._shape, self._shard = shape, shard
+        self._documents: dict[int, tuple[Document, list[Tensor]]] = {}  # with whether their states are finite
+        self._queued: dict[torch.device, torch.cuda.Event] = {}  # the last copy from each device
+
+    def add(self, index: int, document: Document) -> None:
+        """Encode the states of the shard's sample `index`, on any device, where they are, and queue their copies."""
+        states: tuple[Any, Any] = document.attended_states, document.supervised_states
+        aux, aux_finite = encode_unchecked(states[0], self._shape.aux_codec)
+        last, last_finite = encode_unchecked(states[1], self._shape.last_codec)
+        aux, last, top1 = each_tensor(aux, to_host), each_tensor(last, to_host), to_host(document.top1)
+        here = replace(document, top1=top1, aux=aux, last=last)
+        self._documents[index] = here, [to_host(aux_finite), to_host(last_finite)]
+        for device in {document.top1.device, states[0].device, states[1].device}:
+            if device.type == "cuda":
+                self._queued[device] = torch.cuda.current_stream(device).record_event()
+
+    def wait(self) -> list[Document]:
+        """The documents, in order, once all are here; UserError with the number of a sample that is not finite."""
+        for event in self._queued.values():
+            event.synchronize()
+        order = sorted(self._documents)
+        for index in order:
+            if not all(self._documents[index][1]):
+                raise UserError(f"{self._shard.name}: sample {self._shard.first + index}: {NOT_FINITE}")
+        return [self._documents[index][0] for index in order]
+
+
+def extract_shards(engine: Engine, splits: DatasetDict, writer: StoreWriter, gate: Gate, agreement: Agreement) -> bool:
+    """Commit this process's shards, of which `agreement` is given every document; false if a training that follows the
+    store wants no more before the last."""
     shards = writer.mine()
     total = sum(shard.tokens for shard in shards)
     shards = [shard for shard in shards if not writer.has(shard)]
     committed = total - sum(shard.tokens for shard in shards)  # in an earlier run: part of the total, not of the rate
     options: dict[str, Any] = {"unit": "tok", "unit_scale": True, "smoothing": 0.05}
     with (
-        Progress(desc="extract", total=total, initial=committed, disable=not shown, **options) as progress,
+        Progress(desc="extract", total=total, initial=committed, disable=not is_main(), **options) as progress,
         Background("store") as background,
     ):
 

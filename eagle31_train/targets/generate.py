@@ -28,14 +28,6 @@ class Request:
     seed: int
 
 
-@dataclass(frozen=True)
-class Generated:
-    """Token ids without the end-of-turn token; `finish_reason` is "stop" or "length"."""
-
-    ids: list[int]
-    finish_reason: str
-
-
 @dataclass
 class Row:
     """An answer on its way: which request's, what decides each of its draws, and its tokens so far."""
@@ -67,15 +59,16 @@ class Generator:
         max_new_tokens: int,
         top_p: float,
         end_ids: Collection[int] | None = None,
-    ) -> Iterator[tuple[int, Generated]]:
-        """Answer prompts that `refusal` does not refuse, at most `at_once` together: (index, answer) of each request,
-        as soon as it has ended. A row's draws come from its own seed, whichever rows are beside it."""
+    ) -> Iterator[tuple[int, list[int], str]]:
+        """Answer prompts that `refusal` does not refuse, at most `at_once` together. As soon as one has ended: which
+        request's it is, its token ids without the end-of-turn token, and why it ended, "stop" or "length". A row's
+        draws come from its own seed, whichever rows are beside it."""
         end_ids = set(end_ids or self.end_ids)
         waiting = deque(Row(i, request, _uniforms(request, max_new_tokens)) for i, request in enumerate(requests))
         ended = self._by_transformers if why_alone(self.model) else self._decode
         for row in ended(waiting, at_once, max_new_tokens, top_p, end_ids):
             end = next((at for at, token in enumerate(row.ids) if token in end_ids), None)
-            yield row.index, Generated(row.ids[:end], "length" if end is None else "stop")
+            yield row.index, row.ids[:end], "length" if end is None else "stop"
 
     def _decode(
         self, waiting: deque[Row], at_once: int, max_new_tokens: int, top_p: float, end_ids: Collection[int]

@@ -74,12 +74,9 @@ class Readout:
         return self.head.data_ptr() == self.embedding.data_ptr()
 
     @torch.no_grad()
-    def logits(self, last: Tensor, after_norm: bool = False, shift: float = 0.0) -> Tensor:
-        """Last hidden states [n, H] of any float dtype → logits [n, V] fp32, the way training rebuilds them.
-
-        `after_norm` and `shift` rebuild them wrongly on purpose, to name the cause of a failure.
-        """
-        return self._product(last, after_norm, shift).float()
+    def logits(self, last: Tensor) -> Tensor:
+        """Last hidden states [n, H] of any float dtype → logits [n, V] fp32, the way training rebuilds them."""
+        return self._product(last).float()
 
     @torch.no_grad()
     def best(self, last: Tensor) -> Tensor:
@@ -98,11 +95,9 @@ class Readout:
         packed = self.packed if head is self.head else None
         return replace(self, norm=self.norm.to(device), head=head, embedding=embedding, packed=packed)
 
-    def _product(self, last: Tensor, after_norm: bool = False, shift: float = 0.0) -> Tensor:
+    def _product(self, last: Tensor) -> Tensor:
         """[n, V] in lm_head's dtype."""
-        last = last.to(self.head.device).float()
-        normed = last if after_norm else rms_norm(last, self.norm + shift, self.eps)
-        normed = normed.to(self.head.dtype)
+        normed = rms_norm(last.to(self.head.device).float(), self.norm, self.eps).to(self.head.dtype)
         return soft_capped(self.packed(normed) if self.packed is not None else normed @ self.head.T, self.soft_cap)
 
 

@@ -107,8 +107,7 @@ def jobs(*texts):
 def locally(config, chatml, ids, finish_reason):
     """What becomes of these tokens of the target: the content of the message, or the reason of the refusal."""
     local = Local(config, chatml)
-    answer = SimpleNamespace(ids=ids, finish_reason=finish_reason)
-    local.generator = SimpleNamespace(refusal=lambda *_: None, answer=lambda *_: enumerate([answer]))
+    local.generator = SimpleNamespace(refusal=lambda *_: None, answer=lambda *_: iter([(0, ids, finish_reason)]))
     ((_, result),) = local.answers(jobs("hi"))
     if isinstance(result, Refused):
         return str(result)

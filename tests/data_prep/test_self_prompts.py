@@ -13,7 +13,7 @@ from eagle31_train import console
 from eagle31_train.cli import load_config
 from eagle31_train.errors import UserError
 from eagle31_train.targets.chat import ChatTemplate
-from eagle31_train.targets.generate import Generated, Generator
+from eagle31_train.targets.generate import Generator
 
 JOURNAL, MANIFEST = f"{OUTPUT}.partial", "prompts.manifest.json"
 
@@ -114,8 +114,8 @@ def test_text_ends_a_users_turn_where_no_token_does(completions, tiny_target, tm
     # Without the space after it, which is the first word's: " Why" is a token, and a lone space never stands there.
     assert completions.bodies[0]["prompt"] == tokenizer.encode("<s>[INST]")
     texts = iter([" Who? [/INST] I.", " Why is it so? [/INST] Because [INST] No", "and so on and on"])
-    answer = [Generated(tokenizer.encode(text), "length") for text in texts]
-    monkeypatch.setattr(Generator, "answer", lambda self, requests, *_: enumerate(answer[: len(requests)]))
+    answers = [(number, tokenizer.encode(text), "length") for number, text in enumerate(texts)]
+    monkeypatch.setattr(Generator, "answer", lambda self, requests, *_: iter(answers[: len(requests)]))
     here = configured(tmp_path / "here", tiny_target, own, "data.self_prompts.count=2", "data.generate.batch_size=3")
     assert [row["turns"] for row in written(here)] == [["Who?"], ["Why is it so?"]]
 

@@ -180,15 +180,14 @@ def test_a_kill_leaves_nothing_that_counts_and_is_gone_on_from(config, tmp_path,
 def test_what_cannot_be_met_is_refused_before_the_work_starts(config, tmp_path, monkeypatch):
     monkeypatch.setattr(stage, "regenerate", lambda *_: pytest.fail("answered first"))
     config.regenerate = True
-    for size, coverage, reason in ((1, None, "no room for the 2 special tokens"), (300, 0.9, "exclude each other")):
-        config.data.draft_vocab_size, config.data.draft_vocab_coverage = size, coverage
-        with pytest.raises(UserError, match=reason):
-            prepare(config)
+    config.data.draft_vocab_size = 1
+    with pytest.raises(UserError, match="no room for the 2 special tokens"):
+        prepare(config)
     monkeypatch.setenv("WORLD_SIZE", "2")  # each process would answer every prompt, and write over the others
     with pytest.raises(UserError, match="WORLD_SIZE is set: start it without a launcher"):
         prepare(config)
     monkeypatch.undo()
-    config.regenerate, config.data.draft_vocab_coverage = False, None
+    config.regenerate, config.data.draft_vocab_size = False, 300
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(UserError, match="loop is a link that leads nowhere: remove it"):
         prepare(replace(config, run_dir=str(tmp_path / "loop")))

@@ -38,7 +38,7 @@ TENSORS = {
 @pytest.fixture(scope="module")
 def shape():
     config = load_config(recipe("kimi"))
-    assert config.data.draft_vocab_size is config.data.draft_vocab_coverage is None  # the whole vocabulary
+    assert config.data.draft_vocab_size is None  # the whole vocabulary
     return planned_drafter(config, describe_target(config.target), V)[0]
 
 

@@ -97,7 +97,10 @@ def test_where_data_dir_may_be_wrong_a_good_store_is_not_to_be_replaced(run):
     write_data(run / "other", seed=1)
     extract(tiny_config(run))
     wrong = f"data_dir={run / 'other' / 'data'}"
-    assert refused(run, wrong).endswith(f": correct {wrong}, or choose another name=… or run_dir=…")
+    instead = f": correct {wrong}, or choose another name=… or run_dir=…"
+    assert refused(run, wrong).endswith(instead)
+    (run / "run" / "store" / "manifest.json").unlink()  # begun, and not finished
+    assert refused(run, wrong).endswith(instead)
 
 
 def give_words(folder, swapped=False):

@@ -1,4 +1,4 @@
-"""The fidelity gate passes right documents, and names the mistake that was planted in wrong ones."""
+"""The fidelity gate passes right documents, and none in which a mistake was planted."""
 
 from dataclasses import replace
 from functools import cache
@@ -110,12 +110,12 @@ def wide_norm():
 
 
 MISTAKES = [
-    (wide_norm, take_last_after_the_final_norm, "likely cause: the last hidden state was taken after the final norm"),
-    (gemma, misread_norm(-1), r"likely cause: the final norm is of the form \(1 \+ w\) but was read as w"),
-    (wide_norm, misread_norm(1), r"likely cause: the final norm was read as \(1 \+ w\) but is w"),
-    (tiny_llama, shift_positions, "no known mistake explains it: check target.dtype"),
-    (tiny_llama, mix_up_conversations, "no known mistake explains it"),
-    (tiny_llama, take_the_layer_before, "no known mistake explains it"),
+    (wide_norm, take_last_after_the_final_norm),
+    (gemma, misread_norm(-1)),  # of the form (1 + w), and read as w
+    (wide_norm, misread_norm(1)),
+    (tiny_llama, shift_positions),
+    (tiny_llama, mix_up_conversations),
+    (tiny_llama, take_the_layer_before),
 ]
 
 
@@ -131,10 +131,10 @@ def only_the_likeliest(engine, k=5):
 
 
 @pytest.mark.parametrize(("known", "codec"), [(None, "bf16"), (only_the_likeliest, "int8_channel")])
-@pytest.mark.parametrize(("make", "plant", "cause"), MISTAKES)
-def test_a_planted_mistake_stops_the_run_and_is_named(make, plant, cause, known, codec):
+@pytest.mark.parametrize(("make", "plant"), MISTAKES)
+def test_a_planted_mistake_stops_the_run(make, plant, known, codec):
     check_right(make, known, codec)
-    with pytest.raises(UserError, match=f"^fidelity gate: .*{cause}") as error:
+    with pytest.raises(UserError, match=r"^fidelity gate: top-1 tokens agree in .*: check target\.dtype") as error:
         check(make(), plant=lambda engine: (plant(engine), known and known(engine)), codec=codec)
     assert "\n" not in str(error.value)
 
@@ -194,10 +194,8 @@ SELECTIONS = {
 def test_a_mistake_in_what_is_stored_stops_the_run_and_no_codec_is_blamed(mistake, codec, monkeypatch):
     check_right(wide_norm, codec=codec)
     SELECTIONS[mistake](monkeypatch)
-    with pytest.raises(UserError, match=r"^fidelity gate: top-1 tokens agree") as error:
+    with pytest.raises(UserError, match=r"^fidelity gate: top-1 tokens agree"):
         check(wide_norm(), codec=codec)
-    named = "likely cause: the last hidden state was taken after" in str(error.value)
-    assert named == (mistake == "the state after the norm")
 
 
 def forgotten_cap(engine):

@@ -11,10 +11,8 @@ from planting import replaced
 
 from eagle31_train.errors import UserError
 from eagle31_train.store import StoreWriter
-from eagle31_train.targets import arriving
 from eagle31_train.targets import extraction as stage
-from eagle31_train.targets.arriving import Arriving
-from eagle31_train.targets.extraction import extract
+from eagle31_train.targets.extraction import Arriving, extract
 from eagle31_train.targets.hf import HiddenStateTarget, TransformersEngine
 
 PATIENCE = 60.0  # seconds after which a test that would wait for ever fails
@@ -140,7 +138,7 @@ def late(monkeypatch):
         right(shard, index, document)
         shard._queued[torch.device("cuda")] = Event()
 
-    monkeypatch.setattr(arriving, "to_host", to_host)
+    monkeypatch.setattr(stage, "to_host", to_host)
     return queued
 
 

@@ -34,22 +34,6 @@ def test_most_frequent_first_ties_by_id_forced_always():
         assert not everything.pruned
 
 
-@given(
-    st.lists(st.integers(0, 20), min_size=4, max_size=30).filter(any),
-    st.floats(0.01, 1.0),
-    st.sets(st.integers(0, 3)),
-)
-def test_coverage_is_reached_and_no_token_too_many(counts, coverage, forced):
-    counts = np.array(counts, dtype=np.int64)
-    draft = choose(counts, sorted(forced), coverage=coverage)
-    wanted = coverage * counts.sum()
-    assert counts[draft.target_ids].sum() >= wanted
-    assert forced <= set(draft.target_ids.tolist())
-    free = [i for i in draft.target_ids.tolist() if i not in forced]
-    if free:  # without its rarest free token it would not cover enough
-        assert counts[draft.target_ids].sum() - min(counts[free]) < wanted
-
-
 def test_file_round_trip_and_dtypes(tmp_path):
     draft = choose(COUNTS, [7], size=4)
     vocab.write(tmp_path / "vocab.safetensors", draft)

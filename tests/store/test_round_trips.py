@@ -107,9 +107,9 @@ def test_random_samples_are_read_as_they_were_written(tmp_path, samples):
 # ---------------------------------------------------------------- planted mistakes
 
 
-@instead_of(ShardFile, "_find_rows")
-def states_of_the_neighbour(right, self, lengths):
-    tokens, aux, last = right(self, lengths)
+@instead_of(shard, "_find_rows")
+def states_of_the_neighbour(right, *given):
+    tokens, aux, last = right(*given)
     return tokens, aux[1:] + aux[-1:], last
 
 

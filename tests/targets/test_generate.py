@@ -80,14 +80,13 @@ def test_every_answer_is_what_it_is_alone(target, whole, at_once, handles_cache,
         monkeypatch.setattr(generate, "why_alone", lambda model: "a cache of its own")
     requests = requests_of_all_kinds()
     ends = {whole[0][2], whole[4][0], whole[7][5]}
-    answers = dict(Generator(options, [0]).answer(requests, at_once, 12, 0.9, ends))
+    answers = {index: given for index, *given in Generator(options, [0]).answer(requests, at_once, 12, 0.9, ends)}
     assert answers.keys() == set(range(len(requests)))
     lengths = set()
     for index, ids in enumerate(whole):
         end = next((at for at, token in enumerate(ids) if token in ends), None)
-        assert answers[index].ids == ids[:end]
-        assert answers[index].finish_reason == ("length" if end is None else "stop")
-        lengths.add(len(answers[index].ids))
+        assert answers[index] == [ids[:end], "length" if end is None else "stop"]
+        lengths.add(len(ids[:end]))
     assert 12 in lengths
     assert len(lengths) > 3  # rows leave at different times
 
@@ -110,4 +109,4 @@ def test_places_that_become_free_are_taken(target, whole, monkeypatch):
         begun += rows * joining
         assert joining or rows == 4 or begun == len(requests), "places are free while some wait"
     assert len(found) == begun == len(requests)
-    assert sum(rows for rows, _ in passes) == sum(len(one.ids) + (one.finish_reason == "stop") for _, one in found)
+    assert sum(rows for rows, _ in passes) == sum(len(ids) + (reason == "stop") for _, ids, reason in found)
