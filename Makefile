@@ -122,7 +122,7 @@ bench-gpu: environment
 bench-gpu-model: install
 	$(BIN)/python -m benchmarks.gpu_model $(ARGS)
 
-# Extraction beside the target's bare forward pass: runs/bench/extraction.{json,png}
+# Extraction beside the target's bare forward pass: runs/bench/extraction.json
 bench-store: install
 	$(BIN)/python -m benchmarks.extraction $(ARGS)
 

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import extraction, peers, plot, run_main
+from benchmarks import peers, plot, run_main
 from benchmarks.speedrun.measure import KINDS
 from eagle31_train import artifacts
 from eagle31_train.errors import UserError
@@ -201,7 +201,6 @@ DRAWN: dict[str, Callable[[Path], None]] = {
     "peers": partial(measured, "peers", lambda found, *where: plot.peers(peers.rows(found["cases"]), *where)),
     "growth": partial(measured, "growth", lambda found, *where: plot.growth(found["points"], *where)),
     "mla": partial(measured, "mla", lambda found, *where: plot.peers(peers.rows(found["lengths"]), *where)),
-    "extraction": partial(measured, "extraction", extraction.picture),
 }
 
 

@@ -48,9 +48,9 @@ def test_every_stored_picture_is_drawn_again_by_one_command(tmp_path, monkeypatc
     shown |= {file.stem.removesuffix("-light") for file in redrawn.README.glob("*-light.svg")}
     assert shown | {"speedrun"} == redrawn.DRAWN.keys()
     monkeypatch.setattr(redrawn, "README", tmp_path)
-    for name in ("gain", "codecs", "mla", "extraction", "peers", "study-serving"):
+    for name in ("gain", "codecs", "mla", "peers", "study-serving"):
         redrawn.DRAWN[name](tmp_path / f"{name}.png")
-    assert len(list(tmp_path.iterdir())) == 5 + 2
+    assert len(list(tmp_path.iterdir())) == 4 + 2
 
 
 def test_a_codec_is_compared_with_the_stored_states(tmp_path):
