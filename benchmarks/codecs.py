@@ -55,8 +55,8 @@ def measure(store: OpenStore, split: str, conversations: int) -> list[Row]:
             for index, layer in enumerate(store.aux_layers):
                 rounded, exact = lossy[:, index], sample.aux[:, index].float()
                 others = exact.abs().mean(0).argsort()[:-GREATEST]
-                for place, channels in enumerate((slice(None), others)):
-                    aux[layer][place] += error(rounded[:, channels], exact[:, channels]) / count
+                aux[layer][0] += error(rounded, exact) / count
+                aux[layer][1] += error(rounded[:, others], exact[:, others]) / count
             wanted, found = (
                 readout.logits(last).log_softmax(-1) for last in (sample.last, decoded(sample.last, codec))
             )

@@ -25,7 +25,7 @@ from eagle31_train.reporting.tables import aligned
 GIB = 2**30
 
 # Defaults, and those of --quick; first, ceiling: tokens, where the search for the longest document begins and ends.
-FULL = {"cases": ["llama8b:2x4096:1", "llama8b:2x4096:0.35", "llama8b:1x32768:1", "kimi:4x4096:0.35"]}
+FULL: dict[str, Any] = {"cases": ["llama8b:2x4096:1", "llama8b:2x4096:0.35", "llama8b:1x32768:1", "kimi:4x4096:0.35"]}
 FULL |= {"longest": ["llama8b:0.35"], "first": 2**14, "ceiling": 2**18}
 QUICK = {"cases": ["tiny:2x64:1", "tiny:1x128:0.35"], "longest": ["tiny:1"], "first": 64, "ceiling": 256}
 VARIED = {"cuda": ["fused", "plain", "fused+recompute"], "cpu": ["plain", "plain+recompute"]}

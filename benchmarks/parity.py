@@ -58,13 +58,13 @@ def make_tiny(rules: Rules) -> Material:
 def longer(material: Material, extra: int, mask: Tensor) -> Material:
     """The document with `extra` tokens 0 behind it, as the peers pad, and another mask. Attention is causal: nothing
     before them changes."""
-    d = material.document
+    d, (aux, last) = material.document, material.states
     document = Document(
         tokens=pad(d.tokens, (0, extra)),
         loss_mask=mask,
         top1=pad(d.top1, (0, extra)),
-        aux=pad(d.aux, (0, 0, 0, 0, 0, extra)),
-        last=pad(d.last, (0, 0, 0, extra)),
+        aux=pad(aux, (0, 0, 0, 0, 0, extra)),
+        last=pad(last, (0, 0, 0, extra)),
     )
     return replace(material, document=document)
 
@@ -103,10 +103,17 @@ def compare(name: str) -> dict[str, Any]:
         "pairs by its rules": pairs.tolist(),
         "pairs by our rules": own.batch.trained.tolist(),
         "gradients": {
-            parameter: float((trained[parameter].grad - p.grad).abs().max() / p.grad.abs().max())
+            parameter: relative_difference(trained[parameter].grad, p.grad)
             for parameter, p in peer.parameters().items()
         },
     }
+
+
+def relative_difference(ours: Tensor | None, theirs: Tensor | None) -> float:
+    """The greatest, over theirs' greatest; both have a gradient."""
+    assert ours is not None
+    assert theirs is not None
+    return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
 def failures(result: dict[str, Any]) -> list[str]:

@@ -89,7 +89,7 @@ def themed(theme: str, size: tuple[float, float], path: Path) -> Iterator[Any]:
 def gain(_: Path) -> None:
     """The README's: acceptance length of EAGLE 3 and 3.1 by draft tokens, on a light page and on a dark one."""
     of = read("study-passes2")["workloads"][0]["drafters"]
-    for theme, (_, _, lines) in GITHUB.items():
+    for theme, (*_page, lines) in GITHUB.items():
         with themed(theme, (7, 3.3), README / f"gain-{theme}.svg") as figure:
             axes = figure.subplots()
             titles = "EAGLE 3", "EAGLE 3.1"

@@ -6,6 +6,7 @@ document, and the share of them that the assistant wrote; or `llama8b:8x4096:0.5
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,7 +82,7 @@ class Case:
     def drafter(self) -> DrafterShape:
         D, inner, heads, groups, width, own_vocab = _SHAPES[self.shape]
         vocab, latent = self.vocab or own_vocab, self.shape in _LATENT
-        widths = dict(zip(_LATENT_NAMES, _LATENT.get(self.shape, ()), strict=False))
+        widths: dict[str, Any] = dict(zip(_LATENT_NAMES, _LATENT.get(self.shape, ()), strict=False))
         return DrafterShape(
             **widths,
             architecture="mla" if latent else "llama",
@@ -128,9 +129,17 @@ class Material:
         kept[self.target_ids] = True
         return kept
 
+    @property
+    def states(self) -> tuple[Tensor, Tensor]:
+        """aux [T, A, H] and last [T, H], which are not encoded here."""
+        aux, last = self.document.aux, self.document.last
+        assert isinstance(aux, Tensor)
+        assert isinstance(last, Tensor)
+        return aux, last
+
     def teacher_logits(self) -> Tensor:
         """[T, Vd]: the target's logits over the draft vocabulary, which teach at every position."""
-        last = self.document.last
+        _, last = self.states
         normed = last * torch.rsqrt(last.square().mean(-1, keepdim=True) + self.shape.rms_norm_eps) * self.norm
         return normed @ self.head_rows.T
 

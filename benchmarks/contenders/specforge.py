@@ -67,7 +67,7 @@ class SpecForge:
             "attention_mask": torch.ones(1, len(document), dtype=torch.long),
             "target": taught,
             "loss_mask": document.loss_mask[None, :, None].long(),
-            "hidden_states": document.aux.flatten(1)[None],
+            "hidden_states": material.states[0].flatten(1)[None],
         }
 
     def loss(self) -> Tensor:

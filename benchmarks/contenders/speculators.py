@@ -55,7 +55,7 @@ class Speculators:
         shifted = shift_batch(
             {
                 "input_ids": document.tokens,
-                "hidden_states": document.aux.flatten(1),
+                "hidden_states": material.states[0].flatten(1),
                 "verifier_last_hidden_states": document.last,
                 "loss_mask": document.loss_mask,
                 "lengths": torch.tensor([T]),

@@ -135,8 +135,9 @@ def worker(python: str, job: Job, more: dict[str, str] | None = None) -> dict[st
     command = [python, "-m", "benchmarks.speedrun.worker", str(file)]
     with log.open("w", encoding="utf-8") as output:
         try:
-            streams = {"stdout": output, "stderr": subprocess.STDOUT}
-            done = subprocess.run(command, cwd=ROOT, env=environment, check=False, **streams)
+            done = subprocess.run(
+                command, cwd=ROOT, env=environment, check=False, stdout=output, stderr=subprocess.STDOUT
+            )
         except OSError as error:
             raise UserError(f"{python} cannot be run ({error.strerror}): see benchmarks/install_peers.sh") from None
     if done.returncode or not (job.folder / RESULT).is_file():
