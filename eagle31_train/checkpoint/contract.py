@@ -145,9 +145,6 @@ def check_shape(shape: DrafterShape) -> list[str]:
         problems.append("MLA gives each head a key of its own, of qk_nope_head_dim and qk_rope_head_dim together")
     if heads % (keys := shape.num_key_value_heads):
         problems.append(f"drafter.num_attention_heads={heads} is no multiple of num_key_value_heads={keys}")
-    rotated = "qk_rope_head_dim" if mla else "head_dim"
-    if (width := getattr(shape, rotated)) % 2:
-        problems.append(f"drafter.{rotated}={width} must be even: RoPE turns pairs")
     try:
         check_rope(shape)
     except UserError as error:

@@ -127,6 +127,9 @@ def rope_parameters(shape: DrafterShape) -> dict:
 
 def check_rope(shape: DrafterShape) -> dict:
     """`rope_parameters`, which mean in vLLM what they mean in training; else a UserError that names the key."""
+    rotated = "qk_rope_head_dim" if shape.architecture == "mla" else "head_dim"
+    if (width := getattr(shape, rotated)) % 2:
+        raise UserError(f"drafter.{rotated}={width} must be even: RoPE turns pairs")
     parameters = rope_parameters(shape)
     kind, kinds = parameters["rope_type"], SCALINGS[shape.architecture]
     if kind == "default":

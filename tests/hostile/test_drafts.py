@@ -155,4 +155,10 @@ def test_whole_drafts_are_read_and_sizes_beyond_all_real_ones_refused_by_name(dr
     scaled = {**CONFIGS["mla"], "rope_scaling": CONFIGS["mla"]["rope_scaling"] | {"mscale": 1e308}}
     scaled = json.dumps(scaled).encode()
     assert "an mscale must be from" in str(outcome(lambda: read(draft("mla", config__json=scaled))))
+    odd = {"mla": {"qk_rope_head_dim": 7}, "llama": {"head_dim": 7}}
+    for kind, width in odd.items():
+        data = json.dumps({**CONFIGS[kind], **width}).encode()
+        assert "must be even: RoPE turns pairs" in str(
+            outcome(lambda kind=kind, data=data: read(draft(kind, config__json=data)))
+        )
     assert "config.json gives draft_vocab_size" in str(found) or "config.json gives vocab_size" in str(found)
