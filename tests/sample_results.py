@@ -56,7 +56,6 @@ def serving():
             "total": 99.5,
             "different": 2 if tokens else 0,
             "acceptance": accepted if tokens else None,
-            "counted": {"ttft": 0.0487, "tpot": 0.0123},
             "ttft": {"mean": 0.05, "p50": 0.041, "p95": 0.0912},
             "tpot": dict.fromkeys(("mean", "p50", "p95")),
         }

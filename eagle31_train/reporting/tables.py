@@ -165,13 +165,12 @@ def _serving(serving: Result) -> Iterator[Table]:
         different = "–" if row["different"] is None else f"{row['different']} of {row['requests']}"
         speeds.append([*key, bracket(row["per_user"], "{:.1f}"), ahead, f"{row['total']:.1f}", different])
         seconds = [row[kind].get(of) for kind in ("ttft", "tpot") for of in ("mean", "p50", "p95")]
-        seconds += [row.get("counted", {}).get(kind) for kind in ("ttft", "tpot")]
         times.append([*key, *(_number(value and 1000 * value, "{:.1f}") for value in seconds)])
         if acceptance := row["acceptance"]:
             shares = ", ".join(_number(share, "{:.1%}") for share in acceptance["acceptance_at_depth"])
             accepted.append([*key, _number(acceptance["acceptance_length"], "{:.2f}"), shares])
     yield Table("speed", [*which, "tokens/s/user", "speed-up", "total tokens/s", "different answers"], speeds)
-    heads = ["TTFT, ms", "p50", "p95", "TPOT, ms", "p50", "p95", "TTFT by vLLM", "TPOT by vLLM"]
+    heads = ["TTFT, ms", "p50", "p95", "TPOT, ms", "p50", "p95"]
     yield Table("times", [*which, *heads], times)
     yield Table("acceptance, as vLLM counts it", [*which, "acceptance length", "accepted up to position"], accepted)
 

@@ -178,7 +178,7 @@ def test_counts_are_the_servers_without_its_warming(measure):
         told = expected(depth, times=row["concurrency"])
         totals = {name: told[name] for name in ("requests", "output_tokens")}
         assert {name: row[name] for name in totals} == totals
-        assert row["counted"].items() >= {**totals, "ttft": 0.25, "tpot": None}.items()
+        assert row["counted"].items() >= totals.items()
         assert row["different"] == 0
         assert (row["acceptance"] is None) == (row["speedup"] is None) == (depth == 0)
         if depth:

@@ -64,6 +64,4 @@ def test_the_clock_is_vllms(served, tell):
     for row in served["rows"]:
         assert row["counted"]["requests"] == row["requests"]
         assert row["counted"]["output_tokens"] == row["output_tokens"]
-        assert row["ttft"]["mean"] > row["counted"]["ttft"] > 0
-        assert row["counted"]["tpot"] > 0
     tell(as_text({"serving": served}))

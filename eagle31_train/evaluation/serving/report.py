@@ -9,7 +9,7 @@ As JSON (`measure_serving` makes it):
                "per_user": [value, low, high],
                "total": tokens/s, "speedup": [value, low, high] or null without a drafter,
                "different": how many, or null when sampling, "acceptance": `speculation` or null,
-               "counted": {"requests", "output_tokens", "ttft", "tpot", "preemptions"} of vLLM itself}],
+               "counted": {"requests", "output_tokens", "preemptions"} of vLLM itself}],
      "best": [{"drafter", "concurrency", "draft_tokens": 0 if speculation does not pay, "speedup": [value, low, high]
                of the best number of draft tokens, "tried": that number}],
      "schedules": {drafter: options of vLLM's --speculative-config, see `schedule`},
@@ -45,8 +45,6 @@ PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
 FINISHED = "vllm:request_success_total"
 TOKENS = "vllm:generation_tokens_total"
 PREEMPTIONS = "vllm:num_preemptions_total"
-TTFT = "vllm:time_to_first_token_seconds"
-TPOT = "vllm:request_time_per_output_token_seconds"
 
 
 def speed(answers: Sequence[Answer]) -> Estimate:
@@ -88,8 +86,6 @@ def row(
         "counted": {
             "requests": round(counted[FINISHED]),
             "output_tokens": round(counted[TOKENS]),
-            "ttft": mean(counted, TTFT),
-            "tpot": mean(counted, TPOT),
             "preemptions": round(counted[PREEMPTIONS]),
         },
     }
@@ -197,8 +193,3 @@ def speculation(counted: Counter[str], draft_tokens: int) -> dict[str, Any]:
     positions = [round(counted[f"{PER_POSITION}[{i}]"]) for i in range(draft_tokens)]
     return {"draft_tokens_proposed": round(counted[PROPOSED]), **acceptance(round(counted[DRAFTS]), positions)}
 
-
-def mean(counted: Counter[str], histogram: str) -> float | None:
-    """The mean of what a histogram counted; None where that is nothing."""
-    count = counted[f"{histogram}_count"]
-    return counted[f"{histogram}_sum"] / count if count else None
