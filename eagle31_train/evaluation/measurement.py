@@ -92,14 +92,9 @@ def acceptance(drafts: int, per_position: list[int]) -> dict[str, Any]:
     """Counts of drafts, and of those whose first 1, 2, … tokens were accepted, with their shares; None of nothing."""
     return {
         "drafts": drafts,
-        "accepted": sum(per_position),
         "accepted_per_position": per_position,
         "acceptance_length": 1 + sum(per_position) / drafts if drafts else None,
         "acceptance_at_depth": [count / drafts if drafts else None for count in per_position],
-        "conditional_acceptance": [
-            count / before if before else None
-            for count, before in zip(per_position, [drafts, *per_position], strict=False)
-        ],
     }
 
 

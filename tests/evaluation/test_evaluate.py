@@ -1,7 +1,6 @@
 """Stage 4 and comparisons: what they read and report, when a result is up to date, which drafter is better, and what is
 refused."""
 
-import itertools
 import json
 import re
 import shutil
@@ -148,11 +147,9 @@ def recount(prompts, draft_tokens=3):
         "prompts": len(prompts),
         "generated_tokens": sum(len(prompt["output_ids"]) for prompt in prompts),
         "drafts": len(accepted),
-        "accepted": sum(accepted),
         "accepted_per_position": reached[1:],
         "acceptance_length": 1 + sum(accepted) / len(accepted),
         "acceptance_at_depth": [count / len(accepted) for count in reached[1:]],
-        "conditional_acceptance": [b / a if a else None for a, b in itertools.pairwise(reached)],
     }
 
 

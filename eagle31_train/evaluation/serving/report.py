@@ -39,8 +39,6 @@ Row = dict[str, Any]
 _LINE = re.compile(r"^(vllm:[\w:]+?)(?:\{(.*)\})? ([^ ]+)$", re.MULTILINE)
 _POSITION = re.compile(r'position="(\d+)"')
 DRAFTS = "vllm:spec_decode_num_drafts_total"
-PROPOSED = "vllm:spec_decode_num_draft_tokens_total"
-ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
 FINISHED = "vllm:request_success_total"
 TOKENS = "vllm:generation_tokens_total"
@@ -188,8 +186,7 @@ def parse(text: str) -> Counter[str]:
 
 def speculation(counted: Counter[str], draft_tokens: int) -> dict[str, Any]:
     """Acceptance as vLLM counts it; UserError where this vLLM has no such counters."""
-    if missing := [name for name in (DRAFTS, PROPOSED, ACCEPTED, f"{PER_POSITION}[0]") if name not in counted]:
+    if missing := [name for name in (DRAFTS, f"{PER_POSITION}[0]") if name not in counted]:
         raise UserError(f"this vLLM counts no {missing[0]}: eagle31 reads those of vLLM 0.32")
     positions = [round(counted[f"{PER_POSITION}[{i}]"]) for i in range(draft_tokens)]
-    return {"draft_tokens_proposed": round(counted[PROPOSED]), **acceptance(round(counted[DRAFTS]), positions)}
-
+    return acceptance(round(counted[DRAFTS]), positions)
