@@ -41,7 +41,7 @@ def serve_command(
 
 
 def sglang_command(config: Config, drafter: str, published: bool = False) -> str:
-    """Likewise with which SGLang does, where the drafter was exported for it; it was not run."""
+    """Likewise with which SGLang does, where the drafter was exported for it."""
     path = public(config.target.path) if published else config.target.path
     steps = config.evaluate.num_speculative_tokens
     words = ["python", "-m", "sglang.launch_server", "--model-path", path, "--speculative-algorithm", "EAGLE3"]

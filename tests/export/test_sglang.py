@@ -1,6 +1,6 @@
 """Export for SGLang: its layer ids and names, for vLLM too, and what SGLang would read otherwise is refused.
 
-SGLang itself needs a GPU: what it does is from the source of its version 0.5.23.
+SGLang is not run here: what it does is from the source of its version 0.5.23.
 """
 
 import json
