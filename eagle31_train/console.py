@@ -80,6 +80,11 @@ def explained() -> Iterator[None]:
     """Around a command: it ends with 2 on a user's mistake, with 75 if it was told to stop and saved, 130 on Ctrl-C."""
     _open_streams()
     try:
+        if sys.flags.optimize > 1:
+            raise UserError(
+                "python -OO (PYTHONOPTIMIZE=2) removes the docstrings of which transformers makes its classes: start "
+                "Python without it"
+            )
         yield
     except UserError as error:
         if not isinstance(error, SharedError):

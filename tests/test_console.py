@@ -96,6 +96,12 @@ def test_an_output_that_is_full_is_named(command):
     )
 
 
+def test_python_without_docstrings_is_refused_by_its_name():
+    done = eagle31("plan", "target.path=anything", env={"PYTHONOPTIMIZE": "2"})
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert done.stderr.startswith(b"error: python -OO (PYTHONOPTIMIZE=2) removes the docstrings")
+
+
 def test_a_folder_that_is_gone_is_said(tmp_path):
     (folder := tmp_path / "gone").mkdir()
     done = eagle31("new", "mine", cwd=folder, preexec_fn=folder.rmdir)

@@ -91,6 +91,8 @@ def _stage(folder: Path, key: str, identity: str, images: str, command: str) -> 
 
 def _comparison(folder: Path, number: int, identity: str) -> CardResult:
     """The card's comparison number 1, 2, …, that the checkpoint is part of."""
+    if not (folder / RESULT).is_file():
+        raise UserError(f"comparisons: {folder} has no {RESULT}: give the folder that `{COMPARE}` wrote")
     result = artifacts.read_json(folder / RESULT, COMPARE)
     names = [name for name, identities in result.get("identities", {}).items() if identity in identities]
     if not names:
