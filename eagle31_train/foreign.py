@@ -12,11 +12,15 @@ from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from safetensors import SafetensorError
 from typing_extensions import NotRequired, TypedDict
 
 MOST = 1 << 28  # bytes of a JSON file: indices and tokenizers have a tenth
 TEXTS = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")  # that libraries read whole
 DEEPEST = 100  # objects and lists within each other: no format in use has more than a dozen; Python gives up at 1000
+
+# What safetensors raises for a file that is damaged, or tells of impossible tensors (TypeError: of 2⁶³ rows).
+NO_TENSORS = (SafetensorError, RuntimeError, ValueError, TypeError, IndexError, KeyError)
 
 # The types of fields, and what nothing real goes beyond: what is allocated by such a number stays small.
 Count = Annotated[int, Field(ge=0, le=1 << 16)]  # layers, heads, experts, labels

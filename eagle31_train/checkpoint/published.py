@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from eagle31_train import foreign
@@ -98,7 +98,7 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
             foreign.check_file(file, None)
             with safe_open(file, "pt") as opened:
                 part = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (no mapping)
-        except (OSError, ValueError, SafetensorError) as error:
+        except (OSError, *foreign.NO_TENSORS) as error:
             raise UserError(f"{file.name} is missing or damaged ({error}): get it again") from None
         for name, tensor in part.items():
             canonical = contract.canonical_name(name)

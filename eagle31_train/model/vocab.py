@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
+from eagle31_train import foreign
 from eagle31_train.artifacts import write_bytes
 from eagle31_train.errors import UserError
 
@@ -91,5 +91,5 @@ def read(path: Path) -> DraftVocab:
         return from_maps(maps["d2t"], maps["t2d"])
     except UserError as error:
         raise UserError(f"{path} does not fit: {error}: run `eagle31 data` again") from None
-    except (OSError, SafetensorError, KeyError) as error:
+    except (OSError, *foreign.NO_TENSORS) as error:
         raise UserError(f"{path} is missing or damaged ({error}): run `eagle31 data` again") from None

@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from eagle31_train import artifacts, foreign
@@ -151,7 +150,7 @@ def _check_tensors(path: Path) -> None:
     """ContentError unless a file holds tensors, all of them finite."""
     try:
         wrong = first_not_finite(load_file(path))
-    except (SafetensorError, RuntimeError, ValueError, TypeError, IndexError) as error:  # the last two of a number
+    except foreign.NO_TENSORS as error:  # or a number for a tensor
         raise ContentError(f"cannot be read ({error})") from None
     if wrong is not None:
         raise ContentError(f"holds {wrong} with values that are not finite")

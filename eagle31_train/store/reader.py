@@ -9,11 +9,10 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from eagle31_train import artifacts
+from eagle31_train import artifacts, foreign
 from eagle31_train.errors import UserError
 from eagle31_train.store import format as files
 from eagle31_train.store.backends import Storage, open_storage
@@ -91,7 +90,7 @@ class Store:
             raise UserError(f"{damage}: {files.REMAKE}")
         try:
             return load_file(self.storage.local(name))
-        except (SafetensorError, OSError) as error:
+        except (OSError, *foreign.NO_TENSORS) as error:
             raise UserError(f"{self.location}/{name} cannot be read ({error}): {files.REMAKE}") from None
 
     @property

@@ -14,10 +14,10 @@ from itertools import accumulate
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from eagle31_train import foreign
 from eagle31_train.store.backends import Storage
 from eagle31_train.store.codec import CODECS, Encoded, as_encoded, concatenate, encode
 from eagle31_train.store.document import Document, attended_positions, supervised_positions
@@ -58,7 +58,7 @@ class ShardFile:
         try:
             tensors = load_file(path)  # maps it
             self.tokens, self.loss_mask, self.top1 = tensors["tokens"], tensors["loss_mask"], tensors["top1"]
-        except (SafetensorError, RuntimeError, ValueError, KeyError) as error:
+        except foreign.NO_TENSORS as error:
             raise ContentError(f"cannot be read ({error})") from None
         for tensor, dtype in ((self.tokens, torch.int32), (self.loss_mask, torch.bool), (self.top1, torch.int32)):
             if tensor.dim() != 1 or tensor.dtype != dtype:

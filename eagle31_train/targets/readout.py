@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -227,7 +227,7 @@ def _read(folder: Path, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) 
         try:
             with safe_open(folder / files[key], framework="pt") as file:
                 tensor = file.get_tensor(key)
-        except (OSError, SafetensorError) as error:
+        except (OSError, *foreign.NO_TENSORS) as error:
             raise _broken(folder, error) from None
         if tuple(tensor.shape) != shape or not tensor.is_floating_point():
             held = f"{key} as {list(tensor.shape)} {tensor.dtype}, the model {list(shape)}"
@@ -244,7 +244,7 @@ def _files(folder: Path) -> dict[str, str]:
             return {name: Path(file).name for name, file in weight_map.items()}
         with safe_open(folder / SINGLE, framework="pt") as file:
             return dict.fromkeys(file.keys(), SINGLE)
-    except (OSError, SafetensorError, KeyError, ValueError) as error:
+    except (OSError, *foreign.NO_TENSORS) as error:
         raise _broken(folder, error) from None
 
 

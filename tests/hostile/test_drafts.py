@@ -109,10 +109,14 @@ PLACES = [[2**63, 2**64 - 1], [-8, 8], [2**40, 2**40 + 64], [64, 0]]
 PLACES += [parts(FILES["llama"])[0]["fc.weight"]["data_offsets"]]  # another tensor's
 
 
-@pytest.mark.parametrize("wrong", [*({"data_offsets": place} for place in PLACES), {"shape": [2**62, 2**62]}])
+ENDLESS = {"dtype": "F32", "shape": [2**63, 0], "data_offsets": [0, 0]}  # without a byte
+
+
+@pytest.mark.parametrize("wrong", [*({"data_offsets": place} for place in PLACES), {"shape": [2**62, 2**62]}, ENDLESS])
 def test_tensors_that_lie_elsewhere(wrong, draft):
     header, data = parts(FILES["llama"])
-    header["norm.weight"] |= wrong
+    name = "lm_head.bias" if wrong is ENDLESS else "norm.weight"
+    header[name] = header.get(name, {}) | wrong
     text = json.dumps(header).encode()
     file = len(text).to_bytes(8, "little") + text + data
     assert isinstance(outcome(lambda: read(draft("llama", model__safetensors=file))), UserError)

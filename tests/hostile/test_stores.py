@@ -62,6 +62,24 @@ def stores_with_a_fault(draw):
     return begun, draw(st.sampled_from(kind)), draw(st.data())
 
 
+def with_header(folder, name, change):
+    """Change the header of a safetensors file of a store, and make its checksums right again."""
+    path = folder / name
+    before = path.read_bytes()
+    end = 8 + int.from_bytes(before[:8], "little")
+    text = json.dumps(change(json.loads(before[8:end]))).encode()
+    after = len(text).to_bytes(8, "little") + text + before[end:]
+    line = {"name": name, "store": MADE.fingerprint, "size": len(after), "checksum": digest(after)}
+    path.write_bytes(after)
+    own = folder / name.replace(".safetensors", ".json")
+    if own.exists():
+        own.write_bytes(seal({**line, "fidelity": None}))
+    else:
+        lines = [unseal(text) for text in (folder / SHARDS).read_bytes().splitlines(keepends=True)]
+        written = [{**old, **line} if old["name"] == name else old for old in lines]
+        (folder / SHARDS).write_bytes(b"".join(map(seal, written)))
+
+
 def harm(folder, name, data):
     """Change a file of a store, and make its checksums right again."""
     path = folder / name
@@ -69,19 +87,9 @@ def harm(folder, name, data):
         return
     before = path.read_bytes()
     if name in BIG:
-        end = 8 + int.from_bytes(before[:8], "little")
-        header = json.loads(before[8:end])
-        text = json.dumps(data.draw(documents([header], NAMES, ["I64", "F32", "BF16", "U8", [0, 8]]))).encode()
-        after = len(text).to_bytes(8, "little") + text + before[end:]
-        line = {"name": name, "store": MADE.fingerprint, "size": len(after), "checksum": digest(after)}
-        path.write_bytes(after)
-        own = folder / name.replace(".safetensors", ".json")
-        if own.exists():
-            own.write_bytes(seal({**line, "fidelity": None}))
-        else:
-            lines = [unseal(text) for text in (folder / SHARDS).read_bytes().splitlines(keepends=True)]
-            written = [{**old, **line} if old["name"] == name else old for old in lines]
-            (folder / SHARDS).write_bytes(b"".join(map(seal, written)))
+        with_header(
+            folder, name, lambda header: data.draw(documents([header], NAMES, ["I64", "F32", "BF16", "U8", [0, 8]]))
+        )
     elif data.draw(st.integers(0, 3)) == 0:
         path.write_bytes(data.draw(torn(before)))
     else:
@@ -111,6 +119,15 @@ def test_stores(case, stores, tmp_path, monkeypatch):
     if begun:
         outcome(lambda: MADE.write(folder, patience=-1))
     assert outside.read_bytes() == b"somebody else's"
+
+
+@pytest.mark.parametrize("name", BIG[:2])
+def test_a_tensor_of_impossibly_many_rows_is_damage(name, stores, tmp_path):
+    """Of which none has a byte: safetensors takes it, and torch does not."""
+    shutil.copytree(stores[False], tmp_path / "store")
+    endless = {"x": {"dtype": "F32", "shape": [2**63, 0], "data_offsets": [0, 0]}}
+    with_header(tmp_path / "store", name, lambda header: header | endless)
+    assert "cannot be read" in str(outcome(lambda: read(tmp_path / "store")))
 
 
 @pytest.mark.parametrize("name", [MANIFEST, PLAN, TARGET_LINE, BIG[1]])
