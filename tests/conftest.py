@@ -35,7 +35,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 # Files that take longest: begun last, one process would run them while the others wait.
-LONG = {"test_profiles.py", "test_full_disk.py", "test_fake_cuda.py", "test_context_parallel.py"}
+LONG = {"test_commands.py", "test_profiles.py", "test_fake_cuda.py", "test_context_parallel.py"}
 LONG |= {"test_survival.py", "test_warm.py"}
 
 

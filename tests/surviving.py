@@ -38,7 +38,7 @@ STEPS = (
 START = ("train.prepare.claim", "train.tracking.record_launch", "train.checkpoint.load")
 TIMED = ("seconds", "waited", "files")  # a checkpoint's own manifest, which is listed, says seconds too
 STAGES = {"train": "train.loop.train", "extract": "eagle31_train.extract.extract"}
-SERVED = ["deepspeed", "accelerate.commands.launch", "torch.distributed.launcher.api", "train.loop"]  # imported once
+SERVED = ["deepspeed", "accelerate.commands.launch", "torch.distributed.launcher.api", "train.prepare"]  # imported once
 SERVED += ["eagle31_train.extract"]
 
 
