@@ -14,6 +14,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).parent))
 
+import forking
 import hypothesis
 import pytest
 import reference_mla
@@ -59,14 +60,17 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_collection():
+def pytest_collection(session):
     """Imports make half a million objects that stay: no garbage collection looks through them, then or later."""
     gc.disable()
     try:
-        return (yield)
+        result = yield
     finally:
         gc.freeze()
         gc.enable()
+    if session.items:  # not in the process that deals the tests to others
+        forking.start_server()
+    return result
 
 
 def make_shape(**changes):
