@@ -42,7 +42,7 @@ def train(folder, trainings, profile="ddp", processes=2, timeout=600, on_gpus=Fa
         done = launching.execute(words, profile, timeout, on_gpus, **variables)
         status, said = done.returncode, done.stdout + done.stderr
     else:
-        output = folder / "said"
+        (output := folder / "said").touch()
         with served(launched, words[3:], launching.environment(profile, **variables), output) as process:
             process.join(timeout)
             status, said = process.exitcode, output.read_text()
