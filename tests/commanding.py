@@ -71,7 +71,7 @@ class Commands:
         library = folder / "full_disk.so"
         subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", library, HERE / "full_disk.c", "-ldl"], check=True)
         environment = {**os.environ, "LD_PRELOAD": str(library), "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-        environment |= {"PYTHONPATH": f"{HERE.parent}:{HERE}", "MPLCONFIGDIR": str(folder / "matplotlib")}
+        environment |= {"PYTHONPATH": f"{HERE.parent}:{HERE}"}
         environment |= {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HUB_OFFLINE": "0"}
         self.process = subprocess.Popen(
             [sys.executable, HERE / "full_disk.py"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,

@@ -14,6 +14,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).parent))
 
+import forking
 import hypothesis
 import pytest
 import reference_mla
@@ -35,7 +36,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 # Files that take longest: begun last, one process would run them while the others wait.
-LONG = {"test_profiles.py", "test_full_disk.py", "test_fake_cuda.py", "test_context_parallel.py"}
+LONG = {"test_commands.py", "test_profiles.py", "test_fake_cuda.py", "test_context_parallel.py"}
 LONG |= {"test_survival.py", "test_warm.py"}
 
 
@@ -59,14 +60,17 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_collection():
+def pytest_collection(session):
     """Imports make half a million objects that stay: no garbage collection looks through them, then or later."""
     gc.disable()
     try:
-        return (yield)
+        result = yield
     finally:
         gc.freeze()
         gc.enable()
+    if session.items:  # not in the process that deals the tests to others
+        forking.start_server()
+    return result
 
 
 def make_shape(**changes):

@@ -15,6 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
+from forking import print_to, served
+
 WHAT, RESULTS = "SEVERAL_TRAININGS", "SEVERAL_RESULTS"
 
 
@@ -35,10 +37,16 @@ def train(folder, trainings, profile="ddp", processes=2, timeout=600, on_gpus=Fa
     what = folder / "trainings.json"
     what.write_text(json.dumps(trainings))
     variables = {WHAT: str(what), RESULTS: str(folder)}
-    done = launching.execute(
-        launching.command(profile, processes, Path(__file__)), profile, timeout, on_gpus, **variables
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    words = launching.command(profile, processes, Path(__file__))
+    if on_gpus:  # forks may not use a GPU that was looked for before
+        done = launching.execute(words, profile, timeout, on_gpus, **variables)
+        status, said = done.returncode, done.stdout + done.stderr
+    else:
+        (output := folder / "said").touch()
+        with served(launched, words[3:], launching.environment(profile, **variables), output) as process:
+            process.join(timeout)
+            status, said = process.exitcode, output.read_text()
+    assert status == 0, said[-8000:]
     of_ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(processes)]
     return [list(ranks) for ranks in zip(*of_ranks, strict=True)]
 
@@ -46,9 +54,30 @@ def train(folder, trainings, profile="ddp", processes=2, timeout=600, on_gpus=Fa
 # ---------------------------------------------------------------- in the processes
 
 
+def launched(words, environment, output):
+    """accelerate's launcher, except that ranks are forked instead of imported anew."""
+    import deepspeed  # noqa: F401 (once for all ranks)
+    from accelerate.commands import launch
+    from torch.distributed import run
+
+    print_to(output)
+    os.environ.clear()
+    os.environ.update(environment)
+    right = run.config_from_args
+
+    def forking(arguments):
+        return replace(right(arguments)[0], start_method="fork"), main, ()
+
+    with patch.object(run, "config_from_args", forking):
+        launch.launch_command(launch.launch_command_parser().parse_args(words))
+
+
 def main():
     import torch
 
+    from train import launch
+
+    launch.PARENT = os.getppid()  # it may have been forked
     gc.disable()  # until all is imported
     rank, end = int(os.environ["RANK"]), torch.distributed.destroy_process_group
     results = []

@@ -1,15 +1,11 @@
 """Trainings in processes of their own, which die or are told to stop where a test wants it.
 
-`working` and `agent` are children of a server process that has imported torch and done nothing else: a child begins
-in a second, and may use threads, which the child of a process in which torch has worked may not. As a script, this
-module is train.py with the disturbance that the variable DISTURB says, for real launches.
+As a script, this module is train.py with the disturbance that the variable DISTURB says, for real launches.
 """
 
 import ctypes
-import gc
 import importlib
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -21,6 +17,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from dying import Machine, running
+from forking import print_to, served
 from watching import noted, updates_of
 
 from eagle31_train.store.sealed import unseal
@@ -38,8 +35,6 @@ STEPS = (
 START = ("train.prepare.claim", "train.tracking.record_launch", "train.checkpoint.load")
 TIMED = ("seconds", "waited", "files")  # a checkpoint's own manifest, which is listed, says seconds too
 STAGES = {"train": "train.loop.train", "extract": "eagle31_train.extract.extract"}
-SERVED = ["deepspeed", "accelerate.commands.launch", "torch.distributed.launcher.api", "train.loop"]  # imported once
-SERVED += ["eagle31_train.extract"]
 
 
 # ---------------------------------------------------------------- how it dies
@@ -178,28 +173,6 @@ def disturbances(
 # ---------------------------------------------------------------- children
 
 
-@contextmanager
-def served(function, *arguments):
-    """A function in a child with a session of its own, nothing of which outlives the block; gives its process."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(SERVED)
-    process = context.Process(target=leading, args=(function, *arguments))
-    process.start()
-    try:
-        yield process
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.kill()
-        process.join()
-
-
-def leading(function, *arguments):
-    os.setsid()
-    gc.freeze()  # else it looks through all that its server imported, and so copies it
-    function(*arguments)
-
-
 def training(arguments, output, **disturbance):
     """Train in a child. What it prints is added to `output`."""
     return working("train", arguments, output, **disturbance)
@@ -245,12 +218,6 @@ def launched(command, environment):
         process.stderr.close()
 
 
-def print_to(output):
-    sys.stdout = sys.stderr = Path(output).open("a", buffering=1)  # noqa: SIM115 (as long as the process lives)
-    for number in (1, 2):
-        os.dup2(sys.stdout.fileno(), number)
-
-
 def child(stage, arguments, output, disturbance):
     print_to(output)
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
@@ -265,6 +232,8 @@ def lead(profile, arguments, output, how, disturbance):
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     print_to(output)
+    if profile.startswith("zero"):
+        import deepspeed  # noqa: F401 (once for all ranks)
     os.environ.pop("ACCELERATE_USE_CPU", None)
     os.environ.update(CUDA_VISIBLE_DEVICES="", GLOO_SOCKET_IFNAME="lo")
     if how["max_restarts"]:  # else who comes back waits for the address of the first until it gives up

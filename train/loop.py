@@ -10,7 +10,6 @@ from contextlib import ExitStack
 
 from eagle31_train import cli
 from eagle31_train.config import Config
-from train.prepare import prepare
 
 
 def main() -> None:
@@ -24,6 +23,8 @@ def train(config: Config) -> None:
         UserError: missing, damaged or mismatched input, or a launch that this trainer cannot serve.
         Stopped: SIGTERM or the time limit came; a checkpoint was saved.
     """
+    from train.prepare import prepare  # seconds, before which a mistyped option is refused
+
     with ExitStack() as resources:  # closed however training ends
         trainer = prepare(config, resources)
         if trainer is None:

@@ -1,14 +1,11 @@
 """Ranks that share documents take the step of one process, to rounding, and less memory each."""
 
-import subprocess
-import sys
 from functools import cache
-from pathlib import Path
 
 import pytest
 import sharing
 import torch
-from launching import environment
+from forking import served
 from plan_cases import LOGITS
 from sharing import DEEP, LONG, MASKS, PLANTED, RAGGED, RANKS, Mesh
 
@@ -25,9 +22,10 @@ TOLERANCE = {"fp32": FP32, "bf16": BF16}
 def found(tmp_path_factory):
     """What each of four ranks found."""
     folder = tmp_path_factory.mktemp("sharing")
-    words = [sys.executable, str(Path(sharing.__file__)), str(folder)]
-    done = subprocess.run(words, env=environment("ddp"), capture_output=True, text=True, check=False, timeout=600)
-    assert done.returncode == 0, done.stderr[-4000:]
+    (output := folder / "said").touch()
+    with served(sharing.all_ranks, folder, output) as process:
+        process.join(600)
+        assert process.exitcode == 0, output.read_text()[-4000:]
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(RANKS)]
 
 
