@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from tqdm import tqdm
 
@@ -102,6 +102,17 @@ def explained() -> Iterator[None]:
     except KeyboardInterrupt:
         _say_once("stopped; the same command goes on from here")
         raise SystemExit(130) from None
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except OSError:
+                _lead_nowhere(stream)
+
+
+def _lead_nowhere(stream: TextIO) -> None:
+    """What it could not write Python would try again at its end, and make the exit status 120."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _open_streams() -> None:
@@ -151,7 +162,7 @@ def tidy() -> Iterator[None]:
         yield
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _lead_nowhere(sys.stdout)
         raise SystemExit(1) from None
     finally:
         logging.setLogRecordFactory(record)

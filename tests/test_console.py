@@ -51,7 +51,9 @@ def test_libraries_draw_no_bars_in_a_log(capsys):
 
 def eagle31(*words, cwd=ROOT, **options):
     """A command in a process of its own, as a user starts it."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **options.pop("env", {})}
+    # Without what a container may set: with PYTHONUNBUFFERED nothing is left to be written as Python ends.
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    environment = {**inherited, "PYTHONPATH": str(ROOT), **options.pop("env", {})}
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "check": False, **options}
     return subprocess.run([sys.executable, "-m", "eagle31_train", *words], cwd=cwd, env=environment, **options)
 
