@@ -27,6 +27,7 @@ Count = Annotated[int, Field(ge=0, le=1 << 16)]  # layers, heads, experts, label
 Width = Annotated[int, Field(ge=0, le=1 << 24)]  # hidden sizes; tokens of a vocabulary
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Positions = Annotated[int, Field(ge=0, le=1 << 40)]
+Bytes = Annotated[int, Field(ge=0, le=1 << 60)]
 Theta = Annotated[float, Field(gt=0, le=1e30)]  # the base of RoPE
 # RoPE's scaling; its values are checked by its kind (`model.rope`).
 Scaling = dict[str, str | bool | Annotated[int, Field(le=1 << 53)] | Number | list[Number | int] | None]

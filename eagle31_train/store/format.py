@@ -27,7 +27,7 @@ from pydantic import Field
 from typing_extensions import NotRequired, TypedDict
 
 from eagle31_train import artifacts, foreign
-from eagle31_train.foreign import Count, Number, Positions, Width
+from eagle31_train.foreign import Bytes, Count, Number, Positions, Width
 from eagle31_train.store.backends import Storage
 from eagle31_train.store.sealed import DamagedError, seal, unseal
 
@@ -89,7 +89,7 @@ class Line:
 
     name: str
     store: str  # fingerprint of the store that it belongs to
-    size: int  # in bytes
+    size: Bytes
     checksum: str
     fidelity: list[float] | None = None
 

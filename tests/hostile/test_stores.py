@@ -130,6 +130,13 @@ def test_a_tensor_of_impossibly_many_rows_is_damage(name, stores, tmp_path):
     assert "cannot be read" in str(outcome(lambda: read(tmp_path / "store")))
 
 
+def test_a_size_beyond_all_real_ones_is_damage(stores, tmp_path):
+    shutil.copytree(stores[False], folder := tmp_path / "store")
+    lines = [unseal(line) for line in (folder / SHARDS).read_bytes().splitlines(keepends=True)]
+    (folder / SHARDS).write_bytes(b"".join(seal({**line, "size": 10**400}) for line in lines))
+    assert "see `eagle31 store verify the store`" in outcome(lambda: _describe(LocalStorage("the store", folder)))
+
+
 @pytest.mark.parametrize("name", [MANIFEST, PLAN, TARGET_LINE, BIG[1]])
 @pytest.mark.parametrize("kind", UNREADABLE)
 def test_links_to_nowhere_and_to_what_never_ends(name, kind, stores, tmp_path):
