@@ -2,9 +2,10 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from eagle31_train import artifacts, foreign, provenance
 from eagle31_train.errors import Refused, UserError
@@ -37,8 +38,9 @@ class Journal:
         """Whether the output is there. Its manifest stays until a new one replaces it."""
         if self.manifest.is_file():
             whole = provenance.whole(self.output.parent, self.manifest, made_from, overwrite, "eagle31 data")
-            if whole and self.path.exists():  # killed after the manifest
-                with self:
+            if whole and self.path.exists():  # killed after the manifest, or the disk was full
+                with suppress(OSError), self.path.open("ab") as file:  # nobody's loss if it stays
+                    self._hold(file)
                     self.path.unlink()
             return whole
         # Beside a journal it is ours: killed after it, and before its manifest.
@@ -59,12 +61,15 @@ class Journal:
         self.file = self.path.open("ab")
         try:
             # Before it is read: another run's line half written would look like one that a kill left.
-            hold(self.file, f"{self.path} is being written by another run")
+            self._hold(self.file)
             self.file.truncate(self._read())
         except BaseException:
             self.file.close()
             raise
         return self
+
+    def _hold(self, file: IO[bytes]) -> None:
+        hold(file, f"{self.path} is being written by another run")
 
     def _read(self) -> int:
         """Take up the answers that are there; how many bytes of whole lines they are."""

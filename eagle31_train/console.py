@@ -111,7 +111,7 @@ def explained() -> Iterator[None]:
 
 
 def _lead_nowhere(stream: TextIO) -> None:
-    """What it could not write Python would try again at its end, and make the exit status 120."""
+    """Drop what a stream could not write: Python would try again at its end, and make the exit status 120."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 

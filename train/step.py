@@ -61,3 +61,14 @@ def broken_samples(batch: GlobalBatch, split: StoreSplit) -> list[int]:
     documents = [(i, split.read(i)) for i in mine]
     broken = [i for i, one in documents if not (as_encoded(one.aux).finite and as_encoded(one.last).finite)]
     return sorted(set(gather_object(broken)))  # ranks may share a sample
+
+
+def samples_to_blame(parallel: Parallel, batch: GlobalBatch) -> list[int]:
+    """Samples of the micro-batches, on any rank, whose loss is not finite; all of the step's if there are none."""
+    device, guilty = parallel.accelerator.device, []
+    for micro in batch.micro_batches:
+        weights = torch.ones(micro.batch.ttt_length, device=device)
+        with torch.no_grad():
+            loss, _ = parallel.model(micro.batch.to(device), weights)
+        guilty += micro.samples if micro.real and not loss.isfinite() else []
+    return sorted(set(gather_object(guilty))) or sorted(batch.samples)

@@ -26,7 +26,7 @@ from train.deadline import Deadline
 from train.loader import GlobalBatch, StepTotals, load
 from train.metrics import HELDOUT, Reporter, heldout_text, plain, summarise
 from train.parallel import Parallel
-from train.step import accumulate, broken_samples, learning_rate
+from train.step import accumulate, broken_samples, learning_rate, samples_to_blame
 from train.windows import Usage, Window
 
 
@@ -271,7 +271,8 @@ class Trainer:
             problem = f"stored states are not finite, of sample {where} of the train split{before}"
             remedy = f"`eagle31 store verify {split.store.location} --remove`, and extract those again"
         else:
-            problem = f"loss or gradient is not finite (samples {sorted(batch.samples)} of the train split){before}"
+            samples = samples_to_blame(self.parallel, batch)
+            problem = f"loss or gradient is not finite (samples {samples} of the train split){before}"
             remedy = "look at them, lower train.lr, or leave out such steps by train.skip_nonfinite=n"
         self._abort(f"step {batch.step}: {problem}; nothing was updated or saved: {remedy}")
 

@@ -39,7 +39,7 @@ class Ours:
         if not onednn:
             linear._asks_onednn = lambda a, b: False  # noqa: ARG005 (their names are its)
         if eager:
-            drafter_module.unrolled_attention = eager_attention  # type: ignore[assignment]
+            drafter_module.unrolled_attention = eager_attention  # type: ignore[assignment]  # it has no window
         drafter = Drafter(material.shape, material.embedding.to(low))
         drafter.load_state_dict(material.weights, assign=True)
         drafter.lm_head.weight.requires_grad_(train_lm_head)

@@ -112,7 +112,7 @@ def test_finished_answers_are_not_made_again_and_not_replaced_unasked(config, tm
         rows = run(config)
         assert output.read_text() == left
         patch.setattr(module, "answer_all", lambda *_: pytest.fail("answered again"))
-        journal.touch()  # it could not be removed
+        journal.write_text("damaged\n")  # it could not be removed
         assert run(config) == rows
         assert not journal.exists()
         assert "up to date" in capsys.readouterr().out
