@@ -12,11 +12,13 @@ the machines.
 
 from eagle31_train import cli
 from eagle31_train.config import Config
-from eagle31_train.evaluation import trajectories
-from eagle31_train.targets import extraction
 
 
 def extract(config: Config) -> None:
+    # Seconds, before which a mistyped option is refused.
+    from eagle31_train.evaluation import trajectories
+    from eagle31_train.targets import extraction
+
     extraction.extract(config, trajectories.record)
 
 

@@ -13,13 +13,15 @@ import sys
 from eagle31_train import cli
 from eagle31_train.config import Config
 from eagle31_train.console import note
-from eagle31_train.planning import sections
-from eagle31_train.planning.planned import reckon
-from eagle31_train.targets.description import evaluation_doubt, serving_doubt
 
 
 def plan(config: Config) -> None:
     """Print the plan; UserError: see `reckon`."""
+    # Seconds, before which a mistyped option is refused.
+    from eagle31_train.planning import sections
+    from eagle31_train.planning.planned import reckon
+    from eagle31_train.targets.description import evaluation_doubt, serving_doubt
+
     planned, rows = reckon(config)
     note("\n".join([f"TARGET   {config.target.name}: the drafter's shape follows from its config.json", *rows, ""]))
     note(sections.text(planned))
