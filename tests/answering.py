@@ -1,4 +1,4 @@
-"""A server on loopback that answers as a test has it."""
+"""Servers on loopback, and one that answers as a test has it."""
 
 import json
 import threading
@@ -6,20 +6,38 @@ from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
-class Handler(BaseHTTPRequestHandler):
+class Quiet(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
+    def log_message(self, *_):
+        """Nothing is printed."""
+
+    def body(self):
+        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+
+
+@contextmanager
+def serving(server):
+    """Gives an HTTP server that answers as long as the block lasts."""
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+class Handler(Quiet):
     def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "null")
+        body = json.loads(self.body() or "null")
         self.server.bodies.append(body)
         with suppress(OSError):
             self.server.answer(self, body)
         self.close_connection = True
 
     do_GET = do_POST
-
-    def log_message(self, *_):
-        pass
 
     def send(self, status, content, **headers):
         self.send_response(status)
@@ -29,16 +47,15 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
 
-@contextmanager
 def answering(answer):
-    """Gives the server: its `url`, and the `bodies` that it was sent. `answer` takes the handler and a body."""
+    """Serves with `url`, and the `bodies` that it was sent. `answer` takes the handler and a body."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.url, server.bodies, server.answer = f"http://127.0.0.1:{server.server_address[1]}/v1", [], answer
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    return serving(server)
+
+
+def completion(content, reason="stop", usage=0, prompt=0, **parts):
+    """A chat completion: status and bytes."""
+    choice = {"message": {"role": "assistant", "content": content, **parts}, "finish_reason": reason}
+    tokens = {"completion_tokens": usage, "prompt_tokens": prompt}
+    return 200, json.dumps({"choices": [choice], "usage": tokens}).encode()

@@ -5,8 +5,10 @@ import random
 import threading
 from collections import Counter
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from urllib.parse import urlsplit
+
+from answering import Quiet, serving
 
 ERROR = b'<?xml version="1.0"?><Error><Code>InternalError</Code><Message>We encountered an error</Message></Error>'
 # "lost": done, but the answer never comes; "short": cut, and its headers know nothing of it.
@@ -19,14 +21,9 @@ def flaky(endpoint, share, seed=0):
     rng, lock, counts = random.Random(seed), threading.Lock(), Counter()
     host = urlsplit(endpoint).netloc
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def log_message(self, *_):
-            pass
-
+    class Handler(Quiet):
         def answer(self):
-            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            body = self.body()
             with lock:
                 fault = rng.choice(FAULTS) if rng.random() < share else None
             if fault == "silent":
@@ -71,12 +68,5 @@ def flaky(endpoint, share, seed=0):
 
         do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = answer
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
+    with serving(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as server:
         yield f"http://127.0.0.1:{server.server_address[1]}", counts
-    finally:
-        server.shutdown()
-        server.server_close()

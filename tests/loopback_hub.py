@@ -6,11 +6,11 @@ A card whose metadata the library's own types do not take is refused, as the hub
 import base64
 import hashlib
 import json
-import threading
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 
 import yaml
+from answering import Quiet, serving
 from huggingface_hub import ModelCardData, constants
 
 
@@ -30,8 +30,6 @@ def problems_of(card):
 class Hub(ThreadingHTTPServer):
     """repositories: name → (whether private, commits, each file → bytes)."""
 
-    daemon_threads = True
-
     def __init__(self):
         self.repositories, self.objects, self.cards = {}, {}, []
         super().__init__(("127.0.0.1", 0), Handler)
@@ -46,12 +44,7 @@ class Hub(ThreadingHTTPServer):
         return commits[(int(commit, 16) if commit and len(commit) == 40 else len(commits)) - 1] if commits else {}
 
 
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *_):
-        """Nothing is printed."""
-
+class Handler(Quiet):
     def reply(self, value=b"", status=200, **headers):
         body = value if isinstance(value, bytes) else json.dumps(value).encode()
         self.send_response(status)
@@ -60,9 +53,6 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
-
-    def body(self):
-        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
 
     def do_PUT(self):
         self.server.objects[self.path.rsplit("/", 1)[-1]] = self.body()
@@ -134,8 +124,6 @@ class Handler(BaseHTTPRequestHandler):
 def serving_hub(monkeypatch, cache):
     """A hub that huggingface_hub takes for its own, with an empty cache, while the `with` block lasts."""
     hub = Hub()
-    thread = threading.Thread(target=hub.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
-    thread.start()
     address = f"http://127.0.0.1:{hub.server_port}"
     for name, value in {
         "ENDPOINT": address,
@@ -147,9 +135,5 @@ def serving_hub(monkeypatch, cache):
         monkeypatch.setattr(constants, name, value)
     monkeypatch.setenv("HF_TOKEN", "hf_nobody")
     monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
-    try:
+    with serving(hub):
         yield hub
-    finally:
-        hub.shutdown()
-        hub.server_close()
-        thread.join()

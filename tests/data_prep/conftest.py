@@ -1,10 +1,9 @@
 """A tokenizer, a target and a server small enough to be made on the spot."""
 
-import json
 from pathlib import Path
 
 import pytest
-from answering import answering
+from answering import answering, completion
 from families import byte_pairs
 from transformers import PreTrainedTokenizerFast
 
@@ -80,15 +79,3 @@ def server():
     with answering(lambda handler, body: handler.send(*handler.server.reply(body))) as server:
         server.reply = lambda body: completion(f"answer to {body['messages'][-1]['content']}", usage=3)
         yield server
-
-
-def completion(content, reason="stop", usage=0, prompt=0, **parts):
-    """A chat completion: status and bytes."""
-    choice = {"message": {"role": "assistant", "content": content, **parts}, "finish_reason": reason}
-    tokens = {"completion_tokens": usage, "prompt_tokens": prompt}
-    return 200, json.dumps({"choices": [choice], "usage": tokens}).encode()
-
-
-@pytest.fixture(name="completion")
-def completion_fixture():
-    return completion

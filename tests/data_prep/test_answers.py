@@ -4,6 +4,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from answering import completion
 
 from data_prep import client
 from data_prep.answers import BROKEN, Job, Local
@@ -51,14 +52,14 @@ def test_request_and_reply(server, chatml, monkeypatch):
     assert [Server(server.url, "m", chatml, tokens).timeout for tokens in (512, 16384)] == [600, 8192]
 
 
-def test_a_server_that_renders_other_prompts_is_named(server, chatml, completion, capsys):
+def test_a_server_that_renders_other_prompts_is_named(server, chatml, capsys):
     server.reply = lambda _: completion("yes", prompt=99)
     ask(server, chatml)
     assert "makes 99 tokens of a prompt that has" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("model", "said"), [("another", 1), ("m", 0), (None, 0)])
-def test_a_server_that_answers_as_another_model_says_so_once(server, chatml, completion, capsys, model, said):
+def test_a_server_that_answers_as_another_model_says_so_once(server, chatml, capsys, model, said):
     status, body = completion("yes")
     server.reply = lambda _: (status, json.dumps({**json.loads(body), "model": model}).encode())
     asking = Server(server.url, "m", chatml, 7)
@@ -67,7 +68,7 @@ def test_a_server_that_answers_as_another_model_says_so_once(server, chatml, com
     assert capsys.readouterr().err.count("answers as another, and m was asked for") == said
 
 
-def test_an_answer_taken_apart_is_put_together_as_the_target_wrote_it(server, thinking, chatml, completion):
+def test_an_answer_taken_apart_is_put_together_as_the_target_wrote_it(server, thinking, chatml):
     server.reply = lambda _: completion(None, "tool_calls", tool_calls=CALLS, reasoning="hm")
     answer = ask(server, thinking, tools=TOOLS)
     assert server.bodies[0]["tools"] == TOOLS

@@ -4,12 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+from answering import completion
 from datasets import load_from_disk
 from families import write_rows
 
 from data_prep import regenerate as module
 from data_prep.answers import Local
-from data_prep.journal import Answer, Journal
+from data_prep.journal import Journal
 from data_prep.regenerate import OUTPUT, regenerate
 from data_prep.stage import prepare
 from eagle31_train import artifacts
@@ -18,7 +19,6 @@ from eagle31_train.errors import UserError
 from eagle31_train.targets.chat import ChatTemplate
 
 JOURNAL, MANIFEST = f"{OUTPUT}.partial", "conversations.manifest.json"
-SAID = {"role": "assistant", "content": "yes"}
 PROMPTS = [
     {"id": "one", "category": "chat", "turns": ["hello"]},
     {"id": "two", "category": "chat", "turns": ["the fox", "and?", "so?"]},
@@ -187,7 +187,7 @@ TOOL_PROMPTS += [
 
 
 @pytest.fixture
-def served(config, tmp_path, server, completion):
+def served(config, tmp_path, server):
     """A target with tools, as a server with both parsers hands its answers on."""
 
     def reply(body):
@@ -245,7 +245,7 @@ def test_thoughts_calls_and_results_make_one_conversation(served, server, tmp_pa
     assert manifest["sources"]["prompts"] == counts
 
 
-def check_where_conversations_end(served, tmp_path):
+def test_a_conversation_ends_where_its_prompt_no_longer_fits(served, tmp_path):
     rows = by_id(run(served))
     for name in ("no-result", "last", "other-tool", "no-call"):
         assert [message["role"] for message in rows[name]["messages"]] == ["user", "assistant"]
@@ -259,17 +259,6 @@ def check_where_conversations_end(served, tmp_path):
     assert [entry["reason"] for entry in manifest["refused"]] == reasons
     assert (manifest["answers"], manifest["tokens"]) == (8, 40)
     assert manifest["sources"] == {"prompts": {"read": 8, "taken": 8}}
-
-
-def test_a_conversation_ends_where_its_prompt_no_longer_fits(served, tmp_path):
-    check_where_conversations_end(served, tmp_path)
-
-
-def test_a_journal_that_forgets_thoughts_or_calls_is_caught(served, tmp_path, monkeypatch):
-    forgotten = Answer({"role": "assistant", "content": "yes"}, "stop", 5)
-    monkeypatch.setattr(Journal, "add", lambda self, key, answer: self.answers.update({key: forgotten}))
-    with pytest.raises(AssertionError):
-        check_where_conversations_end(served, tmp_path)
 
 
 def test_a_run_that_a_failing_server_ends_goes_on_with_whole_messages(served, tmp_path, server):
