@@ -1,20 +1,35 @@
-"""The store: what is written is read back, the format is what it was, and damage is named."""
+"""A store over its life: written and read; stopped, damaged, verified and made again; bounded, followed and used up."""
+
+import shutil
+import threading
+from collections import Counter
+from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made import LENGTHS, Made, read_whole
-from pipeline import flip_bit
+from made import Made, memory, message_of, read_whole, writes
+from pipeline import contents, flip_bit
 from safetensors.torch import load_file
 
-from eagle31_train.store import Store, make_plan, shape_of
-from eagle31_train.store.backends import open_storage
+from eagle31_train.provenance import Provenance
+from eagle31_train.store import Store, finished, make_plan, shape_of, stream
+from eagle31_train.store.__main__ import check, main
+from eagle31_train.store.backends import LocalStorage, RemoteStorage, open_storage
 from eagle31_train.store.sealed import DamagedError, seal, unseal
 from eagle31_train.store.shard_plan import plan_shards
+from eagle31_train.store.stream import consume
 
 MADE = Made()
 NAMES = [planned.name for planned in MADE.plan.shards]
+TRAIN = MADE.plan.of("train")
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr(stream, "POLL", 0.001)
 
 
 @pytest.fixture
@@ -60,21 +75,6 @@ def test_what_is_sealed_is_unsealed_and_only_byte_for_byte(value):
 
 
 @pytest.mark.core
-def test_ragged_samples_are_read_back_as_they_were_written(store):
-    opened = Store(store)
-    for name in ("train", "heldout"):
-        split, documents = opened.split(name), MADE.documents[name]
-        assert split.lengths == LENGTHS[name]
-        assert len(split) == len(documents)
-        for got, wanted in zip(split.read_all(range(len(split))), documents, strict=True):
-            for field in ("tokens", "loss_mask", "top1"):
-                assert torch.equal(getattr(got, field), getattr(wanted, field)), field
-                assert getattr(got, field).dtype == getattr(wanted, field).dtype
-            assert torch.equal(got.aux.decode(), wanted.aux[: wanted.attended].bfloat16())
-            assert torch.equal(got.last.decode(), wanted.last[wanted.supervised].bfloat16())
-    assert [len(d) for d in opened.split("train").read_all([4, 0, 4])] == [6, 9, 6]
-
-
 def test_target_weights_keep_their_bits_and_a_tied_head_is_the_embedding(store, tmp_path):
     target = Store(store).target
     assert all(torch.equal(target[name], tensor) for name, tensor in MADE.weights.items())
@@ -129,3 +129,182 @@ def test_a_copy_that_is_damaged_on_its_way_is_fetched_again_or_named(store, tmp_
     finally:
         storage.discard()
         storage.close()
+
+
+# ---------------------------------------------------------------- stopped or damaged
+
+
+@pytest.mark.parametrize("missing", [True, False])
+@pytest.mark.parametrize("name", ["plan.json", "provenance.json", "shards.jsonl", NAMES[3]])
+def test_the_advice_to_extract_again_helps_and_costs_no_more_than_it_must(store, name, missing, monkeypatch):
+    """`finished` sees every damage of a small file; a damaged shard of the right size only `verify` does."""
+    whole, inputs = contents(store), MADE.provenance["inputs"]
+    storage = LocalStorage("the store", store)
+    if missing or name in NAMES:
+        (store / name).unlink()
+    else:
+        flip_bit(store / name)
+    assert finished(storage, Provenance(inputs), overwrite=False) is None
+    written = writes(monkeypatch)
+    MADE.write(store)
+    assert contents(store) == whole
+    assert finished(storage, Provenance(inputs), overwrite=False) is not None
+    # shards.jsonl commits shards: without it, none is.
+    most = {NAMES[3]: 1, "shards.jsonl": len(NAMES) if missing else 1}
+    assert len(written) == most.get(name, 0)
+
+
+@pytest.mark.parametrize("spoilt", [lambda fs, path: fs.truncate(path), lambda fs, path: fs.rm(path)])
+@pytest.mark.parametrize("name", ["target.safetensors", "target.json", NAMES[2]])
+def test_the_advice_to_extract_again_helps_where_the_store_is_remote(tmp_path, name, spoilt):
+    fs = memory()
+    fs.truncate = lambda path: fs.pipe_file(path, fs.cat_file(path)[:-1])
+    storage = RemoteStorage("memory://store", fs, "/store", tmp_path, 1 << 20)
+    MADE.write(storage)
+    inputs = Provenance(MADE.provenance["inputs"])
+    assert finished(storage, inputs, overwrite=False) is not None
+    spoilt(fs, f"/store/{name}")
+    assert finished(storage, inputs, overwrite=False) is None
+    MADE.write(storage)
+    assert read_whole(storage)[1] is None
+
+
+def test_a_begun_store_of_another_provenance_is_refused_or_replaced_whole(tmp_path):
+    folder = tmp_path / "store"
+    MADE.write(folder, stop_after=2)
+    other = Made(fingerprint="e" * 16)
+    other.provenance["inputs"]["target"]["name"] = "elsewhere"
+    before = contents(folder)
+    message = message_of(other.writer, folder)
+    assert "target.name: somewhere there, elsewhere here" in message
+    assert "overwrite=true" in message
+    assert contents(folder) == before
+    begun = other.writer(folder, overwrite=True)
+    assert not any(begun.has(planned) for planned in MADE.plan.shards)
+    assert sorted(contents(folder)) == ["plan.json", "provenance.json", "stream.json"]
+
+
+@pytest.mark.parametrize("folder", ["", "train", "data", "export", "evaluate"])
+def test_a_folder_of_another_stage_is_no_damaged_store(capsys, folder):
+    run = Path(__file__).parents[1] / "fixtures" / "v68c343f" / "run"
+    assert main(["verify", str(run / folder)]) == 2
+    assert capsys.readouterr().err == f"error: there is no store in {run / folder}: give {run / 'store'}\n"
+
+
+def test_what_is_removed_is_made_anew_and_nothing_else(store, capsys):
+    whole = contents(store)
+    flip_bit(store / NAMES[0])
+    shutil.copy(store / NAMES[1], store / NAMES[2])
+    (store / NAMES[4]).unlink()
+    lines = (store / "shards.jsonl").read_bytes().splitlines(keepends=True)
+    (store / "shards.jsonl").write_bytes(b"".join([lines[0], *lines[2:]]))
+    assert main(["verify", str(store), "--remove"]) == 1
+    assert "\nremoved: 2 files; " in capsys.readouterr().out
+    MADE.write(store)
+    assert contents(store) == whole
+
+
+def test_a_shard_that_is_replaced_under_its_reader_is_compared_again(store):
+    reader, planned = Store(store), MADE.plan.of("train")[1]
+    reader.split("train").read(planned.first)
+    reader.release([planned])
+    data = (store / planned.name).read_bytes()
+    (store / planned.name).unlink()
+    (store / planned.name).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    assert "is not as it was written" in message_of(reader.split("train").read, planned.first)
+
+
+# ---------------------------------------------------------------- bounded and followed
+
+
+def test_extraction_waits_for_room_and_training_makes_it(tmp_path):
+    train = MADE.plan.of("train")
+    bound = sum(planned.bytes for planned in MADE.plan.of("heldout")) + max(planned.bytes for planned in train)
+    failures, largest = [], []
+
+    def extract():
+        try:
+            MADE.write(tmp_path, max_bytes=bound, patience=30.0)
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=extract)
+    thread.start()
+    reader = Store(tmp_path, follow=True, patience=30.0)
+    assert reader.max_bytes == bound
+    for planned in train:
+        reader.wait_for([planned])
+        documents = [reader.split("train").read(i) for i in range(planned.first, planned.end)]
+        for got, wanted in zip(documents, MADE.of(planned), strict=True):
+            assert torch.equal(got.aux.decode(), wanted.aux[: wanted.attended].bfloat16())
+        largest.append(sum(path.stat().st_size for path in (tmp_path / "shards").glob("*.safetensors")))
+        reader.release([planned])
+        consume(reader.storage, reader.fingerprint, [planned], "t" * 16, planned is train[-1])
+    thread.join()
+    assert not failures
+    assert max(largest) <= bound
+    assert sorted(path.name for path in (tmp_path / "shards").iterdir()) == [
+        "heldout-00000.safetensors",
+        "heldout-00001.safetensors",
+    ]
+    # Complete, though used up: extraction is done with it, and a training is told by whom.
+    storage = LocalStorage("the store", tmp_path)
+    assert finished(storage, Provenance(MADE.provenance["inputs"]), overwrite=False) is not None
+    found, message = read_whole(tmp_path)
+    assert len(found["heldout"]) == 3
+    assert f"{train[0].name} ({train[0].samples()}) was used up and removed by the training {'t' * 16}" in message
+
+
+def test_another_training_does_not_use_up_the_same_store(tmp_path):
+    MADE.write(tmp_path, stop_after=4)
+    storage = LocalStorage("the store", tmp_path)
+    store = MADE.provenance["fingerprint"]
+    consume(storage, store, TRAIN[:1], "one", False)
+    consume(storage, store, TRAIN[:1], "one", False)
+    assert "used up and removed by another training (one, this is two)" in message_of(
+        consume, storage, store, TRAIN[1:2], "two", False
+    )
+    assert (tmp_path / TRAIN[1].name).exists()
+
+
+def test_what_a_training_uses_up_meanwhile_is_not_missing(tmp_path):
+    MADE.write(tmp_path)
+    storage, checked = LocalStorage("the store", tmp_path), Counter()
+    storage.prefetch = lambda _: consume(storage, MADE.fingerprint, TRAIN[:1], "one", False)
+    assert not list(check(storage, checked))
+    assert (checked["consumed"], checked["shards"]) == (1, len(NAMES) - 1)
+
+
+def test_a_kill_between_a_new_file_and_its_line_does_not_leave_the_old_line(tmp_path):
+    """A shard made again need not have the same bytes, as on a GPU."""
+    MADE.write(tmp_path)
+    planned = MADE.plan.of("train")[1]
+    (tmp_path / planned.name).unlink()
+    writer = MADE.writer(tmp_path)
+    assert not writer.has(planned)
+    other = MADE.of(planned)
+    other[0].tokens[0] = (other[0].tokens[0] + 1) % 40
+    right = writer.storage.write
+
+    def killed(name, data):
+        if name == planned.line:
+            raise KeyboardInterrupt
+        right(name, data)
+
+    with patch.object(writer.storage, "write", killed), pytest.raises(KeyboardInterrupt):
+        writer.write(planned, other)
+    MADE.write(tmp_path)
+    assert read_whole(tmp_path)[1] is None
+
+
+def test_a_follower_waits_for_what_is_not_there_yet_and_gives_up_in_the_end(tmp_path):
+    assert "to be begun by `eagle31 extract`: nothing came" in message_of(Store, tmp_path, follow=True, patience=0.0)
+    MADE.write(tmp_path, stop_after=3)
+    storage, asked = LocalStorage(str(tmp_path), tmp_path), []
+    storage.read = lambda name: (asked.append(name), LocalStorage.read(storage, name))[1]
+    reader = Store(storage, follow=True, patience=0.0)
+    assert not any(name.startswith("shards/") for name in asked), "there may be 10^5 of them"
+    assert f"train: waiting for {NAMES[4]}: nothing came for 0 s" in message_of(reader.wait_for, MADE.plan.shards[4:])
+    MADE.write(tmp_path)  # whose lines are merged by now
+    reader.wait_for(MADE.plan.shards)
+    assert [len(document) for document in reader.split("train").read_all([4, 0, 4])] == [6, 9, 6]
