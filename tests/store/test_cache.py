@@ -190,10 +190,3 @@ def test_prefetch_keeps_order_and_bound(fs, open_cache):
         assert storage.local(name).read_bytes() == name.encode() * 100
     assert sorted(fs.fetched) == names  # each of them once
     assert open_cache(600, sharers=3).ahead == 100
-
-
-def test_the_bound_of_prefetch_is_what_keeps_it(fs, open_cache):
-    storage = open_cache(600)
-    storage.ahead = 600  # a planted mistake
-    storage.prefetch(dict.fromkeys("abcdef", 100))
-    fs.wait(lambda fs: len(fs.finished) == 6)

@@ -3,7 +3,6 @@
 import os
 import random
 import shutil
-from collections import Counter
 from functools import partial
 
 import pytest
@@ -14,8 +13,6 @@ from pipeline import contents
 from eagle31_train import artifacts
 from eagle31_train.artifacts import MANIFEST
 from eagle31_train.errors import UserError
-from eagle31_train.store.__main__ import check
-from eagle31_train.store.backends import LocalStorage
 from eagle31_train.store.format import PLAN, PROVENANCE, SHARDS, STREAM, TARGET, TARGET_LINE
 
 MADE = Made({"train": [9, 4, 1, 12, 6, 8, 11], "heldout": [5, 7, 3]}, 64, "fp8", "int8")
@@ -85,11 +82,14 @@ class Fault:
         self.files += [name] if name in SHARD_FILES else []
         (self.folder / name).unlink()
 
-    def swap_shards(self):
-        one, other = self.rng.sample(SHARD_FILES[: self.committed], 2)
+    def swap(self, names):
+        one, other = self.rng.sample(names, 2)
         contents = self.content(one), self.content(other)
         self.change(one, contents[1])
         self.change(other, contents[0])
+
+    def swap_shards(self):
+        self.swap(SHARD_FILES[: self.committed])
 
     def leave_a_stray(self):
         name = self.rng.choice(SHARD_FILES[: self.committed])
@@ -104,11 +104,7 @@ class Fault:
         self.change(SHARDS, b"".join(lines))
 
     def swap_line_files(self):
-        lines = [name.replace(".safetensors", ".json") for name in SHARD_FILES[: self.committed]]
-        one, other = self.rng.sample(lines, 2)
-        contents = self.content(one), self.content(other)
-        self.change(one, contents[1])
-        self.change(other, contents[0])
+        self.swap([name.replace(".safetensors", ".json") for name in SHARD_FILES[: self.committed]])
 
     committed = len(SHARD_FILES)
 
@@ -254,10 +250,10 @@ def assert_refused_or_right(folder, documents):
     assert right_so_far(followed, documents)
     assert message is None or "waiting for" in message
     try:
-        damage = [problem.text for problem in check(LocalStorage("store", folder / "store"), Counter())]
+        damage = problems(folder / "store")
     except UserError as error:
         damage = [str(error)]
-    allowed = ("store/manifest.json is missing, though all shards were there", "there is no store in store")
+    allowed = ("the store/manifest.json is missing, though all shards were there", "there is no store in the store")
     assert all(text.startswith(allowed) for text in damage), damage
 
 
