@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import speaking
@@ -83,18 +83,9 @@ class Commands:
         self.options += ["data.self_prompts.count=12", "train.max_steps=8", "train.checkpoint_every=4"]
         self.done: dict[str, tuple[Path, Path, int]] = {}
 
-    def run(
-        self,
-        words: str | list[str],
-        folder: Path,
-        at: int = 0,
-        place: Path | None = None,
-        error: int = errno.ENOSPC,
-        more: Sequence[str] = (),
-    ) -> Ended:
-        """Run a command in `folder`, with the run's options unless it takes none, then `more`. `at`, `place`, `error`:
-        see full_disk.c."""
-        [ended] = self.start([words], folder, at, place, error, more)
+    def run(self, words: str | list[str], folder: Path, *disk: Any, more: Sequence[str] = ()) -> Ended:
+        """One command, as `start` runs several."""
+        [ended] = self.start([words], folder, *disk, more=more)
         return ended
 
     def start(
@@ -106,7 +97,8 @@ class Commands:
         error: int = errno.ENOSPC,
         more: Sequence[str] = (),
     ) -> list[Ended]:
-        """The same of several commands at once."""
+        """Run commands at once in `folder`, with the run's options unless they take none, then `more`. `at`, `place`,
+        `error`: see full_disk.c."""
         jobs = []
         for number, words in enumerate(commands):
             given = words.split() if isinstance(words, str) else words

@@ -114,6 +114,9 @@ def test_rows_that_are_nested_deeper_than_any_format_are_damaged(tmp_path):
     assert "deep.jsonl:1 cannot be read (it is nested more than 100 deep)" in str(found)
 
 
+TOO_LONG = "(a row of more than 268,435,456 bytes)"
+
+
 def repeated(text, times, nested):
     """A column of one text again and again, or one row of such a list."""
     texts = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * times, pyarrow.int32()), pyarrow.array([text]))
@@ -127,21 +130,19 @@ def test_a_few_bytes_of_parquet_that_unpack_to_more_than_memory(tmp_path, nested
     pyarrow.parquet.write_table(pyarrow.table({"turns" if nested else "prompt": column}), path, compression="zstd")
     assert path.stat().st_size < 10_000
     found = outcome(lambda: sum(len(row["prompt"]) for _, row in open_files(str(path), "train", "o")[0].values()))
-    assert "cannot be read (a row of more than 268,435,456 bytes)" in str(found) if nested else found == 1 << 32
+    assert f"cannot be read {TOO_LONG}" in str(found) if nested else found == 1 << 32
+
+
+ENTRIES = "(turns.list.element has more than 4,194,304 entries in a row group: write"
 
 
 @pytest.mark.parametrize(
     ("name", "value", "most", "problem"),
     [
-        ("turns", [], 1 << 25, "(a row of more than 268,435,456 bytes)"),
+        ("turns", [], 1 << 25, TOO_LONG),
         ("states", True, 1 << 25, None),  # of no use, whatever it takes
-        ("turns", None, 1 << 25, "(a row of more than 268,435,456 bytes)"),
-        (
-            "turns",
-            None,
-            1 << 22,
-            "(turns.list.element has more than 4,194,304 entries in a row group: write",
-        ),
+        ("turns", None, 1 << 25, TOO_LONG),
+        ("turns", None, 1 << 22, ENTRIES),
     ],
 )
 def test_lists_of_parquet_whose_entries_take_bits_in_the_file_and_objects_here(

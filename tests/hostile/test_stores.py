@@ -206,24 +206,19 @@ def test_files_of_another_store_are_not_believed(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "problem"),
+    ("change", "problem"),
     [
-        ("shards", "../x", "name: String should match"),  # shards that are used up, or damaged, are removed by names
-        ("lengths", 5, "x: Extra inputs are not permitted"),
-        ("supervised", [1], "x: Extra inputs are not permitted"),
-        ("supervised", None, "Input should be a valid dictionary"),
+        # Shards that are used up, or damaged, are removed by their names.
+        (lambda plan: plan["shards"][0].update(name="../x"), "name: String should match"),
+        (lambda plan: plan["lengths"].update(x=5), "x: Extra inputs are not permitted"),
+        (lambda plan: plan["supervised"].update(x=[1]), "x: Extra inputs are not permitted"),
+        (lambda plan: plan.update(supervised=None), "Input should be a valid dictionary"),
     ],
 )
-def test_a_plan_with_what_no_plan_has_is_refused(field, value, problem, stores, tmp_path):
-    folder = tmp_path / "store"
-    shutil.copytree(stores[True], folder)
+def test_a_plan_with_what_no_plan_has_is_refused(change, problem, stores, tmp_path):
+    shutil.copytree(stores[True], folder := tmp_path / "store")
     plan = unseal((folder / PLAN).read_bytes())
-    if field == "shards":
-        plan["shards"][0]["name"] = value
-    elif value is None:
-        plan[field] = value
-    else:
-        plan[field]["x"] = value
+    change(plan)
     (folder / PLAN).write_bytes(seal(plan))
     found = str(outcome(lambda: read(folder, follow=True, patience=-1)))
     assert f"plan.json is damaged ({problem}" in found, found
