@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from families import by_pieces, says
+from families import FAMILIES, by_pieces, load, says
 from transformers import PreTrainedTokenizerFast
 
 from data_prep import masks
-from data_prep.masks import one_sample
+from data_prep.masks import one_sample, samples
 from eagle31_train.config import TargetConfig
 from eagle31_train.errors import Refused
 from eagle31_train.targets.chat import ChatTemplate
@@ -149,6 +149,45 @@ def test_long_conversations_are_cut_and_answers_may_be_stripped(tokenizer, chatm
     assert cut.loss_mask.tolist() == [False] * first + [True]
     with pytest.raises(Refused, match="nothing of the answers lies within max_length"):
         one_sample(chatml, [ASK, REPLY], first)
+
+
+# ---------------------------------------------------------------- templates that rewrite history, turn by turn
+
+ASKED = "<|im_start|>user\nhello, how are you?<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.fixture
+def thinking() -> ChatTemplate:
+    return load(FAMILIES["qwen3"], {})
+
+
+@pytest.mark.parametrize(("opened", "said"), [("", "<think>\nhm the"), ("<think>\n", "hm the")])
+def test_an_answer_cut_inside_its_thought_is_its_own_tokens_alone(thinking, opened, said):
+    """The template would put an empty thought before it, or close one that its prompt opens: the target did neither."""
+    begin, header, end = thinking.template.rpartition("<|im_start|>assistant\\n")
+    template = with_template(thinking.tokenizer, f"{begin}{header}{opened}{end}")
+    result = samples(template, [ASK, says(said, finish_reason="length")], 1000)
+    ((_, sample),) = result.samples
+    assert result.inserted == 0
+    (first, *_) = np.flatnonzero(sample.loss_mask)
+    assert sample.loss_mask[first:].all()
+    ids = sample.input_ids.tolist()
+    assert (template.decode(ids[:first]), template.decode(ids[first:])) == (ASKED + opened, said)
+
+
+def test_turns_that_fail_are_refused_by_name_and_the_others_kept(thinking):
+    chat = [ASK, says("the fox"), ASK, says(" "), ASK, says("lazy dog")]
+    result = samples(thinking, chat, 1000)
+    assert [suffix for suffix, _ in result.samples] == ["~turn1", "~turn3"]
+    assert result.refused == [("~turn2", "an empty answer")]
+    assert result.inserted == 2
+    length = len(result.samples[0][1].input_ids)
+    short = samples(thinking, chat, length - 1)
+    ((suffix, sample),) = short.samples
+    assert (suffix, sample.cut, len(sample.input_ids)) == ("~turn1", True, length - 1)
+    assert short.refused[-1] == ("~turn3", "nothing of the answers lies within max_length")
+    with pytest.raises(Refused, match=r"^no turn before the answer$"):
+        samples(thinking, [says("the fox")], 1000)
 
 
 # ---------------------------------------------------------------- the template itself
