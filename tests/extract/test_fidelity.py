@@ -171,12 +171,6 @@ def take_top1_of_the_neighbour(right, readout, last, loss_mask):
     return top1
 
 
-@instead_of(TransformersEngine, "run")
-def swap_samples(right, engine, tokens):
-    for index, aux, last in right(engine, tokens):
-        yield {0: 4, 4: 0}.get(index, index), aux, last
-
-
 SELECTIONS = {
     "the rows after the supervised ones": of_rows(lambda document, _: document.last[document.supervised + 1]),
     "the rows before the supervised ones": of_rows(lambda document, _: document.last[document.supervised - 1]),
@@ -184,7 +178,6 @@ SELECTIONS = {
     "positions before the supervised ones": supervise_elsewhere(-1),
     "rows swapped": of_rows(swapped),
     "top1 of the neighbour": take_top1_of_the_neighbour,
-    "samples swapped": swap_samples,
     "the state after the norm": of_rows(lambda _, rows: wide_norm().model.norm(rows)),  # top1 is of the right one
 }
 
