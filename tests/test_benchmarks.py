@@ -1,4 +1,4 @@
-"""What of the benchmarks needs no peer and no GPU: counted work, eager attention, pictures, scale, and a dry run."""
+"""What of the benchmarks needs no peer and no GPU: eager attention, pictures, scale, and a dry run."""
 
 import json
 import tracemalloc
@@ -9,24 +9,11 @@ from made import Made
 
 from benchmarks import codecs, contenders, gpu, scale
 from benchmarks import pictures as redrawn
-from benchmarks.contenders.ours import Ours
 from benchmarks.shapes import Case, make_material, turns
 from eagle31_train.api import open_store
 from eagle31_train.errors import UserError
 from eagle31_train.model import drafter
-from eagle31_train.planning.work import count_work
 from eagle31_train.store.codec import CODECS, encode
-
-
-@pytest.mark.parametrize("unroll", [1, 3, 7])
-def test_counted_pairs_are_those_of_the_batch(unroll):
-    material = make_material(Case("tiny", 64, 0.5).drafter(), torch.rand(64, generator=torch.manual_seed(3)) < 0.4)
-    batch = Ours(material, unroll).batch
-    work = count_work([material.document.loss_mask.numpy()], unroll)
-    assert work.pairs == batch.trained.tolist()
-    assert work.slots[0] == len(batch.layout.slots)
-    assert work.positions == len(batch.aux)
-    assert work.targets == len(batch.teacher)
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-mla"])

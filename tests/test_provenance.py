@@ -7,7 +7,7 @@ import pytest
 
 from eagle31_train import artifacts, provenance
 from eagle31_train.cli import load_config
-from eagle31_train.config import RENAMED, Config
+from eagle31_train.config import Config
 from eagle31_train.errors import UserError
 from eagle31_train.provenance import Provenance
 
@@ -75,15 +75,6 @@ def test_a_card_may_change_without_its_checkpoint(tmp_path):
 def inputs_of(*options, chosen_on=None):
     config = load_config(["+experiment=smollm2", *options])
     return provenance.of_training(config, "s", "d", "v" * 64, None, chosen_on)
-
-
-def test_records_keep_the_names_that_options_had(monkeypatch):
-    """Else a renamed option would put every earlier output out of date."""
-    before = inputs_of().inputs["train"]
-    monkeypatch.setitem(RENAMED, "train.gamma_of_old", "train.gamma")
-    after = inputs_of().inputs["train"]
-    assert after["gamma_of_old"] == before["gamma"]
-    assert "gamma" not in after
 
 
 def test_inputs_of_training_are_what_steers_its_weights():
