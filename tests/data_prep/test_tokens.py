@@ -83,11 +83,3 @@ def test_a_place_between_markers_is_found_or_refused(template, monkeypatch):
     monkeypatch.setattr(ChatTemplate, "encode", lambda self, text: encode(self, text.replace("好", "")))
     with pytest.raises(Refused, match="does not give back the text"):
         Tokens(template, "<|im_end|>你好")
-
-
-def test_a_mask_that_begins_one_token_late_is_caught(template, monkeypatch):
-    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "你好 the fox"}]
-    boundary, prompt = Tokens.boundary, template.render(chat[:1], add_generation_prompt=True)
-    monkeypatch.setattr(Tokens, "boundary", lambda self, char: boundary(self, char) + (char == len(prompt)))
-    with pytest.raises(Refused):
-        samples(template, chat, 1000)
