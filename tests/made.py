@@ -10,7 +10,7 @@ from conftest import make_document, make_shape
 from fsspec.implementations.memory import MemoryFileSystem
 
 from eagle31_train.errors import UserError
-from eagle31_train.store import Store, StoreWriter, make_plan, shape_of, writer
+from eagle31_train.store import Store, StoreWriter, make_plan, shape_of
 from eagle31_train.store.__main__ import check
 from eagle31_train.store.backends import LocalStorage
 
@@ -107,21 +107,16 @@ def problems(folder):
     return [problem.text for problem in check(LocalStorage("the store", folder), Counter())]
 
 
-def same_document(ours, theirs):
-    """Whether two read documents hold the same bits."""
+def right_so_far(found, whole):
+    """Whether everything that was read has the bits that a whole store gives."""
 
     def bits(document):
         states = [(one.values, one.scale, one.channels) for one in (document.aux, document.last)]
         plain = (document.tokens, document.loss_mask, document.top1)
         return [tensor.contiguous().flatten().view(torch.uint8) for tensor in (*plain, *states[0], *states[1])]
 
-    return all(map(torch.equal, bits(ours), bits(theirs)))
-
-
-def right_so_far(found, whole):
-    """Whether everything that was read is what a whole store gives."""
     return all(
-        same_document(ours, theirs)
+        all(map(torch.equal, bits(ours), bits(theirs)))
         for split, documents in found.items()
         for ours, theirs in zip(documents, whole[split], strict=False)
     )
@@ -132,17 +127,6 @@ def message_of(call, *arguments, **options):
         call(*arguments, **options)
     assert "\n" not in str(error.value)
     return str(error.value)
-
-
-def writes(monkeypatch):
-    written, right = [], writer.write_shard
-
-    def counted(path, *rest):
-        written.append(path.name.removeprefix(".").removesuffix(".tmp"))
-        right(path, *rest)
-
-    monkeypatch.setattr(writer, "write_shard", counted)
-    return written
 
 
 def memory(kind=MemoryFileSystem):

@@ -113,14 +113,9 @@ def give_words(folder, swapped=False):
     return vocabulary_fingerprint(tokenizer)
 
 
-def record(folder, **more):
-    """More in the manifest of stage 1."""
-    file = folder / "run" / "data" / "manifest.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **more}))
-
-
 def test_data_of_another_tokenizer_is_refused_before_the_target_is_loaded(run, monkeypatch):
-    record(run, vocabulary=give_words(run))
+    manifest = run / "run" / "data" / "manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "vocabulary": give_words(run)}))
     extract(tiny_config(run))
     give_words(run, swapped=True)
     monkeypatch.setattr(stage, "make_engine", None)

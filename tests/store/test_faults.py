@@ -138,15 +138,10 @@ def stores(tmp_path_factory):
 FOLLOWING = {"shards": Begun.committed, "follow": True, "patience": 0.0}
 
 
-def linked(source, target):
-    shutil.copytree(source, target, copy_function=os.link)
-    return target
-
-
 def one(kinds, Kind, source, folder, whole, seed, **reading):
     """Make one fault and find it, in both ways."""
     rng = random.Random(seed)
-    fault = Kind(linked(source, folder), rng)
+    fault = Kind(shutil.copytree(source, folder, copy_function=os.link), rng)
     kind = rng.choice(kinds)
     kind(fault)
     where = f"{kind.__name__}, seed {seed}"
