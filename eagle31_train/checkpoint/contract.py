@@ -58,7 +58,7 @@ def canonical_name(name: str) -> str:
 def sglang_problems(shape: DrafterShape, target_type: str, target_layers: int) -> list[str]:
     """What SGLang 0.5.23 would leave out or read otherwise, most of it in silence, one line each."""
     first, last = min(shape.aux_layers), max(shape.aux_layers)
-    lacking = ["qk_norm", "norm_before_residual", "attention_bias", "mlp_bias", "sliding_window", "parallel"]
+    lacking = ["qk_norm", "norm_before_residual", "attention_bias", "mlp_bias", "parallel"]
     problems = [f"it has no drafters with {name}" for name in lacking if getattr(shape, name)]
     if shape.architecture == "mla" and shape.num_layers > 1:
         problems.append("it has no MLA drafters of several layers")

@@ -40,13 +40,16 @@ def serve_command(
     return shlex.join(command)
 
 
-def sglang_command(config: Config, drafter: str, published: bool = False) -> str:
-    """Likewise with which SGLang does, where the drafter was exported for it."""
+def sglang_command(config: Config, drafter: str, window: int | None, published: bool = False) -> str:
+    """Likewise with which SGLang does, where the drafter was exported for it; only from here does it know a window."""
     path = public(config.target.path) if published else config.target.path
     steps = config.evaluate.num_speculative_tokens
     words = ["python", "-m", "sglang.launch_server", "--model-path", path, "--speculative-algorithm", "EAGLE3"]
     words += ["--speculative-draft-model-path", drafter, "--speculative-num-steps", str(steps)]
-    return shlex.join([*words, "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", str(steps + 1)])
+    words += ["--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", str(steps + 1)]
+    if window is not None:  # SGLang does not count a token's own key
+        words += ["--speculative-draft-window-size", str(window - 1)]
+    return shlex.join(words)
 
 
 def command(program: str, config: Config) -> str:

@@ -40,8 +40,8 @@ def deep(run, tiny, tmp_path):
     run.set_tensors({name: torch.randn(shape, generator=generator) for name, shape in shapes.items()})
     (tmp_path / "target").mkdir()
     (tmp_path / "target" / "config.json").write_text(json.dumps(TARGET))
-    more = [f"target.path={tmp_path / 'target'}", "target.dtype=float32", "drafter.num_layers=2"]
-    export.export(run.config(*more, "export_format=sglang"))
+    run.more = [f"target.path={tmp_path / 'target'}", "target.dtype=float32", "drafter.num_layers=2"]
+    export.export(run.config(*run.more, "export_format=sglang"))
     return run
 
 
@@ -60,6 +60,13 @@ def test_sglang_and_vllm_find_the_same_layers_and_each_its_norm_and_we_read_it_b
         draft = DrafterCheckpoint.open(f"{deep.folder / 'export'}{counted}")
         assert draft.shape == deep.shape
         assert draft.tensors.keys() == contract.weight_shapes(deep.shape).keys()
+
+
+def test_a_window_is_in_sglangs_command_which_does_not_count_a_tokens_own_key(deep):
+    export.export(deep.config(*deep.more, "export_format=sglang", "export_sliding_window=16", "overwrite=true"))
+    config, _, card = deep.exported()
+    assert config["sliding_window"] == 16  # vLLM's, with a token's own
+    assert "--speculative-draft-window-size 15" in card
 
 
 def rewritten(deep, change):
@@ -88,7 +95,7 @@ def test_a_draft_that_has_sglangs_name_alone_is_read_and_one_with_two_norms_that
         ({"norm_before_residual": True}, "no drafters with norm_before_residual"),
         ({"attention_bias": True}, "no drafters with attention_bias"),
         ({"mlp_bias": True}, "no drafters with mlp_bias"),
-        ({"sliding_window": 64}, "no drafters with sliding_window"),
+        ({"sliding_window": 64}, None),
         ({"parallel": True, "ptd_token_id": 3}, "no drafters with parallel"),
         ({"share_embedding": False}, "target's embedding in place of the drafter's own"),
         ({"aux_layers": [3]}, "leaves fc out"),
