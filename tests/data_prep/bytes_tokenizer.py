@@ -45,8 +45,3 @@ class BytesTokenizer(PreTrainedTokenizer):
         added = self.added_tokens_encoder
         data = b"".join(token.encode() if token in added else token.encode("latin-1") for token in tokens)
         return data.decode("utf-8", "replace")
-
-    def save_vocabulary(self, save_directory, filename_prefix=None):
-        path = Path(save_directory) / "ranks.json"
-        path.write_text(json.dumps([token for token, i in self.ranks.items() if i > 255]))
-        return (str(path),)
