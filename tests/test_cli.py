@@ -77,6 +77,8 @@ def test_recipes_are_found_in_files_and_folders_of_any_name(tmp_path):
         (folder / "experiment" / f"{name}.yaml").write_text(text)
         assert load_config([f"+experiment={folder}/experiment/{name}.yaml"]).name == "mine"
     assert load_config(["+experiment=it's a=b"], config_dir=folder).name == "mine"
+    with pytest.raises(UserError, match="--config-dir .*/none is no folder"):
+        load_config([RECIPE], config_dir=tmp_path / "none")
 
 
 def test_a_recipe_without_a_header_is_one_and_what_is_no_text_is_refused(tmp_path):
