@@ -37,38 +37,36 @@ SHAPES = {
 
 @pytest.fixture(scope="module", params=SHAPES)
 def drafted(request):
-    """A drafter in fp64, and a trajectory along which its drafts are right for a while, again and again."""
-    objective = make_objective(SHAPES[request.param])
-    return objective, agreeable(objective)
+    """A drafter in fp64 with its target ids, and a trajectory along which its drafts are right for a while, again and
+    again."""
+    drafter = drafter_of(SHAPES[request.param])
+    return drafter, agreeable(*drafter)
 
 
-def agreeable(objective, prompt=PROMPT, output=14, seed=3):
+def drafter_of(shape):
+    objective = make_objective(shape)
+    return objective.drafter, objective.teacher.target_ids
+
+
+def agreeable(drafter, ids, prompt=PROMPT, output=14):
     """A target that says what the drafter expects for some tokens, then something else."""
-    generator = torch.Generator().manual_seed(seed)
-    document = make_document(objective.drafter.shape, prompt + output + DEPTH - 1, generator)
-    told = document.tokens[: prompt + 1].tolist()
+    generator = torch.Generator().manual_seed(3)
+    document = make_document(drafter.shape, prompt + output + DEPTH - 1, generator)
+    told, aux = document.tokens[: prompt + 1].tolist(), document.aux.to(drafter.lm_head.weight.dtype)
     while len(told) < len(document):
-        decoder = decoder_of(objective)
-        decoder.extend(document.aux[: len(told) - 1], torch.tensor(told[1:]))
+        decoder = DraftDecoder(drafter, ids, 60)
+        decoder.extend(aux[: len(told) - 1], torch.tensor(told[1:]))
         right = int(torch.randint(0, DEPTH + 1, (), generator=generator))
         told += [*decoder.draft(right), int(torch.randint(0, 50, (), generator=generator))]
     told = told[: len(document)]
     end = prompt + output
-    return Trajectory(told[:prompt], told[prompt:end], told[end:], document.aux)
+    return Trajectory(told[:prompt], told[prompt:end], told[end:], aux)
 
 
-def decoder_of(objective):
-    return DraftDecoder(objective.drafter, objective.teacher.target_ids, 60)
-
-
-def unroll_all(objective, trajectory, depth=DEPTH, drift=True):
-    return unroll(objective.drafter, objective.teacher.target_ids, trajectory, depth, drift)
-
-
-def served(objective, trajectory, draft_tokens):
+def served(drafter, ids, trajectory, draft_tokens):
     """What a server accepts, verification by verification: its cache, its drafts, and the target's word."""
     told = [*trajectory.prompt, *trajectory.output, *trajectory.beyond]
-    decoder, read, counts = decoder_of(objective), 0, []
+    decoder, read, counts = DraftDecoder(drafter, ids, 60), 0, []
     newest = len(trajectory.prompt)  # the position of the newest token
     while newest < len(trajectory.prompt) + trajectory.slots:
         decoder.extend(trajectory.aux[read:newest], torch.tensor(told[read + 1 : newest + 1]))
@@ -83,18 +81,17 @@ def served(objective, trajectory, draft_tokens):
 
 
 def test_one_trajectory_tells_every_servers_counts(drafted):
-    objective, trajectory = drafted
-    accepted, _ = unroll_all(objective, trajectory)
+    drafter, trajectory = drafted
+    accepted, _ = unroll(*drafter, trajectory, DEPTH, drift=True)
     assert len(accepted) == trajectory.slots
     measured = Counts("p", "made", len(trajectory.output), accepted)
     for draft_tokens in range(1, DEPTH + 1):
-        assert measured.rounds(draft_tokens) == served(objective, trajectory, draft_tokens)
+        assert measured.rounds(draft_tokens) == served(*drafter, trajectory, draft_tokens)
     assert len(set(accepted)) > 2  # some drafts were right for a while, some at once wrong
 
 
 def test_the_narrowest_gap_is_that_of_the_draft_at_its_slot(drafted):
-    objective, trajectory = drafted
-    drafter, ids = objective.drafter, objective.teacher.target_ids
+    (drafter, ids), trajectory = drafted
     told, spelled_out = [*trajectory.prompt, *trajectory.output, *trajectory.beyond], written_apart(drafter)
     for slot in (0, trajectory.slots - 1):
         gaps, draft, t = [], [], PROMPT - 1 + slot
@@ -109,11 +106,10 @@ def test_the_narrowest_gap_is_that_of_the_draft_at_its_slot(drafted):
         assert found == pytest.approx(min(gaps), rel=1e-9)
 
 
-def from_scratch(objective, trajectory):
+def from_scratch(drafter, ids, trajectory):
     """Counts and drift by the drafter that is written apart: one slot, one step, one head, one softmax at a time."""
-    shape, ids = objective.drafter.shape, objective.teacher.target_ids.tolist()
-    heads = shape.num_attention_heads * shape.num_layers
-    spelled_out = written_apart(objective.drafter)
+    heads = drafter.shape.num_attention_heads * drafter.shape.num_layers
+    spelled_out = written_apart(drafter)
     lm_head = spelled_out.w["lm_head.weight"]
     told = [*trajectory.prompt, *trajectory.output, *trajectory.beyond]
     first = len(trajectory.prompt) - 1
@@ -125,7 +121,7 @@ def from_scratch(objective, trajectory):
             with watched_softmax() as shares:
                 read = [*told[: t + 2], *draft]
                 outputs, states = spelled_out.slot(read, trajectory.aux, t, len(draft) + 1, context)
-            draft.append(ids[int((lm_head @ outputs[-1]).argmax())])
+            draft.append(int(ids[(lm_head @ outputs[-1]).argmax()]))
         wrong = [a != b for a, b in zip(draft, told[t + 2 :], strict=False)]
         accepted.append(wrong.index(True) if True in wrong else DEPTH)
         for k in range(DEPTH):
@@ -189,10 +185,10 @@ def unlike(ours, truth):
 
 @pytest.mark.parametrize("prompt", [PROMPT, 2])  # the second is shorter than the sinks
 def test_counts_and_drift_equal_a_computation_from_scratch(drafted, prompt):
-    objective, _ = drafted
-    trajectory = agreeable(objective, prompt, output=8)
-    accepted, ours = unroll_all(objective, trajectory)
-    counts, truth = from_scratch(objective, trajectory)
+    drafter, _ = drafted
+    trajectory = agreeable(*drafter, prompt, output=8)
+    accepted, ours = unroll(*drafter, trajectory, DEPTH, drift=True)
+    counts, truth = from_scratch(*drafter, trajectory)
     assert accepted == counts
     assert unlike(ours, truth) == set()
     for shares in zip(ours.sink, ours.prompt, ours.verified, ours.own, strict=True):
@@ -252,9 +248,9 @@ def rms(states):
 @pytest.fixture(scope="module")
 def truth_of_one():
     """A trajectory of the usual drafter, and its drift from scratch."""
-    objective = make_objective(make_shape())
-    trajectory = agreeable(objective, output=8)
-    return trajectory, from_scratch(objective, trajectory)[1]
+    drafter = drafter_of(make_shape())
+    trajectory = agreeable(*drafter, output=8)
+    return trajectory, from_scratch(*drafter, trajectory)[1]
 
 
 EVERYTHING = {"sink", "prompt", "verified", "own", "rms", "entropy"}
@@ -275,7 +271,7 @@ EVERYTHING = {"sink", "prompt", "verified", "own", "rms", "entropy"}
     ],
 )
 def test_a_planted_mistake_is_seen(truth_of_one, monkeypatch, mistake, seen_in):
-    objective, (trajectory, truth) = make_objective(make_shape()), truth_of_one
-    assert unlike(unroll_all(objective, trajectory)[1], truth) == set()
-    mistake(monkeypatch, objective.drafter)
-    assert unlike(unroll_all(objective, trajectory)[1], truth) == seen_in
+    (drafter, ids), (trajectory, truth) = drafter_of(make_shape()), truth_of_one
+    assert unlike(unroll(drafter, ids, trajectory, DEPTH, drift=True)[1], truth) == set()
+    mistake(monkeypatch, drafter)
+    assert unlike(unroll(drafter, ids, trajectory, DEPTH, drift=True)[1], truth) == seen_in
