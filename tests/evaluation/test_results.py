@@ -194,25 +194,6 @@ def test_about_95_of_100_intervals_hold_the_true_value(prompts):
     assert 0.91 <= covered(prompts, np.random.default_rng(prompts)) <= 0.99
 
 
-def test_plain_percentiles_of_few_prompts_would_hold_it_too_seldom(monkeypatch):
-    monkeypatch.setattr(intervals, "tail_of", lambda prompts: 0.025)
-    assert covered(10, np.random.default_rng(10)) < 0.91
-
-
-@pytest.mark.slow
-def test_drawing_tokens_instead_of_prompts_would_hold_it_too_seldom(monkeypatch):
-    """The mistake that makes every evaluation look sharp: as if the tokens of one answer had nothing in common."""
-    original = intervals.ratios
-
-    def of_tokens(numerators, denominators):
-        accepted, drafts = np.asarray(numerators)[:, 0], np.asarray(denominators)
-        each = np.concatenate([np.arange(3 * d) < a for a, d in zip(accepted, drafts, strict=True)])
-        return original(each[:, None] * 3.0, np.ones(len(each)))
-
-    monkeypatch.setitem(globals(), "ratios", of_tokens)
-    assert covered(20, np.random.default_rng(20), times=60) < 0.8
-
-
 @pytest.mark.parametrize(("freedom", "quantile"), [(4, 2.776), (9, 2.262), (19, 2.093), (79, 1.990), (999, 1.962)])
 def test_students_t_is_that_of_the_tables(freedom, quantile):
     assert -intervals._student(freedom) == pytest.approx(quantile, abs=0.01)

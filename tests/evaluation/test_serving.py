@@ -231,28 +231,23 @@ def test_an_answer_that_cannot_be_had_ends_the_run(measure, tmp_path, monkeypatc
 
 
 HOLDS = """
-import subprocess, sys, time
+import sys, time
 from pathlib import Path
 from eagle31_train.evaluation.serving import server
 server.GRACE_SECONDS = 0.2
 port = server.pick_port()
 command = [sys.executable, "-m", server.MODULE, "--model", "m", "--port", str(port)]
-if sys.argv[1] == "unkept":
-    subprocess.Popen(command, start_new_session=True)
-    while not Path(sys.argv[2]).is_file() or len(Path(sys.argv[2]).read_text().split()) < 2:
-        time.sleep(0.05)
-    print("serving", flush=True)
-    time.sleep(3600)
-with server.Server(command, port, Path(sys.argv[2]).with_name("log")):
+with server.Server(command, port, Path(sys.argv[1])):
     print("serving", flush=True)
     time.sleep(3600)
 """
 
 
-def ended_by(number, tmp_path, kind="kept") -> list[int]:
-    """A process that serves is killed; what is left of its server."""
+@pytest.mark.parametrize("number", [9, *(pytest.param(number, marks=pytest.mark.slow) for number in (2, 15))])
+def test_the_server_ends_with_us_whichever_way_we_end(asked, tmp_path, number):
+    """A process that serves is killed: nothing is left of its server."""
     with subprocess.Popen(
-        [sys.executable, "-c", HOLDS, kind, str(tmp_path / "pids")],
+        [sys.executable, "-c", HOLDS, str(tmp_path / "log")],
         env={**os.environ, "PYTHONPATH": f"{os.environ['PYTHONPATH']}:{Path(__file__).parents[2]}"},
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -262,24 +257,10 @@ def ended_by(number, tmp_path, kind="kept") -> list[int]:
         assert len(left(tmp_path)) == 2
         holder.send_signal(number)
         holder.wait()
-    deadline = time.monotonic() + (20 if kind == "kept" else 2)
+    deadline = time.monotonic() + 20
     while left(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return left(tmp_path)
-
-
-@pytest.mark.parametrize("number", [9, *(pytest.param(number, marks=pytest.mark.slow) for number in (2, 15))])
-def test_the_server_ends_with_us_whichever_way_we_end(asked, tmp_path, number):
-    assert ended_by(number, tmp_path) == []
-
-
-@pytest.mark.slow
-def test_a_server_that_nobody_keeps_would_stay(asked, tmp_path):
-    try:
-        assert len(ended_by(9, tmp_path, "unkept")) == 2
-    finally:
-        for pid in left(tmp_path):
-            os.kill(pid, 9)
+    assert left(tmp_path) == []
 
 
 NONE = Counter({report.FINISHED: 4.0, report.TOKENS: 15.0})
