@@ -2,6 +2,7 @@
 
 import torch
 from pipeline import HIDDEN, LAYERS, VOCAB
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 SIZES = {
     "vocab_size": VOCAB,
@@ -17,6 +18,11 @@ LATENT = {name: value for name, value in SIZES.items() if name != "head_dim"} | 
 LATENT |= {"q_lora_rank": 12, "kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10}
 LATENT |= {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
 LATENT["moe_intermediate_size"] = 16
+
+
+def random_target(kind, sizes=SIZES, **more):
+    """Of a kind as transformers calls it."""
+    return randomised(AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**{**sizes, **more})))
 
 
 def randomised(model):

@@ -1,5 +1,6 @@
 """A tiny random target, drafters of it that are right now and then, and run folders as the stages before leave them."""
 
+import imitating
 import pytest
 import torch
 from conftest import make_mla_shape, make_objective, make_shape
@@ -8,6 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from eagle31_train.evaluation.decoding import Limits, decode_plain
 from eagle31_train.evaluation.measuring import Candidate
 from eagle31_train.evaluation.prompts import Prompt
+from eagle31_train.evaluation.serving import server
 from eagle31_train.evaluation.unrolled import Trajectory, steps
 from eagle31_train.evaluation.workloads import Workload
 from eagle31_train.reporting import evaluation_page
@@ -39,6 +41,16 @@ def model():
 def no_pages(monkeypatch):
     """Pages and their pictures have tests of their own, and take most of the time."""
     monkeypatch.setattr(evaluation_page, "write", lambda folder, result: {})
+
+
+@pytest.fixture
+def asked(monkeypatch, tmp_path):
+    """The environment of the imitation of vLLM's server; gives the file of its requests."""
+    monkeypatch.setenv("PYTHONPATH", imitating.install(tmp_path / "site"))
+    monkeypatch.setenv("IMITATION_PIDS", str(tmp_path / "pids"))
+    monkeypatch.setenv("IMITATION_REQUESTS", str(tmp_path / "requests"))
+    monkeypatch.setattr(server, "GRACE_SECONDS", 0.2)
+    return tmp_path / "requests"
 
 
 @pytest.fixture

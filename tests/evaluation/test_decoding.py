@@ -34,7 +34,7 @@ class Scripted:
 
     def __init__(self, prompt, continuation, wrong_at=()):
         self.sequence = prompt + continuation
-        self.read, self.rounds, self.aux = 0, 0, []
+        self.read, self.rounds = 0, 0
         self.wrong_at = wrong_at  # for each round, the first wrong proposal; all right where it is not told
 
     def extend(self, aux, next_tokens):
@@ -42,7 +42,6 @@ class Scripted:
         assert next_tokens.tolist() == self.sequence[self.read + 1 : self.read + 1 + len(next_tokens)]
         self.read += len(next_tokens)
         self.rounds += 1
-        self.aux.append(aux)
 
     def draft(self, count):
         proposed = self.sequence[self.read + 1 : self.read + 1 + count]
@@ -107,31 +106,17 @@ def test_plain_decoding_is_transformers_own(target, continuation):
     assert continuation == theirs[0, len(PROMPT) :].tolist()
 
 
-def test_the_drafter_gets_the_states_of_the_target_at_the_right_rows(target, continuation):
-    scripted = Scripted(PROMPT, continuation + [0] * 9, wrong_at=[0, 2, 1, 3, 0, 1])
-    assert speculative(target, scripted, 4, limits(30)).accepted[:6] == [0, 2, 1, 3, 0, 1]
-    sequence = torch.tensor([PROMPT + continuation])
-    whole = target.states(sequence, torch.ones_like(sequence))[0][0]
-    seen = torch.cat(scripted.aux)
-    torch.testing.assert_close(seen, whole[: len(seen)], rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("count", [1, 5, 6])
-def test_a_limit_inside_a_draft_cuts_the_output_and_not_the_counts(target, continuation, count):
-    found = speculative(target, Scripted(PROMPT, continuation), 3, limits(count))
+@pytest.mark.parametrize("by", ["limit", "end token"])
+@pytest.mark.parametrize("count", [1, 2, 5, 6, 9])
+def test_an_end_inside_a_draft_cuts_the_output_and_not_the_counts(target, continuation, count, by):
+    cut = limits(count)
+    if by == "end token":
+        cut = limits(50, continuation[count - 1])
+        count = continuation.index(continuation[count - 1]) + 1
+    found = speculative(target, Scripted(PROMPT, continuation), 3, cut)
     assert found.tokens == continuation[:count]
     # Tokens 2..5 come with the first draft, 6..9 with the second, 10..13 with the third.
     assert found.accepted == [3] * ((count - 1 + 3) // 4)
-
-
-@pytest.mark.parametrize("index", [0, 1, 4, 5, 8])
-def test_an_end_token_inside_a_draft_ends_the_output_and_is_kept(target, continuation, index):
-    first = continuation.index(continuation[index])
-    found = speculative(target, Scripted(PROMPT, continuation), 3, limits(50, continuation[index]))
-    assert found.tokens == continuation[: first + 1]
-    assert found.accepted == [3] * ((first + 3) // 4)
-    (plain,) = decode_plain(target, [PROMPT], limits(50, continuation[index]))
-    assert plain.tokens == found.tokens
 
 
 def test_rows_that_go_on_at_different_speeds(target, alone, ends):
@@ -144,10 +129,8 @@ def test_rows_that_go_on_at_different_speeds(target, alone, ends):
     assert len({len(one.accepted) for one in found}) == 4
 
 
-@pytest.mark.parametrize("together", [True, False])
-def test_states_and_what_lies_beyond_the_end(target, alone, ends, together):
-    batches = [PROMPTS] if together else [[prompt] for prompt in PROMPTS]
-    found = [one for batch in batches for one in decode_plain(target, batch, ends, beyond=5, states=True)]
+def test_states_and_what_lies_beyond_the_end(target, alone, ends):
+    found = decode_plain(target, PROMPTS, ends, beyond=5, states=True)
     for one, prompt, tokens in zip(found, PROMPTS, alone, strict=True):
         assert one.tokens == ended(tokens, ends)
         assert one.tokens + one.beyond == tokens[: len(one.tokens) + 5]

@@ -52,19 +52,23 @@ PARALLEL = {"parallel": True, "ptd_token_id": 49}
 NORMS = ("fc_norm", "norm_output", "norm_before_residual")
 SHAPES = [
     *(
-        dict(zip(NORMS, given, strict=True)) | more
+        make_shape(**dict(zip(NORMS, given, strict=True)), **more)
         for given in product([True, False], repeat=3)
         for more in ({}, PARALLEL, {**PARALLEL, "num_layers": 2})
     ),
-    {"sliding_window": 6},
-    {"sliding_window": 3, "num_layers": 2},  # shorter than a round
-    {"attention_bias": True, "mlp_bias": True},
+    make_shape(sliding_window=6),
+    make_shape(sliding_window=3, num_layers=2),  # shorter than a round
+    make_shape(attention_bias=True, mlp_bias=True),
+    make_shape(num_layers=3, norm_before_fc=True, qk_norm=True, norm_output=False),
+    make_shape(**PARALLEL, num_layers=3, qk_norm=True),
+    make_mla_shape(num_layers=2),
+    make_mla_shape(norm_output=False, fc_norm=False, q_lora_rank=None),
 ]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_round_equals_the_training_unroll(document, shape):
-    objective = make_objective(make_shape(**shape), torch.float32)
+    objective = make_objective(shape, torch.float32)
     decoder = decoder_of(objective)
     aux, done = document.aux.float(), 0
     # As in serving: the prompt at once, then as many rows as were accepted, over what a round left behind.

@@ -14,27 +14,16 @@ WORDS = [
     "the quick brown fox jumps over the lazy dog " * 3,
     "hello world, how are you? " * 4,
     "你好，世界。" * 9,
-    "an answer to the question itself",
 ]
+AROUND = Context(TEMPLATE, LENGTH, [Filler((), text) for text in WORDS])
 
 
-def make_prompt(words="What is the question here?", system=None, name="p1", **more):
+def make_prompt(words="What is the question here?", name="p1"):
     messages = [{"role": "user", "content": words}]
-    if system:
-        messages.insert(0, {"role": "system", "content": system})
-    return Prompt(name, "made", TEMPLATE.prompt_ids(messages), messages, **more)
+    return Prompt(name, "made", TEMPLATE.prompt_ids(messages), messages)
 
 
 PROMPT = make_prompt()
-AROUND = Context(
-    TEMPLATE,
-    LENGTH,
-    [*(Filler((), text) for text in WORDS[:-1]), Filler(tuple(PROMPT.ids), WORDS[-1])],
-)
-
-
-def said(name, prompt=PROMPT, around=AROUND):
-    return TEMPLATE.decode(find(name).apply(prompt, around).ids)
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -76,12 +65,3 @@ def test_a_context_has_the_length_that_was_asked_for(length, wanted):
             assert abs(len(ids) - wanted) <= 2  # a cut within a character of three tokens
             assert TEMPLATE.decode(ids).endswith(f"\n\n{words}<|im_end|>\n<|im_start|>assistant\n")
             assert "\ufffd" not in TEMPLATE.decode(ids)
-
-
-def test_no_context_holds_the_prompts_own_answer():
-    """And those of other prompts do, or the test would see nothing."""
-    contexts = [said("context_7", make_prompt(name=name)) for name in "abcdef"]
-    assert not any(WORDS[-1] in context for context in contexts)
-    assert WORDS[-1] in said("context_7", make_prompt("hello"))
-    planted = replace(AROUND, fillers=[Filler((), text) for text in WORDS])
-    assert WORDS[-1] in said("context_7", around=planted)

@@ -9,7 +9,7 @@ import pytest
 from sample_results import measured
 
 from eagle31_train.evaluation import intervals
-from eagle31_train.evaluation.intervals import bracket, ratios
+from eagle31_train.evaluation.intervals import ratios
 from eagle31_train.evaluation.measurement import Counts, Drift, acceptance
 from eagle31_train.evaluation.results import better, summarise
 
@@ -83,16 +83,6 @@ def test_every_depth_is_that_of_a_server_which_drafts_so_many(pair, compared):
         alone = numbers_of([row for row in pair["one"] if row.source == source])
         assert found == {name: alone[name] for name in found}
         assert found["prompts"] == 6
-
-
-def test_positions_that_no_server_would_draft_at_do_not_count(monkeypatch):
-    """After [2, 0, 0] a server that drafts two tokens goes on behind them; one that drafts one does not."""
-    rows = [Counts("p", "s", 4, [2, 0, 0])]
-    found = numbers_of(rows)["by_depth"]
-    assert found["1"] == {"acceptance_length": [1.5, None, None], "drafts": 2, "accepted_per_position": [1]}
-    assert found["2"] == {"acceptance_length": [3.0, None, None], "drafts": 1, "accepted_per_position": [1, 1]}
-    monkeypatch.setattr(Counts, "rounds", lambda row, depth: [min(n, depth) for n in row.accepted])  # the mistake
-    assert numbers_of(rows)["by_depth"]["2"]["drafts"] == 3
 
 
 def test_drift_is_a_mean_over_slots(pair, compared):
@@ -204,41 +194,9 @@ def test_about_95_of_100_intervals_hold_the_true_value(prompts):
     assert 0.91 <= covered(prompts, np.random.default_rng(prompts)) <= 0.99
 
 
-def test_plain_percentiles_of_few_prompts_would_hold_it_too_seldom(monkeypatch):
-    monkeypatch.setattr(intervals, "tail_of", lambda prompts: 0.025)
-    assert covered(10, np.random.default_rng(10)) < 0.91
-
-
-@pytest.mark.slow
-def test_drawing_tokens_instead_of_prompts_would_hold_it_too_seldom(monkeypatch):
-    """The mistake that makes every evaluation look sharp: as if the tokens of one answer had nothing in common."""
-    original = intervals.ratios
-
-    def of_tokens(numerators, denominators):
-        accepted, drafts = np.asarray(numerators)[:, 0], np.asarray(denominators)
-        each = np.concatenate([np.arange(3 * d) < a for a, d in zip(accepted, drafts, strict=True)])
-        return original(each[:, None] * 3.0, np.ones(len(each)))
-
-    monkeypatch.setitem(globals(), "ratios", of_tokens)
-    assert covered(20, np.random.default_rng(20), times=60) < 0.8
-
-
 @pytest.mark.parametrize(("freedom", "quantile"), [(4, 2.776), (9, 2.262), (19, 2.093), (79, 1.990), (999, 1.962)])
 def test_students_t_is_that_of_the_tables(freedom, quantile):
     assert -intervals._student(freedom) == pytest.approx(quantile, abs=0.01)
-
-
-def test_a_pair_knows_more_than_two_evaluations():
-    """A little easier each for the other drafter: alone their intervals overlap, their difference has no 0."""
-    generator = np.random.default_rng(2)
-    accepted, drafts = evaluation(30, generator)
-    first, other = ratios(accepted[:, None], drafts), ratios((accepted + 0.1 * drafts)[:, None], drafts)
-    ((_, _, high),), ((_, low, _),) = first.intervals(), other.intervals()
-    assert low < high
-    ((value, low, high),) = (other - first).intervals()
-    assert [value, low, high] == pytest.approx([0.1] * 3)
-    ((ratio, low, high),) = (other / first).intervals()
-    assert 1 < low < ratio < high
 
 
 def test_what_cannot_be_told_is_not_told():
@@ -252,7 +210,3 @@ def test_what_cannot_be_told_is_not_told():
     assert (some / nothing).intervals() == [[None, None, None]]
     (interval,) = ratios([[1], [2], [5]], [1, 1, 0]).intervals()  # some resamples hold the last prompt alone
     assert None not in interval
-
-
-def test_what_nothing_was_measured_of_is_a_dash():
-    assert bracket((None, None, None)) == "–"

@@ -5,12 +5,12 @@ import dataclasses
 import json
 import re
 import sys
+from itertools import chain, compress
 
-import imitating
 import numpy as np
 import pytest
 import torch
-from datasets import DatasetDict
+from datasets import Dataset, DatasetDict
 from huggingface_hub import ModelCard
 from loopback_hub import problems_of, serving_hub
 from safetensors.torch import load_file
@@ -20,25 +20,19 @@ from eagle31_train.checkpoint import int8
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.checkpoint.smaller import served, windowed
 from eagle31_train.errors import UserError
-from eagle31_train.evaluation.serving import server
 from eagle31_train.evaluation.trajectories import digest
-from eagle31_train.evaluation.unrolled import Trajectory, steps, turns, unroll
+from eagle31_train.evaluation.unrolled import turns, unroll
 from eagle31_train.model.linear import Linear
-from tests.evaluation.test_evaluate import SHAPE, TinyRun
+from tests.evaluation.test_evaluate import END, TinyRun
+from tests.evaluation.test_unrolled import agreeable
 
-AUX = "target.aux_layers=[1,2,4]"
 SMALL = ["export_weights=int8", "export_vocab_size=12"]
 INT8 = SMALL[:1]
 
 
-class Run(TinyRun):
-    def config(self, *more):
-        return super().config(AUX, *SHAPE, *more)
-
-
 @pytest.fixture
 def run(tmp_path, model, no_pages):
-    return Run(tmp_path, model)
+    return TinyRun(tmp_path, model)
 
 
 def opened(run, *options):
@@ -120,25 +114,12 @@ def test_an_int8_export_reads_back_as_what_was_evaluated(run, model):
 def test_noise_turns_a_draft_no_further_than_rounding_does(run, model):
     """What no noise of float32 explains is still a mistake; what it explains is found among its draws."""
     drafter, ids = loaded(opened(run, *INT8), model), torch.from_numpy(opened(run).vocab.target_ids)
-    trajectory = agreeable_to(drafter, ids)
+    trajectory = agreeable(drafter, ids)
     counts, _ = unroll(drafter, ids, trajectory, 3, drift=False)
     assert len(set(counts)) > 1
     for slot, accepted in enumerate(counts[:2]):
         assert turns(drafter, ids, trajectory, slot, 3, accepted)
         assert not turns(drafter, ids, trajectory, slot, 3, (accepted + 1) % 4)
-
-
-def agreeable_to(drafter, ids):
-    """A trajectory of random states, whose target writes what is drafted at some of its slots."""
-    generator = torch.Generator().manual_seed(5)
-    told = torch.randint(0, 50, (20,), generator=generator).tolist()
-    aux = torch.randn(20, 3, 32, generator=generator)
-    for slot in range(0, 9, 2):
-        there = Trajectory(told[:4], told[4:14], told[14:], aux)
-        first, second = [step.tokens[slot] for step in steps(drafter, ids, there, 2, drift=False)]
-        told[5 + slot] = int(first)
-        told[6 + slot] = int(second) if slot % 4 else told[6 + slot]
-    return Trajectory(told[:4], told[4:14], told[14:], aux)
 
 
 BAD = {
@@ -192,12 +173,8 @@ def test_a_window_at_export_is_the_one_that_is_trained_with(run, model, capsys):
 
 
 @pytest.mark.parametrize("form", ["vllm", pytest.param("speculators", marks=pytest.mark.slow)])
-def test_what_is_served_is_the_export_on_prompts_that_training_was_not_measured_on(run, tmp_path, monkeypatch, form):
-    monkeypatch.setenv("PYTHONPATH", imitating.install(tmp_path / "site"))
-    monkeypatch.setenv("IMITATION_PIDS", str(tmp_path / "pids"))
-    monkeypatch.setenv("IMITATION_REQUESTS", str(tmp_path / "requests"))
-    monkeypatch.setattr(server, "GRACE_SECONDS", 0.2)
-    first = DatasetDict.load_from_disk(str(run.folder / "data" / "dataset"))["heldout"][0]["input_ids"][:5]
+def test_what_is_served_is_the_export_on_prompts_that_training_was_not_measured_on(run, asked, form):
+    first = DatasetDict.load_from_disk(str(run.folder / "data" / "dataset"))["heldout"][0]["input_ids"][:3]
     run.finish_training(measured_on=[digest(first)])
     options = ["evaluate.backend=vllm", f"evaluate.vllm_python={sys.executable}", f"export_format={form}"]
     options += ["evaluate.serve_speculative_tokens=[2]", "evaluate.concurrency=[1]"]
@@ -205,10 +182,10 @@ def test_what_is_served_is_the_export_on_prompts_that_training_was_not_measured_
     evaluate.evaluate(run.config(*options))
     serving = artifacts.read_json(run.folder / "serving" / "manifest.json", "the test")["serving"]
     assert [(row["drafter"], row["draft_tokens"]) for row in serving["rows"]] == [(None, 0), ("smollm2", 2)]
-    asked = {tuple(json.loads(line)["prompt"]) for line in (tmp_path / "requests").read_text().splitlines()}
-    assert len(asked) == serving["prompts"] == 2
-    assert tuple(first) not in asked
-    assert serving["notes"][1].startswith("left out 2 (c0, c3): used to measure"), "c3 asks what c0 did"
+    prompts = {tuple(json.loads(line)["prompt"]) for line in asked.read_text().splitlines()}
+    assert len(prompts) == serving["prompts"] == 3
+    assert tuple(first) not in prompts
+    assert serving["notes"][1].startswith("left out 1 (heldout-0): used to measure")
 
 
 def test_a_window_is_refused_that_cuts_nothing_or_that_vllm_does_not_serve(run):
@@ -227,10 +204,12 @@ def test_a_window_is_refused_that_cuts_nothing_or_that_vllm_does_not_serve(run):
 
 def test_the_most_used_tokens_are_kept_and_score_as_before(run, model, capsys):
     whole, small = opened(run), opened(run, "export_vocab_size=6")
-    written = [token for length, row in zip((12, 9, 14, 11), rows(run), strict=True) for token in row[5:length]]
+    train = Dataset.load_from_disk(str(run.folder / "data" / "dataset" / "train"))
+    columns = (chain.from_iterable(train[name]) for name in ("input_ids", "loss_mask"))
+    written = list(compress(*columns))
     known = whole.vocab.target_ids.tolist()
     by_use = sorted(known, key=lambda token: (-written.count(token), token))
-    ends = [token for token in (49,) if token in known]
+    ends = [token for token in (END,) if token in known]
     wanted = sorted([*ends, *[token for token in by_use if token not in ends]][:6])
     assert small.vocab.target_ids.tolist() == wanted
     assert small.identity != whole.identity
@@ -244,12 +223,6 @@ def test_the_most_used_tokens_are_kept_and_score_as_before(run, model, capsys):
     again = DrafterCheckpoint.open(run.folder / "export")
     assert again.vocab.target_ids.tolist() == wanted
     assert again.shape.draft_vocab_size == 6
-
-
-def rows(run):
-    from datasets import Dataset
-
-    return Dataset.load_from_disk(str(run.folder / "data" / "dataset" / "train"))["input_ids"]
 
 
 @pytest.mark.parametrize(

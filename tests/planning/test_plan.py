@@ -24,7 +24,7 @@ from eagle31_train.planning import sections
 from eagle31_train.planning.footprint import PROFILES
 from eagle31_train.planning.planned import reckon
 from eagle31_train.planning.work import add_up, count_work, made_mask, training_flops
-from eagle31_train.store.shard_plan import Shape, sample_size
+from eagle31_train.store.shard_plan import sample_size
 from train.optimizer import make_optimizer
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -87,12 +87,11 @@ def test_the_simplest_profile_that_fits_is_named(capsys):
     def named(*overrides):
         return re.search(r"WHICH PROFILE +(\w+)", printed(capsys, *recipe("kimi"), *overrides))[1]
 
-    assert named() == "ddp"
+    assert named() == named("plan.device_gib=1000") == "ddp", "gpu would fit, too, and is one device alone"
     assert named("plan.devices=1", "train.batch_tokens=20480") == "gpu"
     peaks = {profile.name: planned(*recipe("kimi")).memory(profile).peak / 2**30 for profile in PROFILES}
     between = (peaks["ddp"] + peaks["zero1"]) / 2 / sections.SPARE
     assert named(f"plan.device_gib={between}") == "zero1"
-    assert named("plan.device_gib=4") == "none"
 
 
 def test_smaller_micro_batches_are_advised_first_then_recomputation_then_devices_that_share_them(capsys):
@@ -130,24 +129,14 @@ def test_the_page_on_launching_shows_what_is_printed_and_what_a_shared_conversat
         assert "| ".join([f"| {named} ", *(f"{step:.1f} " for step in steps)]) + "|" in page
 
 
-def test_devices_that_share_a_conversation_divide_its_memory_and_a_longer_one_fits(capsys):
+def test_with_devices_that_share_a_conversation_a_longer_one_fits_and_one_alone_has_nobody_to_share_with(capsys):
     """What the step takes is in tests/model/test_context_parallel.py, against what torch allocates."""
     long = [*recipe("llama31_8b"), "data.max_length=131072", "train.batch_tokens=131072", "plan.sample_tokens=131072"]
-    alone, shared = planned(*long), planned(*long, "train.context_parallel=4")
-    ddp = next(profile for profile in PROFILES if profile.name == "ddp")
-    assert alone.micro_tokens(8) == shared.micro_tokens(8) == 131072
-    (micro, batch), (whole, whole_batch) = shared.micro(8), alone.micro(8)
-    assert batch == pytest.approx(whole_batch / 4)
-    assert 1 / 4 < micro.kept / whole.kept < 1 / 4 + 0.05
-    assert shared.memory(ddp).held == alone.memory(ddp).held
-    assert shared.micro(1) == alone.micro(1), "one device alone has nobody to share with"
-    assert shared.busy == 4 / 8  # a step of one conversation
-    assert f"tokens, each shared by 2 devices; gpu: one device alone, {131072:,}." in printed(
-        capsys, *long, "train.context_parallel=2"
-    )
-    assert re.search(
-        r"WHICH PROFILE.*\n.*\n.* train.context_parallel=\d.* …", printed(capsys, *long, "plan.device_gib=40")
-    )
+    assert planned(*long, "train.context_parallel=4").micro(1) == planned(*long).micro(1)
+    shown = printed(capsys, *long, "train.context_parallel=2")
+    assert f"tokens, each shared by 2 devices; gpu: one device alone, {131072:,}." in shown
+    shown = printed(capsys, *long, "plan.device_gib=40")
+    assert re.search(r"WHICH PROFILE.*\n.*\n.* train.context_parallel=\d.* …", shown)
     with pytest.raises(UserError, match="context_parallel=3 does not divide"):
         planned(*long, "train.context_parallel=3")
 
@@ -278,10 +267,8 @@ def test_options_have_the_effect_that_they_should():
     assert [whole.micro_tokens(1), whole.micro_tokens(8)] == [32768, 4096]
     assert planned(*llama, "train.gradient_accumulation_steps=16").micro_tokens(8) == 2048
     exact = whole.store_bytes(replace(whole.states(), aux_codec="bf16", last_codec="bf16"))
-    assert whole.store_bytes(whole.states()) / exact == pytest.approx(
-        0.510, abs=0.001
-    )  # a channel has a scale in every conversation
-    assert whole.states() == Shape(4096, 3, "int8_channel", "int8_channel")
+    # By default in int8; a channel has a scale in every conversation.
+    assert whole.store_bytes(whole.states()) / exact == pytest.approx(0.510, abs=0.001)
 
     with pytest.raises(UserError, match="is not the target's: set "):
         planned(*llama, "drafter.hidden_size=2048")

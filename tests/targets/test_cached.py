@@ -2,50 +2,38 @@
 
 import os
 from contextlib import nullcontext
-from functools import wraps
+from functools import partial, wraps
 
 import pytest
 import torch
 from pipeline import VOCAB
-from random_targets import LATENT, SIZES, randomised
-from transformers import (
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-)
+from random_targets import LATENT, SIZES, random_target
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle31_train.targets import cached
 from eagle31_train.targets.cached import CachedTarget
 
 FAMILIES = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
-    "sliding": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=4)),
-    "every sixth full": lambda: Gemma3ForCausalLM(
-        Gemma3TextConfig(**{**SIZES, "num_hidden_layers": 7}, sliding_window=4)
-    ),
-    "latent": lambda: DeepseekV3ForCausalLM(DeepseekV3Config(**LATENT)),
+    "llama": partial(random_target, "llama"),
+    "sliding": partial(random_target, "mistral", sliding_window=4),
+    "every sixth full": partial(random_target, "gemma3_text", num_hidden_layers=7, sliding_window=4),
+    "latent": partial(random_target, "deepseek_v3", LATENT),
 }
 LENGTHS = [3, 11, 1, 7]
 ROUNDS = [[2, 0, 3, 3], [1, 1, 1, 1], [0, 3, 2, 0], [3, 3, 0, 1], [0, 0, 0, 0]]  # forgotten of 4 new ones
 
 
-def random(model):
-    """A target in fp64 with random parameters."""
-    model = randomised(model)
+def exactly(model):
+    """A target in fp64."""
     model.set_experts_implementation("eager")  # the others know no fp64
     # Eager attention in fp64 takes its softmax in fp32, where the mask's least fp64 is no number.
     exact = model.config._attn_implementation != "eager"
-    return CachedTarget(model.to(torch.float64 if exact else torch.float32).eval(), [1, 2, 4])
+    return CachedTarget(model.to(torch.float64 if exact else torch.float32), [1, 2, 4])
 
 
 @pytest.fixture(params=FAMILIES)
 def target(request):
-    return random(FAMILIES[request.param]())
+    return exactly(FAMILIES[request.param]())
 
 
 def words(count, seed):
@@ -99,7 +87,7 @@ def test_rows_are_what_they_are_alone(target, lengths):
 
 def test_keys_that_heads_share_are_read_and_not_copied(monkeypatch):
     """To the same bits; a single query of each row may round otherwise."""
-    target, found, single = CachedTarget(FAMILIES["llama"]().eval(), [1, 2, 4]), [], []
+    target, found, single = CachedTarget(LlamaForCausalLM(LlamaConfig(**SIZES)).eval(), [1, 2, 4]), [], []
     assert target.model.config.num_key_value_heads < target.model.config.num_attention_heads
     for ways in ("shared", "copied"):
         if ways == "copied":
@@ -127,7 +115,7 @@ def new_name(right, known):
 
 @pytest.mark.parametrize("named", [old_name, new_name])
 def test_the_cache_is_given_by_the_name_that_the_forward_pass_has(named):
-    target = random(FAMILIES["llama"]())
+    target = exactly(FAMILIES["llama"]())
     known = target._cache_argument
     del target._cache_argument  # it is remembered
     target.model.forward = named(target.model.forward, known)
@@ -157,7 +145,7 @@ def others_lengths(target):
 
 @pytest.mark.parametrize("mistake", [no_shift, without("attention_mask"), without("position_ids"), others_lengths])
 def test_a_planted_mistake_is_seen(mistake):
-    target = random(FAMILIES["llama"]())
+    target = exactly(FAMILIES["llama"]())
     mistake(target)
     with pytest.raises(AssertionError):
         check(target, *read_together(target, LENGTHS, ROUNDS, {(0, 1)}), LENGTHS)

@@ -10,15 +10,13 @@ from eagle31_train.targets.generate import Generator, Request, draw
 
 
 def nucleus(logits, top_p):
-    """The nucleus distribution, written the slow way."""
-    probabilities = logits.softmax(-1).tolist()
+    """The nucleus distribution in fp64, written the slow way."""
+    p = logits.double().softmax(-1).tolist()
     kept, mass = {}, 0.0
-    for i in sorted(range(len(probabilities)), key=lambda i: -probabilities[i]):
-        kept[i] = probabilities[i]
-        mass += probabilities[i]
-        if mass >= top_p:
-            break
-    return torch.tensor([kept.get(i, 0.0) / mass for i in range(len(probabilities))])
+    for token in sorted(range(len(p)), key=lambda token: -p[token]):
+        if mass < top_p:
+            kept[token], mass = p[token], mass + p[token]
+    return torch.tensor([kept.get(token, 0.0) / mass for token in range(len(p))], dtype=torch.float64)
 
 
 @pytest.mark.parametrize("top_p", [0.3, 0.7, 0.95, 1.0])
@@ -31,7 +29,7 @@ def test_draws_follow_the_nucleus(top_p, top, monkeypatch):
     uniform = (torch.arange(N) + 0.5) / N
     drawn = draw(logits.expand(N, -1).clone(), uniform, top_p)
     shares = torch.bincount(drawn, minlength=12) / N
-    torch.testing.assert_close(shares, nucleus(logits, top_p), atol=2e-4, rtol=0)
+    torch.testing.assert_close(shares.double(), nucleus(logits, top_p), atol=2e-4, rtol=0)
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -11,31 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pipeline import HIDDEN, LAYERS, VOCAB, save_quietly, tiny_llama
 from planting import replaced
-from random_targets import LATENT, SIZES, randomised
+from random_targets import LATENT, SIZES, random_target
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import (
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GemmaConfig,
-    GemmaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    OlmoConfig,
-    OlmoForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
 from eagle31_train.config import Config, ExtractConfig, TargetConfig
 from eagle31_train.errors import UserError
 from eagle31_train.targets import description, hf, pretrained, vllm_engine
-from eagle31_train.targets.description import describe_target, pick_layers
+from eagle31_train.targets.description import describe_target
 from eagle31_train.targets.hf import (
     HiddenStateTarget,
     TransformersEngine,
@@ -50,13 +35,13 @@ LENGTHS = [5, 13, 1, 8, 21, 13]
 EVERY = list(range(LAYERS + 1))
 MODELS = {
     "llama": tiny_llama,
-    "tied": lambda: tiny_llama(tie_word_embeddings=True),
-    "gemma": lambda: randomised(GemmaForCausalLM(GemmaConfig(**SIZES))),
-    "soft-capped": lambda: randomised(Gemma2ForCausalLM(Gemma2Config(**SIZES, sliding_window=4))),
-    "sliding": lambda: randomised(MistralForCausalLM(MistralConfig(**SIZES, sliding_window=4))),
-    "experts": lambda: randomised(MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4))),
-    "latent": lambda: randomised(DeepseekV3ForCausalLM(DeepseekV3Config(**LATENT))),
-    "qwen3": lambda: randomised(Qwen3ForCausalLM(Qwen3Config(**SIZES))),
+    "tied": partial(tiny_llama, tie_word_embeddings=True),
+    "gemma": partial(random_target, "gemma"),
+    "soft-capped": partial(random_target, "gemma2", sliding_window=4),
+    "sliding": partial(random_target, "mistral", sliding_window=4),
+    "experts": partial(random_target, "mixtral", num_local_experts=4),
+    "latent": partial(random_target, "deepseek_v3", LATENT),
+    "qwen3": partial(random_target, "qwen3"),
 }
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 100.0}
 LONG = {
@@ -68,8 +53,8 @@ LONG = {
     "long_factor": [3.0, 5.0, 7.0, 9.0],
 }
 BY_LENGTH = {
-    "dynamic": lambda: tiny_llama(rope_parameters=DYNAMIC, max_position_embeddings=16),
-    "longrope": lambda: tiny_llama(rope_parameters=LONG, max_position_embeddings=64),
+    "dynamic": partial(tiny_llama, rope_parameters=DYNAMIC, max_position_embeddings=16),
+    "longrope": partial(tiny_llama, rope_parameters=LONG, max_position_embeddings=64),
 }
 
 
@@ -239,14 +224,6 @@ def test_layers_that_the_target_lacks_or_vllm_reorders_are_refused(layers):
         HiddenStateTarget(tiny_llama(), layers)
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v3", "gemma2", "olmo2"])
-def test_the_input_of_layer_0_is_refused_where_vllm_has_none(kind):
-    assert pick_layers([1, 2], 6, [kind]) == [1, 2]
-    assert pick_layers([0, 2], 6, ["llama"]) == [0, 2]  # the embeddings, which vLLM's Llama gives
-    with pytest.raises(UserError, match=rf"aux_layers=\[0, 2\]: vLLM cannot give the input of layer 0 of a {kind}"):
-        pick_layers([0, 2], 6, [kind])
-
-
 def test_vllms_engine_refuses_an_input_of_layer_0_that_it_could_not_give(tmp_path, monkeypatch):
     folder = save_quietly(tiny_llama(), tmp_path / "target")
     target = TargetConfig(path=str(folder), dtype="float32", device="cpu", aux_layers=[0, 2])
@@ -321,6 +298,6 @@ def test_a_hub_out_of_reach_is_said_once(monkeypatch, capsys):
 
 
 def test_a_final_norm_without_a_weight_is_refused():
-    config = OlmoConfig(**{name: value for name, value in SIZES.items() if name != "head_dim"}, pad_token_id=None)
+    sizes = {name: value for name, value in SIZES.items() if name != "head_dim"}
     with pytest.raises(UserError, match=r"final norm \(OlmoLayerNorm\) has no weight"):
-        HiddenStateTarget(OlmoForCausalLM(config), [1]).readout  # noqa: B018
+        HiddenStateTarget(random_target("olmo", sizes, pad_token_id=None), [1]).readout  # noqa: B018

@@ -4,15 +4,16 @@ And of loaded models that are wrapped or scale their logits.
 """
 
 import json
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from pipeline import HIDDEN, LAYERS, VOCAB, save_quietly, tiny_llama
-from random_targets import SIZES, randomised
+from random_targets import SIZES, random_target, randomised
 from safetensors.torch import save_file
-from transformers import GraniteConfig, GraniteForCausalLM, Mistral3Config, Mistral3ForConditionalGeneration
+from transformers import Mistral3Config, Mistral3ForConditionalGeneration
 
 from eagle31_train.config import TargetConfig
 from eagle31_train.model.linear import BLOCK, first_largest
@@ -75,11 +76,10 @@ def mistral3():
     return randomised(Mistral3ForConditionalGeneration(Mistral3Config(text_config=text, vision_config=vision)))
 
 
-def granite(tied):
-    return lambda: randomised(GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=8.0, tie_word_embeddings=tied)))
+granite = partial(random_target, "granite", logits_scaling=8.0)
 
 
-@pytest.mark.parametrize("make", [mistral3, granite(tied=True), granite(tied=False)])
+@pytest.mark.parametrize("make", [mistral3, partial(granite, tie_word_embeddings=True), granite])
 def test_multimodal_targets_and_scaled_logits_are_read_in_both_engines(tmp_path, make):
     """The transformers engine's states rebuild the target's logits, and its files hold the same readout."""
     right = make()
