@@ -24,7 +24,7 @@ from torch import distributed as dist
 from benchmarks.shapes import turns
 from eagle31_train.config import TrainConfig
 from eagle31_train.model import context_parallel
-from eagle31_train.model.context_parallel import DealHeads, GatherRows, Mesh, Places, make_places
+from eagle31_train.model.context_parallel import DealHeads, Mesh, Places
 from eagle31_train.model.packing import make_layout
 from train import loader
 from train import step as arithmetic
@@ -191,24 +191,7 @@ PLANTED = {
 }
 
 
-# ---------------------------------------------------------------- the exchange alone, and memory
-
-
-EXCHANGES = {"gather": GatherRows, "deal": DealHeads}
-
-
-def exchange(kind, mesh, group):
-    """Of 7 positions and 4 heads, what a rank got of keys, and gradients of its own keys and values where rank r's loss
-    weighs all it got by (r + 1) times their place."""
-    owner = torch.tensor([0, 2, 2, 0, 3, 2, 0]) % mesh.context  # one rank, or two, have nothing
-    index, one = mesh.part[0], EXCHANGES[kind](make_places(owner, mesh.context), group)
-    here = (owner == index).nonzero()[:, 0].double()
-    numbers = here[:, None, None] + torch.arange(4.0).double()[:, None] / 10  # the head behind the point
-    keys, values = (numbers.expand(-1, -1, width).clone().requires_grad_() for width in (4, 3))
-    all_keys, all_values = one.keys_values(keys, values)
-    weights = (index + 1.0) * torch.arange(1.0, 1 + len(owner), dtype=torch.float64)[:, None, None]
-    ((all_keys + 0) * weights).sum().add((10 * all_values * weights).sum()).backward()
-    return {"got": all_keys.detach(), "keys": keys.grad, "values": values.grad, "here": here, "index": index}
+# ---------------------------------------------------------------- memory
 
 
 LONG = {"gqa": plan_cases.shape_of(), "mla": plan_cases.shape_of(**plan_cases.SMALL_MLA)}
@@ -247,9 +230,6 @@ def rank(index, folder):
     groups = dict(zip(CONTEXTS, (dist.new_subgroups(2)[0], dist.group.WORLD), strict=True))
     meshes = {context: Mesh(RANKS, index, context) for context in groups}
     found = {}
-    for context, group in groups.items():
-        for kind in EXCHANGES:
-            found[kind, context] = exchange(kind, meshes[context], group)
     for name, context in CASES:
         found[name, context] = step(name, meshes[context], groups[context])
     for mistake, (name, plant) in PLANTED.items():

@@ -7,7 +7,7 @@ import sharing
 import torch
 from forking import served
 from plan_cases import LOGITS
-from sharing import DEEP, LONG, MASKS, PLANTED, RAGGED, RANKS, Mesh
+from sharing import DEEP, LONG, MASKS, PLANTED, RANKS, Mesh
 
 from eagle31_train.model.context_parallel import deals_heads, owners
 from eagle31_train.planning.footprint import Step, activations
@@ -60,23 +60,6 @@ def test_a_planted_mistake_is_seen(found, mistake):
     assert max(distance(found[0][mistake], alone(name))) > 1e-3
 
 
-@pytest.mark.parametrize("context", sharing.CONTEXTS)
-@pytest.mark.parametrize("kind", sharing.EXCHANGES)
-def test_keys_reach_the_ranks_and_their_gradients_the_one_that_has_them(found, kind, context):
-    for rank in found:
-        one = rank[kind, context]
-        heads = torch.arange(4).double()
-        ranks_of_head = torch.full((4,), sum(range(1, context + 1))).double()  # each rank's weight, added up
-        got = heads
-        if kind == "deal":
-            ranks_of_head = 1 + torch.arange(context).repeat_interleave(4 // context).double()
-            got = heads.chunk(context)[one["index"]]
-        slope = ((1 + one["here"])[:, None] * ranks_of_head)[..., None]
-        assert torch.equal(one["keys"], slope.expand(-1, -1, 4))
-        assert torch.equal(one["values"], 10 * slope.expand(-1, -1, 3))
-        assert torch.equal(one["got"][..., 0], torch.arange(7).double()[:, None] + got / 10)
-
-
 @pytest.mark.parametrize("kind", LONG)
 def test_two_ranks_take_at_most_three_fifths_each_as_the_plan_says(found, kind):
     """Bytes that torch allocates, after the forward pass and at the worst moment; MLA recomputes."""
@@ -109,25 +92,3 @@ def test_every_position_has_one_owner_and_slots_and_the_keys_that_they_see_are_s
     assert all(int(count.max() - count.min()) <= 2 for count in counts)
     seen = torch.stack([(slots.nonzero()[:, 0] + 1)[owner[slots] == rank].sum() for rank in range(ranks)]).double()
     assert seen.max() / seen.mean() < 1.1
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_parts_are_the_whole(ranks):
-    """Positions, slots and pairs are of one part each; tokens, those that a part reads."""
-    objective = sharing.make_objective(sharing.SHAPES["gqa"])
-    documents = sharing.split_of(sharing.SHAPES["gqa"], RAGGED).documents
-    kept = sharing.kept_mask(objective)
-    build = sharing.loader.build_batch
-    whole = build(documents, sharing.K, kept, "mask")
-    parts = [build(documents, sharing.K, kept, "mask", part=(index, ranks)) for index in range(ranks)]
-    assert sorted(torch.cat([part.layout.slots for part in parts]).tolist()) == whole.layout.slots.tolist()
-    assert sorted(torch.cat([part.everywhere.slots for part in parts]).tolist()) == list(range(len(whole.positions)))
-    for name in ("trained", "eligible", "eligible_prefix", "population"):
-        assert torch.equal(sum(getattr(part, name) for part in parts), getattr(whole, name)), name
-    for part in parts:
-        places = part.everywhere.slots
-        assert torch.equal(part.positions, whole.positions[places])
-        assert torch.equal(part.aux.decode(), whole.aux.decode()[places])
-        assert torch.equal(part.ids[part.following], whole.ids[whole.following[places]])
-        assert torch.equal(part.everywhere.slots[part.slot_rows], part.layout.slots)
-        assert len(part.ids) < len(whole.ids)
