@@ -48,12 +48,13 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(swiglu, "BLOCK", 16)
 
 
-def both(pairs, positions, width, dtype, kind, lk, seed=0, sharp=3.0):
+def both(pairs, positions, width, dtype, kind, lk, seed=0, device="cpu"):
     """(value, slope, arg-max) of the kernel, and in fp64 of the same logits; and the latter."""
-    generator = torch.Generator().manual_seed(seed)
-    logits, teacher = ((torch.randn(n, width, generator=generator) * sharp).to(dtype) for n in (pairs, positions))
-    supervised = torch.randint(0, positions, (pairs,), generator=generator).sort().values
-    weights = torch.rand(pairs, generator=generator) * 1e-4
+    generator = torch.Generator(device).manual_seed(seed)
+    random = partial(torch.randn, generator=generator, device=device)
+    logits, teacher = ((random(n, width) * 3).to(dtype) for n in (pairs, positions))
+    supervised = torch.randint(0, positions, (pairs,), generator=generator, device=device).sort().values
+    weights = torch.rand(pairs, generator=generator, device=device) * 1e-4
     low = logits.clone()
     value, best = fused.fused_divergence(
         low, teacher, *fused.teacher_sums(teacher), supervised, weights, kind == "kl", lk
@@ -114,36 +115,46 @@ def rows(draw):
     return (*leading, draw(st.sampled_from([1, 5, 16, 33]))), draw(st.sampled_from([0, 3])) * (len(leading) == 1)
 
 
-@settings(derandomize=True)
-@given(shape=rows(), dtype=DTYPES, eps=st.sampled_from([1e-6, 1e-2]), seed=st.integers(0, 99), wants=st.booleans())
-def test_norms_and_their_gradients_are_those_of_fp64(shape, dtype, eps, seed, wants):
-    (*leading, width), apart = shape
-    generator = torch.Generator().manual_seed(seed)
-    whole = (torch.randn(*leading, width + apart, generator=generator) * 3).to(dtype)
-    dout = torch.randn(*leading, width, generator=generator).to(dtype)
-    weight = torch.rand(width, generator=generator) + 0.5
+def normed(shape, apart, dtype, eps, seed=0, wants=True, device="cpu"):
+    """(name, by the kernel, in fp64) of a norm and its gradients."""
+    *leading, width = shape
+    generator = torch.Generator(device).manual_seed(seed)
+    whole = (torch.randn(*leading, width + apart, generator=generator, device=device) * 3).to(dtype)
+    dout = torch.randn(*leading, width, generator=generator, device=device).to(dtype)
+    weight = torch.rand(width, generator=generator, device=device) + 0.5
     results = []
     for exact in (False, True):
         x = (whole.double() if exact else whole)[..., :width].detach().requires_grad_(wants)
         scale = (weight.double() if exact else weight).clone().requires_grad_()
         out = rms_norm(x, scale, eps, fused=not exact)
         results.append([out, *torch.autograd.grad(out, [x, scale][1 - wants :], dout.to(out.dtype))])
-    for name, ours, truth in zip(("out", *["dx"] * wants, "dweight"), *results, strict=True):
-        near = 3e-6 if name == "dweight" else max(STORED[dtype], 3e-6)  # summed in fp32, and kept so
-        torch.testing.assert_close(ours.double(), truth, rtol=near, atol=near * max(1.0, len(dout) ** 0.5))
+    return zip(("out", *["dx"] * wants, "dweight"), *results, strict=True)
 
 
 @settings(derandomize=True)
-@given(shape=st.sampled_from([(0, 4), (1, 1), (3, 50), (2, 3, 7)]), dtype=DTYPES, seed=st.integers(0, 99))
-def test_swiglu_and_its_gradients_are_those_of_fp64(shape, dtype, seed):
-    generator = torch.Generator().manual_seed(seed)
-    gate, up, dout = ((torch.randn(shape, generator=generator) * 4).to(dtype) for _ in range(3))
+@given(shape=rows(), dtype=DTYPES, eps=st.sampled_from([1e-6, 1e-2]), seed=st.integers(0, 99), wants=st.booleans())
+def test_norms_and_their_gradients_are_those_of_fp64(shape, dtype, eps, seed, wants):
+    for name, ours, truth in normed(*shape, dtype, eps, seed, wants):
+        near = 3e-6 if name == "dweight" else max(STORED[dtype], 3e-6)  # summed in fp32, and kept so
+        torch.testing.assert_close(ours.double(), truth, rtol=near, atol=near * max(1.0, shape[0][0] ** 0.5))
+
+
+def gated(shape, dtype, seed=0, device="cpu"):
+    """SwiGLU and its gradients, by the kernel and in fp64."""
+    generator = torch.Generator(device).manual_seed(seed)
+    gate, up, dout = ((torch.randn(shape, generator=generator, device=device) * 4).to(dtype) for _ in range(3))
     results = []
     for function, exact in ((partial(silu_times, fused=True), False), (lambda g, u: F.silu(g) * u, True)):
         leaves = [(x.double() if exact else x).clone().requires_grad_() for x in (gate, up)]
         out = function(*leaves)
         results.append([out, *torch.autograd.grad(out, leaves, dout.to(out.dtype))])
-    for ours, truth in zip(*results, strict=True):
+    return zip(*results, strict=True)
+
+
+@settings(derandomize=True)
+@given(shape=st.sampled_from([(0, 4), (1, 1), (3, 50), (2, 3, 7)]), dtype=DTYPES, seed=st.integers(0, 99))
+def test_swiglu_and_its_gradients_are_those_of_fp64(shape, dtype, seed):
+    for ours, truth in gated(shape, dtype, seed):
         # silu's slope passes through zero as a difference of numbers of order one
         torch.testing.assert_close(ours.double(), truth, rtol=STORED[dtype], atol=1e-5)
 
