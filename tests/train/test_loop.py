@@ -1,5 +1,6 @@
 """The training loop on a tiny store: it learns, says what it did, and refuses what cannot be."""
 
+import json
 from dataclasses import replace
 from itertools import pairwise
 
@@ -8,7 +9,8 @@ import torch
 from pipeline import assert_equal, message_of, write_data
 
 from eagle31_train import artifacts
-from eagle31_train.config import TrainConfig
+from eagle31_train.checkpoint import contract
+from eagle31_train.config import DrafterShape, TrainConfig
 from eagle31_train.store import Store
 from train.metrics import heldout_text, summarise
 from train.step import learning_rate, step_weights
@@ -61,13 +63,8 @@ def test_the_manifest_names_a_checkpoint_with_exactly_the_drafters_tensors(new_r
     assert manifest["checkpoint"] == "checkpoints/step-000012"
     assert manifest["inputs"]["train"]["lr"] == 0.01
     assert manifest["fingerprint"] == artifacts.fingerprint(manifest["inputs"])
-    assert sorted(run.weights()) == sorted(
-        [f"fc_norm.{i}.weight" for i in range(3)]
-        + [f"midlayer.self_attn.{name}_proj.weight" for name in "qkvo"]
-        + [f"midlayer.mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
-        + [f"midlayer.{name}.weight" for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")]
-        + ["fc.weight", "norm.weight", "lm_head.weight"]
-    )
+    shape = DrafterShape(**json.loads((run.newest() / "drafter.json").read_text()))
+    assert contract.check(run.weights(), shape) == []
     rows = run.rows()
     assert [row["step"] for row in rows if "loss" in row] == list(range(1, 13))
     assert [row["step"] for row in rows if "heldout_loss" in row] == [5, 10, 12]

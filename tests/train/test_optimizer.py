@@ -1,4 +1,4 @@
-"""Muon: which parameters it updates, what one update is, and that a run that stopped goes on to the bit."""
+"""Muon: which parameters it updates, and what one update is, by one rank and by several."""
 
 import math
 import threading
@@ -15,11 +15,8 @@ from conftest import make_mla_shape, make_objective, make_shape
 from eagle31_train.config import DrafterShape, TrainConfig
 from train import optimizer
 from train.optimizer import make_optimizer
-from train.parallel import Parallel
 
-MUON = "train.optimizer=muon"
 T = TrainConfig(optimizer="muon", lr=0.01, weight_decay=0.1)
-TENSORS = ("model.safetensors", "optimizer.safetensors")
 
 
 def drafter_of(shape: DrafterShape, train_lm_head=True):
@@ -183,46 +180,3 @@ def test_ranks_share_the_matrices_and_all_update_them_as_one_process_does(count)
 def test_that_check_sees_a_rank_that_goes_without_the_others():
     with patch.object(Ranks, "broadcast", lambda *_: None), pytest.raises(AssertionError):
         test_ranks_share_the_matrices_and_all_update_them_as_one_process_does(2)
-
-
-# ---------------------------------------------------------------- in a training
-
-
-STEPS = ["train.max_steps=9", "train.checkpoint_every=3", "drafter.share_embedding=false", "train.weight_decay=0.1"]
-
-
-@pytest.fixture(scope="module")
-def whole(by_one):
-    return by_one(MUON, *STEPS)
-
-
-def killed(run):
-    """Two steps after a checkpoint."""
-    assert run.interrupted(8, MUON, *STEPS).saved() == [3, 6]
-    return run
-
-
-def same_bits(run, whole):
-    return [(run.newest() / name).read_bytes() == (whole.newest() / name).read_bytes() for name in TENSORS]
-
-
-def test_a_run_that_was_killed_ends_bit_for_bit_the_same(new_run, whole):
-    run = killed(new_run()).fit(MUON, *STEPS)
-    assert all(same_bits(run, whole))
-    assert run.rows() == whole.rows()
-
-
-FORGET = {"Muon's momentum": "momentum_buffer", "AdamW's moments": "exp_avg"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("moment", FORGET.values(), ids=FORGET.keys())
-def test_what_is_forgotten_of_either_is_found(new_run, whole, moment):
-    run, right = killed(new_run()), Parallel.set_moments
-
-    def forgetful(self, moments, updates):
-        right(self, {n: tensor for n, tensor in moments.items() if not n.startswith(moment)}, updates)
-
-    with patch.object(Parallel, "set_moments", forgetful):
-        run.fit(MUON, *STEPS)
-    assert same_bits(run, whole) == [False, False]

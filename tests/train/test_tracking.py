@@ -8,6 +8,7 @@ import pytest
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.tracking import TensorBoardTracker
+from planting import replaced
 
 from eagle31_train.config import Config
 from train import tracking
@@ -69,13 +70,11 @@ def test_tensorboard_shows_every_step_once_after_a_resume(config, folder):
 
 
 def test_without_a_purge_it_would_show_them_twice(config, folder, monkeypatch):
-    original = TensorBoardTracker.start
-
-    def start(self):
+    @replaced(monkeypatch, TensorBoardTracker, "start")
+    def start(right, self):
         self.init_kwargs.pop("purge_step")
-        original(self)
+        right(self)
 
-    monkeypatch.setattr(TensorBoardTracker, "start", start)
     killed_twice(config, folder)
     steps = [step for step, _ in curves(folder)["train/loss"]]
     assert len(steps) > len(set(steps))
