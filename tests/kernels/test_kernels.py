@@ -16,6 +16,7 @@ from conftest import kept_mask, make_document, make_mla_shape, make_objective, m
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model.test_attention import PROBLEM, assert_within_16_bits, in_fp64, make, problems, run
+from planting import instead_of, replaced
 from torch.nn import functional as F
 
 from eagle31_train.kernels import divergence as fused
@@ -87,12 +88,16 @@ def test_divergence_slope_and_arg_max_are_those_of_fp64(pairs, width, dtype, kin
     assert torch.equal(best, logits.double().argmax(-1))
 
 
+def kl_of_two(logits, teacher):
+    """Values and arg-max of two rows of logits by one of the teacher's."""
+    supervised, weights = torch.tensor([0, 0]), torch.ones(2)
+    return fused.fused_divergence(logits, teacher, *fused.teacher_sums(teacher), supervised, weights, True, 0.0)
+
+
 def test_of_equal_logits_the_first_is_the_arg_max():
     logits = torch.tensor([[0.0] * 9 + [5.0] + [1.0] * 7 + [5.0] * 4, [2.0] * 21])
     teacher = torch.zeros(1, 21)
-    best = fused.fused_divergence(
-        logits, teacher, *fused.teacher_sums(teacher), torch.tensor([0, 0]), torch.ones(2), True, 0.0
-    )[1]
+    _, best = kl_of_two(logits, teacher)
     assert best.tolist() == [9, 0]
 
 
@@ -100,9 +105,7 @@ def test_what_is_not_a_number_stays_so():
     """The step's loss is not finite then, and it is left out."""
     logits, teacher = torch.zeros(2, 20), torch.zeros(1, 20)
     logits[1, 17] = torch.nan
-    value, best = fused.fused_divergence(
-        logits, teacher, *fused.teacher_sums(teacher), torch.tensor([0, 0]), torch.ones(2), True, 0.0
-    )
+    value, best = kl_of_two(logits, teacher)
     assert value.isfinite().tolist() == [True, False]
     assert logits.isfinite().all(-1).tolist() == [True, False]
     assert 0 <= best.min() <= best.max() < 20
@@ -264,21 +267,20 @@ def test_a_fused_objective_is_the_plain_one(make):
 
 
 def test_a_merge_with_another_log_sum_exp_is_found(monkeypatch):
-    right = attention.merge_own_keys
-    monkeypatch.setattr(attention, "merge_own_keys", lambda q, out, lse, *rest: right(q, out, lse + 1e-2, *rest))
+    wrong = instead_of(attention, "merge_own_keys")(lambda right, q, out, lse, *rest: right(q, out, lse + 1e-2, *rest))
+    wrong(monkeypatch)
     ours, truth = merged(PROBLEM, torch.float32)
     assert (ours[0].double() - truth[0]).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("wrong", ["log-sum-exp", "negative entropy"])
 def test_planted_mistakes_are_found(wrong, monkeypatch):
-    right = fused.teacher_sums
 
-    def planted(teacher):
+    @replaced(monkeypatch, fused, "teacher_sums")
+    def planted(right, teacher):
         lse, negentropy = right(teacher)
         return (lse + 1e-3, negentropy) if wrong == "log-sum-exp" else (lse, negentropy + 1e-3)
 
-    monkeypatch.setattr(fused, "teacher_sums", planted)
     (value, _, _), (truth, _), _ = both(5, 3, 20, torch.float32, "kl", 0.0)
     assert (value.double() - truth).abs().max() > 3e-4
 
