@@ -1,4 +1,7 @@
-"""Ranks that share documents take the step of one process, to rounding, and less memory each."""
+"""Ranks that share documents, or have their own, take the step of one process, to rounding, and less memory each.
+
+How real launches average gradients over ranks: test_profiles.py.
+"""
 
 from functools import cache
 
@@ -7,7 +10,7 @@ import sharing
 import torch
 from forking import served
 from plan_cases import LOGITS
-from sharing import DEEP, LONG, MASKS, PLANTED, RANKS, Mesh
+from sharing import DEEP, LONG, MASKS, PLANTED, RANKS, SPLIT, WHOLE, Mesh
 
 from eagle31_train.model.context_parallel import deals_heads, owners
 from eagle31_train.planning.footprint import Step, activations
@@ -41,23 +44,41 @@ def distance(ours, theirs):
 
 @cache
 def alone(name):
-    """The step of one process."""
-    return sharing.step(name, Mesh())
+    """The step of one process, on everything at once."""
+    return sharing.step(WHOLE.get(name, name), Mesh())
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_step_in_parts_is_that_on_everything_at_once(name):
+    gradients, sums = distance(sharing.step(name, Mesh()), alone(name))
+    assert gradients < FP64
+    assert sums < FP32
 
 
 @pytest.mark.parametrize(("name", "context"), sharing.CASES)
 def test_four_ranks_take_the_step_of_one_process(found, name, context):
-    """Twos share, and there are two of them; or four share."""
+    """Each has documents of its own; twos share, and there are two of them; or four share."""
     for rank in found:
         gradients, sums = distance(rank[name, context], alone(name))
         assert gradients < TOLERANCE.get(name, FP64)
         assert sums < TOLERANCE.get(name, FP32)
 
 
-@pytest.mark.parametrize("mistake", PLANTED)
+@pytest.mark.parametrize("mistake", [*PLANTED, *SPLIT])
 def test_a_planted_mistake_is_seen(found, mistake):
-    name, _ = PLANTED[mistake]
+    name = PLANTED[mistake][0] if mistake in PLANTED else "in three parts"
     assert max(distance(found[0][mistake], alone(name))) > 1e-3
+
+
+@pytest.mark.parametrize("count", [3, 5])
+def test_ranks_share_muons_matrices_and_all_update_them_as_one_process_does(found, count):
+    one, everything = sharing.muon(count)
+    worked_out = [rank["muon"][count][1] for rank in found]
+    for rank in found:
+        assert all(map(torch.equal, rank["muon"][count][0], one))
+    assert sorted(size for mine in worked_out for size in mine) == sorted(everything), "none is worked out twice"
+    assert sum(map(bool, worked_out)) == min(count, RANKS)
+    assert not all(map(torch.equal, found[0]["muon of each alone"][0], sharing.muon(5)[0]))
 
 
 @pytest.mark.parametrize("kind", LONG)

@@ -80,7 +80,10 @@ def yarns(draw):
 def mla_shapes(draw):
     """Any widths, full or low rank of the queries; a latent of one number would be a sign after its norm."""
     base = draw(shapes())
-    shape = make_mla_shape(
+    general = ("hidden_size", "target_hidden_size", "aux_layers", "vocab_size", "draft_vocab_size", "intermediate_size")
+    general += ("rms_norm_eps", "fc_norm", "norm_output", "norm_before_residual", "share_embedding")
+    return make_mla_shape(
+        **{name: getattr(base, name) for name in general},
         num_attention_heads=draw(st.integers(1, 4)),
         q_lora_rank=draw(st.one_of(st.none(), st.integers(2, 9))),
         kv_lora_rank=draw(st.integers(2, 9)),
@@ -90,9 +93,6 @@ def mla_shapes(draw):
         rope_theta=draw(st.sampled_from([10.0, 50000.0])),
         rope_scaling=draw(st.one_of(st.none(), yarns())),
     )
-    general = ("hidden_size", "target_hidden_size", "aux_layers", "vocab_size", "draft_vocab_size", "intermediate_size")
-    general += ("rms_norm_eps", "fc_norm", "norm_output", "norm_before_residual", "share_embedding")
-    return replace(shape, **{name: getattr(base, name) for name in general})
 
 
 KINDS = {

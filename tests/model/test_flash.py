@@ -9,14 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import make_mla_shape, make_shape
-from model.test_attention import PROBLEM, assert_within_16_bits, imitated_backward, imitated_forward, in_fp64, make, run
+from model.test_attention import imitated_backward, imitated_forward
 from planting import replaced
 from torch.nn import attention
 from torch.nn import functional as F
 
 from eagle31_train.config import TrainConfig
 from eagle31_train.model import context_attention, flash
-from eagle31_train.model.attention import unrolled_attention
 from train import build
 
 fa3 = pytest.importorskip("torch.nn.attention._fa3", reason="this torch has no switch")
@@ -150,21 +149,6 @@ def test_torch_puts_it_behind_the_operators_that_we_call(module):
     library._destroy()
 
 
-@pytest.mark.parametrize("window", [None, 5, 8])
-@pytest.mark.parametrize("dv", [8, 6])
-@pytest.mark.parametrize("name", ["FA3", "FA4"])
-def test_our_call_reaches_what_torch_switched_to(name, dv, window):
-    """Its signature, its windows, its log-sum-exp; and values stay as wide as they are."""
-    tensors, layout, direction = make((*PROBLEM[:6], dv, 0), torch.bfloat16)
-    truth = in_fp64(tensors, layout, direction, window)
-    with installed(**{name: (imitation := Imitation())}):
-        attention.activate_flash_attention_impl(name)
-        ours = run(partial(unrolled_attention, window=window), tensors, layout, direction)
-    assert_within_16_bits(ours, truth)
-    assert imitation.calls == ["forward", "backward"]
-    assert imitation.widths == {(8, dv)}
-
-
 @pytest.fixture
 def on(monkeypatch):
     """A drafter's switch for a device of some compute capability, in truth the CPU."""
@@ -189,6 +173,8 @@ def test_the_one_for_the_gpu_is_switched_to(on, major, names, chosen, shape):
         assert on(major, shape) == f"attention by {chosen}"
         assert context_attention.replaced() == chosen
         assert [name for name, one in imitations.items() if one.calls] == [chosen]
+        widths = (22, 5) if shape.architecture == "mla" else (4, 4)
+        assert imitations[chosen].widths == {widths}, "values stay as wide as they are"
 
 
 def test_where_none_is_installed_torchs_own_stays(on):

@@ -1,9 +1,6 @@
-"""Muon: which parameters it updates, and what one update is, by one rank and by several."""
+"""Muon: which parameters it updates, and what one update is. By several ranks: test_context_parallel.py."""
 
 import math
-import threading
-from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import product
 from unittest.mock import patch
@@ -106,77 +103,3 @@ MISTAKES = {
 def test_the_check_of_an_update_sees_mistakes(name, wrong):
     with patch.object(optimizer, name, wrong), pytest.raises(AssertionError):
         test_updates_are_torchs_own_to_the_bit_in_bf16((20, 8), "no")
-
-
-# ---------------------------------------------------------------- on several ranks
-
-
-class Ranks:
-    """torch.distributed for threads, each a rank."""
-
-    def __init__(self, count):
-        self.count, self.here, self.meet = count, threading.local(), threading.Barrier(count, timeout=60)
-        self.sent = {}
-
-    def is_initialized(self):
-        return True
-
-    def get_rank(self):
-        return self.here.rank
-
-    def get_world_size(self):
-        return self.count
-
-    def broadcast(self, tensor, source):
-        if self.here.rank == source:
-            self.sent = tensor.clone()
-        self.meet.wait()
-        tensor.copy_(self.sent)
-        self.meet.wait()
-
-    def run(self, function):
-        def start(rank):
-            self.here.rank = rank
-            return function()
-
-        with ThreadPoolExecutor(self.count) as pool:
-            return list(pool.map(start, range(self.count)))
-
-
-SIZES = [(4, 6), (12, 30), (30, 12), (12, 12), (5, 5)]
-
-
-def updated():
-    """Five matrices after two updates."""
-    generator = torch.Generator().manual_seed(0)
-    module = torch.nn.ModuleList(torch.nn.Linear(n, m, bias=False) for m, n in SIZES)
-    updater = optimizer.make_optimizer(module, T)
-    for parameter in module.parameters():
-        parameter.data = torch.randn(parameter.shape, generator=generator)
-    for _ in range(2):
-        for parameter in module.parameters():
-            parameter.grad = torch.randn(parameter.shape, generator=generator)
-        updater.step()
-    return list(module.parameters())
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 8])
-def test_ranks_share_the_matrices_and_all_update_them_as_one_process_does(count):
-    alone, right, done = updated(), optimizer.orthogonal, Counter()
-    ranks = Ranks(count)
-
-    def counted(matrix):
-        done[ranks.get_rank(), tuple(matrix.shape)] += 1
-        return right(matrix)
-
-    with patch.object(optimizer, "dist", ranks), patch.object(optimizer, "orthogonal", counted):
-        everyone = ranks.run(updated)
-    for weights in everyone:
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(weights, alone, strict=True))
-    assert sorted(size for _, size in done) == sorted(SIZES), "no matrix is worked out twice"
-    assert len({rank for rank, _ in done}) == min(count, len(SIZES))
-
-
-def test_that_check_sees_a_rank_that_goes_without_the_others():
-    with patch.object(Ranks, "broadcast", lambda *_: None), pytest.raises(AssertionError):
-        test_ranks_share_the_matrices_and_all_update_them_as_one_process_does(2)
