@@ -1,7 +1,5 @@
 """Steps that are harmed, what they are to come to, and what is to be left of them: for one process, and for several."""
 
-from contextlib import ExitStack
-
 import pytest
 import several
 import torch
@@ -55,7 +53,7 @@ def assert_stopped(run, message, harm):
 
 def fit(run, *options, harm=()):
     """Train by one process, harmed; the message with which it stopped, or None."""
-    with ExitStack() as patches:
+    with pytest.MonkeyPatch.context() as patches:
         several.disturb(patches, harm=harm, eps=EPS)
         try:
             run.fit(*options)

@@ -10,12 +10,13 @@ import json
 import os
 import sys
 import traceback
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
+import pytest
 from forking import print_to, served
+from planting import instead_of, replaced
 
 WHAT, RESULTS = "SEVERAL_TRAININGS", "SEVERAL_RESULTS"
 
@@ -104,9 +105,9 @@ def come_to(one):
     from train import loop
 
     AcceleratorState._reset_state(True)
-    with ExitStack() as patches:
-        patches.enter_context(patch.dict(os.environ, clear=True, **environment(one["profile"])))
-        patches.enter_context(patch.object(functional, "linear", functional.linear))  # ZeRO-3 puts its own there
+    variables = environment(one["profile"])
+    with patch.dict(os.environ, variables, clear=True), pytest.MonkeyPatch.context() as patches:
+        patches.setattr(functional, "linear", functional.linear)  # ZeRO-3 puts its own there
         disturb(patches, **one["how"])
         try:
             loop.train(cli.load_config(one["options"]))
@@ -144,84 +145,85 @@ def environment(profile):
 # ---------------------------------------------------------------- stopping and harming
 
 NOW = [0]  # the step that is being trained
+HARMS = {}  # by name, a function of a patch and of what the harm takes
 
 
-def disturb(patches, stop_after=None, harm=(), eps=None):
-    """What a training's `stop_after`, `harm` and `eps` say."""
-    watch(patches)
-    stop(patches, stop_after)
+def disturb(patch, stop_after=None, harm=(), eps=None):
+    """What a training's `stop_after`, `harm` and `eps` say; patch: a pytest.MonkeyPatch."""
+    watch(patch)
+    stop(patch, stop_after)
     if eps is not None:
-        dampen(patches, eps)
+        dampen(patch, eps)
     if harm:
-        HARMS[harm[0]](patches, *harm[1:])
+        HARMS[harm[0]](patch, *harm[1:])
 
 
-def watch(patches):
+def watch(patch):
     """Keep NOW."""
     from train import trainer
 
-    load = trainer.load
-
-    def counted(*arguments):
+    @replaced(patch, trainer, "load")
+    def counted(load, *arguments):
         for batch in load(*arguments):
             NOW[0] = batch.step
             yield batch
 
-    patches.enter_context(patch.object(trainer, "load", counted))
 
-
-def stop(patches, after):
+def stop(patch, after):
     """Tell the training to stop once it does this step."""
     from train.deadline import Deadline
 
     reason = property(lambda self: f"the test after step {after}" if after is not None and NOW[0] >= after else None)
-    patches.enter_context(patch.object(Deadline, "reason", reason))
+    patch.setattr(Deadline, "reason", reason)
 
 
-def dampen(patches, eps):
+def dampen(patch, eps):
     """AdamW divides by no less than this."""
     from train import parallel
 
-    make = parallel.make_optimizer
-
-    def dampened(*arguments):
+    @replaced(patch, parallel, "make_optimizer")
+    def dampened(make, *arguments):
         optimizer = make(*arguments)
         for group in optimizer.param_groups:
             group["eps"] = eps
         return optimizer
 
-    patches.enter_context(patch.object(parallel, "make_optimizer", dampened))
+
+def harm(function):
+    HARMS[function.__name__.removeprefix("harm_")] = function
+    return function
 
 
-def harm_sample(patches, index, value, split="train"):
+@harm
+def harm_sample(patch, index, value, split="train"):
     """The states of a sample are all this value as they are read, whichever rank reads it."""
     import torch
 
     from eagle31_train.store import StoreSplit
     from eagle31_train.store.codec import plain
 
-    read = StoreSplit.read
-
-    def harmed(self, i, states=True):
+    @replaced(patch, StoreSplit, "read")
+    def harmed(read, self, i, states=True):
         document = read(self, i, states)
         if states and i == index and self.shards[0].split == split:
             return replace(document, aux=plain(torch.full_like(document.aux.decode(), value)))
         return document
 
-    patches.enter_context(patch.object(StoreSplit, "read", harmed))
 
-
-def harm_loss(patches, steps, rank, value):
+@harm
+def harm_loss(patch, steps, rank, value):
     """On one rank the loss of these steps is this value, and its gradient right."""
-    _harm_forward(patches, steps, rank, lambda loss, weight: loss + value)
+    _harm_forward(patch, steps, rank, lambda loss, weight: loss + value)
 
 
-def harm_weight(patches, rank, factor):
+@harm
+def harm_weight(patch, rank, factor):
     """One rank's losses, and so its gradients, count this many times."""
-    _harm_forward(patches, range(1000), rank, lambda loss, _: loss * factor)
+    _harm_forward(patch, range(1000), rank, lambda loss, _: loss * factor)
 
 
-def harm_gradient(patches, steps, rank, value):
+@harm
+def harm_gradient(patch, steps, rank, value):
     """On one rank the loss of these steps is right, and the gradient of a norm's weight is this value."""
     import torch
 
@@ -235,134 +237,113 @@ def harm_gradient(patches, steps, rank, value):
         def backward(ctx, slope):
             return slope, slope.new_full(ctx.shape, value)
 
-    _harm_forward(patches, steps, rank, Harm.apply)
+    _harm_forward(patch, steps, rank, Harm.apply)
 
 
-def _harm_forward(patches, steps, rank, harm):
+def _harm_forward(patch, steps, rank, harm):
     from accelerate.state import PartialState
 
     from eagle31_train.model.loss import Objective
 
-    forward = Objective.forward
-
-    def harmed(self, *arguments):
+    @replaced(patch, Objective, "forward")
+    def harmed(forward, self, *arguments):
         loss, measured = forward(self, *arguments)
         if NOW[0] in steps and PartialState().process_index == rank:
             loss = harm(loss, self.drafter.norm.weight)
         return loss, measured
 
-    patches.enter_context(patch.object(Objective, "forward", harmed))
 
-
-def harm_exchange(patches):
+@harm
+def harm_exchange(patch):
     """DDP never exchanges gradients."""
     from train.parallel import Replicated
 
-    patches.enter_context(patch.object(Replicated, "micro_batch", lambda self, last: self.model.no_sync()))
+    patch.setattr(Replicated, "micro_batch", lambda self, last: self.model.no_sync())
 
 
-def harm_sharding(patches):
+@harm
+def harm_sharding(patch):
     """FSDP2 wraps nothing."""
     from train import parallel
 
-    patches.enter_context(patch.object(parallel, "fully_shard", lambda module, **_: module))
+    patch.setattr(parallel, "fully_shard", lambda module, **_: module)
 
 
-def harm_weights(patches, rank):
+@harm
+def harm_weights(patch, rank):
     """Steps of one rank do something that those of others do not."""
     import torch
 
     from train.parallel import Parallel, Zero
 
     for kind in (Parallel, Zero):
-        update = kind.update
 
-        def harmed(self, *arguments, update=update):
+        @replaced(patch, kind, "update")
+        def harmed(update, self, *arguments):
             found = update(self, *arguments)
             with torch.no_grad():
                 self.objective.drafter.norm.weight.data += 1e-6 * (self.accelerator.process_index == rank)
             return found
 
-        patches.enter_context(patch.object(kind, "update", harmed))
 
-
-def harm_moments(patches):
+@harm
+def harm_moments(patch):
     """What the optimizer knew of the steps before is not restored."""
     from train.parallel import Parallel, Zero
 
     for kind in (Parallel, Zero):
-        right = kind.set_moments
-        forgetful = lambda self, moments, updates, right=right: right(self, {}, updates)  # noqa: E731
-        patches.enter_context(patch.object(kind, "set_moments", forgetful))
+        instead_of(kind, "set_moments")(lambda right, self, moments, updates: right(self, {}, updates))(patch)
 
 
-def harm_orthogonality(patches):
+@harm
+def harm_orthogonality(patch):
     """Muon makes what each of two ranks holds of a matrix orthogonal alone."""
     import torch
 
     from train import optimizer
 
-    right = optimizer.orthogonal
-    alone = lambda whole: torch.cat([right(part) for part in whole.chunk(2)])  # noqa: E731
-    patches.enter_context(patch.object(optimizer, "orthogonal", alone))
+    @replaced(patch, optimizer, "orthogonal")
+    def alone(right, whole):
+        return torch.cat([right(part) for part in whole.chunk(2)])
 
 
-def harm_options(patches, rank, option):
+@harm
+def harm_options(patch, rank, option):
     """One rank is given another option."""
     if int(os.environ["RANK"]) == rank:
         from eagle31_train import cli
 
-        load = cli.load_config
-        patches.enter_context(patch.object(cli, "load_config", lambda words: load([*words, option])))
+        instead_of(cli, "load_config")(lambda load, words: load([*words, option]))(patch)
 
 
-def absent(patches, steps):
+@harm
+def absent(patch, steps):
     """No harm: these steps are in no schedule, and the others have the learning rates that they have anyway."""
     from eagle31_train import order
     from train import trainer
 
-    schedule, rate = order.schedule, trainer.learning_rate
-
-    def shorter(*arguments):
+    @replaced(patch, order, "schedule")
+    def shorter(schedule, *arguments):
         return [batch for step, batch in enumerate(schedule(*arguments), 1) if step not in steps]
 
-    def later(step, total, t):
+    @replaced(patch, trainer, "learning_rate")
+    def later(rate, step, total, t):
         total += len(steps)
         return rate([s for s in range(1, total + 1) if s not in steps][step - 1], total, t)
 
-    patches.enter_context(patch.object(order, "schedule", shorter))
-    patches.enter_context(patch.object(trainer, "learning_rate", later))
 
-
-def harm_pairs(patches, steps):
+@harm
+def harm_pairs(patch, steps):
     """These steps have nothing to train: the draft vocabulary holds no token, as they see it."""
     from train import trainer
 
-    load = trainer.load
-
-    def emptied(split, schedule, done, t, seed, keep_mask, *more):
+    @replaced(patch, trainer, "load")
+    def emptied(load, split, schedule, done, t, seed, keep_mask, *more):
         for batch in load(split, schedule, done, t, seed, keep_mask, *more):
             alone = schedule[: batch.step], batch.step - 1
             without = batch.step in steps
             yield next(load(split, *alone, t, seed, keep_mask & False, *more)) if without else batch
 
-    patches.enter_context(patch.object(trainer, "load", emptied))
-
-
-HARMS = {
-    "sample": harm_sample,
-    "loss": harm_loss,
-    "weight": harm_weight,
-    "gradient": harm_gradient,
-    "exchange": harm_exchange,
-    "sharding": harm_sharding,
-    "weights": harm_weights,
-    "moments": harm_moments,
-    "orthogonality": harm_orthogonality,
-    "options": harm_options,
-    "absent": absent,
-    "pairs": harm_pairs,
-}
 
 if __name__ == "__main__":
     main()

@@ -1,6 +1,7 @@
 """Four gloo ranks that share documents, and one process, do the same optimizer step; test_context_parallel.py compares.
 
-Each rank takes every step of STEPS and of PLANTED, and measures memory, and leaves what it found in a file.
+Each rank takes every step of CASES, and those with planted mistakes, updates matrices by Muon, measures memory, and
+leaves what it found in a file.
 """
 
 import os
@@ -24,13 +25,13 @@ from torch import distributed as dist
 from benchmarks.shapes import turns
 from eagle31_train.config import TrainConfig
 from eagle31_train.model import context_parallel
-from eagle31_train.model.context_parallel import DealHeads, GatherRows, Mesh, Places, make_places
+from eagle31_train.model.context_parallel import DealHeads, Mesh, Places
+from eagle31_train.model.loss import Objective
 from eagle31_train.model.packing import make_layout
-from train import loader
+from train import loader, optimizer
 from train import step as arithmetic
 
 RANKS, K = 4, 3
-CONTEXTS = 2, 4
 # Length → what the assistant wrote of it (None: a random half).
 RAGGED = {24: None, 19: [4, 5, 6], 15: [], 33: range(20, 33), 8: range(2, 8), 21: [10]}
 SHAPES = {
@@ -52,8 +53,9 @@ STEPS = {
     "undivided heads": ("undivided heads", RAGGED, {}),
     "recomputed": ("mla", RAGGED, {"activation_checkpointing": True}),
     "dealt layers, recomputed": ("dealt layers", RAGGED, {"activation_checkpointing": True}),
-    "accumulated": ("gqa", RAGGED, {"gradient_accumulation_steps": 2}),
+    "in three parts": ("gqa", RAGGED, {"gradient_accumulation_steps": 3}),  # of four ranks, more than documents
     "some slots": ("gqa", RAGGED, {"slots_per_batch": 20}),
+    "some slots, in three parts": ("gqa", RAGGED, {"slots_per_batch": 20, "gradient_accumulation_steps": 3}),
     "one document": ("gqa", {37: None}, {}),
     "one position": ("layers", {4: [2]}, {"oov": "keep"}),  # three ranks have no slot, no position and no token
     "nothing to train": ("mla", {15: [], 9: []}, {}),
@@ -63,7 +65,11 @@ STEPS = {
 # What four ranks that share might do otherwise than two: keys and heads reach more of them, and some have nothing.
 BY_FOUR = {"gqa", "mla", "layers", "dealt layers", "dealt, one position", "undivided heads", "one position"}
 BY_FOUR |= {"nothing to train", "dealt parallel", "bf16"}
-CASES = [(name, context) for name in STEPS for context in CONTEXTS if context == 2 or name in BY_FOUR]
+UNSHARED = {"gqa", "in three parts", "some slots", "some slots, in three parts", "fp32", "nothing to train"}
+WHO = {1: UNSHARED, 2: STEPS, 4: BY_FOUR}
+CASES = [(name, context) for context, names in WHO.items() for name in STEPS if name in names]
+# Steps that are to be as if they were not in parts.
+WHOLE = {"in three parts": "gqa", "some slots, in three parts": "some slots"}
 
 
 def reduced(value, reduction="sum"):
@@ -167,7 +173,23 @@ def count_own_pairs(right, accelerator, value):
     return value if value.dtype == torch.int64 else right(accelerator, value)
 
 
-# What is wrong → the step that it is planted in, and how.
+@instead_of(Objective, "forward")
+def mean_of_each_part(right, self, batch, weights):
+    return right(self, batch, arithmetic.step_weights(batch.population, 0.8) / 3)
+
+
+# What is wrong where ranks do not share → how it is planted in a step of three parts each.
+SPLIT = {
+    "the mean over parts of each one's mean": mean_of_each_part,
+    "sums over ranks that are averaged": instead_of(arithmetic, "step_weights")(
+        lambda right, pairs, gamma: right(pairs, gamma) / RANKS
+    ),
+    "what an empty part computes beside others is counted": instead_of(loader, "MicroBatch")(
+        lambda right, batch, samples, real: right(batch, samples, True)
+    ),
+    "N_k of each rank alone": count_own_pairs,
+}
+# What is wrong where two share → the step that it is planted in, and how.
 PLANTED = {
     "remote key gradients dropped": ("gqa", drop_remote_gradients),
     "no key gradients": ("gqa", detach_remote_keys),
@@ -191,24 +213,25 @@ PLANTED = {
 }
 
 
-# ---------------------------------------------------------------- the exchange alone, and memory
+# ---------------------------------------------------------------- Muon, and memory
+
+MATRICES = [(4, 6), (12, 30), (30, 12), (12, 12), (5, 5)]
 
 
-EXCHANGES = {"gather": GatherRows, "deal": DealHeads}
-
-
-def exchange(kind, mesh, group):
-    """Of 7 positions and 4 heads, what a rank got of keys, and gradients of its own keys and values where rank r's loss
-    weighs all it got by (r + 1) times their place."""
-    owner = torch.tensor([0, 2, 2, 0, 3, 2, 0]) % mesh.context  # one rank, or two, have nothing
-    index, one = mesh.part[0], EXCHANGES[kind](make_places(owner, mesh.context), group)
-    here = (owner == index).nonzero()[:, 0].double()
-    numbers = here[:, None, None] + torch.arange(4.0).double()[:, None] / 10  # the head behind the point
-    keys, values = (numbers.expand(-1, -1, width).clone().requires_grad_() for width in (4, 3))
-    all_keys, all_values = one.keys_values(keys, values)
-    weights = (index + 1.0) * torch.arange(1.0, 1 + len(owner), dtype=torch.float64)[:, None, None]
-    ((all_keys + 0) * weights).sum().add((10 * all_values * weights).sum()).backward()
-    return {"got": all_keys.detach(), "keys": keys.grad, "values": values.grad, "here": here, "index": index}
+def muon(count):
+    """So many matrices after two updates, and the sizes of those that this rank worked out."""
+    generator, mine = torch.Generator().manual_seed(0), set()
+    module = torch.nn.ModuleList(torch.nn.Linear(n, m, bias=False) for m, n in MATRICES[:count])
+    updater = optimizer.make_optimizer(module, TrainConfig(optimizer="muon", lr=0.01, weight_decay=0.1))
+    right = optimizer.orthogonal
+    for parameter in module.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator)
+    with patch.object(optimizer, "orthogonal", lambda matrix: mine.add(tuple(matrix.shape)) or right(matrix)):
+        for _ in range(2):
+            for parameter in module.parameters():
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+            updater.step()
+    return [parameter.data for parameter in module.parameters()], mine
 
 
 LONG = {"gqa": plan_cases.shape_of(), "mla": plan_cases.shape_of(**plan_cases.SMALL_MLA)}
@@ -244,18 +267,20 @@ def lasting(name):
 def rank(index, folder):
     """One of them."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=index, world_size=RANKS)
-    groups = dict(zip(CONTEXTS, (dist.new_subgroups(2)[0], dist.group.WORLD), strict=True))
+    groups = {1: None, 2: dist.new_subgroups(2)[0], 4: dist.group.WORLD}
     meshes = {context: Mesh(RANKS, index, context) for context in groups}
     found = {}
-    for context, group in groups.items():
-        for kind in EXCHANGES:
-            found[kind, context] = exchange(kind, meshes[context], group)
     for name, context in CASES:
         found[name, context] = step(name, meshes[context], groups[context])
-    for mistake, (name, plant) in PLANTED.items():
-        with pytest.MonkeyPatch.context() as planted:
-            plant(planted)
-            found[mistake] = step(name, meshes[2], groups[2])
+    found["muon"] = {count: muon(count) for count in (3, 5)}
+    with patch.object(dist, "broadcast"):
+        found["muon of each alone"] = muon(5)
+    planted = [(mistake, 2, *how) for mistake, how in PLANTED.items()]
+    planted += [(mistake, 1, "in three parts", plant) for mistake, plant in SPLIT.items()]
+    for mistake, context, name, plant in planted:
+        with pytest.MonkeyPatch.context() as patches:
+            plant(patches)
+            found[mistake] = step(name, meshes[context], groups[context])
     for kind in LONG if index < 2 else ():
         found["memory", kind] = memory(kind, meshes[2], groups[2])
     torch.save(found, Path(folder) / f"rank{index}.pt")

@@ -4,7 +4,9 @@ import json
 import os
 import threading
 from contextlib import contextmanager
-from unittest.mock import patch
+
+import pytest
+from planting import replaced
 
 
 @contextmanager
@@ -13,41 +15,37 @@ def noted(ledger):
     from eagle31_train.store import StoreSplit
     from train import loader, prepare, trainer
 
-    read_all, build, accumulate = StoreSplit.read_all, loader.build_batch, trainer.accumulate
-    parallelise = prepare.parallelise
     reading, under_way = threading.local(), []
+    with pytest.MonkeyPatch.context() as patch:
 
-    def read(self, indices, *more, **named):
-        reading.samples = list(indices)
-        return read_all(self, reading.samples, *more, **named)
+        @replaced(patch, StoreSplit, "read_all")
+        def read(read_all, self, indices, *more, **named):
+            reading.samples = list(indices)
+            return read_all(self, reading.samples, *more, **named)
 
-    def built(*arguments, **named):
-        batch = build(*arguments, **named)
-        object.__setattr__(batch, "samples", reading.samples)  # it is frozen
-        return batch
+        @replaced(patch, loader, "build_batch")
+        def built(build, *arguments, **named):
+            batch = build(*arguments, **named)
+            object.__setattr__(batch, "samples", reading.samples)  # it is frozen
+            return batch
 
-    def accumulated(parallel, micro_batches, *more):
-        under_way[:] = sorted(i for micro in micro_batches if micro.real for i in micro.batch.samples)
-        return accumulate(parallel, micro_batches, *more)
+        @replaced(patch, trainer, "accumulate")
+        def accumulated(accumulate, parallel, micro_batches, *more):
+            under_way[:] = sorted(i for micro in micro_batches if micro.real for i in micro.batch.samples)
+            return accumulate(parallel, micro_batches, *more)
 
-    def parallelised(*arguments):
-        parallel = parallelise(*arguments)
-        update = parallel.update
+        @replaced(patch, prepare, "parallelise")
+        def parallelised(parallelise, *arguments):
+            parallel = parallelise(*arguments)
 
-        def updated(*rest):
-            result = update(*rest)
-            append(ledger, {"update": parallel.updates, "samples": list(under_way)})
-            return result
+            @replaced(patch, parallel, "update")
+            def updated(update, *rest):
+                result = update(*rest)
+                append(ledger, {"update": parallel.updates, "samples": list(under_way)})
+                return result
 
-        parallel.update = updated
-        return parallel
+            return parallel
 
-    with (
-        patch.object(StoreSplit, "read_all", read),
-        patch.object(loader, "build_batch", built),
-        patch.object(trainer, "accumulate", accumulated),
-        patch.object(prepare, "parallelise", parallelised),
-    ):
         yield
 
 

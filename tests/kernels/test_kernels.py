@@ -16,6 +16,7 @@ from conftest import kept_mask, make_document, make_mla_shape, make_objective, m
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model.test_attention import PROBLEM, assert_within_16_bits, in_fp64, make, problems, run
+from planting import instead_of, replaced
 from torch.nn import functional as F
 
 from eagle31_train.kernels import divergence as fused
@@ -48,12 +49,13 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(swiglu, "BLOCK", 16)
 
 
-def both(pairs, positions, width, dtype, kind, lk, seed=0, sharp=3.0):
+def both(pairs, positions, width, dtype, kind, lk, seed=0, device="cpu"):
     """(value, slope, arg-max) of the kernel, and in fp64 of the same logits; and the latter."""
-    generator = torch.Generator().manual_seed(seed)
-    logits, teacher = ((torch.randn(n, width, generator=generator) * sharp).to(dtype) for n in (pairs, positions))
-    supervised = torch.randint(0, positions, (pairs,), generator=generator).sort().values
-    weights = torch.rand(pairs, generator=generator) * 1e-4
+    generator = torch.Generator(device).manual_seed(seed)
+    random = partial(torch.randn, generator=generator, device=device)
+    logits, teacher = ((random(n, width) * 3).to(dtype) for n in (pairs, positions))
+    supervised = torch.randint(0, positions, (pairs,), generator=generator, device=device).sort().values
+    weights = torch.rand(pairs, generator=generator, device=device) * 1e-4
     low = logits.clone()
     value, best = fused.fused_divergence(
         low, teacher, *fused.teacher_sums(teacher), supervised, weights, kind == "kl", lk
@@ -86,12 +88,16 @@ def test_divergence_slope_and_arg_max_are_those_of_fp64(pairs, width, dtype, kin
     assert torch.equal(best, logits.double().argmax(-1))
 
 
+def kl_of_two(logits, teacher):
+    """Values and arg-max of two rows of logits by one of the teacher's."""
+    supervised, weights = torch.tensor([0, 0]), torch.ones(2)
+    return fused.fused_divergence(logits, teacher, *fused.teacher_sums(teacher), supervised, weights, True, 0.0)
+
+
 def test_of_equal_logits_the_first_is_the_arg_max():
     logits = torch.tensor([[0.0] * 9 + [5.0] + [1.0] * 7 + [5.0] * 4, [2.0] * 21])
     teacher = torch.zeros(1, 21)
-    best = fused.fused_divergence(
-        logits, teacher, *fused.teacher_sums(teacher), torch.tensor([0, 0]), torch.ones(2), True, 0.0
-    )[1]
+    _, best = kl_of_two(logits, teacher)
     assert best.tolist() == [9, 0]
 
 
@@ -99,9 +105,7 @@ def test_what_is_not_a_number_stays_so():
     """The step's loss is not finite then, and it is left out."""
     logits, teacher = torch.zeros(2, 20), torch.zeros(1, 20)
     logits[1, 17] = torch.nan
-    value, best = fused.fused_divergence(
-        logits, teacher, *fused.teacher_sums(teacher), torch.tensor([0, 0]), torch.ones(2), True, 0.0
-    )
+    value, best = kl_of_two(logits, teacher)
     assert value.isfinite().tolist() == [True, False]
     assert logits.isfinite().all(-1).tolist() == [True, False]
     assert 0 <= best.min() <= best.max() < 20
@@ -114,36 +118,46 @@ def rows(draw):
     return (*leading, draw(st.sampled_from([1, 5, 16, 33]))), draw(st.sampled_from([0, 3])) * (len(leading) == 1)
 
 
-@settings(derandomize=True)
-@given(shape=rows(), dtype=DTYPES, eps=st.sampled_from([1e-6, 1e-2]), seed=st.integers(0, 99), wants=st.booleans())
-def test_norms_and_their_gradients_are_those_of_fp64(shape, dtype, eps, seed, wants):
-    (*leading, width), apart = shape
-    generator = torch.Generator().manual_seed(seed)
-    whole = (torch.randn(*leading, width + apart, generator=generator) * 3).to(dtype)
-    dout = torch.randn(*leading, width, generator=generator).to(dtype)
-    weight = torch.rand(width, generator=generator) + 0.5
+def normed(shape, apart, dtype, eps, seed=0, wants=True, device="cpu"):
+    """(name, by the kernel, in fp64) of a norm and its gradients."""
+    *leading, width = shape
+    generator = torch.Generator(device).manual_seed(seed)
+    whole = (torch.randn(*leading, width + apart, generator=generator, device=device) * 3).to(dtype)
+    dout = torch.randn(*leading, width, generator=generator, device=device).to(dtype)
+    weight = torch.rand(width, generator=generator, device=device) + 0.5
     results = []
     for exact in (False, True):
         x = (whole.double() if exact else whole)[..., :width].detach().requires_grad_(wants)
         scale = (weight.double() if exact else weight).clone().requires_grad_()
         out = rms_norm(x, scale, eps, fused=not exact)
         results.append([out, *torch.autograd.grad(out, [x, scale][1 - wants :], dout.to(out.dtype))])
-    for name, ours, truth in zip(("out", *["dx"] * wants, "dweight"), *results, strict=True):
-        near = 3e-6 if name == "dweight" else max(STORED[dtype], 3e-6)  # summed in fp32, and kept so
-        torch.testing.assert_close(ours.double(), truth, rtol=near, atol=near * max(1.0, len(dout) ** 0.5))
+    return zip(("out", *["dx"] * wants, "dweight"), *results, strict=True)
 
 
 @settings(derandomize=True)
-@given(shape=st.sampled_from([(0, 4), (1, 1), (3, 50), (2, 3, 7)]), dtype=DTYPES, seed=st.integers(0, 99))
-def test_swiglu_and_its_gradients_are_those_of_fp64(shape, dtype, seed):
-    generator = torch.Generator().manual_seed(seed)
-    gate, up, dout = ((torch.randn(shape, generator=generator) * 4).to(dtype) for _ in range(3))
+@given(shape=rows(), dtype=DTYPES, eps=st.sampled_from([1e-6, 1e-2]), seed=st.integers(0, 99), wants=st.booleans())
+def test_norms_and_their_gradients_are_those_of_fp64(shape, dtype, eps, seed, wants):
+    for name, ours, truth in normed(*shape, dtype, eps, seed, wants):
+        near = 3e-6 if name == "dweight" else max(STORED[dtype], 3e-6)  # summed in fp32, and kept so
+        torch.testing.assert_close(ours.double(), truth, rtol=near, atol=near * max(1.0, shape[0][0] ** 0.5))
+
+
+def gated(shape, dtype, seed=0, device="cpu"):
+    """SwiGLU and its gradients, by the kernel and in fp64."""
+    generator = torch.Generator(device).manual_seed(seed)
+    gate, up, dout = ((torch.randn(shape, generator=generator, device=device) * 4).to(dtype) for _ in range(3))
     results = []
     for function, exact in ((partial(silu_times, fused=True), False), (lambda g, u: F.silu(g) * u, True)):
         leaves = [(x.double() if exact else x).clone().requires_grad_() for x in (gate, up)]
         out = function(*leaves)
         results.append([out, *torch.autograd.grad(out, leaves, dout.to(out.dtype))])
-    for ours, truth in zip(*results, strict=True):
+    return zip(*results, strict=True)
+
+
+@settings(derandomize=True)
+@given(shape=st.sampled_from([(0, 4), (1, 1), (3, 50), (2, 3, 7)]), dtype=DTYPES, seed=st.integers(0, 99))
+def test_swiglu_and_its_gradients_are_those_of_fp64(shape, dtype, seed):
+    for ours, truth in gated(shape, dtype, seed):
         # silu's slope passes through zero as a difference of numbers of order one
         torch.testing.assert_close(ours.double(), truth, rtol=STORED[dtype], atol=1e-5)
 
@@ -253,21 +267,20 @@ def test_a_fused_objective_is_the_plain_one(make):
 
 
 def test_a_merge_with_another_log_sum_exp_is_found(monkeypatch):
-    right = attention.merge_own_keys
-    monkeypatch.setattr(attention, "merge_own_keys", lambda q, out, lse, *rest: right(q, out, lse + 1e-2, *rest))
+    wrong = instead_of(attention, "merge_own_keys")(lambda right, q, out, lse, *rest: right(q, out, lse + 1e-2, *rest))
+    wrong(monkeypatch)
     ours, truth = merged(PROBLEM, torch.float32)
     assert (ours[0].double() - truth[0]).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("wrong", ["log-sum-exp", "negative entropy"])
 def test_planted_mistakes_are_found(wrong, monkeypatch):
-    right = fused.teacher_sums
 
-    def planted(teacher):
+    @replaced(monkeypatch, fused, "teacher_sums")
+    def planted(right, teacher):
         lse, negentropy = right(teacher)
         return (lse + 1e-3, negentropy) if wrong == "log-sum-exp" else (lse, negentropy + 1e-3)
 
-    monkeypatch.setattr(fused, "teacher_sums", planted)
     (value, _, _), (truth, _), _ = both(5, 3, 20, torch.float32, "kl", 0.0)
     assert (value.double() - truth).abs().max() > 3e-4
 

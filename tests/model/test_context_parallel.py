@@ -1,4 +1,7 @@
-"""Ranks that share documents take the step of one process, to rounding, and less memory each."""
+"""Ranks that share documents, or have their own, take the step of one process, to rounding, and less memory each.
+
+How real launches average gradients over ranks: test_profiles.py.
+"""
 
 from functools import cache
 
@@ -7,7 +10,7 @@ import sharing
 import torch
 from forking import served
 from plan_cases import LOGITS
-from sharing import DEEP, LONG, MASKS, PLANTED, RAGGED, RANKS, Mesh
+from sharing import DEEP, LONG, MASKS, PLANTED, RANKS, SPLIT, WHOLE, Mesh
 
 from eagle31_train.model.context_parallel import deals_heads, owners
 from eagle31_train.planning.footprint import Step, activations
@@ -41,40 +44,41 @@ def distance(ours, theirs):
 
 @cache
 def alone(name):
-    """The step of one process."""
-    return sharing.step(name, Mesh())
+    """The step of one process, on everything at once."""
+    return sharing.step(WHOLE.get(name, name), Mesh())
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_step_in_parts_is_that_on_everything_at_once(name):
+    gradients, sums = distance(sharing.step(name, Mesh()), alone(name))
+    assert gradients < FP64
+    assert sums < FP32
 
 
 @pytest.mark.parametrize(("name", "context"), sharing.CASES)
 def test_four_ranks_take_the_step_of_one_process(found, name, context):
-    """Twos share, and there are two of them; or four share."""
+    """Each has documents of its own; twos share, and there are two of them; or four share."""
     for rank in found:
         gradients, sums = distance(rank[name, context], alone(name))
         assert gradients < TOLERANCE.get(name, FP64)
         assert sums < TOLERANCE.get(name, FP32)
 
 
-@pytest.mark.parametrize("mistake", PLANTED)
+@pytest.mark.parametrize("mistake", [*PLANTED, *SPLIT])
 def test_a_planted_mistake_is_seen(found, mistake):
-    name, _ = PLANTED[mistake]
+    name = PLANTED[mistake][0] if mistake in PLANTED else "in three parts"
     assert max(distance(found[0][mistake], alone(name))) > 1e-3
 
 
-@pytest.mark.parametrize("context", sharing.CONTEXTS)
-@pytest.mark.parametrize("kind", sharing.EXCHANGES)
-def test_keys_reach_the_ranks_and_their_gradients_the_one_that_has_them(found, kind, context):
+@pytest.mark.parametrize("count", [3, 5])
+def test_ranks_share_muons_matrices_and_all_update_them_as_one_process_does(found, count):
+    one, everything = sharing.muon(count)
+    worked_out = [rank["muon"][count][1] for rank in found]
     for rank in found:
-        one = rank[kind, context]
-        heads = torch.arange(4).double()
-        ranks_of_head = torch.full((4,), sum(range(1, context + 1))).double()  # each rank's weight, added up
-        got = heads
-        if kind == "deal":
-            ranks_of_head = 1 + torch.arange(context).repeat_interleave(4 // context).double()
-            got = heads.chunk(context)[one["index"]]
-        slope = ((1 + one["here"])[:, None] * ranks_of_head)[..., None]
-        assert torch.equal(one["keys"], slope.expand(-1, -1, 4))
-        assert torch.equal(one["values"], 10 * slope.expand(-1, -1, 3))
-        assert torch.equal(one["got"][..., 0], torch.arange(7).double()[:, None] + got / 10)
+        assert all(map(torch.equal, rank["muon"][count][0], one))
+    assert sorted(size for mine in worked_out for size in mine) == sorted(everything), "none is worked out twice"
+    assert sum(map(bool, worked_out)) == min(count, RANKS)
+    assert not all(map(torch.equal, found[0]["muon of each alone"][0], sharing.muon(5)[0]))
 
 
 @pytest.mark.parametrize("kind", LONG)
@@ -109,25 +113,3 @@ def test_every_position_has_one_owner_and_slots_and_the_keys_that_they_see_are_s
     assert all(int(count.max() - count.min()) <= 2 for count in counts)
     seen = torch.stack([(slots.nonzero()[:, 0] + 1)[owner[slots] == rank].sum() for rank in range(ranks)]).double()
     assert seen.max() / seen.mean() < 1.1
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_parts_are_the_whole(ranks):
-    """Positions, slots and pairs are of one part each; tokens, those that a part reads."""
-    objective = sharing.make_objective(sharing.SHAPES["gqa"])
-    documents = sharing.split_of(sharing.SHAPES["gqa"], RAGGED).documents
-    kept = sharing.kept_mask(objective)
-    build = sharing.loader.build_batch
-    whole = build(documents, sharing.K, kept, "mask")
-    parts = [build(documents, sharing.K, kept, "mask", part=(index, ranks)) for index in range(ranks)]
-    assert sorted(torch.cat([part.layout.slots for part in parts]).tolist()) == whole.layout.slots.tolist()
-    assert sorted(torch.cat([part.everywhere.slots for part in parts]).tolist()) == list(range(len(whole.positions)))
-    for name in ("trained", "eligible", "eligible_prefix", "population"):
-        assert torch.equal(sum(getattr(part, name) for part in parts), getattr(whole, name)), name
-    for part in parts:
-        places = part.everywhere.slots
-        assert torch.equal(part.positions, whole.positions[places])
-        assert torch.equal(part.aux.decode(), whole.aux.decode()[places])
-        assert torch.equal(part.ids[part.following], whole.ids[whole.following[places]])
-        assert torch.equal(part.everywhere.slots[part.slot_rows], part.layout.slots)
-        assert len(part.ids) < len(whole.ids)

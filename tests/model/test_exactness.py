@@ -4,45 +4,23 @@ fp64 to 1e-9, fp32 to 1e-5, bf16 against fp32 within bounds that were measured. 
 plants mistakes that these properties must find.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import kept_mask, make_document, make_objective, make_shape
+from conftest import kept_mask, make_document, make_mla_shape, make_objective, make_shape
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import norm
 from reference_mla import reference_for
 
-from eagle31_train.config import DrafterShape
-from eagle31_train.model import batch, context_attention, linear
+from eagle31_train.model import batch, context_attention
 from eagle31_train.model import loss as loss_module
 from eagle31_train.model.batch import build_batch
 
 # Repeatable in CI: the examples are a function of the test, not of the day.
 PROPERTY = settings(derandomize=True, print_blob=True)
-
-
-@dataclass(frozen=True)
-class Case:
-    """What is trained and how; all numbers follow from `seed`."""
-
-    shape: DrafterShape
-    masks: list[list[bool]]  # of each document, for each token
-    order: list[int]  # in which the documents are packed
-    unroll: int
-    gamma: float
-    oov: str
-    loss: str
-    lk: float
-    teacher_eps: float
-    train_lm_head: bool
-    recompute: bool
-    kernel: str  # of the attention: flash or plain
-    chunk: int  # taught positions per chunk
-    rows: tuple[int, int]  # of logits, in a product and in a part of it
-    seed: int
 
 
 @st.composite
@@ -82,28 +60,70 @@ def masks(draw, longest):
     return [kind == "all"] * length
 
 
-GQA = shapes()
+@st.composite
+def yarns(draw):
+    """With and without what has a default. Of 16 positions, most pairs turn less than once."""
+    given = {
+        "beta_fast": st.sampled_from([2.0, 32]),
+        "beta_slow": st.sampled_from([0.5, 1]),
+        "mscale": st.sampled_from([0.0, 0.7, 1.0]),
+        "mscale_all_dim": st.sampled_from([0.0, 0.7, 1.0]),
+    }
+    chosen = {name: draw(values) for name, values in given.items() if draw(st.booleans())}
+    original = draw(st.sampled_from([32, 4096]))
+    return {"rope_type": "yarn", "factor": draw(st.sampled_from([1.0, 4.0, 64.0])), **chosen} | {
+        "original_max_position_embeddings": original
+    }
 
 
 @st.composite
-def cases(draw, most_documents=3, longest=11, shapes=GQA):
-    """Documents short enough for the reference, long enough for step 7 to be trained."""
+def mla_shapes(draw):
+    """Any widths, full or low rank of the queries; a latent of one number would be a sign after its norm."""
+    base = draw(shapes())
+    general = ("hidden_size", "target_hidden_size", "aux_layers", "vocab_size", "draft_vocab_size", "intermediate_size")
+    general += ("rms_norm_eps", "fc_norm", "norm_output", "norm_before_residual", "share_embedding")
+    return make_mla_shape(
+        **{name: getattr(base, name) for name in general},
+        num_attention_heads=draw(st.integers(1, 4)),
+        q_lora_rank=draw(st.one_of(st.none(), st.integers(2, 9))),
+        kv_lora_rank=draw(st.integers(2, 9)),
+        qk_nope_head_dim=draw(st.integers(1, 6)),
+        qk_rope_head_dim=draw(st.sampled_from([2, 4, 8])),
+        v_head_dim=draw(st.integers(1, 9)),
+        rope_theta=draw(st.sampled_from([10.0, 50000.0])),
+        rope_scaling=draw(st.one_of(st.none(), yarns())),
+    )
+
+
+KINDS = {
+    "llama": shapes(),
+    "parallel": shapes().map(lambda shape: replace(shape, parallel=True, ptd_token_id=shape.vocab_size - 1)),
+    "mla": mla_shapes(),
+}
+
+
+@st.composite
+def cases(draw, kind, most_documents=3, longest=11):
+    """What is trained and how; all numbers follow from `seed`. Documents short enough for the reference, long enough
+    for step 7 to be trained."""
     documents = draw(st.lists(masks(longest), min_size=1, max_size=most_documents))
-    return Case(
-        shape=draw(shapes),
+    shape = draw(KINDS[kind])
+    return SimpleNamespace(
+        shape=shape,
         masks=documents,
-        order=draw(st.permutations(range(len(documents)))),
-        unroll=draw(st.integers(1, 8)),
+        order=draw(st.permutations(range(len(documents)))),  # in which they are packed
+        # At one step there are no mask rows, and mask_hidden has no gradient: training refuses it.
+        unroll=draw(st.integers(2 if shape.parallel else 1, 8)),
         gamma=draw(st.sampled_from([0.5, 0.8, 1.0])),
         oov=draw(st.sampled_from(["mask", "keep"])),
         loss=draw(st.sampled_from(["kl", "ce"])),
-        lk=draw(st.sampled_from([0.0, 0.5, 0.3])),
+        lk=draw(st.sampled_from([0.0, 0.5, 0.3, 1.0])),
         teacher_eps=draw(st.sampled_from([1e-5, 1e-2])),
         train_lm_head=draw(st.booleans()),
         recompute=draw(st.booleans()),
-        kernel=draw(st.sampled_from(["flash", "plain"])),
-        chunk=draw(st.sampled_from([32, 1, 3])),
-        rows=draw(st.sampled_from([(10**6, 10**6), (9, 2), (1, 1)])),
+        kernel=draw(st.sampled_from(["flash", "plain"])),  # of the attention
+        chunk=draw(st.sampled_from([32, 1, 3])),  # taught positions per chunk
+        rows=draw(st.sampled_from([(10**6, 10**6), (9, 2), (1, 1)])),  # of logits, in a product and in a part of it
         seed=draw(st.integers(0, 999)),
     )
 
@@ -224,18 +244,6 @@ def assert_same_counts(ours, truth):
     assert ours.measured.correct.tolist() == truth.hits
 
 
-# At one step there are no mask rows, and mask_hidden has no gradient: training refuses it.
-PARALLEL = cases(shapes=shapes().map(lambda shape: replace(shape, parallel=True, ptd_token_id=shape.vocab_size - 1)))
-PARALLEL = PARALLEL.map(lambda case: replace(case, unroll=max(2, case.unroll)))
-
-
-@PROPERTY
-@given(PARALLEL)
-def test_a_parallel_drafters_equal_the_reference_too(case):
-    check_fp64(case)
-    check_packing(case)
-
-
 def check_fp32(case):
     """The norm of each gradient's error to 1e-5 of the gradient's norm, and 1e-6.
 
@@ -268,18 +276,19 @@ def sensitivity(case, truth, name):
     return max(each.norm() for each in moved)
 
 
-@pytest.mark.parametrize("check", [check_fp64, check_fp32])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("check", [pytest.param(check_fp64, marks=pytest.mark.core), check_fp32])
 @PROPERTY
-@given(case=cases())
-def test_loss_and_every_gradient_equal_the_reference(check, case):
-    check(case)
+@given(data=st.data())
+def test_loss_and_every_gradient_equal_the_reference(check, kind, data):
+    check(data.draw(cases(kind)))
 
 
 # ---------------------------------------------------------------- bf16
 
 
 @st.composite
-def realistic(draw, make=make_shape, **widths):
+def realistic(draw, make, **widths):
     """Sixty tokens, seven steps, weights that keep the size of what they multiply."""
     shape = make(
         hidden_size=64,
@@ -312,47 +321,39 @@ def train_in(low, objective, documents):
         return train(objective, packed, weights_of(packed.trained.tolist(), 0.8))
 
 
+LLAMA = realistic(make_shape, head_dim=16)
+MLA = realistic(
+    make_mla_shape, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=16, q_lora_rank=32, kv_lora_rank=24
+)
+
+
+@pytest.mark.parametrize(("problems", "near", "near_with_lk"), [(LLAMA, 0.05, 0.105), (MLA, 0.13, 0.13)])
 @settings(PROPERTY, max_examples=PROPERTY.max_examples // 2)
-@given(realistic(head_dim=16))
-def test_bf16_stays_close_to_fp32(problem):
-    """Twice the worst of 192 seeds.
+@given(data=st.data())
+def test_bf16_stays_close_to_fp32(problems, near, near_with_lk, data):
+    """Twice the worst of 150 seeds and more.
 
     Measured: loss 2.9e-4 of itself; the norm of any gradient's error 2.5 % of the gradient's norm, and 5.2 % with
-    half of the LK loss, whose slope jumps where drafter and target cross. bf16 rounds to 0.4 %; seven steps amplify it.
+    half of the LK loss, whose slope jumps where drafter and target cross; MLA's 6.5 %. bf16 rounds to 0.4 %; seven
+    steps amplify it.
     """
-    objective, documents = problem
+    objective, documents = data.draw(problems)
     low, high = (train_in(low, objective, documents) for low in (True, False))
     assert abs(low.loss / high.loss - 1) < 6e-4
     for name, wanted in high.grads.items():
-        assert (low.grads[name] - wanted).norm() / wanted.norm() < (0.105 if objective.lk else 0.05), name
-
-
-@settings(PROPERTY, max_examples=5)
-@given(realistic(head_dim=16))
-def test_rows_that_fill_up_products_change_no_loss_and_no_gradient(problem):
-    objective, documents = problem
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear, "ROWS", 1)
-        plain = train_in(True, objective, documents)
-        patch.setattr(linear, "ROWS", 16)
-        filled = train_in(True, objective, documents)
-    assert filled.loss == plain.loss
-    for name, wanted in plain.grads.items():
-        # Sums of more terms, some 0, are rounded otherwise.
-        assert (filled.grads[name] - wanted).norm() <= 0.01 * wanted.norm(), name
+        error = (low.grads[name] - wanted).norm() / wanted.norm()
+        assert error < (near_with_lk if objective.lk else near), name
 
 
 # ---------------------------------------------------------------- packing
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @PROPERTY
-@given(cases(most_documents=4, longest=24))
-def test_packed_documents_train_as_each_does_alone(case):
-    check_packing(case)
-
-
-def check_packing(case):
+@given(data=st.data())
+def test_packed_documents_train_as_each_does_alone(kind, data):
     """Nothing leaks: the packed gradient is the sum of the documents' own, at the pack's weights per pair."""
+    case = data.draw(cases(kind, most_documents=4, longest=24))
     objective, documents = make(case)
     mine = ours(case, objective, documents)
     weights = weights_of(mine.measured.trained.int().tolist(), case.gamma)

@@ -9,14 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import make_mla_shape, make_shape
-from model.test_attention import PROBLEM, assert_within_16_bits, imitated_backward, imitated_forward, make, run
-from reference import dense_attention
+from model.test_attention import imitated_backward, imitated_forward
+from planting import replaced
 from torch.nn import attention
 from torch.nn import functional as F
 
 from eagle31_train.config import TrainConfig
 from eagle31_train.model import context_attention, flash
-from eagle31_train.model.attention import unrolled_attention
 from train import build
 
 fa3 = pytest.importorskip("torch.nn.attention._fa3", reason="this torch has no switch")
@@ -150,23 +149,6 @@ def test_torch_puts_it_behind_the_operators_that_we_call(module):
     library._destroy()
 
 
-@pytest.mark.parametrize("window", [None, 5, 8])
-@pytest.mark.parametrize("dv", [8, 6])
-@pytest.mark.parametrize("name", ["FA3", "FA4"])
-def test_our_call_reaches_what_torch_switched_to(name, dv, window):
-    """Its signature, its windows, its log-sum-exp; and values stay as wide as they are."""
-    tensors, layout, direction = make((*PROBLEM[:6], dv, 0), torch.bfloat16)
-    exact = [x.detach().double().requires_grad_() for x in tensors[:3]]
-    exact += [[x.detach().double().requires_grad_() for x in some] for some in tensors[3:]]
-    truth = run(partial(dense_attention, window=window), exact, layout, direction.double())
-    with installed(**{name: (imitation := Imitation())}):
-        attention.activate_flash_attention_impl(name)
-        ours = run(partial(unrolled_attention, window=window), tensors, layout, direction)
-    assert_within_16_bits(ours, truth)
-    assert imitation.calls == ["forward", "backward"]
-    assert imitation.widths == {(8, dv)}
-
-
 @pytest.fixture
 def on(monkeypatch):
     """A drafter's switch for a device of some compute capability, in truth the CPU."""
@@ -191,6 +173,8 @@ def test_the_one_for_the_gpu_is_switched_to(on, major, names, chosen, shape):
         assert on(major, shape) == f"attention by {chosen}"
         assert context_attention.replaced() == chosen
         assert [name for name, one in imitations.items() if one.calls] == [chosen]
+        widths = (22, 5) if shape.architecture == "mla" else (4, 4)
+        assert imitations[chosen].widths == {widths}, "values stay as wide as they are"
 
 
 def test_where_none_is_installed_torchs_own_stays(on):
@@ -215,36 +199,31 @@ def test_a_torch_without_the_switch_is_told(on, monkeypatch):
         ("its own log-sum-exp", "FA3 differs from it by "),
         ("not a number", "FA3 differs from it by nan%"),
         ("a gradient is not a number", "FA3 differs from it by nan%"),
+        (-1, "FA3 differs from it by "),
+        (1, "FA3 differs from it by "),
     ],
 )
 def test_one_that_fails_or_is_wrong_is_taken_back(on, mistake, told):
+    shape = make_shape(sliding_window=30 if isinstance(mistake, int) else None)
     with installed(FA3=Imitation(mistake)):
-        said = on(9)
+        said = on(9, shape)
         assert said.startswith(f"torch's own attention ({told}")
         assert said.endswith(f"FA4: {NONE['FA4']})")
         assert context_attention.replaced() is None
     with installed(FA3=Imitation(mistake), FA4=Imitation()):
-        assert on(9) == "attention by FA4"
+        assert on(9, shape) == "attention by FA4"
 
 
 def test_one_that_fails_the_decoder_is_taken_back(on, monkeypatch):
-    def planted(*args, right=F.scaled_dot_product_attention, **kwargs):
+    @replaced(monkeypatch, F, "scaled_dot_product_attention")
+    def planted(right, *args, **kwargs):
         if context_attention.replaced():
             raise RuntimeError("FA4 SDPA forward unsupported")
         return right(*args, **kwargs)
 
-    monkeypatch.setattr(F, "scaled_dot_product_attention", planted)
     with installed(FA4=Imitation()):
         assert on(10) == "torch's own attention (FA4: FA4 SDPA forward unsupported)"
         assert context_attention.replaced() is None
-
-
-@pytest.mark.parametrize("off", [-1, 1])
-def test_a_window_off_by_one_is_taken_back(on, off):
-    with installed(FA4=Imitation(off)):
-        assert on(10, make_shape(sliding_window=30)).startswith("torch's own attention (FA4 differs from it by ")
-        assert context_attention.replaced() is None
-        assert on(10) == "attention by FA4"
 
 
 @pytest.mark.parametrize(

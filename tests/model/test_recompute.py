@@ -4,6 +4,7 @@ How much less is kept: tests/planning/test_footprint.py and test_context_paralle
 
 import gc
 import weakref
+from contextlib import nullcontext
 from itertools import product
 
 import pytest
@@ -44,18 +45,7 @@ def gradients(changes, precision="fp32", recompute=False):
 def keep_everything(monkeypatch):
     """As if there were no `recomputed`."""
     for module in (drafter, layer):
-        monkeypatch.setattr(module, "recomputed", lambda function, *inputs: Kept(function(*inputs)))
-
-
-class Kept:
-    def __init__(self, out):
-        self.out = out
-
-    def __enter__(self):
-        return self.out
-
-    def __exit__(self, *_):
-        pass
+        monkeypatch.setattr(module, "recomputed", lambda function, *inputs: nullcontext(function(*inputs)))
 
 
 @pytest.mark.core

@@ -1,5 +1,7 @@
 """RoPE of the Llama drafter and of MLA's against transformers and fp64, and what vLLM would read otherwise than it was
-trained, which is refused. MLA's against vLLM's formulas and defaults, with random options: test_mla.py."""
+trained, which is refused. MLA's against vLLM's formulas and defaults, with random options: test_exactness.py."""
+
+from dataclasses import replace
 
 import pytest
 import reference_mla
@@ -10,8 +12,8 @@ from transformers import DeepseekV3Config, LlamaConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from eagle31_train.checkpoint.config_json import config_json
-from eagle31_train.checkpoint.contract import check_shape
+from eagle31_train.checkpoint.config_json import config_json, rope_scaling
+from eagle31_train.checkpoint.contract import check_shape, weight_shapes
 from eagle31_train.checkpoint.published_config import shape_from_config
 from eagle31_train.errors import UserError
 from eagle31_train.model.layer import LatentAttention
@@ -101,7 +103,12 @@ KIMI = {
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
 }
+LEAST = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 OF_MLA = {
+    "none": None,
+    "what must be given": LEAST,
+    "mscale_all_dim alone": {**LEAST, "mscale_all_dim": 0.8},
+    "by its old name": {"type": "yarn", **{name: value for name, value in LEAST.items() if name != "rope_type"}},
     "kimi, betas 32 and 1": KIMI,
     "kimi, betas 1 and 1": {**KIMI, "beta_fast": 1.0},
     "deepseek v3": {**KIMI, "factor": 40.0},
@@ -119,22 +126,20 @@ def attention_of(scaling, theta=50000.0):
 
 @pytest.mark.parametrize("theta", [50000.0, 10000.0])
 @pytest.mark.parametrize("scaling", OF_MLA.values(), ids=OF_MLA.keys())
-def test_frequencies_magnitude_and_scale_are_those_of_transformers_deepseek_v3(scaling, theta):
-    ours, _ = attention_of(scaling, theta)
-    config = DeepseekV3Config(
-        **WIDTHS,
-        hidden_size=32,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        kv_lora_rank=8,
-        q_lora_rank=None,
-        max_position_embeddings=int(scaling["factor"] * scaling["original_max_position_embeddings"]),
-        rope_parameters={**scaling, "rope_theta": theta},
-    )
-    theirs = DeepseekV3RotaryEmbedding(config)
-    assert torch.equal(ours.rope.inv_freq, theirs.inv_freq)
-    assert ours.rope.factor == pytest.approx(theirs.attention_scaling, rel=1e-12)
-    assert ours.scale == pytest.approx(DeepseekV3Attention(config, 0).scaling, rel=1e-12)
+def test_mlas_rope_and_softmax_are_deepseek_v3s_of_transformers_by_every_spelling(scaling, theta):
+    ours, shape = attention_of(scaling, theta)
+    assert check_shape(shape) == []
+    config = config_json(shape, "float32", "x")
+    new = {key: value for key, value in config.items() if key not in ("rope_theta", "rope_scaling")}
+    old = {key: value for key, value in config.items() if key != "rope_parameters"}
+    for spelling in (config, new, old):
+        whole = replace(shape, rope_scaling=rope_scaling(shape))
+        assert shape_from_config(spelling, weight_shapes(shape)) == whole
+        read = DeepseekV3Config(**spelling)
+        theirs = DeepseekV3RotaryEmbedding(read)
+        assert torch.equal(ours.rope.inv_freq, theirs.inv_freq)
+        assert ours.rope.factor == pytest.approx(theirs.attention_scaling, rel=1e-12)
+        assert ours.scale == pytest.approx(DeepseekV3Attention(read, 0).scaling, rel=1e-12)
     positions = torch.arange(0, 3000, 7)
     cos, sin = theirs(torch.zeros(1), positions[None])
     turned = ours.rope(torch.tensor([1.0, 0.0]).repeat(32).expand(len(positions), 1, -1), positions)[:, 0]

@@ -15,14 +15,6 @@ TARGET = {"hidden_size": 24, "vocab_size": 50, "draft_vocab_size": 20, "aux_laye
 def test_llamas_heads_follow_from_the_hidden_size():
     shape = drafter_shape(DrafterConfig(**LLAMA), **TARGET)
     assert (shape.num_key_value_heads, shape.head_dim, shape.hidden_size) == (6, 4, 24)
-    assert (shape.kv_lora_rank, shape.rope_scaling) == (None, None)
-
-
-@pytest.mark.parametrize("rank", [None, 7])
-def test_mlas_heads_follow_from_its_widths(rank):
-    shape = drafter_shape(DrafterConfig(**MLA, q_lora_rank=rank), **TARGET)
-    assert (shape.num_key_value_heads, shape.head_dim, shape.v_head_dim, shape.q_lora_rank) == (6, 6, 5, rank)
-    assert drafter_shape(DrafterConfig(**MLA, q_lora_rank=rank, num_key_value_heads=6, head_dim=6), **TARGET) == shape
 
 
 def test_a_parallel_drafters_mask_token_is_the_targets_last_or_the_one_given():

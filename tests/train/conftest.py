@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from unittest.mock import patch
@@ -46,7 +45,7 @@ class Fitted:
 
     def stopped(self, step, *more):
         """Train until it is told to stop after a step, and saves; returns self."""
-        with ExitStack() as patches:
+        with pytest.MonkeyPatch.context() as patches:
             several.disturb(patches, step)
             with pytest.raises(Stopped):
                 self.fit(*more)

@@ -1,4 +1,4 @@
-"""Acceptance measured during training is real decoding's, changes nothing, and chooses what the run leaves."""
+"""Acceptance measured during training is real decoding's, and chooses what the run leaves."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -7,6 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from pipeline import AUX, END, assert_equal, flip_bit, message_of, save_quietly, tiny_config, tiny_llama, write_data
+from planting import replaced
 
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.evaluation import trajectories
@@ -74,19 +75,20 @@ MISTAKES = [late_states, every_slot, first_weights]
 def reported(answered, copy_of, tmp_path_factory):
     """What real decoding accepts of a trained drafter, and what training says, rightly (None) and by each mistake."""
     first, found = {}, {}
-    begin, right = AcceptanceMeter.__init__, AcceptanceMeter.measure
+    with pytest.MonkeyPatch.context() as patches:
 
-    def begun(self, config, parallel, *rest):
-        begin(self, config, parallel, *rest)
-        first.update({name: tensor.clone() for name, tensor in parallel.weights()})
+        @replaced(patches, AcceptanceMeter, "__init__")
+        def begun(begin, self, config, parallel, *rest):
+            begin(self, config, parallel, *rest)
+            first.update({name: tensor.clone() for name, tensor in parallel.weights()})
 
-    def measure(self):
-        for mistake in MISTAKES:
-            with mistake(self, first):
-                found[mistake] = right(self)
-        return right(self)
+        @replaced(patches, AcceptanceMeter, "measure")
+        def measure(right, self):
+            for mistake in MISTAKES:
+                with mistake(self, first):
+                    found[mistake] = right(self)
+            return right(self)
 
-    with patch.object(AcceptanceMeter, "__init__", begun), patch.object(AcceptanceMeter, "measure", measure):
         run = copy_of(tmp_path_factory.mktemp("reported"), answered).fit(*LEARNING)
     found[None] = {name: run.rows()[-1][f"heldout_{name}"] for name in SHARES}
     return really_decoded(run, run.config()), found
@@ -102,46 +104,24 @@ def test_what_training_reports_is_what_real_decoding_accepts(reported, mistake):
 def test_the_weights_are_rounded_as_they_are_served(new_run, monkeypatch):
     seen = []
 
-    def looked_at(drafter, *rest):
+    @replaced(monkeypatch, during, "reached")
+    def looked_at(right, drafter, *rest):
         seen.append({name: tensor.clone() for name, tensor in drafter.state_dict().items()})
-        return trajectories.reached(drafter, *rest)
+        return right(drafter, *rest)
 
-    monkeypatch.setattr(during, "reached", looked_at)
     monkeypatch.setattr(prepare, "check_store", lambda *_: None)
-    right = AcceptanceMeter.__init__
 
-    def in_bf16(self, *given):
+    @replaced(monkeypatch, AcceptanceMeter, "__init__")
+    def in_bf16(right, self, *given):
         right(self, *given)
         self.served_in = torch.bfloat16
 
-    monkeypatch.setattr(AcceptanceMeter, "__init__", in_bf16)
     run = new_run().fit("train.max_steps=2")
     config = run.config()
     trained = DrafterCheckpoint.of_run(run.folder / "run", config.data_folder)
     served = trained.load(CachedTarget(load_model(config.target), AUX), torch.bfloat16, torch.float32)
     assert_equal(seen[-1], served.state_dict())
     assert not torch.equal(served.fc.weight, trained.tensors["fc.weight"]), "the rounding shows"
-
-
-def test_measuring_changes_nothing_else(new_run, monkeypatch):
-    right, states = AcceptanceMeter.measure, []
-
-    def measure(self):
-        states.append(torch.get_rng_state())
-        measured = right(self)
-        states.append(torch.get_rng_state())
-        return measured
-
-    monkeypatch.setattr(AcceptanceMeter, "measure", measure)
-    run, other = new_run().fit("train.eval_every=2", "train.max_steps=4"), new_run()
-    assert len(states) == 4
-    assert all(torch.equal(state, states[0]) for state in states)
-    for file in (other.folder / "run" / "store").glob("trajectories.*"):
-        file.unlink()
-    other.fit("train.eval_every=2", "train.max_steps=4")
-    assert_equal(run.weights(), other.weights())
-    without = [{name: value for name, value in row.items() if "acceptance_" not in name} for row in run.rows()]
-    assert without == [{n: v for n, v in row.items() if "acceptance_" not in n} for row in other.rows()]
 
 
 # ---------------------------------------------------------------- what it chooses
@@ -202,14 +182,13 @@ def test_a_best_checkpoint_that_is_damaged_is_the_best_no_more(new_run, capsys):
 
 @pytest.mark.usefixtures("scripted")
 def test_a_best_step_that_could_not_be_written_is_not_left(new_run, monkeypatch, capsys):
-    right = checkpoint._write
 
-    def write(snapshot, *rest):
+    @replaced(monkeypatch, checkpoint, "_write")
+    def write(right, snapshot, *rest):
         if snapshot.step in (4, 8):
             raise OSError(28, "No space left on device")
         right(snapshot, *rest)
 
-    monkeypatch.setattr(checkpoint, "_write", write)
     run = new_run().fit(*RECIPE, "train.keep_best=true")
     assert "step-000004 could not be written" in capsys.readouterr().out
     # 1.1 at step 2 was the best that was written as such; the last has 1.4.

@@ -1,50 +1,17 @@
 """What cannot be trained on is named in one line, before it does harm: never an index error, never a NaN."""
 
-import shutil
-
 import pytest
 import torch
-from pipeline import HIDDEN, VOCAB, assert_close, message_of, reseal, write_data
+from pipeline import HIDDEN, VOCAB, assert_close, message_of, reseal
 from safetensors.torch import load_file, save_file
 from warming import with_vocab
 
-from eagle31_train.extract import extract
 from eagle31_train.store import Store
 from train import prepare
 
 
-@pytest.fixture
-def run_of(new_run):
-    """run_of(train, heldout): an extracted run with samples of these lengths."""
-
-    def make(train, heldout=(10, 14)):
-        run = new_run()
-        shutil.rmtree(run.folder / "run")
-        write_data(run.folder / "run", {"train": list(train), "heldout": list(heldout)})
-        extract(run.config())
-        return run
-
-    return make
-
-
-# ---------------------------------------------------------------- nothing to train in a batch
-
-
-def test_a_step_without_a_pair_changes_nothing_and_is_told(run_of, capsys):
-    # A sample of three tokens has no pair: the first answer's token is the fourth.
-    run = run_of([30, 3, 28, 29])
-    run.fit("train.batch_tokens=30", "seed=2")
-    steps = run.manifest()["without_pairs"]
-    assert len(steps) == 3, "one in every pass"
-    assert [row["step"] for row in run.rows() if row.get("no_pairs")] == steps
-    assert [row["step"] for row in run.rows() if "loss" in row] == [s for s in range(1, 13) if s not in steps]
-    said = capsys.readouterr()
-    assert f"step {steps[0]}: nothing to train, so nothing was updated" in said.out + said.err
-    assert "train: 3 of 12 steps had nothing to train" in said.out
-
-
-def test_a_parallel_drafter_trains_with_steps_to_learn_from(run_of):
-    run = run_of([30, 28, 29])
+def test_a_parallel_drafter_trains_with_steps_to_learn_from(new_run):
+    run = new_run()
     parallel = ["drafter.parallel=true", "train.max_steps=3", "train.optimizer=muon"]
     assert message_of(run, *parallel, "train.ttt_length=1").startswith("drafter.parallel=true learns nothing with")
     weights = run.fit(*parallel, "train.ttt_length=3").weights()
@@ -59,14 +26,13 @@ def unseen(run):
     return next(token for token in range(VOCAB) if token not in seen)
 
 
-def test_a_run_that_has_nothing_to_train_is_refused_before_its_first_step(run_of, monkeypatch):
-    run = run_of([30, 28, 29])
-    with_vocab(run, [unseen(run)])
-    assert message_of(run).startswith("there is nothing to train in the 3 samples of ")
+def test_a_run_that_has_nothing_to_train_is_refused_before_its_first_step(new_run, monkeypatch):
+    run = with_vocab(new_run(), [unseen(new_run())])
+    assert message_of(run).startswith("there is nothing to train in the 12 samples of ")
     assert not run.train.exists()
     # Where a store is still being written nobody knows before the end, and then it is no drafter.
     monkeypatch.setattr(prepare, "check_pairs", lambda *_: None)
-    assert message_of(run).startswith("none of the 6 steps had a pair to train, so there is no drafter")
+    assert message_of(run).startswith("none of the 12 steps had a pair to train, so there is no drafter")
     assert not (run.train / "manifest.json").exists()
     run.fit("train.oov=keep", "train.max_steps=1", "overwrite=true")
 

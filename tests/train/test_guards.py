@@ -9,7 +9,7 @@ from pipeline import assert_equal
     ("mark", "listed", "harm"),
     [("left_out", "left_out", ["gradient", [3, 6], 0, NAN]), ("no_pairs", "without_pairs", ["pairs", [3, 6]])],
 )
-def test_a_step_that_is_left_out_is_as_if_it_were_in_no_schedule(new_run, absent, mark, listed, harm):
+def test_a_step_that_is_left_out_is_as_if_it_were_in_no_schedule(new_run, absent, capsys, mark, listed, harm):
     run = new_run()
     assert fit(run, *RECIPE, "train.skip_nonfinite=2", harm=harm) is None
     for ours, theirs in zip(at(run, 12), at(absent, 10), strict=True):
@@ -24,3 +24,6 @@ def test_a_step_that_is_left_out_is_as_if_it_were_in_no_schedule(new_run, absent
     assert run.manifest()[listed] == [3, 6]
     assert run.manifest()["updates"] == absent.manifest()["updates"] == 10
     assert run.manifest()["pairs"] == absent.manifest()["pairs"]
+    said = "".join(capsys.readouterr())
+    assert ("step 3: nothing to train, so nothing was updated" in said) == (mark == "no_pairs")
+    assert ("train: 2 of 12 steps had nothing to train" in said) == (mark == "no_pairs")

@@ -2,19 +2,14 @@
 
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 
 from train.metrics import Reporter
 
-
-class Recorder:
-    """An accelerator as a reporter sees it."""
-
-    is_main_process = True
-
-    def log(self, values, step):
-        pass
+# An accelerator as a reporter sees it.
+RECORDER = SimpleNamespace(is_main_process=True, log=lambda values, step: None)
 
 
 def losses(count):
@@ -24,7 +19,7 @@ def losses(count):
 
 
 def fill(folder, curve, start=0):
-    made = Reporter(Recorder(), folder, start, 1000)
+    made = Reporter(RECORDER, folder, start, 1000)
     for step, loss in enumerate(curve[start:], start + 1):
         made.log(step, {"loss": loss, "acceptance_estimate": 1 + 1 / loss})
         made.timing(step, {"seconds": 0.5, "waited": 0.1, "tokens": 100, "memory_bytes": None})
@@ -56,9 +51,9 @@ def test_damaged_and_missing_rows_are_named_when_a_run_goes_on(tmp_path, capsys,
     lines = file.read_bytes().splitlines(keepends=True)
     lines[11] = damaged + b"\n"
     file.write_bytes(b"".join(lines))
-    Reporter(Recorder(), tmp_path, 20, 1000).close()
+    Reporter(RECORDER, tmp_path, 20, 1000).close()
     assert capsys.readouterr().out == f"{file}:12 is damaged, and its row is lost: remove the line\n"
     assert file.read_bytes() == b"".join(lines[:22])
     file.write_bytes(b"".join(lines[:5]))
-    Reporter(Recorder(), tmp_path, 20, 1000).close()
+    Reporter(RECORDER, tmp_path, 20, 1000).close()
     assert capsys.readouterr().out == f"{file} lacks the rows of steps 6 to 20\n"

@@ -1,9 +1,6 @@
-"""Muon: which parameters it updates, what one update is, and that a run that stopped goes on to the bit."""
+"""Muon: which parameters it updates, and what one update is. By several ranks: test_context_parallel.py."""
 
 import math
-import threading
-from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import product
 from unittest.mock import patch
@@ -15,11 +12,8 @@ from conftest import make_mla_shape, make_objective, make_shape
 from eagle31_train.config import DrafterShape, TrainConfig
 from train import optimizer
 from train.optimizer import make_optimizer
-from train.parallel import Parallel
 
-MUON = "train.optimizer=muon"
 T = TrainConfig(optimizer="muon", lr=0.01, weight_decay=0.1)
-TENSORS = ("model.safetensors", "optimizer.safetensors")
 
 
 def drafter_of(shape: DrafterShape, train_lm_head=True):
@@ -109,120 +103,3 @@ MISTAKES = {
 def test_the_check_of_an_update_sees_mistakes(name, wrong):
     with patch.object(optimizer, name, wrong), pytest.raises(AssertionError):
         test_updates_are_torchs_own_to_the_bit_in_bf16((20, 8), "no")
-
-
-# ---------------------------------------------------------------- on several ranks
-
-
-class Ranks:
-    """torch.distributed for threads, each a rank."""
-
-    def __init__(self, count):
-        self.count, self.here, self.meet = count, threading.local(), threading.Barrier(count, timeout=60)
-        self.sent = {}
-
-    def is_initialized(self):
-        return True
-
-    def get_rank(self):
-        return self.here.rank
-
-    def get_world_size(self):
-        return self.count
-
-    def broadcast(self, tensor, source):
-        if self.here.rank == source:
-            self.sent = tensor.clone()
-        self.meet.wait()
-        tensor.copy_(self.sent)
-        self.meet.wait()
-
-    def run(self, function):
-        def start(rank):
-            self.here.rank = rank
-            return function()
-
-        with ThreadPoolExecutor(self.count) as pool:
-            return list(pool.map(start, range(self.count)))
-
-
-SIZES = [(4, 6), (12, 30), (30, 12), (12, 12), (5, 5)]
-
-
-def updated():
-    """Five matrices after two updates."""
-    generator = torch.Generator().manual_seed(0)
-    module = torch.nn.ModuleList(torch.nn.Linear(n, m, bias=False) for m, n in SIZES)
-    updater = optimizer.make_optimizer(module, T)
-    for parameter in module.parameters():
-        parameter.data = torch.randn(parameter.shape, generator=generator)
-    for _ in range(2):
-        for parameter in module.parameters():
-            parameter.grad = torch.randn(parameter.shape, generator=generator)
-        updater.step()
-    return list(module.parameters())
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 8])
-def test_ranks_share_the_matrices_and_all_update_them_as_one_process_does(count):
-    alone, right, done = updated(), optimizer.orthogonal, Counter()
-    ranks = Ranks(count)
-
-    def counted(matrix):
-        done[ranks.get_rank(), tuple(matrix.shape)] += 1
-        return right(matrix)
-
-    with patch.object(optimizer, "dist", ranks), patch.object(optimizer, "orthogonal", counted):
-        everyone = ranks.run(updated)
-    for weights in everyone:
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(weights, alone, strict=True))
-    assert sorted(size for _, size in done) == sorted(SIZES), "no matrix is worked out twice"
-    assert len({rank for rank, _ in done}) == min(count, len(SIZES))
-
-
-def test_that_check_sees_a_rank_that_goes_without_the_others():
-    with patch.object(Ranks, "broadcast", lambda *_: None), pytest.raises(AssertionError):
-        test_ranks_share_the_matrices_and_all_update_them_as_one_process_does(2)
-
-
-# ---------------------------------------------------------------- in a training
-
-
-STEPS = ["train.max_steps=9", "train.checkpoint_every=3", "drafter.share_embedding=false", "train.weight_decay=0.1"]
-
-
-@pytest.fixture(scope="module")
-def whole(by_one):
-    return by_one(MUON, *STEPS)
-
-
-def killed(run):
-    """Two steps after a checkpoint."""
-    assert run.interrupted(8, MUON, *STEPS).saved() == [3, 6]
-    return run
-
-
-def same_bits(run, whole):
-    return [(run.newest() / name).read_bytes() == (whole.newest() / name).read_bytes() for name in TENSORS]
-
-
-def test_a_run_that_was_killed_ends_bit_for_bit_the_same(new_run, whole):
-    run = killed(new_run()).fit(MUON, *STEPS)
-    assert all(same_bits(run, whole))
-    assert run.rows() == whole.rows()
-
-
-FORGET = {"Muon's momentum": "momentum_buffer", "AdamW's moments": "exp_avg"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("moment", FORGET.values(), ids=FORGET.keys())
-def test_what_is_forgotten_of_either_is_found(new_run, whole, moment):
-    run, right = killed(new_run()), Parallel.set_moments
-
-    def forgetful(self, moments, updates):
-        right(self, {n: tensor for n, tensor in moments.items() if not n.startswith(moment)}, updates)
-
-    with patch.object(Parallel, "set_moments", forgetful):
-        run.fit(MUON, *STEPS)
-    assert same_bits(run, whole) == [False, False]

@@ -21,12 +21,10 @@ from eagle31_train.config import TrainConfig
 from eagle31_train.order import PACKED, global_batches, schedule, share
 from eagle31_train.planning.planned import reckon
 from eagle31_train.store import Store, make_plan, shape_of
-from eagle31_train.store.shard_plan import Shape
 from train import loader
 
 LENGTHS = st.lists(st.integers(1, 100), min_size=1, max_size=60)
 SEEDS = st.integers(0, 2**32)
-SMALL = Shape(8, 1, "fp8", "fp8")
 
 
 @given(LENGTHS, st.integers(0, 300), SEEDS, st.integers(0, 5))
@@ -76,20 +74,6 @@ def test_shares_take_equally_long_by_what_is_trained_of_each_sample(supervised, 
     assert sorted(map(sorted, share([0, 1, 2, 3], order.costs([100, 90, 80, 70], supervised, 7, slots), 2))) == dealt
 
 
-def test_1024_ranks_share_a_step_and_processes_a_store_and_nothing_is_lost_or_there_twice():
-    ranks = 1024
-    lengths = np.random.default_rng(0).integers(16, 900, 8_000).tolist()
-    for batch in schedule(lengths, 2**21, 0, 1, 3):
-        shares = share(batch, [lengths[i] for i in batch], ranks)
-        assert sorted(i for part in shares for i in part) == sorted(batch)
-        assert len(batch) < 2 * ranks or all(shares)
-    plan = make_plan({"train": [[True] * length for length in lengths], "heldout": [[True] * 9] * 7}, 1024, SMALL)
-    shares = [[shard.number for shard in plan.share(rank, ranks)] for rank in range(ranks)]
-    assert sorted(number for mine in shares for number in mine) == list(range(len(plan.shards)))
-    assert len(plan.shards) > 3 * ranks
-    assert all(mine and mine == sorted(mine) for mine in shares)
-
-
 @pytest.mark.parametrize(("accumulation", "context", "tokens"), [(1, 1, 4096), (2, 4, 2048)])
 def test_1024_ranks_load_every_sample_of_as_many_steps_as_are_planned(monkeypatch, accumulation, context, tokens):
     """By the loader of each: every sample by as many ranks as share it, none lost or there twice."""
@@ -106,11 +90,10 @@ def test_1024_ranks_load_every_sample_of_as_many_steps_as_are_planned(monkeypatc
     def stub(documents, *rest):
         return SimpleNamespace(population=torch.tensor([len(documents)]))
 
-    class Lengths:
-        def __init__(self):
-            self.lengths, self.wait_for, self.read_all = lengths, lambda _: None, list
-            self.sizes = lambda indices: ([lengths[i] for i in indices], [lengths[i] * (i % 4) // 4 for i in indices])
+    def sizes(indices):
+        return [lengths[i] for i in indices], [lengths[i] * (i % 4) // 4 for i in indices]
 
+    split = SimpleNamespace(lengths=lengths, sizes=sizes, wait_for=lambda _: None, read_all=list)
     once = cache(share)  # all ranks are given the same
     monkeypatch.setattr(order, "share", lambda batch, costs, parts: once(tuple(batch), tuple(costs), parts))
     monkeypatch.setattr(loader, "build_batch", stub)
@@ -118,7 +101,7 @@ def test_1024_ranks_load_every_sample_of_as_many_steps_as_are_planned(monkeypatc
     dealt = Counter()
     for rank in range(ranks):
         accelerator = SimpleNamespace(process_index=rank, num_processes=ranks, device=torch.device("cpu"))
-        for load in loader.load(Lengths(), batches[:1], 0, t, 0, None, accelerator):
+        for load in loader.load(split, batches[:1], 0, t, 0, None, accelerator):
             dealt.update(i for micro in load.micro_batches if micro.real for i in micro.samples)
     assert dealt == dict.fromkeys(batches[0], context)
 
@@ -157,17 +140,12 @@ def by_one(split, batches):
     return counts(load_on(split, batches, 1))
 
 
-@pytest.fixture(scope="module")
-def by_eight(split, batches):
-    return load_on(split, batches, 8)
-
-
-def load_on(split, batches, ranks, workers=1, accumulation=1, done=0, until=None, **more):
+def load_on(split, batches, ranks, workers=1, done=0, until=None):
     """What ranks load together, step by step: its number, the samples of each part, and N_k.
 
     Ranks are told apart by their accelerator alone, as in a real launch.
     """
-    t = TrainConfig(num_workers=workers, gradient_accumulation_steps=accumulation, ttt_length=3, **more)
+    t = TrainConfig(num_workers=workers, ttt_length=3)
     kept = torch.arange(VOCAB) % 7 > 0
     steps = []
     for rank in range(ranks):
@@ -208,19 +186,6 @@ def test_any_number_of_ranks_and_workers_loads_the_same_batches_in_the_same_orde
     loaded = load_on(split, batches, ranks, workers)
     assert_right(loaded, batches)
     assert counts(loaded) == by_one, "and norms its loss by the same counts"
-
-
-@pytest.mark.parametrize(("ranks", "accumulation"), [(1, 8), (2, 4), (4, 2)])
-def test_ranks_and_accumulation_share_a_batch_alike(split, batches, by_eight, ranks, accumulation):
-    loaded = load_on(split, batches, ranks, 1, accumulation)
-    assert_right(loaded, batches)
-    assert [sorted(parts) for _, parts, _ in loaded] == [sorted(parts) for _, parts, _ in by_eight]
-
-
-@pytest.mark.parametrize(("ranks", "workers"), [(2, 4), (8, 0)])
-def test_a_subset_of_the_slots_is_the_same_for_all(split, batches, ranks, workers):
-    one = load_on(split, batches, 1, slots_per_batch=20)
-    assert counts(load_on(split, batches, ranks, workers, slots_per_batch=20)) == counts(one)
 
 
 @pytest.mark.parametrize("stops", [(3, 7), (1, 2), (6, 15)])

@@ -63,29 +63,24 @@ def test_a_run_that_its_time_limit_stops_again_and_again_ends_the_same(new_run, 
 FOLLOW = ["store.follow=true", "train.window_tokens=40", "train.max_steps=20"]
 
 
-@pytest.mark.parametrize("begun", [False, True])
-def test_a_run_that_waits_before_its_first_step_is_ended_by_sigterm(new_run, tmp_path, monkeypatch, begun):
-    """For a store, or for the held-out split of one that is begun."""
-    run = new_run()
+@pytest.mark.parametrize(
+    ("waits_for", "splits"),
+    [("the store", None), ("its held-out split", []), ("what first weights need", ["heldout"])],
+)
+def test_a_run_that_waits_before_its_first_step_is_ended_by_sigterm(
+    copy_of, new_run, tmp_path, monkeypatch, waits_for, splits
+):
+    run, more = new_run(), [*FOLLOW, "store.patience=1"]
     (run.folder / "run" / "store").rename(tmp_path / "store")
-    if begun:
-        monkeypatch.setattr(StoreWriter, "wait_for_quota", lambda *_: False)
+    if splits is not None:
+        monkeypatch.setattr(StoreWriter, "wait_for_quota", lambda self, shard, _: shard.split in splits)
         extract(run.config())
+    if waits_for == "what first weights need":  # from EAGLE 3 to 3.1, some of the training split
+        eagle3 = copy_of(tmp_path / "eagle3").fit("drafter.fc_norm=false", "drafter.norm_output=false")
+        more.append(f"train.init_from={eagle3.folder / 'run'}")
     told = calling("eagle31_train.store.reader.wait", tell, "before", 1)
     with told, pytest.raises(Stopped, match="stopped by SIGTERM while it waited for the store; the same command"):
-        run.fit(*FOLLOW, "store.patience=1")
-
-
-def test_a_run_that_waits_for_what_its_first_weights_need_is_ended_too(copy_of, new_run, tmp_path, monkeypatch):
-    """From EAGLE 3 to 3.1, which needs some of the training split before it has begun; the held-out split is there."""
-    eagle3 = copy_of(tmp_path / "eagle3").fit("drafter.fc_norm=false", "drafter.norm_output=false", "train.epochs=1")
-    run = new_run()
-    (run.folder / "run" / "store").rename(tmp_path / "store")
-    monkeypatch.setattr(StoreWriter, "wait_for_quota", lambda self, shard, _: shard.split == "heldout")
-    extract(run.config())
-    told = calling("eagle31_train.store.reader.wait", tell, "before", 1)
-    with told, pytest.raises(Stopped, match="stopped by SIGTERM while it waited for the store; the same command"):
-        run.fit(*FOLLOW, f"train.init_from={eagle3.folder / 'run'}", "store.patience=1")
+        run.fit(*more)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from pipeline import flip_bit, options
+from planting import replaced
 from surviving import START, STEPS, InSaves, calling, differences, lines, saves_on, tell, training, wait_until
 from watching import noted
 
@@ -25,10 +26,19 @@ def recipe(steps):
     return [f"train.max_steps={steps}", "train.epochs=1000", "train.eval_every=15"]
 
 
+# Muon's moments, and AdamW's of what is no matrix.
+MUON = ("train.optimizer=muon", "train.weight_decay=0.1", "drafter.share_embedding=false")
+
+
 @pytest.fixture(scope="module")
 def whole(copy_of, tmp_path_factory):
     """A function: the run of so many steps that nobody stops."""
-    return cache(lambda steps: go_on(copy_of(tmp_path_factory.mktemp("whole")), steps, "train.checkpoint_every=1000"))
+
+    @cache
+    def of(steps, *more):
+        return go_on(copy_of(tmp_path_factory.mktemp("whole")), steps, "train.checkpoint_every=1000", *more)
+
+    return of
 
 
 def go_on(run, steps, *more):
@@ -44,26 +54,27 @@ def interrupted(run, step, *more):
 # ---------------------------------------------------------------- stopped
 
 
-def test_a_run_stopped_three_times_ends_bit_for_bit_the_same(new_run, whole):
+@pytest.mark.parametrize("more", [(), MUON], ids=["AdamW", "Muon"])
+def test_a_run_stopped_three_times_ends_bit_for_bit_the_same(new_run, whole, more):
     run = new_run()
     for begun, step in zip((0, *STOPS), STOPS, strict=False):
         told = calling("train.trainer.accumulate", tell, "after", step - begun - 1)
         with told, pytest.raises(Stopped, match=f"stopped by SIGTERM: saved after step {step} of {SHORT}; the same"):
-            go_on(run, SHORT)
+            go_on(run, SHORT, *more)
         assert run.saved()[-1] == step
         assert not (run.train / "manifest.json").exists()
-    assert not differences(go_on(run, SHORT), whole(SHORT))
+    assert not differences(go_on(run, SHORT, *more), whole(SHORT, *more))
 
 
 def test_no_step_draws_from_a_global_generator(new_run, monkeypatch):
     """Why no checkpoint holds random states."""
-    accumulate, states = trainer.accumulate, []
+    states = []
 
-    def watched(*arguments):
+    @replaced(monkeypatch, trainer, "accumulate")
+    def watched(accumulate, *arguments):
         states.append((random.getstate(), torch.get_rng_state().tolist(), np.random.get_state()[1].tolist()))
         return accumulate(*arguments)
 
-    monkeypatch.setattr(trainer, "accumulate", watched)
     new_run().fit("train.eval_every=2", "train.checkpoint_every=2", "train.slots_per_batch=12", "train.precision=bf16")
     assert len(states) == 12
     assert all(state == states[0] for state in states)
@@ -170,8 +181,8 @@ def test_a_checkpoint_that_saw_later_weights_would_be_found(new_run, whole):
 
 @pytest.fixture(scope="module")
 def stopped(copy_of, tmp_path_factory):
-    """A run with checkpoints after steps 10 and 15 of 18, stopped after step 16."""
-    run = interrupted(copy_of(tmp_path_factory.mktemp("stopped")), 16, "train.checkpoint_every=5")
+    """A run by Muon with checkpoints after steps 10 and 15 of 18, stopped after step 16."""
+    run = interrupted(copy_of(tmp_path_factory.mktemp("stopped")), 16, "train.checkpoint_every=5", *MUON)
     assert run.saved() == [10, 15]
     return run
 
@@ -192,15 +203,19 @@ def one_step_early(split, batches, done, *rest):
     return LOAD(split, [*batches[:done], *batches[done - 1 : -1]], done, *rest)
 
 
-def no_moments(self, moments, updates):
-    self.updates = updates
+def forgetting(moment):
+    def set_moments(self, moments, updates):
+        MOMENTS(self, {name: tensor for name, tensor in moments.items() if not name.startswith(moment)}, updates)
+
+    return parallel.Parallel, "set_moments", set_moments, LEARNT
 
 
-LOAD, RATE = trainer.load, trainer.learning_rate
+LOAD, RATE, MOMENTS = trainer.load, trainer.learning_rate, parallel.Parallel.set_moments
 LEARNT = {"rows", *TENSORS}
 MISTAKES = {
     "none": (metrics, "METRICS", metrics.METRICS, set()),
-    "moments are forgotten": (parallel.Parallel, "set_moments", no_moments, LEARNT),
+    "Muon's momentum is forgotten": forgetting("momentum_buffer"),
+    "AdamW's moments are forgotten": forgetting("exp_avg"),
     "AdamW counts anew": (parallel.Parallel, "_count", lambda *_: torch.tensor(0.0), LEARNT),
     "the data goes on one step late": (trainer, "load", one_step_late, {*LEARNT, "updates"}),
     "the data goes on one step early": (trainer, "load", one_step_early, {*LEARNT, "updates"}),
@@ -212,7 +227,7 @@ MISTAKES = {
 @pytest.mark.parametrize(("owner", "name", "mistake", "found"), MISTAKES.values(), ids=MISTAKES.keys())
 def test_a_mistake_in_resuming_is_found(copy, whole, monkeypatch, owner, name, mistake, found):
     monkeypatch.setattr(owner, name, mistake)
-    different = differences(go_on(copy, SHORT), whole(SHORT))
+    different = differences(go_on(copy, SHORT, *MUON), whole(SHORT, *MUON))
     assert different >= found
     assert bool(different) == bool(found), different
 
@@ -220,12 +235,12 @@ def test_a_mistake_in_resuming_is_found(copy, whole, monkeypatch, owner, name, m
 def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(copy, whole, capsys):
     damaged, name = copy.checkpoints / "step-000015", "model.safetensors"
     flip_bit(damaged / name)
-    go_on(copy, SHORT)
+    go_on(copy, SHORT, *MUON)
     printed = capsys.readouterr().out
     (said,) = (line for line in printed.splitlines() if " is not used: " in line)
     assert said.startswith(f"checkpoint {damaged} is not used: {damaged / name} ")
     assert f"train: going on after step 10 ({copy.checkpoints / 'step-000010'})" in printed
-    assert not differences(copy, whole(SHORT))
+    assert not differences(copy, whole(SHORT, *MUON))
 
 
 @pytest.mark.slow
@@ -235,4 +250,4 @@ def test_a_damaged_checkpoint_that_were_used_would_be_seen(copy, whole, monkeypa
     file = copy.checkpoints / "step-000015" / name
     flip_bit(file, file.stat().st_size // 8 * 4 + 3)  # of an exponent: the least of a moment, rounding may swallow
     monkeypatch.setattr(checkpoint, "damage", lambda *_: None)
-    assert differences(go_on(copy, SHORT), whole(SHORT)) >= {name}
+    assert differences(go_on(copy, SHORT, *MUON), whole(SHORT, *MUON)) >= {name}
