@@ -64,7 +64,6 @@ def per_prompt(workload: Workload, measurement: Measurement, draft_tokens: int) 
     for prompt, output, counts in zip(workload.prompts, measurement.outputs, measurement.counts, strict=True):
         accepted = counts.verifications(draft_tokens)
         row = {"id": prompt.id, "source": prompt.source, "drafts": len(accepted), "accepted": accepted}
-        row["accepted_per_position"] = [sum(n > position for n in accepted) for position in range(draft_tokens)]
         rows.append(row | {"prompt_ids": prompt.ids, "output_ids": output, "reach": counts.accepted})
     return rows
 
