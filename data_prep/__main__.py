@@ -8,7 +8,7 @@ from eagle31_train.config import Config
 
 
 def data(config: Config) -> None:
-    from data_prep.stage import prepare  # seconds, before which a mistyped option is refused
+    from data_prep.stage import prepare  # takes seconds; a mistyped option has been refused by now
 
     prepare(config)
 

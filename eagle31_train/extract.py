@@ -15,7 +15,7 @@ from eagle31_train.config import Config
 
 
 def extract(config: Config) -> None:
-    # Seconds, before which a mistyped option is refused.
+    # They take seconds; a mistyped option has been refused by now.
     from eagle31_train.evaluation import trajectories
     from eagle31_train.targets import extraction
 

@@ -17,7 +17,7 @@ from eagle31_train.console import note
 
 def plan(config: Config) -> None:
     """Print the plan; UserError: see `reckon`."""
-    # Seconds, before which a mistyped option is refused.
+    # They take seconds; a mistyped option has been refused by now.
     from eagle31_train.planning import sections
     from eagle31_train.planning.planned import reckon
     from eagle31_train.targets.description import evaluation_doubt, serving_doubt

@@ -2,19 +2,22 @@
 
 import errno
 import operator
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import made
 import pytest
 
 from eagle31_train import __main__ as console_script
-from eagle31_train import artifacts, cli, completion
+from eagle31_train import artifacts, cli, completion, report
 from eagle31_train import run as stages
 from eagle31_train.cli import load_config, run
 from eagle31_train.config import RENAMED, Config
 from eagle31_train.errors import Stopped, UserError
+from eagle31_train.store import __main__ as store
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = "+experiment=smollm2"
@@ -191,6 +194,23 @@ def test_ctrl_c_while_libraries_are_imported_is_one_line_too(monkeypatch, capsys
     assert (stopped.value.code, capsys.readouterr().err) == (130, "stopped; the same command goes on from here\n")
 
 
+@pytest.mark.parametrize(
+    ("called", "shown"), [("/x/data_prep/__main__.py", "python -m data_prep"), ("eagle31 data", "eagle31 data")]
+)
+def test_the_usage_line_names_the_command_that_was_given(monkeypatch, capsys, called, shown):
+    monkeypatch.setattr(sys, "argv", [called])
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", SimpleNamespace(name="data_prep.__main__"))
+    with pytest.raises(SystemExit):
+        run(lambda config: None, "", ["-h"])
+    assert capsys.readouterr().out.startswith(f"usage: {shown} [-h]")
+
+
+@pytest.mark.parametrize("module", ["data_prep.__main__", "eagle31_train.extract", "eagle31_train.plan", "train.loop"])
+def test_a_command_waits_for_no_library_before_its_options_are_read(module):
+    seen = f"import sys, {module}; print(*({{'torch', 'transformers', 'datasets'}} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", seen], capture_output=True, text=True, check=True).stdout == "\n"
+
+
 ENDINGS = [
     (UserError("the file is missing: make it"), 2, "error: the file is missing: make it"),
     (OSError(errno.ENOSPC, "No space", "/some/file"), 2, "make room"),
@@ -235,3 +255,13 @@ def test_each_command_completes_what_it_takes(capsys):
     }.items():
         command = ["bash", "-c", f"{shell}\n{complete}", "bash", "eagle31", *words.split(" ")]
         assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() == wanted, words
+
+
+@pytest.mark.parametrize(("command", "main"), [("store", store.main), ("report", report.main)])
+def test_completion_knows_the_arguments_of_commands_without_a_recipe(command, main, capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    told = set(re.findall(r"--[a-z-]+", capsys.readouterr().out.partition("options:")[2]))
+    words = completion.WORDS[f"{command} *"].split()
+    assert told == {word for word in words if word.startswith("--")}
+    assert not [word for word in words if "=" in word]

@@ -60,6 +60,8 @@ def sglang_problems(shape: DrafterShape, target_type: str, target_layers: int) -
     first, last = min(shape.aux_layers), max(shape.aux_layers)
     lacking = ["qk_norm", "norm_before_residual", "attention_bias", "mlp_bias", "parallel"]
     problems = [f"it has no drafters with {name}" for name in lacking if getattr(shape, name)]
+    if shape.sliding_window == 1:
+        problems.append("it has no windows of a token's own key alone")
     if shape.architecture == "mla" and shape.num_layers > 1:
         problems.append("it has no MLA drafters of several layers")
     if not shape.share_embedding and shape.hidden_size == shape.target_hidden_size:

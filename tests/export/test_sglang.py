@@ -96,6 +96,7 @@ def test_a_draft_that_has_sglangs_name_alone_is_read_and_one_with_two_norms_that
         ({"attention_bias": True}, "no drafters with attention_bias"),
         ({"mlp_bias": True}, "no drafters with mlp_bias"),
         ({"sliding_window": 64}, None),
+        ({"sliding_window": 1}, "no windows of a token's own key alone"),
         ({"parallel": True, "ptd_token_id": 3}, "no drafters with parallel"),
         ({"share_embedding": False}, "target's embedding in place of the drafter's own"),
         ({"aux_layers": [3]}, "leaves fc out"),
