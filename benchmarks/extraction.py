@@ -45,6 +45,8 @@ PAIRS = ["bf16:bf16", "fp8:fp8", "int8:int8", "int4:int8"]
 def seconds_of(call: Callable[[], object]) -> float:
     began = time.perf_counter()
     call()
+    if torch.cuda.is_available():  # all that was queued
+        torch.cuda.synchronize()
     return time.perf_counter() - began
 
 

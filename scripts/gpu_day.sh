@@ -21,6 +21,7 @@ SECONDS_EACH=${SECONDS_EACH:-540}
 REHEARSE=${REHEARSE:-}
 export PYTHONPATH="$PWD:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1 WANDB_MODE=offline
 
+LATER="tests/gpu/test_memory.py tests/gpu/test_profiles.py"
 STAGES=(correct memory steps kimi_toy kimi_step longest)
 BENCH="-m benchmarks.gpu --repeats 3"
 KIMI="+experiment=kimi_toy run_dir=$OUT/kimi_toy target.path=$OUT/kimi_target train.wandb=disabled"
@@ -45,16 +46,16 @@ toy() {
         "$PYTHON" -m eagle31_train export $KIMI
 }
 
-tests() { # files of tests/gpu
+tests() { # and words for pytest
     local name=$1
     shift
-    "$PYTHON" -m pytest -m gpu -rs -p no:cacheprovider --junitxml "$OUT/$name.xml" "${@/#/tests/gpu/test_}"
+    "$PYTHON" -m pytest -m gpu -rs -p no:cacheprovider --junitxml "$OUT/$name.xml" "$@"
 }
 
 run() { # one stage
     case $1 in
-        correct) tests correct attention.py kernels.py step.py codec.py mla.py extraction.py vllm_states.py ;;
-        memory) tests memory memory.py profiles.py ;;
+        correct) tests correct tests/gpu ${LATER//tests/--ignore=tests} ;;
+        memory) tests memory $LATER ;;
         steps) "$PYTHON" $BENCH --out "$OUT/steps_measured" --cases $CASES --longest ;;
         kimi_toy) toy ;;
         kimi_step) "$PYTHON" $BENCH --out "$OUT/kimi_step_measured" --cases $FULL --longest --variants $FULL_AS ;;
@@ -73,7 +74,7 @@ if [ -z "$REHEARSE" ] && ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.c
     exit 2
 fi
 export -f run tests toy
-export OUT PYTHON BENCH KIMI PROFILE CASES FULL FULL_AS
+export OUT PYTHON BENCH KIMI PROFILE LATER CASES FULL FULL_AS
 failed=0
 for stage in "${@:-${STAGES[@]}}"; do
     echo "gpu_day: $stage ($(date -u +%H:%M:%S))"

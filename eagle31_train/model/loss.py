@@ -218,7 +218,7 @@ class _ChunkedDivergence(torch.autograd.Function):
                     dz.index_copy_(0, rows, weighted(product(logits, head_low.T), outside)[:count].to(dz.dtype))
                 if dhead is not None:
                     states = weighted(states, outside).to(compute).T
-                    for some in parts(len(head), part // head.shape[1]):
+                    for some in parts(len(head), whole(part // head.shape[1])):
                         dhead[some].add_(product(logits[:, some].T, states))
                 del logits  # before the next block's
         total = (sums * weights.to(wide)).sum()
@@ -250,6 +250,12 @@ def blocks(chunks: list[tuple[int, int, int, int]], rows: int) -> list[tuple[int
         else:
             joined.append((first, last, begin, end))
     return joined
+
+
+def whole(size: int) -> int:
+    """`size`, at most 63 less: a multiple of 64 columns keeps every slice of bf16 logits at the 16 bytes that cuBLAS's
+    kernels for Hopper ask for. Without it a step of Kimi took a tenth longer on an H100."""
+    return size // 64 * 64 or size
 
 
 def parts(count: int, size: int) -> Iterator[slice]:

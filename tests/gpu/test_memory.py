@@ -11,6 +11,12 @@ from eagle31_train.planning.work import count_work
 K = 7
 
 
+def requested(when):
+    """Bytes that were asked for. torch's allocator leaves up to a MiB of a block with the tensor that gets it, and
+    counts it as allocated: 2 % here."""
+    return torch.cuda.memory_stats()[f"requested_bytes.all.{when}"]
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 def test_activations_are_what_the_device_allocates(recompute):
     shape = shape_of(hidden_size=1024, target_hidden_size=1024, intermediate_size=2816, head_dim=128)
@@ -22,13 +28,13 @@ def test_activations_are_what_the_device_allocates(recompute):
     objective.zero_grad(set_to_none=True)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    before = requested("current")
     loss = objective(batch, weights)[0]
-    kept = torch.cuda.memory_allocated() - before
+    kept = requested("current") - before
     loss.backward()
-    peak = torch.cuda.max_memory_allocated() - before
+    peak = requested("peak") - before
 
     work = count_work([mask.numpy() for mask in masks], K)
     reckoned = activations(shape, work, Step(recompute=recompute))
-    assert reckoned.after_forward == pytest.approx(kept, rel=0.02)
+    assert reckoned.after_forward == pytest.approx(kept, rel=0.005)
     assert reckoned.peak == pytest.approx(peak, rel=0.15)
