@@ -98,7 +98,7 @@ def states_only(engine: TransformersEngine, tokens: Sequence[Tensor]) -> float:
 
 def measure(config: Config, pairs: Sequence[str], tokens: int, folder: Path) -> dict[str, Any]:
     """Every contender on the first shards, of at least so many tokens together where there are as many; the first shard
-    once more before, to warm up."""
+    once more before, to warm up, and on a GPU every shard."""
     splits = DatasetDict.load_from_disk(str((config.data_folder / "dataset").absolute()))
     masks = {split: list(extraction.loss_masks(splits[split])) for split in splits}
     engine = extraction.make_engine(config)
@@ -123,7 +123,7 @@ def measure(config: Config, pairs: Sequence[str], tokens: int, folder: Path) -> 
         names = list(contenders)
         names = names[number % len(names) :] + names[: number % len(names)]  # who begins goes round
         for name in tqdm(names, desc=f"shard {number + 1} of {len(chosen)}", leave=False):
-            if number == 0:
+            if number == 0 or torch.cuda.is_available():  # there every new shape costs time once
                 contenders[name]()
             found.setdefault(name, []).append(contenders[name]())
     return {

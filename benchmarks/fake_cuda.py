@@ -172,7 +172,7 @@ class Count(TorchDispatchMode):
             self.on_host.append(f"{name} in {place}")
         if name == "copy_" and _same_memory(*inputs[:2]):
             self.onto_itself.append(place)
-        sums = Sums(1, _traffic(func, name, args, kwargs or {}, inputs, outputs), _flops(name, inputs))
+        sums = Sums(1, _traffic(func, name, args, kwargs or {}, inputs, outputs), _flops(name, _tensors(args)))
         self.sums[self.phase, place, name].add(sums)
         return out
 

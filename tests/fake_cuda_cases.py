@@ -199,13 +199,13 @@ def traffic(text: str, kernels: str) -> dict[str, Any]:
 
 # Of the cases of `make bench-gpu-model`: operators but products and attention, and their GB.
 TRAFFIC = {
-    "llama8b:2x4096:1, fused": (967, 132.7),
-    "llama8b:2x4096:0.35, fused": (1115, 79.5),
-    "llama8b:2x4096:0.35, plain": (2492, 209.9),
-    "llama8b:1x32768:1, fused": (1072, 429.9),
-    "llama8b:1x65536:1, fused+recompute": (1498, 921.2),
-    "kimi:1x20480:0.35, fused+recompute": (1051, 447.4),
-    "kimi:1x20480:0.35, fused+FA3": (863, 412.7),
+    "llama8b:2x4096:1, fused": (969, 130.1),
+    "llama8b:2x4096:0.35, fused": (1119, 78.2),
+    "llama8b:2x4096:0.35, plain": (2495, 205.1),
+    "llama8b:1x32768:1, fused": (1064, 420.7),
+    "llama8b:1x65536:1, fused+recompute": (1468, 902.8),
+    "kimi:1x20480:0.35, fused+recompute": (967, 388.6),
+    "kimi:1x20480:0.35, fused+FA3": (779, 354.0),
 }
 CASES |= {name: lambda name=name: traffic(*name.split(", ")) for name in TRAFFIC}
 LONG = Case.parse("llama8b:1x65536:1")

@@ -8,6 +8,7 @@ from conftest import kept_mask, make_document, make_mla_shape, make_objective, m
 
 from eagle31_train.config import TrainConfig
 from eagle31_train.model.batch import build_batch
+from eagle31_train.model.loss import add_product
 from eagle31_train.store.document import Document
 from eagle31_train.transfers import each_tensor
 from train import step as arithmetic
@@ -67,6 +68,16 @@ def test_loss_and_gradients_equal_the_cpus(shape, dtype, tolerance):
     for name in theirs:
         near = max(tolerance, 1e-5) if name == "measured" else tolerance  # reported in fp32
         torch.testing.assert_close(ours[name], theirs[name], rtol=near, atol=near, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_the_heads_gradient_is_added_up_unrounded():
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((100, 48), (70, 100), (70, 48))
+    total, logits, states = (torch.randn(*size, generator=generator).cuda() for size in sizes)
+    logits, states = logits.bfloat16(), states.bfloat16()
+    expected = total.double() + logits.double().T @ states.double()
+    add_product(total, logits, states, 256)
+    torch.testing.assert_close(total.double(), expected, rtol=1e-5, atol=1e-4)
 
 
 def assert_pinned(batch):
