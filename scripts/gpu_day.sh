@@ -46,7 +46,7 @@ toy() {
         "$PYTHON" -m eagle31_train export $KIMI
 }
 
-tests() { # and words for pytest
+tests() { # a stage's name, and words for pytest
     local name=$1
     shift
     "$PYTHON" -m pytest -m gpu -rs -p no:cacheprovider --junitxml "$OUT/$name.xml" "$@"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -74,3 +75,9 @@ def test_make_installs_nothing_where_all_is_there(tmp_path, whole):
     done = subprocess.run(words, cwd=SCRIPT.parent.parent, capture_output=True, text=True, check=False)
     assert (done.returncode == 0) == whole, done.stderr  # there is no pip
     assert ("-m pytest -m gpu" in calls.read_text()) == whole
+
+
+def test_the_test_files_that_it_names_are_there():
+    named = re.findall(r"tests/gpu/\w+\.py", SCRIPT.read_text())
+    assert named
+    assert [name for name in named if not (SCRIPT.parent.parent / name).is_file()] == []

@@ -71,7 +71,7 @@ MEASURES = (
 # makes no copies.
 LOGITS = {"cpu": (2**23, 2**18), "other": (2**28, 2**26), "fused": (2**30, 2**26)}
 
-# torch 2.9 refuses an fp32 sum beside bf16 factors (pull request 167931 changed it); 2.11 is what ran.
+# torch 2.9 refuses to add bf16 products to an fp32 sum (pytorch's pull request 167931 allowed it); 2.11 is what ran.
 ADDS_IN_FP32 = torch.torch_version.__version__ >= "2.11"
 
 
@@ -254,8 +254,8 @@ def blocks(chunks: list[tuple[int, int, int, int]], rows: int) -> list[tuple[int
 
 
 def add_product(total: Tensor, logits: Tensor, states: Tensor, part: int) -> None:
-    """total [Vd, D] += logits [P, Vd].T @ states [P, D]. In 16 bits cuBLAS adds in fp32 by itself: on an H100 a seventh
-    faster than products that are then added, and unrounded. Else some `part` values are added at a time."""
+    """total [Vd, D] += logits [P, Vd].T @ states [P, D], in slices of at most `part` values. In 16 bits on CUDA cuBLAS
+    adds to the fp32 sum itself: nothing is rounded to bf16, and on an H100 it takes a seventh less time."""
     if ADDS_IN_FP32 and logits.is_cuda and logits.dtype != total.dtype:
         torch.addmm(total, logits.T, states, out_dtype=torch.float32, out=total)
         return
