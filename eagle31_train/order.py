@@ -83,20 +83,17 @@ def schedule(
     return batches
 
 
-def costs(
-    lengths: Sequence[int], supervised: Sequence[int] | None, ttt_length: int, slots: int | None = None
-) -> list[int]:
+def costs(lengths: Sequence[int], slots: Sequence[int] | None, ttt_length: int) -> list[int]:
     """Relative cost of training each sample: mostly its slots; prompts cost little.
 
     Args:
-        lengths, supervised: of each its tokens, and its supervised positions, which are about its slots;
-            None where nobody has counted them, as in stores of earlier versions: tokens have to stand for them.
-        slots: train.slots_per_batch, if these samples are a step.
+        lengths, slots: of each its tokens, and the slots that are trained: of all about as many as its supervised
+            positions; None where nobody has counted them, as in stores of earlier versions: tokens have to stand for
+            them.
     """
-    if supervised is None:
+    if slots is None:
         return list(lengths)
-    share = 1.0 if slots is None else min(1.0, slots / max(1, sum(supervised)))
-    return [tokens + round(SLOT_COST * ttt_length * share * s) for tokens, s in zip(lengths, supervised, strict=True)]
+    return [tokens + SLOT_COST * ttt_length * count for tokens, count in zip(lengths, slots, strict=True)]
 
 
 def share(batch: Sequence[int], costs: Sequence[int], parts: int) -> list[list[int]]:

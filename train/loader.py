@@ -104,7 +104,10 @@ def load(
             documents = [split.read(i, states=False) for i in samples]
             subset = choose_slots(documents, t.ttt_length, keep_mask, t.oov, t.slots_per_batch, seed, step)
         micro_batches = []
-        costs = order.costs(*split.sizes(samples), t.ttt_length, t.slots_per_batch)
+        lengths, slots = split.sizes(samples)
+        if subset is not None:  # drawn in runs, so that some documents have many and others none
+            slots = [int(taken.sum()) for taken in subset.taken]
+        costs = order.costs(lengths, slots, t.ttt_length)
         parts = mesh.replicas * t.gradient_accumulation_steps
         dealt = order.share(samples, costs, parts)
         for part in dealt[mesh.replica :: mesh.replicas]:

@@ -6,6 +6,7 @@ lm_head and an embedding, whose rows are tokens, stay with AdamW, as do norms an
 """
 
 import math
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from eagle31_train.config import TrainConfig
+from eagle31_train.order import share
 from eagle31_train.planning.work import NOT_MAPS, newton_schulz_flops
 
 ADAMW = ("exp_avg", "exp_avg_sq")  # its moments
@@ -42,23 +44,25 @@ class Muon(torch.optim.Optimizer):
         """Update what has a gradient; a closure is not called. Every rank calls it, with the same matrices."""
         assert closure is None
         learning = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
-        # Largest first, so that those of a round take about equally long.
-        learning.sort(key=lambda one: newton_schulz_flops([(len(one[0]), one[0].shape[1])]), reverse=True)
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        for first in range(0, len(learning), ranks):
-            dealt = learning[first : first + ranks]  # one matrix for each rank
-            for owner, (parameter, _) in enumerate(dealt):
+        costs = [round(newton_schulz_flops([(len(p), p.shape[1])])) for p, _ in learning]
+        shares = [[learning[index] for index in some] for some in share(range(len(learning)), costs, ranks)]
+        sent: list[Sent] = []
+        for dealt in zip_longest(*shares):  # one matrix for each rank, while there are so many
+            mine = torch.empty(0)
+            everyone = [(owner, *one) for owner, one in enumerate(dealt) if one is not None]
+            for owner, parameter, _ in everyone:
                 momentum = self._momentum(parameter)  # of a sharded matrix gathered by all, and kept by its owner
-                if owner == rank:
-                    mine = momentum
-            if rank < len(dealt):  # after all is gathered, or each would wait for the one before
+                mine = momentum if owner == rank else mine
+            if dealt[rank] is not None:  # after all is gathered, or each would wait for the one before
                 mine = orthogonal(mine).contiguous()
-            for owner, (parameter, group) in enumerate(dealt):
+            _apply(sent)  # what the round before sent has come meanwhile
+            sent = []
+            for owner, parameter, group in everyone:
                 direction = mine if owner == rank else momentum.new_empty(parameter.shape)
-                if ranks > 1:
-                    dist.broadcast(direction, owner)
-                parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                parameter.add_(as_sharded(direction, parameter), alpha=-group["lr"] * adamw_size(parameter.shape))
+                arrival = dist.broadcast(direction, owner, async_op=True) if ranks > 1 else None
+                sent.append((arrival, direction, parameter, group))
+        _apply(sent)
         return None
 
     def _momentum(self, parameter: Tensor) -> Tensor:
@@ -70,6 +74,18 @@ class Muon(torch.optim.Optimizer):
         mean = state["momentum_buffer"].lerp_(gradient, 1 - MOMENTUM)
         momentum = nesterov(gradient, mean).to(self._dtype)
         return momentum.full_tensor() if isinstance(momentum, DTensor) else momentum
+
+
+Sent = tuple[Any, Tensor, Tensor, dict[str, Any]]  # what to wait for, a direction, its parameter and that one's group
+
+
+def _apply(sent: list[Sent]) -> None:
+    """Move parameters, each once its direction has come."""
+    for arrival, direction, parameter, group in sent:
+        if arrival is not None:
+            arrival.wait()
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.add_(as_sharded(direction, parameter), alpha=-group["lr"] * adamw_size(parameter.shape))
 
 
 def as_sharded(whole: Tensor, parameter: Tensor) -> Tensor:

@@ -47,7 +47,10 @@ def deal(each: Sequence[Work], flops: Sequence[float], conversations: float, t: 
     average_work = average_tokens * sum(flops) / sum(one.tokens for one in each)
     mean, slowest, largest = 0.0, 0.0, 1.0
     for batch in steps[:: math.ceil(len(steps) / DEALT)]:
-        costs = order.costs([tokens[i] for i in batch], [supervised[i] for i in batch], t.ttt_length, t.slots_per_batch)
+        of_step = sum(supervised[i] for i in batch)
+        share = 1.0 if t.slots_per_batch is None else min(1.0, t.slots_per_batch / max(1, of_step))
+        slots = [round(share * supervised[i]) for i in batch]
+        costs = order.costs([tokens[i] for i in batch], slots, t.ttt_length)
         micro_batches = order.share(batch, costs, parts)
         loads = np.array([sum(work[i] for i in one) for one in micro_batches])
         mean += loads.sum() / replicas

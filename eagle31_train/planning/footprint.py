@@ -247,12 +247,12 @@ class State:
         """Values that the optimizer keeps: AdamW two for each parameter, Muon one."""
         return 2 * self.trained - sum(map(math.prod, self.orthogonal))
 
-    @property
-    def iterated(self) -> float:
+    def iterated(self, devices: int) -> float:
         """Bytes while Newton-Schulz iterates on the largest matrix [m, n], m <= n: the momentum in fp32; in bf16 the
-        iterate and the next one, and two products [m, m]."""
-        sizes = [(min(size), max(size)) for size in self.orthogonal]
-        return max((FP32 * m * n + 2 * (2 * m * n + 2 * m * m) for m, n in sizes), default=0.0)
+        iterate and the next one, two products [m, m], and what each device's last matrix became."""
+        sizes = sorted(((min(size), max(size)) for size in self.orthogonal), key=math.prod, reverse=True)
+        largest = max((FP32 * m * n + 2 * (2 * m * n + 2 * m * m) for m, n in sizes), default=0.0)
+        return largest + 2 * sum(map(math.prod, sizes[:devices]))
 
     def touched(self, parts: int) -> int:
         """Parameters of whole tensors that a device's part lies in, of the device with most: ZeRO-2 cuts each group,
@@ -314,12 +314,12 @@ def memory(
     step = batch + micro.peak
     if not profile.stage:  # one process, or DDP, whose buckets hold the gradients
         copies, own = (whole, 0) if profile.several else (0, whole)
-        moments, exchange = FP32 * state.moments, state.iterated + own
+        moments, exchange = FP32 * state.moments, state.iterated(devices) + own
         return Memory(gathered, moments, copies, target, step + accumulates * own, exchange)
     if not profile.deepspeed:
         # FSDP2 gathers in one buffer, which lives as long as the tensors that it is copied into; gradients likewise.
         step += 2 * gathered + accumulates * part
-        exchange = max(gathered + whole, 2 * whole + part, part + state.iterated)
+        exchange = max(gathered + whole, 2 * whole + part, part + state.iterated(devices))
         return Memory(gathered / devices, FP32 * state.moments / devices, 0, target, step, exchange)
     sharded = 0.0 if profile.offload else 2 * part
     if profile.stage == 3:

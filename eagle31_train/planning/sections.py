@@ -8,6 +8,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from eagle31_train import order
 from eagle31_train.artifacts import MANIFEST
 from eagle31_train.checkpoint.contract import weight_shapes
 from eagle31_train.planning.inputs import prompts_at_hand, writes_prompts
@@ -95,12 +96,13 @@ def store(plan: Planned) -> list[str]:
 def time(plan: Planned) -> list[str]:
     p = plan.config.plan
     rate = p.devices * p.peak_tflops * 1e12 * p.utilisation
-    # Devices do a matrix each, in rounds of about equal ones, and wait for the first, which is the largest.
-    rounds = sorted(plan.orthogonal(), key=lambda shape: newton_schulz_flops([shape]), reverse=True)[:: p.devices]
+    matrices = [round(newton_schulz_flops([shape])) for shape in plan.orthogonal()]
+    shares = order.share(range(len(matrices)), matrices, p.devices)
+    most = max(sum(matrices[index] for index in some) for some in shares)  # all devices wait for the one that has it
     rows = {
         "extraction": (plan.extraction_flops(), 1.0),
         "training": (plan.training_flops(), plan.busy),
-        "Muon's updates": (plan.steps * newton_schulz_flops(rounds) * p.devices, 1.0),
+        "Muon's updates": (plan.steps * most * p.devices, 1.0),
     }
     lines = [
         f"TIME   if {p.devices} x {p.peak_tflops:g} TFLOP/s are used at {p.utilisation:.0%}, which nobody has measured",

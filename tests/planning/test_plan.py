@@ -221,8 +221,9 @@ def test_devices_are_as_busy_as_what_is_dealt_to_them(devices, train):
         kinds = [drawn[i] for i in batch]
         if sum(lengths[i] for i in kinds) < budget * 0.9:
             continue  # the last
-        taught = [round(works[i].targets) for i in kinds]
-        costs = order.costs([lengths[i] for i in kinds], taught, K, train.get("slots_per_batch"))
+        share = min(1, train.get("slots_per_batch", np.inf) / sum(works[i].targets for i in kinds))
+        taught = [round(share * works[i].targets) for i in kinds]
+        costs = order.costs([lengths[i] for i in kinds], taught, K)
         parts = order.share(range(len(batch)), costs, replicas * steps)
         loads = [sum(flops[kinds[i]] for i in part) for part in parts]
         mean += sum(loads) / replicas

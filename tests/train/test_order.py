@@ -18,6 +18,7 @@ from published_targets import recipe
 from eagle31_train import order
 from eagle31_train.cli import load_config
 from eagle31_train.config import TrainConfig
+from eagle31_train.model import batch as batch_module
 from eagle31_train.order import PACKED, global_batches, schedule, share
 from eagle31_train.planning.planned import reckon
 from eagle31_train.store import Store, make_plan, shape_of
@@ -66,12 +67,26 @@ def test_shares_hold_every_sample_once_and_are_balanced(lengths, parts):
 
 
 @pytest.mark.parametrize(
-    ("supervised", "slots", "dealt"),
-    [([2, 60, 3, 50], None, [[0, 2, 3], [1]]), (None, None, [[0, 3], [1, 2]]), ([2, 60, 3, 50], 1, [[0, 3], [1, 2]])],
+    ("slots", "dealt"),
+    [([2, 60, 3, 50], [[0, 2, 3], [1]]), (None, [[0, 3], [1, 2]]), ([0, 1, 0, 0], [[0, 2], [1, 3]])],
 )
-def test_shares_take_equally_long_by_what_is_trained_of_each_sample(supervised, slots, dealt):
-    """Long prompts with short answers beside others; by their tokens where nobody has counted, or a slot is trained."""
-    assert sorted(map(sorted, share([0, 1, 2, 3], order.costs([100, 90, 80, 70], supervised, 7, slots), 2))) == dealt
+def test_shares_take_equally_long_by_what_is_trained_of_each_sample(slots, dealt):
+    """Long prompts with short answers beside others; by their tokens where nobody has counted."""
+    assert sorted(map(sorted, share([0, 1, 2, 3], order.costs([100, 90, 80, 70], slots, 7), 2))) == dealt
+
+
+def test_a_step_that_trains_some_of_its_slots_is_dealt_by_those(split, monkeypatch):
+    """They come in runs, so that of two conversations of one length one may have all of them. The slots of two ranks
+    differ by one conversation's at most."""
+    monkeypatch.setattr(batch_module, "STRETCH", 8)
+    batches, t = schedule(SAMPLES, 200, 5, 9, None), TrainConfig(num_workers=1, ttt_length=3, slots_per_batch=40)
+    parts = {}
+    for rank in range(2):
+        accelerator = SimpleNamespace(process_index=rank, num_processes=2, device=torch.device("cpu"))
+        for batch in loader.load(split, batches, 0, t, 0, torch.ones(VOCAB, dtype=torch.bool), accelerator):
+            parts[batch.step, rank] = len(batch.micro_batches[0].batch.slot_rows)
+    apart = [abs(parts[step, 0] - parts[step, 1]) for step in range(1, len(batches) + 1)]
+    assert np.mean(apart) < 4
 
 
 @pytest.mark.parametrize(("accumulation", "context", "tokens"), [(1, 1, 4096), (2, 4, 2048)])
