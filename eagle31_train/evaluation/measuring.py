@@ -107,17 +107,18 @@ class Measurer:
         return measurements
 
     def warm_up(self, workload: Workload, candidates: list[Candidate]) -> None:
-        """Decode one prompt in every way: the first also pays for what libraries set up. Then choose the threads."""
+        """Decode a few tokens in every way: the first also pay for what libraries set up. Then choose the threads."""
         ways = [PLAIN, *((candidate.name, self.options.num_speculative_tokens) for candidate in candidates)]
         limits = replace(self.limits, max_new_tokens=min(TRIED_TOKENS, self.limits.max_new_tokens))
+        briefly = replace(self, limits=limits)
 
-        def decode(measurer: Measurer) -> None:
+        def decode() -> None:
             for way in ways:
-                measurer._decode(way, workload, [0], candidates)
+                briefly._decode(way, workload, [0], candidates)
 
-        decode(self)
+        decode()
         if self.model.device.type == "cpu":
-            use_quickest_threads(lambda: decode(replace(self, limits=limits)))
+            use_quickest_threads(decode)
 
     def _decode(self, way: Way, workload: Workload, batch: list[int], candidates: list[Candidate]) -> list[Decoded]:
         """The answers to the prompts at these indices, with their auxiliary states where PLAIN serves every drafter."""
