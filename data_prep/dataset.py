@@ -35,8 +35,10 @@ FEATURES = Features(
 
 
 def prompt_digest(messages: list[Message]) -> bytes:
-    """SHA-256 of all that stands before the first answer, white space stripped."""
-    return _digest(takewhile(lambda message: message["role"] != "assistant", messages))
+    """SHA-256 of all that stands before the first answer to a user, white space stripped: a greeting answers nobody,
+    and is the same in every conversation."""
+    asked = next((i for i, message in enumerate(messages) if message["role"] == "user"), 0)
+    return _digest([*messages[:asked], *takewhile(lambda message: message["role"] != "assistant", messages[asked:])])
 
 
 def _digest(messages: Iterable[Message]) -> bytes:

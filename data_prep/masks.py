@@ -29,6 +29,8 @@ from eagle31_train.targets.chat import ChatTemplate
 from eagle31_train.targets.markup import CLOSE, OPEN, apart
 
 INSIDE = "a boundary inside a token"
+WITHIN = "an end-of-turn token inside the answer"
+NO_END = "no end-of-turn token after the answer"
 NO_ANSWER = "no assistant turn"
 UNCLOSED = "the generation prompt opens a thought that the answer does not close"
 Tools = list[Tool] | None
@@ -90,6 +92,9 @@ def masked(template: ChatTemplate, text: str, spans: list[Span], max_length: int
         if not tokens.is_prompt(first, span.start):
             raise Refused(INSIDE)  # serving tokenizes the prompt alone
         end = end_of_turn if span.cut else end_of_turn + 1
+        # White space that the template puts before its end-of-turn token (Llama 2) is not of an answer that was cut.
+        while span.cut and span.content == span.content.rstrip() and not template.decode([tokens.ids[end - 1]]).strip():
+            end -= 1
         mask[first:end] = True
         respelt += span.tokens not in (None, end - first)
     length = len(tokens.ids) if keep_rest else end
@@ -105,15 +110,15 @@ def supervised(template: ChatTemplate, tokens: "Tokens", start: int, end: int, c
     first = tokens.boundary(start)
     stop = tokens.boundary(end)
     ends = [i for i in range(first, stop) if tokens.ids[i] in template.end_ids]
-    if not ends:
-        raise Refused("no end-of-turn token after the answer")
-    if len(ends) > 1:
-        raise Refused("an end-of-turn token inside the answer")
+    if not ends:  # it may be what begins the next turn (GLM): turn by turn that is known
+        raise RewrittenError(NO_END)
     last = ends[0]
-    if template.decode(tokens.ids[last + 1 : stop]).strip():
-        raise Refused("text of the turn after its end-of-turn token")
+    # A template may close the conversation with one more (Phi).
+    if template.decode([i for i in tokens.ids[last + 1 : stop] if i not in template.end_ids]).strip():
+        several = len(ends) > 1
+        raise Refused(WITHIN if several else "text of the turn after its end-of-turn token")
     body = tokens.text_between(first, last)
-    if not _same(tokens.text[start : start + len(body)], body):
+    if not _same(tokens.text[start : tokens.char(last, start + len(body))], body):
         raise Refused(INSIDE)
     if not _same(body.strip(), content.strip()):
         raise RewrittenError("the template alters the answer")
@@ -187,6 +192,10 @@ class Tokens:
         if self.ids[token : token + len(before)] != before or self.ids[token] in self.template.added:
             raise Refused(INSIDE)
         return token + len(before)
+
+    def char(self, token: int, otherwise: int) -> int:
+        """The first character of a token, where the tokenizer tells: a text that it normalised has another length."""
+        return otherwise if self.offsets is None else self.offsets[token][0]
 
     def text_between(self, first: int, last: int) -> str:
         """What tokens [first, last) add to the text before them."""
@@ -315,7 +324,7 @@ def read_turn(template: ChatTemplate, messages: list[Message], tools: Tools = No
             raise Refused(UNCLOSED)
         whole, inserted = template.render([*history, message], tools=tools), False
         answer = re.sub(rf"^\s*{OPEN}\n?", "", words) if opened else words  # the prompt holds it already
-    text = prompt + answer + _end_of_turn(template, whole)
+    text = prompt + answer + _end_of_turn(template, whole, "tool" if message.get("tool_calls") else "user")
     return RenderedTurn(number, text, Span(len(prompt), len(text), answer, cut, message.get("tokens")), inserted)
 
 
@@ -357,7 +366,7 @@ def _written(
         try:
             if body is None:
                 return whole, _unchanged(message, prompt), False
-            return whole, *_read_back(message, prompt, body.rstrip().removesuffix(_end_of_turn(template, whole)))
+            return whole, *_read_back(message, prompt, _before_end(template, body))
         except Refused as error:
             problem = error
     raise problem
@@ -410,8 +419,23 @@ def _body(template: ChatTemplate, history: list[Message], prompt: str, whole: st
     return whole[start + len(opening) :]
 
 
-def _end_of_turn(template: ChatTemplate, whole: str) -> str:
-    for token in template.end_ids:
-        if (text := template.decode([token])) and whole.rstrip().endswith(text):
-            return text
-    raise Refused("no end-of-turn token after the answer")
+def _before_end(template: ChatTemplate, text: str) -> str:
+    """A text without the end-of-turn tokens behind it: one, two (Phi's at the end of a conversation) or none (GLM)."""
+    ends = [end for end in map(template.decode, ([token] for token in template.end_ids)) if end]
+    while end := next((end for end in ends if text.rstrip().endswith(end)), ""):
+        text = text.rstrip().removesuffix(end)
+    return text
+
+
+def _end_of_turn(template: ChatTemplate, whole: str, followed_by: str) -> str:
+    """The token at which the target stops: behind its answer or, where the template writes none there (GLM), before the
+    message of this role that follows."""
+    rest = whole[len(_before_end(template, whole)) :]
+    if not rest:
+        chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+        longer = template.render([*chat, {"role": followed_by, "content": "z"}])
+        rest = longer.removeprefix(template.render(chat))
+    first = template.encode(rest.lstrip())[:1]
+    if not first or first[0] not in template.end_ids:
+        raise Refused(NO_END)
+    return template.decode(first)

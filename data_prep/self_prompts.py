@@ -158,11 +158,14 @@ class Writer:
                 text, problem = "", str(outcome := texts[key])
                 if not isinstance(outcome, Refused):
                     text = outcome.message["content"].strip()
-                    problem = "not ended" if outcome.finish_reason == "length" else problem_of(text, self.seen)
+                    # A later turn beside its own conversation alone: which others are there depends on the batch.
+                    seen = {_alike(earlier) for earlier in one.turns} if turn else self.seen
+                    problem = "not ended" if outcome.finish_reason == "length" else problem_of(text, seen)
                 if problem:
                     self.refused[problem if not turn else f"{problem} (a later turn)"] += 1
                     continue
-                self.seen.add(_alike(text))
+                if not turn:
+                    self.seen.add(_alike(text))
                 one.turns.append(text)
                 one.messages.append({"role": "user", "content": text})
                 going.append(one)

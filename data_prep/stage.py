@@ -11,14 +11,14 @@ import numpy as np
 from datasets import DatasetDict
 
 from data_prep.dataset import Collected, collect, most_common
-from data_prep.masks import NO_ANSWER
+from data_prep.masks import NO_ANSWER, samples
 from data_prep.regenerate import regenerate
 from data_prep.self_prompts import write_prompts
 from data_prep.sources import Corpus, Source, named
 from eagle31_train import artifacts, provenance
 from eagle31_train.config import Config, DataConfig
 from eagle31_train.console import note, ranks
-from eagle31_train.errors import UserError
+from eagle31_train.errors import Refused, UserError
 from eagle31_train.locks import writing
 from eagle31_train.model import vocab
 from eagle31_train.reporting.tables import aligned
@@ -51,6 +51,8 @@ def prepare(config: Config) -> None:
     template = ChatTemplate.load(config.target)
     vocab_size = target.vocab_size
     template.check_fits(config.target, vocab_size)
+    if config.regenerate:
+        check_maskable(template)
     # What no counts could fulfil, and no drafter could be made for, is refused here, and not after hours of answers.
     zeros = np.zeros(vocab_size, dtype=np.int64)
     draft = vocab.choose(zeros, template.kept_ids(), data.draft_vocab_size)
@@ -90,6 +92,22 @@ def prepare(config: Config) -> None:
         }
         artifacts.write_json(temporary / artifacts.MANIFEST, manifest)
     note(summary(folder, manifest, template.name))
+
+
+def check_maskable(template: ChatTemplate) -> None:
+    """UserError for a template under which no answer has an exact mask: said before hours of answers."""
+    reasons = set()
+    for words in ("Yes.", "1, 2, 3"):
+        try:
+            samples(template, [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": words}], 10**6)
+        except Refused as error:
+            reasons.add(str(error))
+        else:
+            return
+    raise UserError(
+        f"under the chat template of {template.name} no answer can be learnt from ({'; '.join(sorted(reasons))}): "
+        "give one that fits as target.chat_template"
+    )
 
 
 def _open(config: Config, template: ChatTemplate) -> tuple[Corpus, dict[str, Any]]:

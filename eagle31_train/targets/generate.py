@@ -13,9 +13,10 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from eagle31_train.config import TargetConfig
 from eagle31_train.targets.cached import CachedTarget, why_alone
-from eagle31_train.targets.hf import load_model, positions
+from eagle31_train.targets.hf import load_model, positions, rope_by_length
 
 NUCLEUS = 512  # candidates looked at before a full sort; nearly every nucleus is smaller
+PADDING_COUNTS = {"minimax"}  # models whose recurrent layers read padding on the left as text (transformers 5.23)
 REFILL = 0.25  # of the places are free before others come: each time the keys of all are copied
 
 
@@ -100,7 +101,9 @@ class Generator:
         self, waiting: deque[Row], at_once: int, max_new_tokens: int, top_p: float, end_ids: Collection[int]
     ) -> Iterator[Row]:
         """As `_decode`, for targets whose cache we cannot handle: a batch ends with its last row."""
-        pad = min(end_ids)
+        pad, config = min(end_ids), self.model.config.get_text_config()
+        if rope_by_length(config) or config.model_type in PADDING_COUNTS:  # neighbours would change an answer
+            at_once = 1
         # A configuration of our own: the target's may ask for sampling or penalties by default.
         self.model.generation_config = GenerationConfig(
             max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=sorted(end_ids), pad_token_id=pad

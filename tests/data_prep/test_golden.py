@@ -1,4 +1,4 @@
-"""What is learnt of conversations in the formats of five families, piece by piece, as golden/*.yaml has it."""
+"""What is learnt of conversations in the formats of seven families, piece by piece, as golden/*.yaml has it."""
 
 import pytest
 from families import FAMILIES, by_pieces, load, row_of

@@ -1,10 +1,12 @@
 """Loss masks of whole conversations: exact on golden cases, and refused wherever they cannot be exact."""
 
+import unicodedata
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from families import FAMILIES, by_pieces, load, says
+from families import FAMILIES, by_pieces, load, make_tokenizer, says
+from tokenizers import normalizers
 from transformers import PreTrainedTokenizerFast
 
 from data_prep import masks
@@ -149,6 +151,25 @@ def test_long_conversations_are_cut_and_answers_may_be_stripped(tokenizer, chatm
     assert cut.loss_mask.tolist() == [False] * first + [True]
     with pytest.raises(Refused, match="nothing of the answers lies within max_length"):
         one_sample(chatml, [ASK, REPLY], first)
+
+
+def test_white_space_before_the_end_of_turn_is_not_of_a_cut_answer(tokenizer, chatml):
+    """Llama 2 writes " </s>"."""
+    spaced = with_template(tokenizer, chatml.template.replace("<|im_end|>", " <|im_end|>"))
+    cut, whole = (one_sample(spaced, [ASK, {**REPLY, "finish_reason": why}], 1000) for why in ("length", "stop"))
+    learnt = [spaced.decode(sample.input_ids[sample.loss_mask].tolist()) for sample in (cut, whole)]
+    assert learnt == ["the quick brown fox", "the quick brown fox <|im_end|>"]
+
+
+@pytest.mark.parametrize("text", ["cafe\u0301 the fox", "the \u0958 fox", "the fox"])
+def test_a_text_that_the_tokenizer_composes_keeps_its_mask(text):
+    """NFC makes it shorter or longer."""
+    tokenizer = make_tokenizer(FAMILIES["smollm2"])
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+    template = ChatTemplate(tokenizer, [tokenizer.eos_token_id], tokenizer.chat_template)
+    sample = one_sample(template, [ASK, says(text)], 1000)
+    learnt = template.decode(sample.input_ids[sample.loss_mask].tolist())
+    assert learnt == unicodedata.normalize("NFC", text) + "<|im_end|>"
 
 
 # ---------------------------------------------------------------- templates that rewrite history, turn by turn

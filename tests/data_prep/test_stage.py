@@ -104,6 +104,14 @@ def test_prompts_that_are_asked_twice_are_counted_by_source(config, tmp_path, ca
     assert "prompts that are asked twice, on one side of the split: 3\n" in capsys.readouterr().out
 
 
+def test_a_template_under_which_nothing_can_be_learnt_is_refused_before_the_target_answers(config, tmp_path):
+    template = tmp_path / "own.jinja"
+    template.write_text("{% for m in messages %}{{ m.role }}:\n{{ m.content }}\n{% endfor %}")
+    config.target.chat_template, config.regenerate, config.data.prompts = str(template), True, "nowhere.jsonl"
+    with pytest.raises(UserError, match="no answer can be learnt from"):
+        prepare(config)
+
+
 # ---------------------------------------------------------------- the split
 
 
@@ -121,6 +129,9 @@ def test_the_split_depends_on_the_prompt_alone():
     ]
     assert {number(messages) for messages in same} == {number(chat("why?"))}
     assert len({number(chat("why?")), number(chat("who?")), number(chat("why?", system="be brief"))}) == 3
+    greeted = [{"role": "assistant", "content": "hello"}, *chat("why?")]
+    assert len({number(messages) for messages in (greeted, [greeted[0], *chat("who?")], greeted[:1])}) == 3
+    assert number(greeted) == number([*greeted, {"role": "user", "content": "and?"}])
     prompts = [chat(f"question {i}") for i in range(4000)]
     none, small, large = ({i for i, p in enumerate(prompts) if is_heldout(p, share)} for share in (0.0, 0.05, 0.2))
     assert 150 < len(small) < 250
