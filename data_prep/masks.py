@@ -65,8 +65,13 @@ def samples(template: ChatTemplate, messages: list[Message], max_length: int, to
     """The conversation as one sample or, where the template rewrites it, as several; Refused if no turn has a mask."""
     try:
         return Samples([("", one_sample(template, messages, max_length, tools))])
-    except RewrittenError:
-        return _by_turn(template, messages, max_length, tools)
+    except RewrittenError as error:
+        try:
+            return _by_turn(template, messages, max_length, tools)
+        except Refused:
+            if str(error) == NO_END:  # what a turn by itself is refused for may be what comes of it
+                raise error from None
+            raise
 
 
 # ---------------------------------------------------------------- from spans of text to a mask
