@@ -66,6 +66,7 @@ def evaluate(config: Config) -> None:
             "target": config.target.name,
             "command": recipe.command(recipe.EVALUATE, config),
         }
+        _make_room(folder)
         files = evaluation_page.write(folder, result)
         facts = {
             "result": result,
@@ -114,11 +115,18 @@ def serve(config: Config) -> None:
             "notes": [*workload.remarks, *serving["notes"]],
             "command": recipe.command(recipe.EVALUATE, config),
         }
+        _make_room(folder)
         files = evaluation_page.write(folder, {"title": config.name, "target": config.target.name, "serving": serving})
         record = made_of.record(serving=serving, files=files, seconds=time.perf_counter() - began)
         artifacts.write_json(folder / artifacts.MANIFEST, record)
     note(tables.as_text({"serving": serving}))
     note(f"evaluate: {folder / evaluation_page.PAGE}")
+
+
+def _make_room(folder: Path) -> None:
+    """Remove the result of other options, now that there is another: pages of both would lie side by side."""
+    if (folder / artifacts.MANIFEST).is_file():
+        artifacts.discard(folder)
 
 
 def made_from(

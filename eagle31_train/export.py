@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from eagle31_train import artifacts, cli, provenance
-from eagle31_train.checkpoint import config_json, contract, hub, int8, published_config
+from eagle31_train.checkpoint import config_json, contract, hub, int8, published_config, run_folder
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.checkpoint.run_folder import EXPORT, EXPORTED, MODEL, TRAIN
 from eagle31_train.checkpoint.smaller import served
@@ -60,7 +60,7 @@ def export(config: Config) -> None:
     if provenance.whole(run, run / EXPORTED, made_from, config.overwrite, EXPORT):
         note("export: up to date")
     else:
-        text = card.render(config, shape, checkpoint.manifest, data, results)
+        text = card.render(trained_by(config), shape, checkpoint.manifest, data, results)
         with writing(run / "export"):
             write(checkpoint, shape, config, text, results)
             files = artifacts.list_files(run, (file for file in (run / "export").rglob("*") if file.is_file()))
@@ -78,6 +78,16 @@ def export(config: Config) -> None:
     note("  " + recipe.serve_command(config, drafter))
     if config.export_format == "sglang":
         note("  " + recipe.sglang_command(config, drafter, shape.sliding_window))
+
+
+def trained_by(config: Config) -> Config:
+    """These options, but for those that the training was given: the card's commands are to repeat it."""
+    run = Path(config.run_dir)
+    if not (saved := run / "train" / run_folder.CONFIG).is_file():
+        return config
+    then = cli.load_config([f"run_dir={run}"], saved)
+    names = ("data", "extract", "store", "train", "seed", "regenerate")
+    return dataclasses.replace(config, **{name: getattr(then, name) for name in names})
 
 
 def exported_shape(config: Config, checkpoint: DrafterCheckpoint) -> DrafterShape:

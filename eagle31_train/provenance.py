@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle31_train import artifacts
-from eagle31_train.artifacts import MANIFEST, describe_change, discard, fingerprint, first_damaged, read_json
+from eagle31_train.artifacts import MANIFEST, describe_change, fingerprint, first_damaged, read_json
 from eagle31_train.config import ADDED, RENAMED, Config, TargetConfig
 from eagle31_train.console import note
 from eagle31_train.errors import UserError
@@ -94,12 +94,8 @@ def whole(folder: Path, record_path: Path, provenance: Provenance, overwrite: bo
 
 
 def up_to_date(folder: Path, provenance: Provenance, overwrite: bool) -> bool:
-    """Whether the stage that writes `folder` is done for these inputs; see `whole`. One of others is removed."""
-    record = folder / MANIFEST
-    done = whole(folder, record, provenance, overwrite, "this command")
-    if record.is_file() and not provenance.matches(read_json(record, "this command")):
-        discard(folder)
-    return done
+    """Whether the stage that writes `folder` is done for these inputs; see `whole`."""
+    return whole(folder, folder / MANIFEST, provenance, overwrite, "this command")
 
 
 def read_data(config: Config, whole: bool = False) -> dict[str, Any]:
@@ -238,6 +234,7 @@ def of_workload(config: Config, end_ids: list[int], device: str, torch: str) -> 
         "seed": config.seed,
         "end_ids": sorted(end_ids),
         **{name: options[name] for name in counted},
+        **{name: options[name] for name in ("timed_prompts",) if name in options},  # not in it by default, see ADDED
         "device": device,
         "torch": torch,
     }

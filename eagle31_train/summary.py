@@ -12,6 +12,7 @@ from eagle31_train.config import Config
 from eagle31_train.console import note
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation.intervals import LEVEL, bracket
+from eagle31_train.reporting import recipe
 from eagle31_train.reporting.tables import count
 from eagle31_train.store import read_manifest
 
@@ -29,8 +30,13 @@ def summarise(config: Config) -> None:
     }
     # After a training that ended early, or wanted its store no more, there is no complete one.
     manifests |= {"extract": read_manifest(config) or {}, "export": run_folder.read_export(run_dir)}
-    if manifests["evaluate"]["inputs"].get("checkpoint") != served(config).identity:
+    drafter = served(config)
+    if manifests["evaluate"]["inputs"].get("checkpoint") != drafter.identity:
         raise UserError(f"evaluate was last run on another training: run `{evaluate}` again")
+    made, tokens = manifests["export"]["inputs"], artifacts.fingerprint(drafter.vocab.target_ids.tolist())
+    is_there = made.get("weights_as", "target"), made["vocab"], made["shape"].get("sliding_window")
+    if is_there != (config.export_weights, tokens, drafter.shape.sliding_window):
+        raise UserError(f"{run_dir / 'export'} was made with other export_ options: run `eagle31 export` with these")
     if (result := manifests["evaluate"].get("result")) is None:
         raise UserError(f"evaluate was last run by an earlier version: run `{evaluate} overwrite=true` again")
     trained = manifests["train"]
@@ -56,7 +62,7 @@ def summarise(config: Config) -> None:
         "trained on": f"{trained['tokens']:,} tokens ({trained['pairs']:,} predictions) in {steps}",
         "seconds": "   ".join(f"{stage} {spent:,.0f}" for stage, spent in seconds.items() if spent is not None),
         "checkpoint": str(Path(config.run_dir) / "export"),
-        "serve it": manifests["export"]["serve"],
+        "serve it": recipe.serve_command(config, str(run_dir / "export")),
     }
     body = [f"{name:<17}  {value}" for name, value in rows.items()]
     note("\n".join([f"{config.name}: an EAGLE drafter for {config.target.path}", "-" * 100, *body, "-" * 100]))

@@ -88,7 +88,7 @@ def comparison():
     sheets = [
         sheet("heldout", rates, notes=["first turns & no more"]),
         sheet("heldout · system_long", {"A": 0.3, "B": 0.6}),
-        sheet("mt_bench", rates, prompts=4),
+        sheet("mt_bench", rates, prompts=6),
     ]
     compared = result(*sheets, serving=serving(), **CONDITIONS)
     compared["workloads"][0]["tokens_per_second"] = {"plain": 10.0, "B": 15.0}

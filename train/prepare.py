@@ -108,7 +108,8 @@ def read_inputs(config: Config, source: DrafterCheckpoint | None, deadline: Dead
     if by_acceptance and not measured:
         raise UserError(
             f"train.keep_best and train.early_stop go by measured acceptance, and {store.location} has no "
-            "trajectories to measure it on: leave them out, or extract with extract.trajectories above 0"
+            "trajectories to measure it on: leave them out, or remove its manifest.json and run `eagle31 extract` with "
+            "extract.trajectories above 0, which makes no shard again"
         )
     vocab_sha = artifacts.file_sha256(vocab_file)
     chosen_on = measured_on if by_acceptance else None

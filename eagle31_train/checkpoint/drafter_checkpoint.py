@@ -200,9 +200,10 @@ class DrafterCheckpoint:
             refuse_other_data(self.inputs, data, folder)
 
     def check_target(self, target: TargetConfig) -> None:
-        """Of a run whose options and store are still there, `check_store`."""
-        if self.train is not None and (saved := self.train / run_folder.CONFIG).is_file():
-            store = read_manifest(cli.load_config([f"run_dir={self.train.parent}"], saved))
+        """Of a run, or its export, whose options and store are still there, `check_store`."""
+        train = self.folder.resolve().parent / "train" if self.exported else self.train
+        if train is not None and (saved := train / run_folder.CONFIG).is_file():
+            store = read_manifest(cli.load_config([f"run_dir={train.parent}"], saved))
             self.check_store(store, target)
 
     def check_store(self, store: dict[str, Any] | None, target: TargetConfig, by_name: bool = False) -> None:

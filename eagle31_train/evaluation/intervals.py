@@ -22,6 +22,7 @@ Floats = NDArray[np.float64]
 Interval = list[float | None]  # value, low, high; None where there is none
 NOTHING: Interval = [None, None, None]
 LEVEL, RESAMPLES, SEED = 0.95, 2000, 0
+FEWEST = 5  # prompts; of 2, 3 and 4 the range, which no resample leaves, holds the true value in 49, 76 and 87 %
 
 
 @dataclass(frozen=True)
@@ -47,13 +48,13 @@ class Estimate:
         return Estimate(values, draws, np.minimum(self.prompts, other.prompts))
 
     def intervals(self) -> list[Interval]:
-        """[value, low, high] of each; one prompt alone has no interval, nothing counted no value."""
+        """[value, low, high] of each; fewer than FEWEST prompts have no interval, nothing counted no value."""
         intervals: list[Interval] = []
         for value, draws, prompts in zip(self.values.tolist(), self.draws.T, self.prompts.tolist(), strict=True):
             finite = draws[np.isfinite(draws)]
             if not np.isfinite(value):
                 intervals.append(NOTHING)
-            elif prompts < 2 or not len(finite):
+            elif prompts < FEWEST or not len(finite):
                 intervals.append([value, None, None])
             else:
                 tail = tail_of(prompts)

@@ -191,7 +191,7 @@ def _perturbed(plain: Workload, perturbation: Perturbation, context: Context, lo
         else:
             perturbed.append(one)
     if not perturbed:
-        why = "; ".join(dict.fromkeys(left_out.values()))
+        why = "; ".join(dict.fromkeys(left_out[prompt.id] for prompt in plain.prompts))
         raise UserError(f"{name!r} has none of {len(plain.prompts)} prompts left: {why}; leave it out")
     notes = [*plain.notes, perturbation.meaning]
     before = {prompt.id: prompt.ids for prompt in plain.prompts}

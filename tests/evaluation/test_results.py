@@ -208,5 +208,7 @@ def test_what_cannot_be_told_is_not_told():
     nothing, some = ratios([[0], [0]], [0, 0]), ratios([[1], [2]], [1, 1])
     assert (some - nothing).intervals() == [[None, None, None]]
     assert (some / nothing).intervals() == [[None, None, None]]
-    (interval,) = ratios([[1], [2], [5]], [1, 1, 0]).intervals()  # some resamples hold the last prompt alone
+    assert ratios([[1], [2], [3], [4]], [1] * 4).intervals() == [[2.5, None, None]]  # resamples of few stay too near
+    # Some resamples hold the last prompt alone.
+    (interval,) = ratios([[1], [2], [1], [2], [2], [5]], [1, 1, 1, 1, 1, 0]).intervals()
     assert None not in interval

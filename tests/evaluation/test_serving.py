@@ -299,7 +299,8 @@ def test_times_and_speeds_are_what_they_are_called():
 def test_a_speedup_is_paired_by_prompt():
     """Everything twice as fast: no prompt drawn again changes that, though the prompts themselves differ much."""
     counted = Counter({f"{report.PER_POSITION}[0]": 0.0, report.DRAFTS: 0.0})
-    row = report.row("ours", 3, 2, faster(2), counted, ANSWERS, ANSWERS)
+    slow = [replace(one, prompt=one.prompt + 2 * copy) for copy in range(3) for one in ANSWERS]
+    row = report.row("ours", 3, 2, faster(2, slow), counted, slow, slow)
     assert row["speedup"] == pytest.approx([2.0, 2.0, 2.0])
     assert row["per_user"][1] < row["per_user"][0] < row["per_user"][2]
     assert row["acceptance"]["acceptance_length"] is None
@@ -391,4 +392,4 @@ def test_a_schedule_is_served_and_compared_with_the_fixed_number_of_each_load(me
         assert row["different"] == 0
         assert row["speedup"][0] == pytest.approx(row["per_user"][0] / rows[users, 0]["per_user"][0])
         assert row["beside_fixed"][0] == pytest.approx(row["per_user"][0] / rows[users, tokens]["per_user"][0])
-        assert line.startswith(f"ours by load at concurrency {users}: {row['speedup'][0]:.2f} [")
+        assert line.startswith(f"ours by load at concurrency {users}: {row['speedup'][0]:.2f} × ")

@@ -87,7 +87,7 @@ def test_tables_have_every_number_with_its_interval(whole):
             both = [workload["drafters"][name]["by_depth"][depth]["acceptance_length"] for name in "AB"]
             difference = workload["differences"]["B"][depth]["difference"]
             assert list(row[:4]) == [depth, *map(bracket, [*both, difference])]
-    assert by_title["Verdict"][""].rows[2][3:] == ["2, 3, 4", "–"]
+    assert by_title["Verdict"][""].rows[2][3:] == ["1, 2, 3, 4", "–"]
     drift = by_title["heldout"]["drift of B: attention on …, and its state"]
     assert list(drift.rows[3]) == ["4", "0.163", "0.325", "0.163", "0.350", "9.500", "2.000"]
     speeds, times, accepted = by_title[SERVING].values()
