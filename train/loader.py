@@ -106,7 +106,7 @@ def load(
         micro_batches = []
         lengths, slots = split.sizes(samples)
         if subset is not None:  # drawn in runs, so that some documents have many and others none
-            slots = [int(taken.sum()) for taken in subset.taken]
+            slots = subset.slots
         costs = order.costs(lengths, slots, t.ttt_length)
         parts = mesh.replicas * t.gradient_accumulation_steps
         dealt = order.share(samples, costs, parts)

@@ -38,9 +38,10 @@ class Subset:
 
     taken: list[Tensor]  # for each document, [T] bool: positions whose slots are trained and counted
     scale: float  # 1 / that chance
+    slots: list[int]  # of each document, how many are trained: not all that is taken is a slot
 
     def of(self, documents: Sequence[int]) -> "Subset":
-        return Subset([self.taken[i] for i in documents], self.scale)
+        return Subset([self.taken[i] for i in documents], self.scale, [self.slots[i] for i in documents])
 
 
 @dataclass(frozen=True)
@@ -202,7 +203,9 @@ def choose_slots(
     # The third number makes this stream another than the data order's.
     random = np.random.Generator(np.random.PCG64([seed, step, 1]))
     taken = torch.from_numpy(draw_stretches(total, slots, random))[exists.cumsum(0) - 1]
-    return Subset(list(taken.split([len(document) for document in documents])), total / slots)
+    lengths = [len(document) for document in documents]
+    trained = [int(some.sum()) for some in (taken & exists).split(lengths)]
+    return Subset(list(taken.split(lengths)), total / slots, trained)
 
 
 def draw_stretches(total: int, count: int, random: np.random.Generator) -> NDArray[np.bool_]:

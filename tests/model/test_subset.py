@@ -138,7 +138,7 @@ def count_every_position_without_a_slot(objective, documents):
             absent = torch.ones_like(flags)
             absent[slots] = False
             flags |= absent
-        return Subset(taken, subset.scale)
+        return Subset(taken, subset.scale, subset.slots)
 
     return {"change": change}
 

@@ -9,9 +9,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from conftest import make_document, make_shape
 from hypothesis import given
 from hypothesis import strategies as st
-from made import VOCAB, Made
+from made import VOCAB, Documents, Made
 from planting import instead_of
 from published_targets import recipe
 
@@ -87,6 +88,20 @@ def test_a_step_that_trains_some_of_its_slots_is_dealt_by_those(split, monkeypat
             parts[batch.step, rank] = len(batch.micro_batches[0].batch.slot_rows)
     apart = [abs(parts[step, 0] - parts[step, 1]) for step in range(1, len(batches) + 1)]
     assert np.mean(apart) < 4
+
+
+def test_prompts_that_follow_a_drawn_slot_do_not_count_as_slots():
+    """A run of drawn slots may end an answer: the prompt after it costs little all the same."""
+    shape, generator, random = make_shape(), torch.Generator().manual_seed(0), np.random.default_rng(0)
+    sizes = [(int(random.integers(100, 400)), int(random.integers(20, 80))) for _ in range(32)]
+    documents = [make_document(shape, p + a, generator, list(range(p, p + a))) for p, a in sizes]
+    batches = [list(range(first, first + 8)) for first in range(0, 32, 8)]
+    t, slots = TrainConfig(num_workers=1, ttt_length=3, slots_per_batch=200), []
+    for rank in range(2):
+        accelerator = SimpleNamespace(process_index=rank, num_processes=2, device=torch.device("cpu"))
+        loaded = loader.load(Documents(documents), batches, 0, t, 0, torch.ones(50, dtype=torch.bool), accelerator)
+        slots.append([len(batch.micro_batches[0].batch.slot_rows) for batch in loaded])
+    assert np.mean(np.abs(np.subtract(*slots))) < 25
 
 
 @pytest.mark.parametrize(("accumulation", "context", "tokens"), [(1, 1, 4096), (2, 4, 2048)])
