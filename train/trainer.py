@@ -225,6 +225,9 @@ class Trainer:
             files=artifacts.list_files(self.folder, checkpoint.iterdir()),
         )
         artifacts.write_json(self.folder / artifacts.MANIFEST, manifest)
+        if state.left_out:
+            count = f"{len(state.left_out):,} of {steps:,} steps"
+            note(f"train: {count} had a loss or gradient that is not finite, and were left out (train.skip_nonfinite)")
         if state.without_pairs:
             note(f"train: {len(state.without_pairs):,} of {steps:,} steps had nothing to train, and changed nothing")
         if kept:
@@ -264,6 +267,9 @@ class Trainer:
         left_out, split = self.state.left_out, self.data.train_split
         left_out.append(batch.step)
         if len(left_out) <= self.t.skip_nonfinite:
+            if len(left_out) == 1:
+                where = f"samples {batch.samples}"
+                say(f"step {batch.step}: left out, loss or gradient is not finite ({where}); such steps are counted")
             return
         before = f", after {len(left_out) - 1} steps that were left out" if len(left_out) > 1 else ""
         if broken := broken_samples(batch, split):
