@@ -62,9 +62,10 @@ def test_counts_are_the_evaluators(folder):
     assert len(first) == 3
 
 
-def test_another_target_of_the_same_size_is_refused(folder, tmp_path):
+@pytest.mark.parametrize("drafter", ["runs/smollm2", "runs/smollm2/export"])
+def test_another_target_of_the_same_size_is_refused(folder, tmp_path, drafter):
     shutil.copytree(FIXTURE / "target", tmp_path / "other")
     weights = load_file(tmp_path / "other" / "model.safetensors")
     save_file({name: tensor + 1 for name, tensor in weights.items()}, tmp_path / "other" / "model.safetensors")
     with pytest.raises(UserError, match=r"was trained for another \S+ than target\.path=other"):
-        Speculator.load("runs/smollm2", target="other")
+        Speculator.load(drafter, target="other")

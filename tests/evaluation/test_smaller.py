@@ -266,6 +266,9 @@ def test_the_card_tells_of_the_smaller_drafter_alone(run, capsys):
         compare.exported(str(run.folder))
     with pytest.raises(UserError, match="made from other inputs"):
         export.export(run.config())
+    evaluate.evaluate(run.config("overwrite=true"))
+    with pytest.raises(UserError, match="was made with other export_ options"):  # another drafter's acceptance
+        summary.summarise(run.config())
 
 
 @pytest.mark.parametrize("options", [pytest.param([], marks=pytest.mark.slow), SMALL], ids=["as trained", "smaller"])

@@ -11,9 +11,10 @@ from plan_cases import shape_of
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from eagle31_train import artifacts, export
+from eagle31_train import artifacts, cli, export
 from eagle31_train.checkpoint import config_json
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
+from eagle31_train.checkpoint.run_folder import CONFIG
 from eagle31_train.config import DrafterConfig
 from eagle31_train.errors import UserError
 from eagle31_train.model import vocab
@@ -73,6 +74,13 @@ def test_files_that_another_process_removes_once_they_were_seen_are_named(seen, 
     with pytest.raises(UserError, match=rf"{name} (is missing|cannot be read|has just been removed)"):
         export.export(config)
     assert not (run.folder / "export").exists()
+
+
+def test_the_card_repeats_the_training_and_not_the_exports_options(run):
+    (run.folder / "train" / CONFIG).write_text(cli.to_yaml(run.config("train.lr=0.03", "data.heldout=0.4")))
+    export.export(run.config("train.lr=0.5", "evaluate.num_speculative_tokens=2"))
+    repeat = run.exported()[2].split("eagle31 train ")[1].splitlines()[0]
+    assert {"train.lr=0.03", "data.heldout=0.4", "evaluate.num_speculative_tokens=2"} <= set(repeat.split())
 
 
 def test_other_shapes_are_exported_too(run, tiny):

@@ -25,5 +25,7 @@ def test_a_step_that_is_left_out_is_as_if_it_were_in_no_schedule(new_run, absent
     assert run.manifest()["updates"] == absent.manifest()["updates"] == 10
     assert run.manifest()["pairs"] == absent.manifest()["pairs"]
     said = "".join(capsys.readouterr())
+    assert ("step 3: left out, loss or gradient is not finite" in said) == (mark == "left_out")
+    assert ("train: 2 of 12 steps had a loss or gradient that is not finite" in said) == (mark == "left_out")
     assert ("step 3: nothing to train, so nothing was updated" in said) == (mark == "no_pairs")
     assert ("train: 2 of 12 steps had nothing to train" in said) == (mark == "no_pairs")
