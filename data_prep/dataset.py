@@ -158,4 +158,7 @@ def refusal(row: Row, reason: str, suffix: str = "") -> dict[str, str]:
 
 def most_common(refused: list[dict[str, Any]]) -> str:
     reasons = Counter(entry["reason"] for entry in refused)
-    return "; ".join(f"{count} × {reason}" for reason, count in reasons.most_common(3)) or "no rows"
+    named = [f"{count} × {reason}" for reason, count in reasons.most_common(3)]
+    if others := sum(reasons.values()) - sum(count for _, count in reasons.most_common(3)):
+        named.append(f"{others} for other reasons")
+    return "; ".join(named) or "no rows"

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.config import TargetConfig
+from eagle31_train.errors import UserError
 from eagle31_train.evaluation import decoding, intervals
 from eagle31_train.model.decode import DraftDecoder
 from eagle31_train.model.drafter import Drafter
@@ -153,10 +154,13 @@ class Speculator:
     def score(
         self, prompts: Sequence[Prompt], num_speculative_tokens: int = 3, max_new_tokens: int = 128
     ) -> dict[str, Any]:
-        """Acceptance length on some prompts, [value, low, high] with a 95 % interval over them, and at each depth.
+        """Acceptance length on some prompts, [value, low, high] with a 95 % interval over five or more of them, and at
+        each depth. UserError for a text instead of several, whose letters would be the prompts, or for none.
 
         Depth k is the share of drafts whose first k tokens were accepted.
         """
+        if isinstance(prompts, str) or not prompts:
+            raise UserError("score takes a list of prompts, one at least: put a single text into a list")
         answers = [self.generate(prompt, num_speculative_tokens, max_new_tokens) for prompt in prompts]
         gained = [[sum(answer.accepted) + len(answer.accepted)] for answer in answers]
         accepted = [count for answer in answers for count in answer.accepted]

@@ -62,6 +62,14 @@ def test_counts_are_the_evaluators(folder):
     assert len(first) == 3
 
 
+@pytest.mark.parametrize("prompts", ["why is", []])
+def test_a_score_is_of_a_list_of_prompts(folder, prompts):
+    """Of a text, its letters would be decoded in silence."""
+    speculator = Speculator.load("runs/smollm2", target="models/SmolLM2-135M-Instruct", device="cpu")
+    with pytest.raises(UserError, match="takes a list of prompts"):
+        speculator.score(prompts)
+
+
 @pytest.mark.parametrize("drafter", ["runs/smollm2", "runs/smollm2/export"])
 def test_another_target_of_the_same_size_is_refused(folder, tmp_path, drafter):
     shutil.copytree(FIXTURE / "target", tmp_path / "other")
