@@ -158,7 +158,6 @@ def refusal(row: Row, reason: str, suffix: str = "") -> dict[str, str]:
 
 def most_common(refused: list[dict[str, Any]]) -> str:
     reasons = Counter(entry["reason"] for entry in refused)
-    named = [f"{count} × {reason}" for reason, count in reasons.most_common(3)]
-    if others := sum(reasons.values()) - sum(count for _, count in reasons.most_common(3)):
-        named.append(f"{others} for other reasons")
-    return "; ".join(named) or "no rows"
+    most = reasons.most_common(3)
+    named, others = [f"{count} × {reason}" for reason, count in most], reasons.total() - sum(n for _, n in most)
+    return "; ".join([*named, *([f"{others} for other reasons"] if others else [])]) or "no rows"

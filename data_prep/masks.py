@@ -97,9 +97,10 @@ def masked(template: ChatTemplate, text: str, spans: list[Span], max_length: int
         if not tokens.is_prompt(first, span.start):
             raise Refused(INSIDE)  # serving tokenizes the prompt alone
         end = end_of_turn if span.cut else end_of_turn + 1
-        # White space that the template puts before its end-of-turn token (Llama 2) is not of an answer that was cut.
-        while span.cut and span.content == span.content.rstrip() and not template.decode([tokens.ids[end - 1]]).strip():
-            end -= 1
+        if span.cut and span.content == span.content.rstrip():
+            # White space that the template puts before its end-of-turn token (Llama 2) is not the answer's.
+            while end > first and not template.decode([tokens.ids[end - 1]]).strip():
+                end -= 1
         mask[first:end] = True
         respelt += span.tokens not in (None, end - first)
     length = len(tokens.ids) if keep_rest else end

@@ -29,7 +29,7 @@ import torch
 from eagle31_train import artifacts, cli, provenance
 from eagle31_train.checkpoint import hub, published
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint, split_name
-from eagle31_train.checkpoint.run_folder import read_export
+from eagle31_train.checkpoint.run_folder import is_export_of, read_export
 from eagle31_train.config import Config
 from eagle31_train.console import note
 from eagle31_train.errors import UserError
@@ -163,9 +163,8 @@ def exported(drafter: str) -> Path:
         except UserError as error:
             raise UserError(f"{drafter}: {error}") from None
         return folder
-    made_from, trained = read_export(folder)["inputs"], DrafterCheckpoint.open(drafter)
-    kept = artifacts.fingerprint(trained.vocab.target_ids.tolist()), trained.shape.sliding_window
-    if "weights_as" in made_from or (made_from["vocab"], made_from["shape"].get("sliding_window")) != kept:
+    trained = DrafterCheckpoint.open(drafter)
+    if not is_export_of(read_export(folder), trained.shape, trained.vocab.target_ids.tolist(), "target"):
         raise UserError(
             f"{folder / 'export'} was made smaller than what was trained (its export_… options): name the "
             "folder itself, or export again without these"

@@ -227,14 +227,22 @@ def of_evaluation(
 def of_workload(config: Config, end_ids: list[int], device: str, torch: str) -> dict[str, Any]:
     """What a measurement depends on beside its workload and its drafter; other devices and versions round otherwise."""
     options = recorded("evaluate", asdict(config.evaluate))
-    counted = ("draft_tokens", "depths", "max_new_tokens", "draft_sampling", "batch_size", "dtype", "drift")
+    counted = (
+        "draft_tokens",
+        "depths",
+        "max_new_tokens",
+        "draft_sampling",
+        "batch_size",
+        "dtype",
+        "drift",
+        "timed_prompts",
+    )
     return {
         "layout": LAYOUTS["workload"],
         "target": target_identity(config.target),
         "seed": config.seed,
         "end_ids": sorted(end_ids),
-        **{name: options[name] for name in counted},
-        **{name: options[name] for name in ("timed_prompts",) if name in options},  # not in it by default, see ADDED
+        **{name: options[name] for name in counted if name in options},  # those of ADDED are not, by default
         "device": device,
         "torch": torch,
     }

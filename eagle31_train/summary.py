@@ -11,7 +11,7 @@ from eagle31_train.checkpoint.smaller import served
 from eagle31_train.config import Config
 from eagle31_train.console import note
 from eagle31_train.errors import UserError
-from eagle31_train.evaluation.intervals import LEVEL, bracket
+from eagle31_train.evaluation.intervals import FEWEST, LEVEL, bracket
 from eagle31_train.reporting import recipe
 from eagle31_train.reporting.tables import count
 from eagle31_train.store import read_manifest
@@ -33,16 +33,16 @@ def summarise(config: Config) -> None:
     drafter = served(config)
     if manifests["evaluate"]["inputs"].get("checkpoint") != drafter.identity:
         raise UserError(f"evaluate was last run on another training: run `{evaluate}` again")
-    made, tokens = manifests["export"]["inputs"], artifacts.fingerprint(drafter.vocab.target_ids.tolist())
-    is_there = made.get("weights_as", "target"), made["vocab"], made["shape"].get("sliding_window")
-    if is_there != (config.export_weights, tokens, drafter.shape.sliding_window):
+    target_ids = drafter.vocab.target_ids.tolist()
+    if not run_folder.is_export_of(manifests["export"], drafter.shape, target_ids, config.export_weights):
         raise UserError(f"{run_dir / 'export'} was made with other export_ options: run `eagle31 export` with these")
     if (result := manifests["evaluate"].get("result")) is None:
         raise UserError(f"evaluate was last run by an earlier version: run `{evaluate} overwrite=true` again")
     trained = manifests["train"]
     workload, depth = result["workloads"][0], str(result["draft_tokens"])
     (numbers,), (plain, speculative) = workload["drafters"].values(), workload["tokens_per_second"].values()
-    length = bracket(numbers["by_depth"][depth]["acceptance_length"])
+    interval = numbers["by_depth"][depth]["acceptance_length"]
+    certainty = f"{LEVEL:.0%} interval" if interval[1] is not None else f"no interval of fewer than {FEWEST} prompts"
     lengths = {name: of["by_depth"][depth]["acceptance_length"][0] for name, of in numbers["by_source"].items()}
     timed = workload.get("timed")  # which earlier ones lack
     of = ""
@@ -55,7 +55,7 @@ def summarise(config: Config) -> None:
         steps += f", of which step {trained['kept']['step']} is kept"
     seconds = {stage: manifests[stage].get("seconds") for stage in STAGES}
     rows = {
-        "acceptance length": f"{length} at {depth} draft tokens, bonus token included ({LEVEL:.0%} interval)",
+        "acceptance length": f"{bracket(interval)} at {depth} draft tokens, bonus token included ({certainty})",
         "  by source": "   ".join(f"{name}: {bracket([one, None, None])}" for name, one in lengths.items()),
         "  measured on": f"{prompts} of {workload['name']}, {numbers['generated_tokens']:,} tokens",
         "speed": f"{speculative:.1f} tokens/s with the drafter, {plain:.1f} without, for one user{of}",

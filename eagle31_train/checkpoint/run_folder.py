@@ -8,6 +8,7 @@ RUN/export.json                 the record of RUN/export/
 """
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,13 @@ def read_export(run: Path) -> dict[str, Any]:
                 f"{run / 'export'} has other weights than train/: run `{EXPORT}` again, with overwrite=true"
             )
     return record
+
+
+def is_export_of(record: Mapping[str, Any], shape: DrafterShape, target_ids: list[int], weights: str) -> bool:
+    """Whether an export, by its record, is as small as a drafter of this shape, with these draft tokens and weights."""
+    made = record["inputs"]
+    kind = made.get("weights_as", "target"), made["vocab"], made["shape"].get("sliding_window")
+    return kind == (weights, artifacts.fingerprint(target_ids), shape.sliding_window)
 
 
 def training_of_export(folder: Path) -> dict[str, Any] | None:

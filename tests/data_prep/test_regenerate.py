@@ -10,6 +10,7 @@ from families import write_rows
 
 from data_prep import regenerate as module
 from data_prep.answers import Local
+from data_prep.dataset import most_common
 from data_prep.journal import Journal
 from data_prep.regenerate import OUTPUT, regenerate
 from data_prep.stage import prepare
@@ -44,6 +45,12 @@ def test_where_no_prompt_can_be_answered_it_says_why(config):
     write_rows(Path(config.data.prompts), [{"messages": [{"role": "assistant", "content": "x"}]}] * 2)
     with pytest.raises(UserError, match=r"no prompt that can be answered \(2 × .*user"):
         run(config)
+
+
+def test_every_refusal_is_counted_and_the_most_common_reasons_are_named():
+    reasons = [{"reason": reason} for reason in "aabbccdef"]
+    assert most_common(reasons) == "2 × a; 2 × b; 2 × c; 3 for other reasons"
+    assert most_common(reasons[:6]) == "2 × a; 2 × b; 2 × c"
 
 
 # ---------------------------------------------------------------- by the target in process

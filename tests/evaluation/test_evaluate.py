@@ -195,6 +195,19 @@ def test_what_makes_an_evaluation_out_of_date(run, capsys, monkeypatch):
         evaluate.evaluate(run.config(*perturbed, "seed=1"))
 
 
+def test_a_result_stays_until_other_options_have_one(run):
+    evaluate.evaluate(run.config(*FEW))
+    (run.folder / "evaluate" / "of before").touch()
+    with pytest.raises(UserError, match="leave_out names all prompts"):
+        evaluate.evaluate(
+            run.config(*FEW, f"evaluate.leave_out={[f'heldout-{i}' for i in range(4)]}", "overwrite=true")
+        )
+    assert run.manifest["result"]
+    evaluate.evaluate(run.config(*FEW, "evaluate.leave_out=[heldout-0]", "overwrite=true"))
+    assert run.manifest["left_out"]["heldout"].keys() == {"heldout-0"}
+    assert not (run.folder / "evaluate" / "of before").exists()
+
+
 def another_vocabulary(run):
     kept = vocab.read(run.folder / "data" / "vocab.safetensors").target_ids
     spare = next(i for i in range(50) if i not in kept)

@@ -77,8 +77,8 @@ def test_shares_take_equally_long_by_what_is_trained_of_each_sample(slots, dealt
 
 
 def test_a_step_that_trains_some_of_its_slots_is_dealt_by_those(split, monkeypatch):
-    """They come in runs, so that of two conversations of one length one may have all of them. The slots of two ranks
-    differ by one conversation's at most."""
+    """They come in runs, so that of two conversations of one length one may have all of them: dealt by their means, two
+    ranks are 9 slots apart."""
     monkeypatch.setattr(batch_module, "STRETCH", 8)
     batches, t = schedule(SAMPLES, 200, 5, 9, None), TrainConfig(num_workers=1, ttt_length=3, slots_per_batch=40)
     parts = {}
