@@ -87,9 +87,9 @@ def costs(lengths: Sequence[int], slots: Sequence[int] | None, ttt_length: int) 
     """Relative cost of training each sample: mostly its slots; prompts cost little.
 
     Args:
-        lengths, slots: of each its tokens, and the slots that are trained: of all about as many as its supervised
-            positions; None where nobody has counted them, as in stores of earlier versions: tokens have to stand for
-            them.
+        lengths: tokens of each sample.
+        slots: its slots that the step trains; where that is all of them, its supervised positions will do. None in
+            stores of earlier versions, which did not count them: the cost is then its tokens.
     """
     if slots is None:
         return list(lengths)
