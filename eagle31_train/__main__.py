@@ -3,11 +3,12 @@
     eagle31 plan target.path=Qwen/Qwen3-8B              what it takes, before anything is spent
     eagle31 run  target.path=Qwen/Qwen3-8B name=qwen    all five stages; the same command goes on after a stop
 
-`eagle31 COMMAND --help` has every option.
+`eagle31 COMMAND --help` has every option, `eagle31 --version` the version.
 """
 
 import runpy
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from eagle31_train.console import explained, note, tidy
@@ -39,6 +40,12 @@ def main() -> None:
 def _run(command: str) -> None:
     if command in ("-h", "--help"):
         note(usage())
+        return
+    if command == "--version":
+        try:
+            note(f"eagle31 {version('eagle31')}")
+        except PackageNotFoundError:
+            raise UserError("eagle31 has no version here: it is not installed (pip install .)") from None
         return
     if command not in COMMANDS:
         raise UserError(f"no command {command!r}: there are {', '.join(COMMANDS)}")

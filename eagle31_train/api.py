@@ -8,6 +8,7 @@ print(speculator.generate("Why is the sky blue?").text)
 print(speculator.score(["Why is the sky blue?", "Count to ten."]))
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +23,15 @@ from eagle31_train.errors import UserError
 from eagle31_train.evaluation import decoding, intervals
 from eagle31_train.model.decode import DraftDecoder
 from eagle31_train.model.drafter import Drafter
+from eagle31_train.model.rope import stretched
 from eagle31_train.store import Store
 from eagle31_train.store.backends import open_storage
 from eagle31_train.store.codec import as_encoded
+from eagle31_train.store.reader import StoreSplit
+from eagle31_train.store.shard_plan import SPLITS
 from eagle31_train.targets.cached import CachedTarget
 from eagle31_train.targets.chat import ChatTemplate
-from eagle31_train.targets.hf import DTYPES, load_model, read_config
+from eagle31_train.targets.hf import DTYPES, load_model, positions, read_config
 
 Prompt = str | list[dict[str, Any]] | list[int]  # a user's words, messages, or token ids
 
@@ -57,17 +61,23 @@ class OpenStore:
 
     def count(self, split: str) -> int:
         """Samples of a split, train or heldout."""
-        return len(self.store.split(split))
+        return len(self._split(split))
 
     def sample(self, split: str, index: int) -> Sample:
         """One sample, its states decoded.
 
         Raises:
-            UserError: its shard is missing or damaged.
+            UserError: no such split, or its shard is missing or damaged.
+            IndexError: no such sample.
         """
-        document = self.store.split(split).read(index)
+        document = self._split(split).read(index)
         aux, last = (as_encoded(states).decode() for states in (document.attended_states, document.supervised_states))
         return Sample(document.tokens, document.loss_mask, document.supervised, aux, last)
+
+    def _split(self, name: str) -> StoreSplit:
+        if name not in SPLITS:
+            raise UserError(f"a store has the splits {' and '.join(SPLITS)}, and none named {name!r}")
+        return self.store.split(name)
 
 
 def open_store(where: str | Path, cache_dir: str | Path = "store-cache", cache_bytes: int = 64 * 10**9) -> OpenStore:
@@ -101,13 +111,14 @@ class Generation:
 @dataclass(repr=False)
 class Speculator:
     """A drafter beside its target in memory; made by `load`. target_ids: [Vd] int64, the target's token of each row of
-    the drafter's lm_head. ends: tokens that end an answer."""
+    the drafter's lm_head. ends: tokens that end an answer. longest: positions that both have, None for any number."""
 
     target: CachedTarget
     drafter: Drafter
     target_ids: Tensor
     template: ChatTemplate
     ends: list[int]
+    longest: int | None
 
     @classmethod
     def load(
@@ -129,12 +140,16 @@ class Speculator:
         loaded = checkpoint.load(cached, DTYPES[dtype], DTYPES[dtype])
         ids = torch.from_numpy(checkpoint.vocab.target_ids).to(cached.device)
         chat = ChatTemplate.load(config)
-        return cls(cached, loaded, ids, chat, chat.end_ids)
+        shape = checkpoint.shape
+        limits = positions(cached.model.config), stretched(shape.max_position_embeddings, shape.rope_scaling)
+        longest = min((limit for limit in limits if limit), default=None)
+        return cls(cached, loaded, ids, chat, chat.end_ids, longest)
 
     @torch.inference_mode()
     def draft(self, prompt: Prompt, count: int = 3) -> list[int]:
-        """The `count` tokens that the drafter proposes after the target's first token of an answer."""
-        ids = self.ids(prompt)
+        """The `count` tokens that the drafter proposes after the target's first token of an answer; UserError as
+        `generate`."""
+        ids, _ = self._ids_and_room(prompt, count)
         self.target.reset()
         aux, logits = self.target.read([ids], 1)
         decoder = DraftDecoder(self.drafter, self.target_ids, len(ids) + count)
@@ -143,10 +158,19 @@ class Speculator:
 
     @torch.inference_mode()
     def generate(self, prompt: Prompt, num_speculative_tokens: int = 3, max_new_tokens: int = 128) -> Generation:
-        """Answer greedily, verifying so many drafted tokens at a time."""
-        limits = decoding.Limits(max_new_tokens, frozenset(self.ends))
+        """Answer greedily, verifying so many drafted tokens at a time. An answer ends with an end token, after
+        `max_new_tokens`, or where target or drafter have no more positions.
+
+        Raises:
+            UserError: nothing to draft or to write, a prompt of no tokens or of others than the target's, or one that
+                leaves no positions.
+        """
+        if max_new_tokens < 1:
+            raise UserError(f"max_new_tokens={max_new_tokens}: there must be one to write")
+        ids, room = self._ids_and_room(prompt, num_speculative_tokens)
+        limits = decoding.Limits(min(max_new_tokens, room), frozenset(self.ends))
         (done,) = decoding.decode_speculative(
-            self.target, self.drafter, self.target_ids, [self.ids(prompt)], num_speculative_tokens, limits
+            self.target, self.drafter, self.target_ids, [ids], num_speculative_tokens, limits
         )
         text = str(self.template.tokenizer.decode(done.tokens, skip_special_tokens=True))
         return Generation(text, done.tokens, done.accepted, done.seconds)
@@ -177,4 +201,22 @@ class Speculator:
         if isinstance(prompt, str):
             return self.template.prompt_ids([{"role": "user", "content": prompt}])
         ids = [one for one in prompt if isinstance(one, int)]
-        return ids or self.template.prompt_ids([one for one in prompt if isinstance(one, dict)])
+        messages = [one for one in prompt if isinstance(one, dict)]
+        if len(prompt) not in (len(ids), len(messages)):
+            raise UserError("a prompt is a text, a list of messages, or a list of token ids, and not a mixture")
+        return ids or self.template.prompt_ids(messages)
+
+    def _ids_and_room(self, prompt: Prompt, drafted: int) -> tuple[list[int], int]:
+        """A prompt's ids, and how many tokens can be written after it while so many are drafted at a time."""
+        if drafted < 1:
+            raise UserError(f"{drafted} tokens to draft: there must be one")
+        ids, vocabulary = self.ids(prompt), self.target.embedding.weight.shape[0]
+        if foreign := [one for one in ids if not 0 <= one < vocabulary]:
+            raise UserError(f"the prompt has token {foreign[0]}, and the target's are those from 0 to {vocabulary - 1}")
+        if not ids:
+            raise UserError("the prompt has no tokens")
+        room = sys.maxsize if self.longest is None else self.longest - len(ids) - drafted
+        if room < 1:
+            wanted = f"a prompt of {len(ids)} tokens, and {drafted} to draft"
+            raise UserError(f"{wanted}: target and drafter have {self.longest} positions, and none is left to write")
+        return ids, room

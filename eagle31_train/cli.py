@@ -99,7 +99,10 @@ def _checked_group(override: str, folders: list[Path]) -> str:
     names = [name.strip() for name in value[1:-1].split(",")] if listed else [value]
     for name in names:
         if name not in (known := choices(group, folders)):
-            raise UserError(f"no configs/{group}/{name}.yaml{_nearest(name, known)}")
+            own = f"{name}.yaml"
+            meant = group == "experiment" and Path(own).is_file()
+            hint = f": for the file here give +experiment={own}" if meant else _nearest(name, known)
+            raise UserError(f"no configs/{group}/{name}.yaml{hint}")
     quoted = ",".join(map(_quoted, names))
     return f"{group}=[{quoted}]" if listed else f"{group}={quoted}"
 
@@ -174,6 +177,8 @@ def _to_config(composed: DictConfig) -> Config:
     if missing := sorted(OmegaConf.missing_keys(composed)):
         recipes = ", ".join(name for name in choices("experiment") if not ANY.endswith(f"={name}"))
         remedy = f"give {missing[0]}=…, or a recipe that has it, +experiment=NAME of {recipes}"
+        if (saved := Path(composed.run_dir) / "train" / "config.yaml").is_file():
+            remedy = f"give the run's own options, +experiment={saved}"
         raise UserError(f"no value for {', '.join(missing)}: {remedy}")
     config = OmegaConf.to_object(composed)
     assert isinstance(config, Config)

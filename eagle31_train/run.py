@@ -58,7 +58,8 @@ def run(config: Config, overrides: list[str], first: str, last: str, profile: st
             raise Stopped(f"run: {stage} was stopped and saved; the same command goes on from there")
         if status:
             why = ": it was killed, perhaps for want of memory" if status == KILLED else ""
-            note(f"run: stopped at {stage}{why}; the same command goes on from there", error=True)
+            remedy = "the same command goes on from there" if why else "mend that, and the same command goes on"
+            note(f"run: stopped at {stage}{why}; {remedy}", error=True)
             raise SystemExit(status)
 
 

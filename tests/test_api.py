@@ -77,3 +77,27 @@ def test_another_target_of_the_same_size_is_refused(folder, tmp_path, drafter):
     save_file({name: tensor + 1 for name, tensor in weights.items()}, tmp_path / "other" / "model.safetensors")
     with pytest.raises(UserError, match=r"was trained for another \S+ than target\.path=other"):
         Speculator.load(drafter, target="other")
+
+
+def test_what_cannot_be_decoded_is_said(folder):
+    """Beyond its positions a target still computes something, which no server would."""
+    speculator = Speculator.load("runs/smollm2", target="models/SmolLM2-135M-Instruct", device="cpu")
+    speculator.ends = []
+    assert len(speculator.generate([5] * (speculator.longest - 8), 3, 64).tokens) == 5
+    for prompt, drafted, written, message in [
+        ([5] * (speculator.longest - 3), 3, 6, "none is left to write"),
+        ([speculator.target.embedding.weight.shape[0]], 3, 4, "the prompt has token"),
+        ([-1], 3, 4, "the prompt has token"),
+        ([5, {"role": "user", "content": "x"}], 3, 4, "not a mixture"),
+        ("why", 0, 4, "there must be one"),
+        ("why", 3, 0, "there must be one"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            speculator.generate(prompt, drafted, written)
+    with pytest.raises(UserError, match="the prompt has token"):
+        speculator.draft([10**6])
+
+
+def test_there_are_two_splits(folder):
+    with pytest.raises(UserError, match="heldout and train, and none named 'test'"):
+        open_store("runs/smollm2/store").count("test")

@@ -157,6 +157,19 @@ def test_a_target_that_is_not_given_is_asked_for():
     assert load_config(["target.path=org/Some-Target"]).name == "some-target"
 
 
+def test_a_recipe_or_run_that_is_here_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text("target: {path: x}")
+    assert message_of("+experiment=mine") == (
+        "no configs/experiment/mine.yaml: for the file here give +experiment=mine.yaml"
+    )
+    saved = Path("runs/qwen/train/config.yaml")
+    saved.parent.mkdir(parents=True)
+    saved.write_text(cli.to_yaml(load_config(["target.path=x", "name=qwen"])))
+    assert message_of("name=qwen").endswith(f"give the run's own options, +experiment={saved}")
+    assert load_config([f"+experiment={saved}"]).target.path == "x"
+
+
 def test_an_old_name_is_understood_and_says_the_new_one(monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(RENAMED, "train.rate", "train.lr")
     for name in ("_schema", "_shipped"):  # which are worked out once

@@ -212,8 +212,8 @@ class Agreement:
             lines.append(f"extract: {self.bare:,} of {self.conversations:,} conversations have nothing to train")
         if self.positions and own < FOREIGN:
             lines.append(
-                "extract: WARNING: hardly its own answers, of which a drafter learns little: are they not regenerated "
-                "(regenerate=true), of other weights or another chat template, or drawn at a high temperature?"
+                "extract: WARNING: hardly its own answers, of which a drafter learns little: are they of others "
+                "(regenerate=false), of other weights or another chat template, or drawn at a high temperature?"
             )
         if outside > OUTSIDE:
             lines.append(

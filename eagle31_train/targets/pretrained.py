@@ -47,7 +47,7 @@ def source(target: TargetConfig) -> dict[str, Any]:
     """What transformers needs to find a file of target.path: of a hub id only what is in the hub's cache, where the hub
     is out of reach. UserError for a folder that is not there, before it is looked for on the hub."""
     if not Path(target.path).exists() and target.path.startswith(("/", ".", "~", "models/")):
-        remedy = EMBEDDED if target.path.startswith("models/") else "give a folder (~ is not read), or a hub id"
+        remedy = EMBEDDED if target.path.startswith("models/SmolLM2") else "give a folder (~ is not read), or a hub id"
         raise UserError(f"target.path={target.path} does not exist: {remedy}")
     return {"revision": target.revision, **({"local_files_only": True} if out_of_reach(target) else {})}
 
