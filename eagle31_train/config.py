@@ -439,6 +439,12 @@ def byte_count(text: str, option: str) -> int:
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
 
+MUON_UNDER_ZERO = (
+    "train.optimizer=muon needs whole matrices, which DeepSpeed cuts up: launch with ddp or fsdp2, or give "
+    "train.optimizer=adamw with its own train.lr"
+)
+
+
 def check_context_parallel(context: int, devices: int, name: str) -> None:
     """UserError if devices, called `name`, cannot be put into groups of so many that share conversations."""
     if devices % context:

@@ -1,12 +1,18 @@
 """`python -m eagle31_train.launcher`: accelerate's launcher of several processes, which ends without a traceback.
 
-Its exit status is that of the process that failed first. After Ctrl-C it waits for the training, which gets the signal
-itself and says so, and ends with 130.
+Its exit status is that of the process that failed first: 75 of a training that was told to stop, and saved. SIGTERM
+goes on to the processes, which may take as long as they need; torchrun itself would kill them after 30 seconds, and end
+with 1. After Ctrl-C it waits for them, too, and ends with 130.
 """
 
+import logging
+import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from subprocess import CalledProcessError
+
+import psutil
 
 from eagle31_train.console import note
 
@@ -14,15 +20,26 @@ from eagle31_train.console import note
 def main() -> None:
     """Launch as the command line says; SystemExit if the training fails or is interrupted."""
     pressed: list[int] = []
+
+    def pass_on(number: int, _: object) -> None:
+        if number == signal.SIGINT:
+            pressed.append(number)
+        if not _passed_on(number) and number != signal.SIGINT:  # nothing runs yet
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
     try:
         launch = import_module("accelerate.commands.launch")  # takes seconds, in which Ctrl-C may come
-        signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
-        launch.main()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, pass_on)
+        # In another thread torchrun leaves signals alone, with a warning; and how a process ended is told below.
+        logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(launch.main).result()
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     except Exception as error:
-        # torchrun, which starts the processes, turns the signal into an exception of its own.
-        if pressed or getattr(error, "sigval", None) == signal.SIGINT:
+        if pressed:
             raise SystemExit(130) from None
         elastic = import_module("torch.distributed.elastic.multiprocessing.errors")
         if isinstance(error, elastic.ChildFailedError):
@@ -36,6 +53,17 @@ def main() -> None:
             killer, reason = signal.Signals(-status), ", for want of memory perhaps"
             note(f"error: rank {rank} was killed by {killer.name}{reason * (killer == signal.SIGKILL)}", error=True)
         raise SystemExit(status if status > 0 else 128 - status) from None
+
+
+def _passed_on(number: int) -> bool:
+    """Send a signal to the processes that were launched; whether there are any."""
+    processes = psutil.Process().children()
+    for process in processes:
+        try:
+            process.send_signal(number)
+        except psutil.NoSuchProcess:
+            continue
+    return bool(processes)
 
 
 if __name__ == "__main__":

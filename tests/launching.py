@@ -14,7 +14,7 @@ PROFILES = ("ddp", "fsdp2", "zero1", "zero2", "zero2_offload", "zero3", "zero3_o
 TRAIN = ROOT / "train.py"
 
 
-def command(profile, processes, script=TRAIN):
+def command(profile, processes, script=TRAIN, launcher="accelerate.commands.launch"):
     """How a user launches a profile; "one" is one process without a launcher."""
     if profile == "one":
         return [sys.executable, str(script)]
@@ -23,7 +23,7 @@ def command(profile, processes, script=TRAIN):
         port = free.getsockname()[1]
     config = ["--config_file", f"configs/accelerate/{profile}.yaml", "--num_processes", str(processes)]
     address = ["--main_process_ip", "127.0.0.1", "--main_process_port", str(port)]
-    return [sys.executable, "-m", "accelerate.commands.launch", *config, *address, str(script)]
+    return [sys.executable, "-m", launcher, *config, *address, str(script)]
 
 
 def environment(profile, on_gpus=False, **more):

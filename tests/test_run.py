@@ -1,13 +1,14 @@
 """`eagle31 run`: which words its stages are given, and under which profile it trains."""
 
+import os
 import signal
+import subprocess
 import sys
 from subprocess import CalledProcessError
 from types import SimpleNamespace
 
 import pytest
 from published_targets import FOLDER
-from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from eagle31_train import cli, launcher, new, run
@@ -60,6 +61,7 @@ REFUSED = [  # what is asked, what is said, and up to or from where it would be 
     (SERVED_BY_NONE, "a folder of yours: push with export_format=vllm", "target.path=org/target --from export"),
     ("store.max_bytes=1GB", "`eagle31 extract` and `eagle31 train store.follow=true` at once", "--until extract"),
     ("store.max_bytes=1GB", "`eagle31 extract` and `eagle31 train store.follow=true` at once", "--from train"),
+    ("--profile zero2", "train.optimizer=muon needs whole matrices", "train.optimizer=adamw"),
 ]
 
 
@@ -77,7 +79,7 @@ WHOLE = ("target.device_map=auto", "target.device=cuda:1", "extract.engine=vllm"
 @pytest.mark.parametrize(
     ("stage", "options", "profile"),
     [
-        ("train", "--profile zero2", "zero2"),
+        ("train", "--profile zero2 train.optimizer=adamw", "zero2"),
         *(("train", f"--profile {alone}", None) for alone in run.ALONE),
         ("extract", "--profile zero2", "ddp"),
         *(("extract", f"--profile zero2 {option}", None) for option in WHOLE),
@@ -165,20 +167,32 @@ def test_a_killed_stage_is_said_and_its_status_is_a_shells(monkeypatch, capsys):
     assert "run: stopped at extract: it was killed, perhaps for want of memory" in capsys.readouterr().err
 
 
-def test_ctrl_c_ends_the_launcher_without_a_traceback(monkeypatch):
-    def launched(sent):
-        def main():
-            raise SignalException("got a signal", sent)
+@pytest.fixture
+def handlers():
+    """The handlers of signals are as before once a launcher has ended."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
-        monkeypatch.setitem(sys.modules, "accelerate.commands.launch", SimpleNamespace(main=main))
-        launcher.main()
 
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
+def test_ctrl_c_ends_the_launcher_without_a_traceback(monkeypatch, handlers):
+    """It waits for what it launched, which gets the signal as well."""
+
+    def main():
+        lines = "try:", "  print(flush=True); time.sleep(60)", "except KeyboardInterrupt: raise SystemExit(7)"
+        with subprocess.Popen(
+            [sys.executable, "-c", "\n".join(["import time", *lines])], stdout=subprocess.PIPE
+        ) as process:
+            process.stdout.readline()
+            os.kill(os.getpid(), signal.SIGINT)
+            assert process.wait() == 7
+        raise CalledProcessError(7, "train")
+
+    monkeypatch.setitem(sys.modules, "accelerate.commands.launch", SimpleNamespace(main=main))
     with pytest.raises(SystemExit) as stopped:
-        launched(signal.SIGINT)
+        launcher.main()
     assert stopped.value.code == 130
-    with pytest.raises(SignalException):
-        launched(signal.SIGTERM)
 
 
 def failed_ranks(**codes):
@@ -200,17 +214,13 @@ def failed_ranks(**codes):
         (failed_ranks(rank0=-signal.SIGSEGV, rank1=-signal.SIGTERM), 139, "rank 0 was killed by SIGSEGV\n"),
     ],
 )
-def test_the_launcher_ends_as_the_training_that_failed_first(monkeypatch, capsys, error, status, said):
+def test_the_launcher_ends_as_the_training_that_failed_first(monkeypatch, capsys, handlers, error, status, said):
     def fails():
         raise error
 
-    before = signal.getsignal(signal.SIGINT)
     monkeypatch.setitem(sys.modules, "accelerate.commands.launch", SimpleNamespace(main=fails))
-    try:
-        with pytest.raises(SystemExit) as ended:
-            launcher.main()
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with pytest.raises(SystemExit) as ended:
+        launcher.main()
     assert ended.value.code == status
     shown = capsys.readouterr().err
     assert said in shown

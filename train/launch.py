@@ -6,6 +6,7 @@ that do not exist on a CPU. So what came is compared with what the launch asked 
 
 import logging
 import os
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -26,7 +27,7 @@ from accelerate.utils import (
 )
 
 from eagle31_train import PARENT, artifacts
-from eagle31_train.config import Config, TrainConfig, check_context_parallel
+from eagle31_train.config import MUON_UNDER_ZERO, Config, TrainConfig, check_context_parallel
 from eagle31_train.console import note, ranks, refuse_lone_process
 from eagle31_train.errors import SharedError, UserError
 from eagle31_train.locations import CONFIGS
@@ -134,7 +135,7 @@ def deepspeed_plugin(t: TrainConfig) -> DeepSpeedPlugin:
     if settings.get("zero_optimization", {}).get("stage", 0) == 0:
         raise UserError("DeepSpeed without a ZeRO stage shards nothing: use configs/accelerate/ddp.yaml")
     if t.optimizer == "muon":
-        raise UserError("train.optimizer=muon needs whole matrices, which DeepSpeed cuts up: launch with ddp or fsdp2")
+        raise UserError(MUON_UNDER_ZERO)
     settings.pop("train_batch_size", None)
     settings["gradient_accumulation_steps"] = 1
     settings["train_micro_batch_size_per_gpu"] = 1  # DeepSpeed wants a number; batches are the trainer's own
@@ -218,5 +219,14 @@ def stop_all(accelerator: Accelerator, problem: str) -> NoReturn:
     """End a run that every rank knows to be over, by a SharedError; all come here."""
     if accelerator.is_main_process:  # before any rank is gone, whereupon a launcher ends the others
         note(f"error: {problem}", error=True)
-    accelerator.wait_for_everyone()
+    wait_at_the_end(accelerator)
     raise SharedError(problem)
+
+
+def wait_at_the_end(accelerator: Accelerator) -> None:
+    """Wait for every rank, whereupon this one may end."""
+    accelerator.wait_for_everyone()
+    if accelerator.num_processes > 1:
+        # Gloo's thread lets go of the last exchange's tensors now, for which it needs the interpreter. Whoever frees
+        # the group in that instant waits for the thread with the interpreter in hand, for ever (torch 2.13).
+        time.sleep(0.1)

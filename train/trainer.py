@@ -151,13 +151,14 @@ class Trainer:
         if not len(self.heldout) or not (step == self.last_step or step % self.t.eval_every == 0):
             return
         measured = self.meter.measure() if self.meter else {}
-        metrics = evaluate(self.parallel, self.heldout, self.t, self.keep_mask)
+        metrics, of = evaluate(self.parallel, self.heldout, self.t, self.keep_mask), self.t.eval_samples
         self.reporter.log(step, {f"{HELDOUT}{name}": value for name, value in {**metrics, **measured}.items()})
         if self.meter:
             self._compare(step, measured["acceptance_length"])
         if step == self.last_step and len(self.heldout) > self.t.eval_samples:
+            of = len(self.heldout)
             metrics = evaluate(self.parallel, self.heldout, self.t, self.keep_mask, everything=True)
-        self.state.heldout = plain({**metrics, **measured})
+        self.state.heldout = plain({**metrics, **measured, "conversations": min(of, len(self.heldout))})
         if self.state.best and self.state.best["step"] == step:
             self.state.best["heldout"] = self.state.heldout
         text = f"step {step}: {heldout_text(metrics)}"
@@ -201,7 +202,7 @@ class Trainer:
         self.saver.close()
         self.reporter.close()
         # Together, so that no rank closes its connections while another still saves or speaks to it.
-        self.accelerator.wait_for_everyone()
+        launch.wait_at_the_end(self.accelerator)
         self.accelerator.end_training()
         main, state, steps = self.accelerator.is_main_process, self.state, self.last_step
         state.seconds += time.perf_counter() - self.lap

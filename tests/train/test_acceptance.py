@@ -127,6 +127,7 @@ def test_the_weights_are_rounded_as_they_are_served(new_run, monkeypatch):
 # ---------------------------------------------------------------- what it chooses
 
 RECIPE = ["train.max_steps=10", "train.eval_every=2", "train.checkpoint_every=3", "train.keep_checkpoints=1"]
+RECIPE += ["train.eval_samples=2"]
 SCRIPT = {2: 1.1, 4: 1.5, 6: 1.3, 8: 1.5, 10: 1.4}
 
 
@@ -156,6 +157,7 @@ def test_the_best_step_is_kept_and_is_what_the_run_leaves(unchosen, new_run, cap
     assert manifest["kept"] == {"step": 4, "acceptance_length": 1.5}
     (row,) = [row for row in run.rows() if row["step"] == 4 and "heldout_loss" in row]
     assert manifest["heldout"]["loss"] == row["heldout_loss"]
+    assert manifest["heldout"]["conversations"] == 2  # the last step's are of all
     left = DrafterCheckpoint.of_run(run.folder / "run", run.folder / "run" / "data")
     assert left.folder == run.checkpoints / "step-000004"
     assert unchosen.manifest()["checkpoint"] == "checkpoints/step-000010", "where nobody asks for the best"

@@ -129,3 +129,18 @@ def test_a_launch_that_is_told_to_stop_saves(new_run, profile, everybody):
         assert stopped_after(run, errors, "SIGTERM") > 3
         with pytest.raises(ProcessLookupError):
             os.killpg(process.pid, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("profile", "processes"), [("ddp", 2), ("zero2", 2), ("cpu", 1)])
+def test_our_launcher_lets_the_training_save_and_ends_as_it_does(new_run, profile, processes):
+    run = new_run()
+    words = command(profile, processes, launcher="eagle31_train.launcher")
+    with launched([*words, *arguments(run, *ENDLESS)], environment(profile)) as process:
+        wait_until(lambda: lines(run.train / "metrics.jsonl") > 3, lambda: process.poll() is None)
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate()
+    assert process.returncode == STOPPED
+    assert stopped_after(run, errors, "SIGTERM") > 3
+    assert "Traceback" not in errors
+    assert "exitcode" not in errors
