@@ -8,23 +8,23 @@ Shapes: B sequences; n new tokens; A auxiliary layers; H hidden; V vocabulary.
 """
 
 import inspect
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn.functional import pad
-from transformers import DynamicCache
+from torch import Tensor, nn
+from torch.nn.functional import pad, scaled_dot_product_attention
+from transformers import AttentionInterface, DynamicCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from eagle31_train.errors import UserError
 from eagle31_train.targets.description import RECURRENT, layer_types
 from eagle31_train.targets.hf import HiddenStateTarget, rope_by_length
 
 TOGETHER = {"full_attention", "sliding_attention"}  # types of layers of which rows of unequal length are tested
-SHARED_KEYS = "TRANSFORMERS_SDPA_FORCE_GQA"  # a switch of transformers; older releases have none, and are slower
+FEW = 32  # queries of a head: more fill the kernel's blocks by themselves
 
 
 class CachedTarget(HiddenStateTarget):
@@ -137,14 +137,39 @@ def why_alone(model: Any) -> str | None:
 
 @contextmanager
 def shared_keys() -> Iterator[None]:
-    """While it lasts, attention under a mask reads the keys that heads share, which transformers otherwise copies for
-    each head, in every layer of every pass. The numbers are the same, but for rounding of a single query."""
-    before = os.environ.get(SHARED_KEYS)
-    os.environ[SHARED_KEYS] = "1"
+    """While it lasts, attention with keys that heads share reads them once (`_attend`)."""
+    usual = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    AttentionInterface.register("sdpa", partial(_attend, usual))
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[SHARED_KEYS]
-        else:
-            os.environ[SHARED_KEYS] = before
+        AttentionInterface.register("sdpa", usual)
+
+
+def _attend(
+    usual: Callable[..., tuple[Tensor, None]],
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """`usual`, transformers' attention through torch's: [B, n, heads, D] of query [B, heads, n, D] and key and value
+    [B, shared heads, T, D], under a mask [B, 1, n, T].
+
+    Where a mask is given transformers copies keys for each head that shares them. And torch's kernel for CPUs takes as
+    long for one query as for 32: here the queries of heads with the same keys are rows of one.
+    """
+    B, heads, n, _ = query.shape
+    share = heads // key.shape[1]
+    plain = (attention_mask is None and n == 1) or (attention_mask is not None and attention_mask.shape[1] == 1)
+    if share == 1 or not plain or options.get("position_bias") is not None:
+        return usual(module, query, key, value, attention_mask, **options)
+    how: dict[str, Any] = {"scale": options.get("scaling"), "enable_gqa": n > FEW}
+    if n <= FEW:
+        query = query.reshape(B, -1, share * n, query.shape[-1])
+        if attention_mask is not None:
+            attention_mask = attention_mask.expand(-1, share, -1, -1).flatten(1, 2)[:, None]
+    attended = scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, **how)
+    return attended.reshape(B, heads, n, -1).transpose(1, 2).contiguous(), None

@@ -1,14 +1,13 @@
 """Sequences of unequal length, read together: what each would have been alone."""
 
-import os
-from contextlib import nullcontext
 from functools import partial, wraps
+from types import SimpleNamespace
 
 import pytest
 import torch
 from pipeline import VOCAB
-from random_targets import LATENT, SIZES, random_target
-from transformers import LlamaConfig, LlamaForCausalLM
+from random_targets import LATENT, random_target
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from eagle31_train.targets import cached
 from eagle31_train.targets.cached import CachedTarget
@@ -85,19 +84,27 @@ def test_rows_are_what_they_are_alone(target, lengths):
     check(target, *read_together(target, lengths, ROUNDS), lengths)
 
 
-def test_keys_that_heads_share_are_read_and_not_copied(monkeypatch):
-    """To the same bits; a single query of each row may round otherwise."""
-    target, found, single = CachedTarget(LlamaForCausalLM(LlamaConfig(**SIZES)).eval(), [1, 2, 4]), [], []
-    assert target.model.config.num_key_value_heads < target.model.config.num_attention_heads
-    for ways in ("shared", "copied"):
-        if ways == "copied":
-            assert cached.SHARED_KEYS not in os.environ
-            monkeypatch.setattr(cached, "shared_keys", nullcontext)
-        found.append(read_together(target, LENGTHS, ROUNDS)[1])
-        single.append(target.read([[1], [2], [3], [4]], 1))
-    for ours, theirs in zip(*found, strict=True):
-        assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
-    torch.testing.assert_close(*single, rtol=1e-6, atol=1e-7)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("n", [1, 2, cached.FEW, cached.FEW + 1])
+@pytest.mark.parametrize("share", [1, 3])
+def test_keys_that_heads_share_are_read_and_not_copied(share, n, masked):
+    """As if each head had its own; a mask is of each query."""
+    generator = torch.Generator().manual_seed(n)
+    query, key, value = (
+        torch.randn(2, heads, length, 8, generator=generator, dtype=torch.float64)
+        for heads, length in ((2 * share, n), (2, 40), (2, 40))
+    )
+    mask = torch.ones(2, 1, n, 40, dtype=torch.bool).tril(40 - n) if masked else None
+    if masked:
+        mask[1, ..., :5] = False  # a shorter row
+    usual = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    module = SimpleNamespace(num_key_value_groups=share, is_causal=n == 1 or masked)
+    with cached.shared_keys():
+        ours, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, scaling=0.3, is_causal=False)
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is usual
+    copies = (states.repeat_interleave(share, 1) for states in (key, value))
+    expected = torch.nn.functional.scaled_dot_product_attention(query, *copies, attn_mask=mask, scale=0.3)
+    torch.testing.assert_close(ours, expected.transpose(1, 2))
 
 
 def test_rows_that_leave_change_nothing_for_the_others(target):
