@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf
 from torch import Tensor
 
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
+from eagle31_train.checkpoint.run_folder import option
 from eagle31_train.config import TargetConfig
-from eagle31_train.errors import UserError
+from eagle31_train.errors import Refused, UserError
 from eagle31_train.evaluation import decoding, intervals
 from eagle31_train.model.decode import DraftDecoder
 from eagle31_train.model.drafter import Drafter
@@ -129,6 +131,7 @@ class Speculator:
         Args:
             dtype: of both. In float32 outputs equal the target's own greedy ones, token for token.
             options: further options of the target, as `target.*` of a recipe: revision, trust_remote_code, …
+                A run's chat template and its variables are its own where they are not given.
 
         Raises:
             UserError: one of them cannot be read, or they do not belong together.
@@ -136,6 +139,9 @@ class Speculator:
         config = TargetConfig(path=target, dtype=dtype, device=device, **options)
         checkpoint = DrafterCheckpoint.open(drafter, target_layers=lambda: read_config(config).num_hidden_layers)
         checkpoint.check_target(config)
+        for name in {"chat_template", "template_args"} - options.keys():
+            if checkpoint.train and (own := option(checkpoint.train, f"target.{name}")):
+                setattr(config, name, OmegaConf.to_object(own) if OmegaConf.is_config(own) else own)
         cached = CachedTarget(load_model(config), checkpoint.shape.aux_layers)
         loaded = checkpoint.load(cached, DTYPES[dtype], DTYPES[dtype])
         ids = torch.from_numpy(checkpoint.vocab.target_ids).to(cached.device)
@@ -200,11 +206,15 @@ class Speculator:
         """Token ids of a prompt; words and messages through the target's chat template."""
         if isinstance(prompt, str):
             return self.template.prompt_ids([{"role": "user", "content": prompt}])
-        ids = [one for one in prompt if isinstance(one, int)]
-        messages = [one for one in prompt if isinstance(one, dict)]
-        if len(prompt) not in (len(ids), len(messages)):
-            raise UserError("a prompt is a text, a list of messages, or a list of token ids, and not a mixture")
-        return ids or self.template.prompt_ids(messages)
+        given = [one.item() if hasattr(one, "item") else one for one in prompt]  # of arrays and tensors
+        if all(isinstance(one, int) for one in given):
+            return given
+        if not all(isinstance(one, dict) for one in given):
+            raise UserError("a prompt is a text, a list of messages, or a list of token ids, and no mixture of these")
+        try:
+            return self.template.prompt_ids(given)
+        except Refused as error:
+            raise UserError(f"the prompt cannot be rendered: {error}") from None
 
     def _ids_and_room(self, prompt: Prompt, drafted: int) -> tuple[list[int], int]:
         """A prompt's ids, and how many tokens can be written after it while so many are drafted at a time."""

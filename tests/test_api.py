@@ -3,10 +3,13 @@
 import json
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 
 from eagle31_train.api import Speculator, open_store
@@ -88,7 +91,7 @@ def test_what_cannot_be_decoded_is_said(folder):
         ([5] * (speculator.longest - 3), 3, 6, "none is left to write"),
         ([speculator.target.embedding.weight.shape[0]], 3, 4, "the prompt has token"),
         ([-1], 3, 4, "the prompt has token"),
-        ([5, {"role": "user", "content": "x"}], 3, 4, "not a mixture"),
+        ([5, {"role": "user", "content": "x"}], 3, 4, "no mixture"),
         ("why", 0, 4, "there must be one"),
         ("why", 3, 0, "there must be one"),
     ]:
@@ -96,6 +99,34 @@ def test_what_cannot_be_decoded_is_said(folder):
             speculator.generate(prompt, drafted, written)
     with pytest.raises(UserError, match="the prompt has token"):
         speculator.draft([10**6])
+
+
+def test_token_ids_of_arrays_and_tensors_are_token_ids(folder):
+    """Left out in silence, they would make another prompt of it."""
+    speculator = Speculator.load("runs/smollm2", target="models/SmolLM2-135M-Instruct", device="cpu")
+    ids = [5, 6, 7]
+    for given in (np.array(ids), torch.tensor(ids), [5, *np.array([6, 7])], [5, *torch.tensor([6, 7])]):
+        assert speculator.ids(given) == ids
+        assert all(type(one) is int for one in speculator.ids(given))
+    for nothing in ({"role": "user", "content": "x"}, [5, "x"], [5.0]):
+        with pytest.raises(UserError, match="no mixture"):
+            speculator.ids(nothing)
+    with pytest.raises(UserError, match="the prompt has no tokens"):
+        speculator.generate([])
+
+
+def test_prompts_are_under_the_runs_own_template(folder):
+    (folder / "mine.jinja").write_text("{% for m in messages %}{{ m.content }}{{ mark }}{% endfor %}")
+    file = folder / "runs" / "smollm2" / "train" / "config.yaml"
+    config = OmegaConf.load(file)
+    config.target.update(chat_template="mine.jinja", template_args={"mark": "!"})
+    OmegaConf.save(config, file)
+    load = partial(Speculator.load, "runs/smollm2", target="models/SmolLM2-135M-Instruct", device="cpu")
+    messages = [{"role": "user", "content": "why"}]
+    template = load().template
+    assert template.decode(template.prompt_ids(messages)) == "why!"
+    given = load(template_args={"mark": "?"}).template
+    assert given.decode(given.prompt_ids(messages)) == "why?"
 
 
 def test_there_are_two_splits(folder):
