@@ -1,6 +1,7 @@
 """The rows of files, of folders of them, and of hub data sets, one by one, each with its number from 1: of the line in
 text files (the row's first in CSV), else of the row. With the name of the file it makes the row's default id."""
 
+import codecs
 import csv
 import gzip
 import re
@@ -156,7 +157,7 @@ def _json_lines(path: Path, place: Place) -> Iterator[Any]:
 def _json(path: Path, place: Place) -> Iterator[Any]:
     """A JSON list, or, as benchmarks often name them, JSON lines."""
     with _opened(path) as file:
-        is_list = file.read(1 << 12).lstrip()[:1] in (b"[", b"")
+        is_list = file.read(1 << 12).removeprefix(codecs.BOM_UTF8).lstrip()[:1] in (b"[", b"")
     if is_list:
         yield from _json_list(path, place)
         return

@@ -69,8 +69,8 @@ def check(storage: Storage, checked: Counter[str]) -> Iterator[Problem]:
             states = head.provenance["states"]
             wrong = wrong_shape(storage.opened(name, load_file), states["vocab_size"], states["hidden_size"])
             damage = wrong and f"{storage.location}/{name} {wrong}"
-        if damage:
-            yield Problem(damage)
+        if damage:  # without its line it is made anew, even where only sizes are looked at
+            yield Problem(damage, files.line_name(name) if storage.size(name) is not None else None)
     yield from _shards(head, head.plan, head.provenance, checked)
     ours = files.FILES | {shard.name for shard in head.plan.shards}
     if head.manifest is None:  # lines have files of their own
@@ -159,6 +159,8 @@ def _verify(storage: Storage, remove: bool) -> int:
     )
     if problems and remove:
         damaged = [problem.file for problem in problems if problem.file]
+        if damaged:
+            storage.remove(artifacts.MANIFEST)  # else extraction finds the store complete, and looks no further
         for name in damaged:
             storage.remove(name)
         note(f"removed: {len(damaged)} files; {files.REMAKE}")

@@ -182,6 +182,9 @@ def description_of(raw: dict[str, Any], text: Any, where: str) -> TargetDescript
     """From config.json and transformers' reading of it; UserError, naming `where`, where a size is missing or none."""
     if NOT_DERIVED.intersection(kinds(raw)):
         raise UserError(f"{where} is a {raw['model_type']}, for which no drafter is made here: nothing of it was tried")
+    if (streams := getattr(text, "hc_mult", None)) not in (None, 1):
+        why = f"its layers hand on {streams} streams of states, and EAGLE reads one"
+        raise UserError(f"{where} is a {raw['model_type']}, for which no drafter is made here: {why}")
     try:
         text = _checked(text, where)
         theta, scaling = _rope(text)

@@ -151,6 +151,12 @@ class HiddenStateTarget:
         """
         with self._tapped([*self._taps, self.final_norm]) as caught, unpacked_rows():
             self.decoder(input_ids=tokens, attention_mask=attention_mask, use_cache=False)
+        for state in caught.values():
+            if state.dim() != tokens.dim() + 1:
+                raise UserError(
+                    f"this target's layers hand on states of shape {list(state.shape[2:])}, several streams in place of "
+                    "one: a drafter for it cannot be trained here"
+                )
         return self._stacked(caught), caught[len(self._taps)]
 
     def _stacked(self, caught: dict[int, Tensor]) -> Tensor:

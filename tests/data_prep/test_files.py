@@ -53,6 +53,7 @@ KINDS = {
     "a.jsonl": lambda path: write_jsonl(path, ROWS),
     "a.jsonl.gz": lambda path: write_jsonl(path, ROWS, gzip.open),
     "a.json": lambda path: path.write_text(json.dumps(ROWS)),
+    "marked.json": lambda path: path.write_text(json.dumps(ROWS), "utf-8-sig"),
     "lines.json": lambda path: write_jsonl(path, ROWS),
     "a.json.gz": lambda path: path.write_bytes(gzip.compress(json.dumps(ROWS).encode())),
     "a.csv": lambda path: write_csv(path, AS_TEXT),

@@ -191,6 +191,26 @@ def test_a_begun_store_of_another_provenance_is_refused_or_replaced_whole(tmp_pa
     assert sorted(contents(folder)) == ["plan.json", "provenance.json", "stream.json"]
 
 
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_store_with_what_is_somebody_elses_is_not_removed(tmp_path, remote):
+    where = "memory://shared" if remote else str(tmp_path / "shared")
+    storage = open_storage(where, tmp_path / "cache", 100_000)
+    try:
+        MADE.write(storage)
+        if remote:
+            storage.fs.pipe_file("/shared/other/mine.txt", b"mine")
+        else:
+            (tmp_path / "shared" / "other").mkdir()
+            (tmp_path / "shared" / "other" / "mine.txt").write_text("mine")
+        assert "holds other, too, which is no file of a store" in message_of(
+            Made(fingerprint="e" * 16).writer, storage, overwrite=True
+        )
+        assert read_whole(storage)[1] is None
+    finally:
+        if remote:
+            storage.fs.rm("/shared", recursive=True)
+
+
 @pytest.mark.parametrize("folder", ["", "train", "data", "export", "evaluate"])
 def test_a_folder_of_another_stage_is_no_damaged_store(capsys, folder):
     run = Path(__file__).parents[1] / "fixtures" / "v68c343f" / "run"
@@ -209,6 +229,26 @@ def test_what_is_removed_is_made_anew_and_nothing_else(store, capsys):
     assert "\nremoved: 2 files; " in capsys.readouterr().out
     MADE.write(store)
     assert contents(store) == whole
+
+
+def test_damaged_weights_of_a_remote_store_are_made_anew(tmp_path, monkeypatch, capsys):
+    """Of which `finished` looks at the size alone."""
+    storage = open_storage("memory://bucket/store", tmp_path / "cache", 100_000)
+    try:
+        MADE.write(storage)
+        name = "/bucket/store/target.safetensors"
+        content = bytearray(storage.fs.cat_file(name))
+        content[-3] ^= 1
+        storage.fs.pipe_file(name, bytes(content))
+        monkeypatch.chdir(tmp_path)
+        assert main(["verify", "memory://bucket/store", "--remove"]) == 1
+        assert "\nremoved: 1 files; " in capsys.readouterr().out
+        assert finished(storage, Provenance(MADE.provenance["inputs"]), overwrite=False) is None
+        again = open_storage("memory://bucket/store", tmp_path / "anew", 100_000)
+        MADE.write(again)
+        assert main(["verify", "memory://bucket/store"]) == 0
+    finally:
+        storage.fs.rm("/bucket", recursive=True)
 
 
 def test_a_shard_that_is_replaced_under_its_reader_is_compared_again(store):

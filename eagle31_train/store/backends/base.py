@@ -62,6 +62,10 @@ class Storage(ABC):
         """Remove a file; an absent one is fine."""
 
     @abstractmethod
+    def entries(self) -> list[str]:
+        """Names of all that lies in it, files and folders, whosever they are."""
+
+    @abstractmethod
     def discard(self) -> None:
         """Remove all files."""
 
@@ -167,6 +171,10 @@ class LocalStorage(Storage):
 
     def forget(self, name: str) -> None:
         artifacts.forget_pages(self.folder / name)
+
+    def entries(self) -> list[str]:
+        with self._explained("read", ""):
+            return sorted(os.listdir(self.folder)) if self.folder.is_dir() else []
 
     def discard(self) -> None:
         with self._explained("remove", ""):

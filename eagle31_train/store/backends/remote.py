@@ -78,6 +78,14 @@ class RemoteStorage(CachedStorage):
             self._call("removing", name, lambda: self.fs.rm_file(self._path(name)))
         self.forget(name)
 
+    def entries(self) -> list[str]:
+        def call() -> list[str]:
+            self.fs.invalidate_cache()
+            below = [path.strip("/").removeprefix(self.root.strip("/")) for path in self.fs.find(self.root)]
+            return sorted({path.strip("/").partition("/")[0] for path in below})
+
+        return self._call("reading", "", call)
+
     def discard(self) -> None:
         """Remove every file, the manifest first, and last what stands beside the shards, which says whose they are:
         what a kill leaves is never taken for complete, and the same command goes on."""
