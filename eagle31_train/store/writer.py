@@ -231,8 +231,8 @@ class StoreWriter:
             ours = {*files.FILES, files.STREAM, "shards"}
             if foreign := [name for name in storage.entries() if name not in ours and not name.startswith(".")]:
                 raise UserError(
-                    f"{storage.location} holds {foreign[0]}, too, which is no file of a store, and overwrite=true would "
-                    "remove it: move it away, or give the store a folder of its own (store_dir=…)"
+                    f"{storage.location} holds {foreign[0]}, too, which is no file of a store, and overwrite=true "
+                    "would remove it: move it away, or give the store a folder of its own (store_dir=…)"
                 )
             storage.discard()
         storage.remove(artifacts.MANIFEST)  # whoever reads it now finds it unfinished

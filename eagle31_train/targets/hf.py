@@ -154,8 +154,8 @@ class HiddenStateTarget:
         for state in caught.values():
             if state.dim() != tokens.dim() + 1:
                 raise UserError(
-                    f"this target's layers hand on states of shape {list(state.shape[2:])}, several streams in place of "
-                    "one: a drafter for it cannot be trained here"
+                    f"this target's layers hand on states of shape {list(state.shape[2:])}, several streams in place "
+                    "of one: a drafter for it cannot be trained here"
                 )
         return self._stacked(caught), caught[len(self._taps)]
 

@@ -1,6 +1,7 @@
 """Targets in transformers against plain calls of the model; those that are refused; readouts of checkpoints."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -158,6 +159,15 @@ def test_planted_mistakes_are_seen(plant, what, monkeypatch):
     plant(engine, monkeypatch)
     with pytest.raises(AssertionError, match=what):
         check_against_plain_calls(engine, model, conversations())
+
+
+def test_layers_that_hand_on_several_streams_are_refused(monkeypatch):
+    """Stored as they come, no reader would take them."""
+    target = HiddenStateTarget(tiny_llama(), [1, 2])
+    caught = {tap: torch.zeros(1, 3, 4, HIDDEN) for tap in range(3)}
+    monkeypatch.setattr(target, "_tapped", lambda _: nullcontext(caught))
+    with pytest.raises(UserError, match=r"states of shape \[4, \d+\], several streams in place of one"):
+        target.states(torch.ones(1, 3, dtype=torch.int64), None)
 
 
 @pytest.mark.parametrize("name", BY_LENGTH)

@@ -174,7 +174,7 @@ class LocalStorage(Storage):
 
     def entries(self) -> list[str]:
         with self._explained("read", ""):
-            return sorted(os.listdir(self.folder)) if self.folder.is_dir() else []
+            return sorted(path.name for path in self.folder.iterdir()) if self.folder.is_dir() else []
 
     def discard(self) -> None:
         with self._explained("remove", ""):
