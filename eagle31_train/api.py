@@ -206,7 +206,7 @@ class Speculator:
         """Token ids of a prompt; words and messages through the target's chat template."""
         if isinstance(prompt, str):
             return self.template.prompt_ids([{"role": "user", "content": prompt}])
-        given = [one.item() if hasattr(one, "item") else one for one in prompt]  # of arrays and tensors
+        given: list[Any] = [one.item() if hasattr(one, "item") else one for one in prompt]  # of arrays and tensors
         if all(isinstance(one, int) for one in given):
             return given
         if not all(isinstance(one, dict) for one in given):

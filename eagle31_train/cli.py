@@ -28,7 +28,7 @@ from yaml import YAMLError
 
 from eagle31_train import precision
 from eagle31_train.allocator import keep_freed_memory
-from eagle31_train.config import REMOVED, RENAMED, Config, check_value
+from eagle31_train.config import REMOVED, RENAMED, Config, check_options, check_value
 from eagle31_train.console import Parser, explained, note, say, tidy
 from eagle31_train.errors import UserError
 from eagle31_train.locations import CONFIGS, project
@@ -103,6 +103,9 @@ def _checked_group(override: str, folders: list[Path]) -> str:
             meant = group == "experiment" and Path(own).is_file()
             hint = f": for the file here give +experiment={own}" if meant else _nearest(name, known)
             raise UserError(f"no configs/{group}/{name}.yaml{hint}")
+        files = [file for folder in folders if (file := folder / group / f"{name}.yaml").is_file()]
+        if len(files) > 1:
+            raise UserError(f"{files[-1]} has the name of one that comes with eagle31, which Hydra takes: rename it")
     quoted = ",".join(map(_quoted, names))
     return f"{group}=[{quoted}]" if listed else f"{group}={quoted}"
 
@@ -186,6 +189,7 @@ def _to_config(composed: DictConfig) -> Config:
         _refuse_empty(option, getattr(config, option))
     for name, _, field in OPTIONS:
         check_value(name, operator.attrgetter(name)(config), field.metadata)
+    check_options(config)
     return config
 
 

@@ -439,6 +439,15 @@ def byte_count(text: str, option: str) -> int:
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
 
+def check_options(config: Config) -> None:
+    """UserError for options that contradict each other, which a late stage would find."""
+    if len(config.train.betas) != 2:
+        raise UserError(f"train.betas={config.train.betas} must be two numbers, of AdamW's two moments")
+    most, headline = config.evaluate.max_speculative_tokens, config.evaluate.num_speculative_tokens
+    if most < headline:
+        raise UserError(f"evaluate.max_speculative_tokens={most} must be num_speculative_tokens={headline} or more")
+
+
 MUON_UNDER_ZERO = (
     "train.optimizer=muon needs whole matrices, which DeepSpeed cuts up: launch with ddp or fsdp2, or give "
     "train.optimizer=adamw with its own train.lr"

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from eagle31_train import cli
 from eagle31_train.cli import ANY
-from eagle31_train.config import MUON_UNDER_ZERO, SELF, Config
+from eagle31_train.config import MUON_UNDER_ZERO, SELF, Config, is_hub_id
 from eagle31_train.console import STOPPED, note
 from eagle31_train.errors import Stopped, UserError
 from eagle31_train.locations import CONFIGS
@@ -33,11 +33,19 @@ PROFILES = [*ALONE, "ddp", "fsdp2", "zero1", "zero2", "zero2_offload", "zero3", 
 def run(config: Config, overrides: list[str], first: str, last: str, profile: str | None = None) -> None:
     """Run the stages from `first` to `last`, each in a process of its own, training as `profile` says; SystemExit if
     one fails, with its status. UserError for options with which they could not end."""
-    from eagle31_train.checkpoint import hub  # half a second, which `--help` need not wait for
+    from eagle31_train.checkpoint import hub  # seconds, which `--help` need not wait for
+    from eagle31_train.evaluation import workloads
 
-    if last in ("export", "summary"):
+    stages = stages_between(first, last, config.evaluate.backend)
+    if "evaluate" in stages:
+        workloads.inputs(config)  # names what is no perturbation, or no file
+    if "export" in stages:
         hub.check(config)
-    stages = STAGES[STAGES.index(first) : STAGES.index(last) + 1]
+    folders = [("train.init_from", config.train.init_from), *(("comparisons", one) for one in config.comparisons)]
+    for option, folder in folders:
+        place = (folder or ".").partition("@")[0]
+        if not Path(place).exists() and not is_hub_id(place):
+            raise UserError(f"{option}={folder} does not exist: give its folder")
     if config.store.max_bytes and {"extract", "train"} <= set(stages):
         raise UserError(
             "store.max_bytes is for `eagle31 extract` and `eagle31 train store.follow=true` at once: leave it out"
@@ -53,9 +61,10 @@ def run(config: Config, overrides: list[str], first: str, last: str, profile: st
     environment.setdefault("TOKENIZERS_PARALLELISM", "false")
     if profile == "cpu":
         environment["ACCELERATE_USE_CPU"] = "true"
-    for stage in stages:
+    for number, stage in enumerate(stages):
         note(f"run: {stage}")
-        status = finished([*command(stage, config, profile), *overrides], environment)
+        early = ["push=false"] * (stage == "export" and "export" in stages[number + 1 :])
+        status = finished([*command(stage, config, profile), *overrides, *early], environment)
         if status == STOPPED:
             raise Stopped(f"run: {stage} was stopped and saved; the same command goes on from there")
         if status:
@@ -63,6 +72,20 @@ def run(config: Config, overrides: list[str], first: str, last: str, profile: st
             remedy = "the same command goes on from there" if why else "mend that, and the same command goes on"
             note(f"run: stopped at {stage}{why}; {remedy}", error=True)
             raise SystemExit(status)
+
+
+def stages_between(first: str, last: str, backend: str) -> list[str]:
+    """The stages from `first` to `last`, in order; UserError if there are none. vLLM serves the export, so that one
+    comes before its evaluation, and after it again, for the card to show what was measured."""
+    if first == last:
+        return [first]
+    order = list(STAGES)
+    if backend == "vllm":
+        order[order.index("evaluate") : order.index("summary")] = ["export", "evaluate", "export"]
+    begin, end = order.index(first), len(order) - order[::-1].index(last)
+    if begin >= end:
+        raise UserError(f"--from {first} comes after --until {last}: no stage is left")
+    return order[begin:end]
 
 
 def finished(words: list[str], environment: dict[str, str]) -> int:
@@ -123,8 +146,6 @@ def main() -> None:
     parser.add_argument("--until", dest="last", choices=STAGES, default=STAGES[-1])
     parser.add_argument("--profile", choices=PROFILES)
     ends, words = parser.parse_known_args()
-    if STAGES.index(ends.first) > STAGES.index(ends.last):
-        parser.error(f"--from {ends.first} comes after --until {ends.last}: no stage is left")
     words = cli.with_recipe(words)
     cli.run(
         lambda config: run(config, [word for word in words if word != "--cfg"], **vars(ends)),

@@ -4,6 +4,7 @@ eagle31 summary +experiment=smollm2
 """
 
 from pathlib import Path
+from typing import Any
 
 from eagle31_train import artifacts, cli, provenance
 from eagle31_train.checkpoint import run_folder
@@ -17,28 +18,49 @@ from eagle31_train.reporting.tables import count
 from eagle31_train.store import read_manifest
 
 STAGES = ("data", "extract", "train", "evaluate", "export")
+EVALUATE = "eagle31 evaluate"
+FOLDERS = {"transformers": "evaluate", "vllm": "serving"}  # by evaluate.backend
 
 
 def summarise(config: Config) -> None:
     """Print the table; UserError if a stage has not been run, or not on what was trained last, or the
     drafter is not whole."""
-    run_dir, evaluate = Path(config.run_dir), "eagle31 evaluate"
+    run_dir = Path(config.run_dir)
     manifests = {
         "data": provenance.read_data(config),
         "train": artifacts.read_json(run_dir / "train" / artifacts.MANIFEST, "eagle31 train"),
-        "evaluate": artifacts.read_json(run_dir / "evaluate" / artifacts.MANIFEST, evaluate),
+        "evaluate": artifacts.read_json(run_dir / FOLDERS[config.evaluate.backend] / artifacts.MANIFEST, EVALUATE),
     }
     # After a training that ended early, or wanted its store no more, there is no complete one.
     manifests |= {"extract": read_manifest(config) or {}, "export": run_folder.read_export(run_dir)}
-    drafter = served(config)
-    if manifests["evaluate"]["inputs"].get("checkpoint") != drafter.identity:
-        raise UserError(f"evaluate was last run on another training: run `{evaluate}` again")
+    drafter, trained = served(config), manifests["train"]
+    exported, by_vllm = manifests["export"], config.evaluate.backend == "vllm"
+    key, made = ("export", exported["checkpoint"]) if by_vllm else ("checkpoint", drafter.identity)
+    if manifests["evaluate"]["inputs"].get(key) != made:
+        raise UserError(f"evaluate was last run on another training: run `{EVALUATE}` again")
     target_ids = drafter.vocab.target_ids.tolist()
-    if not run_folder.is_export_of(manifests["export"], drafter.shape, target_ids, config.export_weights):
+    if not run_folder.is_export_of(exported, drafter.shape, target_ids, config.export_weights):
         raise UserError(f"{run_dir / 'export'} was made with other export_ options: run `eagle31 export` with these")
-    if (result := manifests["evaluate"].get("result")) is None:
-        raise UserError(f"evaluate was last run by an earlier version: run `{evaluate} overwrite=true` again")
-    trained = manifests["train"]
+    measured = _served(config, manifests["evaluate"]) if by_vllm else _decoded(manifests["evaluate"])
+    steps = f"{trained['steps']} steps"
+    if "kept" in trained:
+        steps += f", of which step {trained['kept']['step']} is kept"
+    seconds = {stage: manifests[stage].get("seconds") for stage in STAGES}
+    rows = {
+        **measured,
+        "trained on": f"{trained['tokens']:,} tokens ({trained['pairs']:,} predictions) in {steps}",
+        "seconds": "   ".join(f"{stage} {spent:,.0f}" for stage, spent in seconds.items() if spent is not None),
+        "checkpoint": str(Path(config.run_dir) / "export"),
+        "serve it": recipe.serve_command(config, str(run_dir / "export")),
+    }
+    body = [f"{name:<17}  {value}" for name, value in rows.items()]
+    note("\n".join([f"{config.name}: an EAGLE drafter for {config.target.path}", "-" * 100, *body, "-" * 100]))
+
+
+def _decoded(manifest: dict[str, Any]) -> dict[str, str]:
+    """What stage 4 measured in process."""
+    if (result := manifest.get("result")) is None:
+        raise UserError(f"evaluate was last run by an earlier version: run `{EVALUATE} overwrite=true` again")
     workload, depth = result["workloads"][0], str(result["draft_tokens"])
     (numbers,), (plain, speculative) = workload["drafters"].values(), workload["tokens_per_second"].values()
     interval = numbers["by_depth"][depth]["acceptance_length"]
@@ -50,22 +72,29 @@ def summarise(config: Config) -> None:
         timed_length = bracket([timed["by_depth"][depth], None, None], "{:.2f}")
         of = f" ({count(timed['prompts'], 'prompt')}, length {timed_length})"
     prompts = count(workload["prompts"], "prompt")
-    steps = f"{trained['steps']} steps"
-    if "kept" in trained:
-        steps += f", of which step {trained['kept']['step']} is kept"
-    seconds = {stage: manifests[stage].get("seconds") for stage in STAGES}
-    rows = {
+    return {
         "acceptance length": f"{bracket(interval)} at {depth} draft tokens, bonus token included ({certainty})",
         "  by source": "   ".join(f"{name}: {bracket([one, None, None])}" for name, one in lengths.items()),
         "  measured on": f"{prompts} of {workload['name']}, {numbers['generated_tokens']:,} tokens",
         "speed": f"{speculative:.1f} tokens/s with the drafter, {plain:.1f} without, for one user{of}",
-        "trained on": f"{trained['tokens']:,} tokens ({trained['pairs']:,} predictions) in {steps}",
-        "seconds": "   ".join(f"{stage} {spent:,.0f}" for stage, spent in seconds.items() if spent is not None),
-        "checkpoint": str(Path(config.run_dir) / "export"),
-        "serve it": recipe.serve_command(config, str(run_dir / "export")),
     }
-    body = [f"{name:<17}  {value}" for name, value in rows.items()]
-    note("\n".join([f"{config.name}: an EAGLE drafter for {config.target.path}", "-" * 100, *body, "-" * 100]))
+
+
+def _served(config: Config, manifest: dict[str, Any]) -> dict[str, str]:
+    """What stage 4 measured in vLLM, at the least load, with the most draft tokens that were tried up to the
+    headline's."""
+    serving, headline = manifest["serving"], config.evaluate.num_speculative_tokens
+    users = min(row["concurrency"] for row in serving["rows"])
+    rows = {row["draft_tokens"]: row for row in serving["rows"] if row["concurrency"] == users}
+    tokens = max((n for n in rows if 0 < n <= headline), default=max(rows))
+    plain, drafted = rows[0]["per_user"][0], rows[tokens]
+    length = bracket([(drafted["acceptance"] or {}).get("acceptance_length"), None, None])
+    return {
+        "acceptance length": f"{length} at {tokens} draft tokens, bonus token included, as vLLM counts it",
+        "  measured on": f"{count(serving['prompts'], 'prompt')} of {serving['workload']}",
+        "speed": f"{drafted['per_user'][0]:.1f} tokens/s with the drafter, {plain:.1f} without, for each of {users} "
+        f"user{'s' * (users > 1)} of vLLM {serving['vllm']}",
+    }
 
 
 if __name__ == "__main__":

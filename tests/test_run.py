@@ -61,6 +61,12 @@ REFUSED = [  # what is asked, what is said, and up to or from where it would be 
     (SERVED_BY_NONE, "a folder of yours: push with export_format=vllm", "target.path=org/target --from export"),
     ("store.max_bytes=1GB", "`eagle31 extract` and `eagle31 train store.follow=true` at once", "--until extract"),
     ("store.max_bytes=1GB", "`eagle31 extract` and `eagle31 train store.follow=true` at once", "--from train"),
+    ("evaluate.perturbations=[nope]", "evaluate.perturbations has no 'nope'", "--until train"),
+    ("evaluate.prompts=nowhere.jsonl", "evaluate.prompts=nowhere.jsonl is missing", "--until train"),
+    ("comparisons=[./nowhere]", "comparisons=./nowhere does not exist", ""),
+    ("train.init_from=./nowhere", "train.init_from=./nowhere does not exist", ""),
+    ("train.betas=[0.9]", "must be two numbers", ""),
+    ("evaluate.num_speculative_tokens=9", "must be num_speculative_tokens=9 or more", ""),
     ("--profile zero2", "train.optimizer=muon needs whole matrices", "train.optimizer=adamw"),
 ]
 
@@ -71,6 +77,26 @@ def test_what_cannot_end_well_is_refused_before_any_work(words, said, fine, star
         started("+experiment=smollm2", *words.split())
     assert said in capsys.readouterr().err
     assert not fine or started("+experiment=smollm2", *words.split(), *fine.split())
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "between"),
+    [
+        ("train", "summary", "train export evaluate export summary"),
+        ("evaluate", "export", "evaluate export"),
+        ("export", "export", "export"),
+        ("data", "train", "data extract train"),
+    ],
+)
+def test_vllm_serves_what_was_exported_before(started, first, last, between):
+    vllm = ["evaluate.backend=vllm", "--from", first, "--until", last]
+    commands = started("+experiment=smollm2", *vllm)
+    names = [next(stage for stage in run.STAGES if stage in words) for words in commands]
+    assert " ".join(names) == between
+    # What is pushed has the card of what was measured.
+    assert ["push=false" in words for words in commands if "export" in words] == {2: [True, False], 1: [False], 0: []}[
+        names.count("export")
+    ]
 
 
 WHOLE = ("target.device_map=auto", "target.device=cuda:1", "extract.engine=vllm")  # one process has the whole target

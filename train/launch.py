@@ -81,8 +81,6 @@ def check_environment(t: TrainConfig) -> None:
     """Raise a UserError for what a launch's environment asks for and this trainer would not do, or does otherwise."""
     asked = os.environ.get
     refuse_lone_process()
-    if len(t.betas) != 2:
-        raise UserError(f"train.betas={t.betas} must be two numbers, of AdamW's two moments")
     on_gpus = torch.cuda.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU")
     if on_gpus and (here := int(asked("LOCAL_WORLD_SIZE", "1"))) > (gpus := torch.cuda.device_count()):
         raise UserError(f"{here} processes were launched on a machine with {gpus} GPUs: launch --num_processes {gpus}")

@@ -118,10 +118,8 @@ def choose_workloads(
 
 def longest_prompt(config: Config, positions: Iterable[int | None], drafted: Iterable[int] = ()) -> int:
     """How many tokens a prompt may have, so that vLLM takes it and drafts every time: near the last position it drafts
-    less. UserError where a limit of vLLM's is no number, or for a headline that is not measured."""
+    less. UserError where a limit of vLLM's is no number."""
     options, target = config.evaluate, read_config(config.target)
-    if (most := options.max_speculative_tokens) < (headline := options.num_speculative_tokens):
-        raise UserError(f"evaluate.max_speculative_tokens={most} must be num_speculative_tokens={headline} or more")
     limits = [*positions, hf.positions(target)]
     if options.backend == "vllm":
         limits.append(max_model_len(config) or hf.served_positions(target))

@@ -9,6 +9,7 @@ from itertools import chain, compress
 
 import numpy as np
 import pytest
+import sample_results
 import torch
 from datasets import Dataset, DatasetDict
 from huggingface_hub import ModelCard
@@ -304,3 +305,27 @@ def test_a_card_that_the_hub_refuses_is_named(run, tmp_path, monkeypatch):
         card.write_text(text)
         with pytest.raises(UserError, match="cannot be uploaded as me/draft"):
             checkpoint_hub.push(run.folder / "export", "me/draft", private=False)
+
+
+def test_the_summary_of_what_vllm_served(run, capsys):
+    """For targets that this process cannot decode there is no other measurement."""
+    run.finish_training(tokens=46, pairs=26, steps=7)
+    export.export(run.config())
+    exported = artifacts.read_json(run.folder / "export.json", "")["checkpoint"]
+    serving = {**sample_results.serving(), "workload": "heldout"}
+    vllm = run.config("evaluate.backend=vllm")
+    for made, said in ((exported, None), ("another", "evaluate was last run on another training")):
+        record = {"inputs": {"export": made}, "serving": serving, "seconds": 3.0}
+        artifacts.make_folder(run.folder / "serving")
+        artifacts.write_json(run.folder / "serving" / artifacts.MANIFEST, record)
+        if said:
+            with pytest.raises(UserError, match=said):
+                summary.summarise(vllm)
+    artifacts.write_json(run.folder / "serving" / artifacts.MANIFEST, {**record, "inputs": {"export": exported}})
+    capsys.readouterr()
+    summary.summarise(vllm)
+    told = capsys.readouterr().out
+    assert "1.950 at 3 draft tokens, bonus token included, as vLLM counts it" in told
+    assert "30.0 tokens/s with the drafter, 20.0 without, for each of 1 user of vLLM 0.32" in told
+    with pytest.raises(UserError, match="run `eagle31 evaluate` first"):
+        summary.summarise(run.config())

@@ -51,12 +51,6 @@ def test_what_this_trainer_would_do_otherwise_is_refused(monkeypatch, variables,
     assert words in message_of(launch.check_environment, TrainConfig())
 
 
-@pytest.mark.parametrize("betas", [[], [0.9], [0.9, 0.95, 0.99]])
-def test_adamw_has_two_betas(monkeypatch, betas):
-    use(monkeypatch, {})
-    assert "must be two numbers" in message_of(launch.check_environment, TrainConfig(betas=betas))
-
-
 def test_one_process_of_several_extracts_nothing_alone(monkeypatch):
     config = load_config(["name=x", "target.path=x", "extract.parts=3", "extract.part=2"])
     use(monkeypatch, {})
