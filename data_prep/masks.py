@@ -127,6 +127,8 @@ def supervised(template: ChatTemplate, tokens: "Tokens", start: int, end: int, c
     if not _same(tokens.text[start : tokens.char(last, start + len(body))], body):
         raise Refused(INSIDE)
     if not _same(body.strip(), content.strip()):
+        if (after := body.strip().removeprefix(content.strip()).strip()) in template.added.values():
+            raise RewrittenError(f"answers end with {after}, which eos_token_id of generation_config.json lacks")
         raise RewrittenError("the template alters the answer")
     if not body:
         raise Refused("an empty answer")

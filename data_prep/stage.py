@@ -164,7 +164,8 @@ def _write(
             "target_size": vocab_size,
             "seen_in_train": int((counts > 0).sum()),
             "coverage": {name: whole for name, (whole, _) in coverage.items()},
-            "coverage_by_source": coverage["train"][1],
+            # Of what the vocabulary was not counted on, where there is some.
+            "coverage_by_source": {**coverage["train"][1], **coverage["heldout"][1]},
         },
         "refused": collected.refused,
         **{what: sum(counts[what] for counts in collected.counts.values()) for what in COUNTS},

@@ -22,6 +22,7 @@ from eagle31_train.config import MLA_WIDTHS, Config, DrafterShape
 from eagle31_train.console import say
 from eagle31_train.errors import UserError
 from eagle31_train.model.drafter import Drafter
+from eagle31_train.model.norm import RMSNorm
 from eagle31_train.model.rope import Rope, rope_parameters
 from eagle31_train.model.vocab import DraftVocab
 from eagle31_train.store import Store, StoreSplit
@@ -130,14 +131,10 @@ def copy_weights(
     to the same bits. What they lack keeps its value, which is said. pause: as `Store.wait_for`'s, where states are
     needed that are not there yet."""
     say(f"train: starts with the weights of {source.folder}")
-    rms = None
-    if drafter.shape.fc_norm and not source.shape.fc_norm:
-        rms = state_rms(store.split("train"), pause)
-        say(f"train: it has no fc_norm, which starts at the RMS of the target's states, {rms.numpy().round(3)}")
     for name, parameter in drafter.named_parameters():
-        if name.startswith("fc_norm.") and rms is not None:
-            parameter.fill_(rms[int(name.split(".")[1])])
-        elif name not in source.tensors:
+        if name.startswith("fc_norm.") and not source.shape.fc_norm:
+            continue
+        if name not in source.tensors:
             say(f"train: it shares the target's {name.removesuffix('.weight')}, from which its own starts")
         elif name == "lm_head.weight":  # [Vd, D], row by row
             ours, theirs = torch.from_numpy(vocab.target_ids), torch.from_numpy(source.vocab.target_ids)
@@ -148,10 +145,17 @@ def copy_weights(
                 say(f"train: {missing:,} of {len(ours):,} draft tokens are not in its vocabulary, and start afresh")
         else:
             parameter.copy_(source.tensors[name])
+    if drafter.shape.fc_norm and not source.shape.fc_norm:
+        rms = state_rms(store.split("train"), drafter.input_norm, pause)
+        say(f"train: it has no fc_norm, which starts at the RMS of the states that it reads, {rms.numpy().round(3)}")
+        for name, parameter in drafter.named_parameters():
+            if name.startswith("fc_norm."):
+                parameter.fill_(rms[int(name.split(".")[1])])
 
 
-def state_rms(split: StoreSplit, pause: Pause | None = None) -> Tensor:
-    """[A] fp32, the RMS of each auxiliary layer's states, of the split's first POSITIONS.
+def state_rms(split: StoreSplit, input_norm: RMSNorm | None = None, pause: Pause | None = None) -> Tensor:
+    """[A] fp32, the RMS of each auxiliary layer's states, of the split's first POSITIONS, behind the norm of all of
+    them together where there is one (`norm_before_fc`).
 
     fc_norm divides a state by its RMS r; with the weight c, fc reads c / r times what it read before. The median of
     r is the c with which it reads at most as many states too large as too small: a mean would follow the first
@@ -161,7 +165,10 @@ def state_rms(split: StoreSplit, pause: Pause | None = None) -> Tensor:
     for index in range(len(split)):
         split.store.wait_for([split.shard_of(index)], pause)
         states = as_encoded(split.read(index).attended_states)[: POSITIONS - sum(map(len, rows))]
-        rows.append(states.decode().float().square().mean(-1).sqrt())  # [n, A]
+        decoded = states.decode().float()  # [n, A, H]
+        if input_norm is not None:
+            decoded = input_norm(decoded.flatten(1).to(input_norm.weight.device)).unflatten(1, decoded.shape[1:]).cpu()
+        rows.append(decoded.square().mean(-1).sqrt())  # [n, A]
         if sum(map(len, rows)) == POSITIONS:
             break
     return torch.cat(rows).median(0).values

@@ -321,4 +321,7 @@ def _rope(layer: Fields, architecture: str, positions: int) -> tuple[float, dict
         )
     if scaling is not None and scaling["rope_type"] in ("yarn", "llama3"):
         scaling.setdefault("original_max_position_embeddings", positions)  # as transformers does
+        beside = layer.get("original_max_position_embeddings")
+        if scaling["rope_type"] == "yarn" and isinstance(beside, int):  # vLLM takes it first
+            scaling["original_max_position_embeddings"] = beside
     return float(theta), scaling

@@ -101,6 +101,11 @@ SPACED = (
         (SPACED, [ASK, says("hello")], "a boundary inside a token"),
         ("{{ raise_exception('roles must alternate') }}", [ASK, REPLY], "roles must alternate"),
         (("m['content'] }}", "(m['content'] | upper) }}"), [ASK, REPLY], "the template alters the answer"),
+        (
+            ("m['content'] }}", "m['content'] }}<|im_start|>"),
+            [ASK, REPLY],
+            r"end with <\|im_start\|>, which eos_token_id",
+        ),
     ],
 )
 def test_what_cannot_be_exact_is_refused(tokenizer, chatml, change, messages, reason):

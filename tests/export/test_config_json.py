@@ -156,6 +156,15 @@ def test_what_a_config_leaves_out_is_read_as_vllm_does():
         published_config.shape_from_config(PUBLIC)
 
 
+@pytest.mark.parametrize(("beside", "inside", "taken"), [(1024, None, 1024), (1024, 512, 1024), (None, 512, 512)])
+def test_the_context_that_yarn_stretches_is_vllms(beside, inside, taken):
+    """It goes by the one that stands beside the scaling, where there are two."""
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": inside}
+    config = {**PUBLIC, "rope_scaling": scaling, "original_max_position_embeddings": beside}
+    shape = published_config.shape_from_config(config, target_layers=lambda: 32)
+    assert shape.rope_scaling["original_max_position_embeddings"] == taken
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [

@@ -20,6 +20,12 @@ def test_a_draft_that_reads_the_embeddings_is_to_be_served_compiled(tiny):
     assert caveat.endswith("serve this draft without --enforce-eager")
 
 
+def test_heads_that_do_not_divide_the_width_name_those_that_do(tiny):
+    """GLM-4.5 has 96 heads and a hidden size of 5,120."""
+    (problem,) = contract.check_shape(replace(tiny, num_attention_heads=5, num_key_value_heads=1))
+    assert "set drafter.num_attention_heads=4, or drafter.qk_norm=true" in problem
+
+
 def test_contexts_are_compared_as_far_as_a_linear_rope_stretches_them(tiny):
     """128 positions, stretched twice, are those of a target of 256, and fewer than those of one of 128 times four."""
     short = replace(tiny, max_position_embeddings=128)

@@ -16,6 +16,7 @@ from warming import begin, edit, refusal, with_vocab
 
 from eagle31_train import artifacts
 from eagle31_train.export import export
+from eagle31_train.model.norm import RMSNorm
 from eagle31_train.store.codec import as_encoded
 from eagle31_train.targets.description import description_of
 from train import initial_weights
@@ -137,10 +138,15 @@ def states_of(store, documents=6):
     return torch.cat([as_encoded(split.read(i).attended_states).decode().float() for i in range(documents)])
 
 
-def test_fc_reads_through_its_new_norm_about_what_it_read_without(learnt, new_run):
-    source = learnt(*EAGLE3)
-    begun = begin(new_run(), source.folder / "run")
-    aux, fc = states_of(begun.store), begun.weights["fc.weight"]
+@pytest.mark.parametrize("options", [(), ("drafter.norm_before_fc=true",)], ids=["states", "normed states"])
+def test_fc_reads_through_its_new_norm_about_what_it_read_without(learnt, new_run, options):
+    source = learnt(*EAGLE3, *options)
+    begun = begin(new_run(), source.folder / "run", *options)
+    aux, fc, norm = states_of(begun.store), begun.weights["fc.weight"], None
+    if options:
+        norm = RMSNorm(3 * 32, 1e-5)
+        norm.weight.data.copy_(begun.weights["input_norm.weight"])
+        aux = norm(aux.flatten(1)).detach().unflatten(1, (3, 32))
     before = aux.flatten(1) @ fc.T
     starts = [begun.weights[f"fc_norm.{i}.weight"] for i in range(3)]
     assert all((start == start[0]).all() and start[0] > 0 for start in starts)
@@ -155,7 +161,7 @@ def test_fc_reads_through_its_new_norm_about_what_it_read_without(learnt, new_ru
     assert after(starts[::-1]) > 2 * after(starts), "the layers in another order"
     rms = aux.square().mean(-1).sqrt()
     expected = [sorted(rms[:, i].tolist())[(len(rms) - 1) // 2] for i in range(3)]
-    everything = initial_weights.state_rms(begun.store.split("train"))
+    everything = initial_weights.state_rms(begun.store.split("train"), norm).detach()
     assert torch.stack(starts)[:, 0].tolist() == everything.tolist()
     assert everything.tolist() == pytest.approx(expected, rel=0.1)  # of half the split
 
