@@ -104,7 +104,7 @@ SPACED = (
         (
             ("m['content'] }}", "m['content'] }}<|im_start|>"),
             [ASK, REPLY],
-            r"end with <\|im_start\|>, which eos_token_id",
+            r"end with <\|im_start\|>, which eos",
         ),
     ],
 )
