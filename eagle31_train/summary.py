@@ -89,11 +89,12 @@ def _served(config: Config, manifest: dict[str, Any]) -> dict[str, str]:
     tokens = max((n for n in rows if 0 < n <= headline), default=max(rows))
     plain, drafted = rows[0]["per_user"][0], rows[tokens]
     length = bracket([(drafted["acceptance"] or {}).get("acceptance_length"), None, None])
+    whom = "one user" if users == 1 else f"each of {users} users"
     return {
         "acceptance length": f"{length} at {tokens} draft tokens, bonus token included, as vLLM counts it",
         "  measured on": f"{count(serving['prompts'], 'prompt')} of {serving['workload']}",
-        "speed": f"{drafted['per_user'][0]:.1f} tokens/s with the drafter, {plain:.1f} without, for each of {users} "
-        f"user{'s' * (users > 1)} of vLLM {serving['vllm']}",
+        "speed": f"{drafted['per_user'][0]:.1f} tokens/s with the drafter, {plain:.1f} without, for {whom} of vLLM "
+        f"{serving['vllm']}",
     }
 
 

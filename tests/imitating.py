@@ -143,7 +143,8 @@ class Handler(BaseHTTPRequestHandler):
         for i, piece in enumerate(pieces):
             if i == 1 and number > 2:
                 if server.imitate == "dies":
-                    print("(EngineCore pid=1) ERROR 01-01 [core.py:1] MemoryError: no room\nEngineDeadError: dead")
+                    said = "(EngineCore pid=1) ERROR 01-01 [core.py:1]"
+                    print(f"{said} MemoryError: no room\n{said}     raise RuntimeError(\nEngineDeadError: dead")
                     sys.stdout.flush()
                     os._exit(3)
                 if server.imitate == "breaks off":

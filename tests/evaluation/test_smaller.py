@@ -326,6 +326,6 @@ def test_the_summary_of_what_vllm_served(run, capsys):
     summary.summarise(vllm)
     told = capsys.readouterr().out
     assert "1.950 at 3 draft tokens, bonus token included, as vLLM counts it" in told
-    assert "30.0 tokens/s with the drafter, 20.0 without, for each of 1 user of vLLM 0.32" in told
+    assert "30.0 tokens/s with the drafter, 20.0 without, for one user of vLLM 0.32" in told
     with pytest.raises(UserError, match="run `eagle31 evaluate` first"):
         summary.summarise(run.config())

@@ -229,7 +229,7 @@ def test_a_store_without_trajectories_trains_and_says_so(new_run, capsys):
 
 
 def test_more_draft_tokens_than_trajectories_go_on_for_are_refused(new_run):
-    message = message_of(new_run(), "evaluate.num_speculative_tokens=9")
+    message = message_of(new_run(), "evaluate.num_speculative_tokens=9", "evaluate.max_speculative_tokens=9")
     assert message.endswith(
         "are for at most 8 (evaluate.max_speculative_tokens of their extraction): train with 8 or fewer"
     )

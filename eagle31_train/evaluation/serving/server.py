@@ -4,6 +4,7 @@ each with the next prompt as soon as its last is answered."""
 import http.client
 import json
 import os
+import re
 import shlex
 import socket
 import subprocess
@@ -111,6 +112,7 @@ class Server:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 1_000_000))
             lines = file.read().decode(errors="replace").splitlines()[1:]
         errors = [line.strip() for line in lines if "rror" in line and not any(word in line for word in USELESS)]
+        errors = [line for line in errors if re.search(r"Error: \S", line)] or errors  # which say what it was
         return ([*lines[-1:], *errors] or ["it said nothing"])[-1][-300:]
 
 
