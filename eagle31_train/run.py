@@ -33,19 +33,8 @@ PROFILES = [*ALONE, "ddp", "fsdp2", "zero1", "zero2", "zero2_offload", "zero3", 
 def run(config: Config, overrides: list[str], first: str, last: str, profile: str | None = None) -> None:
     """Run the stages from `first` to `last`, each in a process of its own, training as `profile` says; SystemExit if
     one fails, with its status. UserError for options with which they could not end."""
-    from eagle31_train.checkpoint import hub  # seconds, which `--help` need not wait for
-    from eagle31_train.evaluation import workloads
-
     stages = stages_between(first, last, config.evaluate.backend)
-    if "evaluate" in stages:
-        workloads.inputs(config)  # names what is no perturbation, or no file
-    if "export" in stages:
-        hub.check(config)
-    folders = [("train.init_from", config.train.init_from), *(("comparisons", one) for one in config.comparisons)]
-    for option, folder in folders:
-        place = (folder or ".").partition("@")[0]
-        if not Path(place).exists() and not is_hub_id(place):
-            raise UserError(f"{option}={folder} does not exist: give its folder")
+    check_inputs(config, stages)
     if config.store.max_bytes and {"extract", "train"} <= set(stages):
         raise UserError(
             "store.max_bytes is for `eagle31 extract` and `eagle31 train store.follow=true` at once: leave it out"
@@ -72,6 +61,25 @@ def run(config: Config, overrides: list[str], first: str, last: str, profile: st
             remedy = "the same command goes on from there" if why else "mend that, and the same command goes on"
             note(f"run: stopped at {stage}{why}; {remedy}", error=True)
             raise SystemExit(status)
+
+
+def check_inputs(config: Config, stages: list[str]) -> None:
+    """UserError for what a late stage would not find, before the first has begun."""
+    from eagle31_train.checkpoint import hub  # half a second, which `--help` need not wait for
+
+    options = config.evaluate
+    if "evaluate" in stages and (options.prompts or options.suites or options.perturbations):
+        from eagle31_train.evaluation import workloads  # seconds
+
+        workloads.inputs(config)
+    if "export" in stages:
+        hub.check(config)
+    folders = [("train.init_from", config.train.init_from)] * ("train" in stages)
+    folders += [("comparisons", one) for one in config.comparisons] * ("export" in stages)
+    for option, folder in folders:
+        place = (folder or ".").partition("@")[0]
+        if not Path(place).exists() and not is_hub_id(place):
+            raise UserError(f"{option}={folder} does not exist: give its folder")
 
 
 def stages_between(first: str, last: str, backend: str) -> list[str]:
