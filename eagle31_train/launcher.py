@@ -24,7 +24,7 @@ def main() -> None:
     def pass_on(number: int, _: object) -> None:
         if number == signal.SIGINT:
             pressed.append(number)
-        if not _passed_on(number) and number != signal.SIGINT:  # nothing runs yet
+        if not _passed_on(number):  # nothing runs yet
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
