@@ -439,30 +439,7 @@ def byte_count(text: str, option: str) -> int:
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
 
-def check_options(config: Config) -> None:
-    """UserError for options that contradict each other, which a late stage would find."""
-    if len(config.train.betas) != 2:
-        raise UserError(f"train.betas={config.train.betas} must be two numbers, of AdamW's two moments")
-    most, headline = config.evaluate.max_speculative_tokens, config.evaluate.num_speculative_tokens
-    if most < headline:
-        raise UserError(f"evaluate.max_speculative_tokens={most} must be num_speculative_tokens={headline} or more")
-
-
-MUON_UNDER_ZERO = (
-    "train.optimizer=muon needs whole matrices, which DeepSpeed cuts up: launch with ddp or fsdp2, or give "
-    "train.optimizer=adamw with its own train.lr"
-)
-
-
-def check_context_parallel(context: int, devices: int, name: str) -> None:
-    """UserError if devices, called `name`, cannot be put into groups of so many that share conversations."""
-    if devices % context:
-        wrong = f"train.context_parallel={context} does not divide {name}={devices}"
-        raise UserError(f"{wrong}: take a multiple of {context}")
-
-
-# Beside q_lora_rank, which may be none.
-MLA_WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+MLA_WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # and q_lora_rank, or none
 
 
 def mla_widths(of: DrafterConfig | DrafterShape) -> tuple[int, int, int, int]:

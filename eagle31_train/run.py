@@ -18,7 +18,8 @@ from pathlib import Path
 
 from eagle31_train import cli
 from eagle31_train.cli import ANY
-from eagle31_train.config import MUON_UNDER_ZERO, SELF, Config, is_hub_id
+from eagle31_train.combinations import check_zero
+from eagle31_train.config import SELF, Config, is_hub_id
 from eagle31_train.console import STOPPED, note
 from eagle31_train.errors import Stopped, UserError
 from eagle31_train.locations import CONFIGS
@@ -39,8 +40,8 @@ def run(config: Config, overrides: list[str], first: str, last: str, profile: st
         raise UserError(
             "store.max_bytes is for `eagle31 extract` and `eagle31 train store.follow=true` at once: leave it out"
         )
-    if "train" in stages and (profile or "").startswith("zero") and config.train.optimizer == "muon":
-        raise UserError(MUON_UNDER_ZERO)
+    if "train" in stages and (profile or "").startswith("zero"):
+        check_zero(config.train)
     if ANY in overrides and ANY not in sys.argv:
         note(f"run: no recipe is named: {ANY} (configs/experiment/any.yaml; or your own: `eagle31 new NAME`)")
     if not config.data.given:

@@ -5,6 +5,7 @@ import operator
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -195,6 +196,12 @@ def test_an_old_name_is_understood_and_says_the_new_one(monkeypatch, capsys, tmp
 
 
 # ---------------------------------------------------------------- run
+
+
+def test_the_version_is_the_packages(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["eagle31", "--version"])
+    console_script.main()
+    assert capsys.readouterr().out == f"eagle31 {version('eagle31')}\n"
 
 
 def test_ctrl_c_while_libraries_are_imported_is_one_line_too(monkeypatch, capsys):

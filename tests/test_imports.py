@@ -15,7 +15,7 @@ LAYERS = [
     ["eagle31_train.errors", "eagle31_train.locations", "eagle31_train.allocator", "eagle31_train.machine"],
     ["eagle31_train.background", "eagle31_train.transfers", "eagle31_train.order"],
     ["eagle31_train.config", "eagle31_train.artifacts", "eagle31_train.locks", "eagle31_train.console"],
-    ["eagle31_train.precision"],
+    ["eagle31_train.precision", "eagle31_train.combinations"],
     ["eagle31_train.provenance", "eagle31_train.cli"],
     ["eagle31_train.rows"],
     ["eagle31_train.store"],

@@ -27,7 +27,8 @@ from accelerate.utils import (
 )
 
 from eagle31_train import PARENT, artifacts
-from eagle31_train.config import MUON_UNDER_ZERO, Config, TrainConfig, check_context_parallel
+from eagle31_train.combinations import check_context_parallel, check_zero
+from eagle31_train.config import Config, TrainConfig
 from eagle31_train.console import note, ranks, refuse_lone_process
 from eagle31_train.errors import SharedError, UserError
 from eagle31_train.locations import CONFIGS
@@ -132,8 +133,7 @@ def deepspeed_plugin(t: TrainConfig) -> DeepSpeedPlugin:
         raise UserError(f"remove {', '.join(wrong)} from DeepSpeed's settings, and set train.* instead: {SEE}")
     if settings.get("zero_optimization", {}).get("stage", 0) == 0:
         raise UserError("DeepSpeed without a ZeRO stage shards nothing: use configs/accelerate/ddp.yaml")
-    if t.optimizer == "muon":
-        raise UserError(MUON_UNDER_ZERO)
+    check_zero(t)
     settings.pop("train_batch_size", None)
     settings["gradient_accumulation_steps"] = 1
     settings["train_micro_batch_size_per_gpu"] = 1  # DeepSpeed wants a number; batches are the trainer's own

@@ -142,9 +142,10 @@ def check_shape(shape: DrafterShape) -> list[str]:
     if shape.parallel and (mask_token is None or not 0 <= mask_token < shape.vocab_size):
         problems.append(f"drafter.ptd_token_id={mask_token} is none of the target's {shape.vocab_size} tokens")
     if not mla and not shape.qk_norm and D % heads:
+        fitting = [n for n in range(1, heads) if D % n == n % shape.num_key_value_heads == 0]
         problems.append(
             f"hidden_size {D} is no multiple of {heads} heads, and transformers refuses such a config.json: set "
-            f"drafter.num_attention_heads={max(n for n in range(1, heads) if D % n == 0)}, or drafter.qk_norm=true"
+            f"drafter.qk_norm=true{f' or drafter.num_attention_heads={fitting[-1]}' if fitting else ''}"
         )
     if mla and (shape.num_key_value_heads, shape.head_dim) != (heads, sum(mla_widths(shape)[1:3])):
         problems.append("MLA gives each head a key of its own, of qk_nope_head_dim and qk_rope_head_dim together")

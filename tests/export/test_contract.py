@@ -21,9 +21,9 @@ def test_a_draft_that_reads_the_embeddings_is_to_be_served_compiled(tiny):
 
 
 def test_heads_that_do_not_divide_the_width_name_those_that_do(tiny):
-    """GLM-4.5 has 96 heads and a hidden size of 5,120."""
-    (problem,) = contract.check_shape(replace(tiny, num_attention_heads=5, num_key_value_heads=1))
-    assert "set drafter.num_attention_heads=4, or drafter.qk_norm=true" in problem
+    """GLM-4.5 has 96 heads, 8 of keys, and a hidden size of 5,120."""
+    glm = replace(tiny, hidden_size=5120, num_attention_heads=96, num_key_value_heads=8)
+    assert "set drafter.qk_norm=true or drafter.num_attention_heads=80" in "; ".join(contract.check_shape(glm))
 
 
 def test_contexts_are_compared_as_far_as_a_linear_rope_stretches_them(tiny):

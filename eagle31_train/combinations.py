@@ -1,0 +1,29 @@
+"""Which options go together: a stage that needs to know, and whoever looks before any stage runs, ask the same."""
+
+from eagle31_train.config import Config, TrainConfig
+from eagle31_train.errors import UserError
+
+
+def check_options(config: Config) -> None:
+    """UserError for options that contradict each other on any machine."""
+    if len(config.train.betas) != 2:
+        raise UserError(f"train.betas={config.train.betas} must be two numbers, of AdamW's two moments")
+    most, headline = config.evaluate.max_speculative_tokens, config.evaluate.num_speculative_tokens
+    if most < headline:
+        raise UserError(f"evaluate.max_speculative_tokens={most} must be num_speculative_tokens={headline} or more")
+
+
+def check_zero(t: TrainConfig) -> None:
+    """UserError for what cannot be trained under DeepSpeed's ZeRO."""
+    if t.optimizer == "muon":
+        raise UserError(
+            "train.optimizer=muon needs whole matrices, which DeepSpeed cuts up: launch with ddp or fsdp2, or give "
+            "train.optimizer=adamw with its own train.lr"
+        )
+
+
+def check_context_parallel(context: int, devices: int, name: str) -> None:
+    """UserError if devices, called `name`, cannot be put into groups of so many that share conversations."""
+    if devices % context:
+        wrong = f"train.context_parallel={context} does not divide {name}={devices}"
+        raise UserError(f"{wrong}: take a multiple of {context}")
