@@ -155,11 +155,16 @@ def _attend(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """`usual`, transformers' attention through torch's: [B, n, heads, D] of query [B, heads, n, D] and key and value
-    [B, shared heads, T, D], under a mask [B, 1, n, T].
+    """Attention as transformers has it (`usual`), without copies of the keys that heads share.
 
-    Where a mask is given transformers copies keys for each head that shares them. And torch's kernel for CPUs takes as
-    long for one query as for 32: here the queries of heads with the same keys are rows of one.
+    Torch's kernel for CPUs takes as long for one query as for 32. So queries of heads with the same keys become the
+    queries of one head, where they are few.
+
+    Args:
+        query: [B, heads, n, D]. key, value: [B, shared heads, T, D].
+        attention_mask: [B, 1, n, T], true where a query sees a key; or none.
+
+    Returns: [B, n, heads, D], and no weights.
     """
     B, heads, n, _ = query.shape
     share = heads // key.shape[1]
