@@ -6,6 +6,7 @@ answers and the seed have no say, and all samples of a prompt fall on the same s
 
 import hashlib
 import json
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from data_prep.masks import Sample, samples
 from eagle31_train import artifacts
 from eagle31_train.console import Progress
-from eagle31_train.errors import Refused
+from eagle31_train.errors import Refused, UserError
 from eagle31_train.rows.formats import Message, Row
 from eagle31_train.targets.chat import ChatTemplate
 
@@ -49,7 +50,26 @@ def _digest(messages: Iterable[Message]) -> bytes:
 
 def is_heldout(messages: list[Message], share: float) -> bool:
     """Whether the conversation belongs to the held-out split; raising `share` only adds prompts to it."""
-    return int.from_bytes(prompt_digest(messages)[:4], "big") / 2**32 < share
+    return _place(messages) < share
+
+
+def check_shares(conversations: Iterable[list[Message]], share: float) -> None:
+    """UserError if of these, at least one, `share` holds out all, or none though it is above 0."""
+    places = sorted(map(_place, conversations))
+    if places[-1] < share:
+        raise UserError(f"data.heldout={share} holds out every prompt: lower it or give more prompts")
+    if 0 < share <= places[0]:
+        enough = math.ceil(places[0] * 1000 + 1e-6) / 1000
+        remedy = f"data.heldout={enough} holds out one" if enough < 1 and len(places) > 1 else "give more prompts"
+        raise UserError(
+            f"data.heldout={share} holds out none of {len(places)} prompts, to measure acceptance on: {remedy}, "
+            "data.heldout=0 does without"
+        )
+
+
+def _place(messages: list[Message]) -> float:
+    """[0, 1), by the hash of the prompt: where the conversation stands among all that there could be."""
+    return int.from_bytes(prompt_digest(messages)[:4], "big") / 2**32
 
 
 @dataclass

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.answers import Job, engine, target_inputs
-from data_prep.dataset import most_common, refusal
+from data_prep.dataset import check_shares, most_common, refusal
 from data_prep.dialogue import following, turns_of
 from data_prep.journal import Journal
 from data_prep.sources import Corpus
@@ -42,6 +42,7 @@ def regenerate(config: Config, template: ChatTemplate) -> tuple[Path, dict[str, 
     option = "data.sources" if corpus.mixed else f"data.prompts={config.data.prompts}"
     if not jobs:
         raise UserError(f"{option}: there is no prompt that can be answered ({most_common(refused)})")
+    check_shares((job.row.messages for job in jobs), config.data.heldout)  # and not after hours of answers
     if (count := sum(bool(job.row.tools) for job in jobs)) and not template.reads_tools:
         note(f"answers: {count} are asked for with tools, which the chat template of {template.name} does not write")
     with journal:

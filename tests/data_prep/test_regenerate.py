@@ -10,7 +10,7 @@ from families import write_rows
 
 from data_prep import regenerate as module
 from data_prep.answers import Local
-from data_prep.dataset import most_common
+from data_prep.dataset import is_heldout, most_common
 from data_prep.journal import Journal
 from data_prep.regenerate import OUTPUT, regenerate
 from data_prep.stage import prepare
@@ -31,7 +31,7 @@ PROMPTS = [
 @pytest.fixture
 def config(tmp_path, tiny_target):
     generate = GenerateConfig(max_new_tokens=6, batch_size=2)
-    data = DataConfig(prompts=write_rows(tmp_path / "prompts.jsonl", PROMPTS), generate=generate)
+    data = DataConfig(prompts=write_rows(tmp_path / "prompts.jsonl", PROMPTS), heldout=0.0, generate=generate)
     target = TargetConfig(path=str(tiny_target), dtype="float32", device="cpu")
     return Config(name="t", run_dir=str(tmp_path / "run"), regenerate=True, target=target, data=data)
 
@@ -44,6 +44,19 @@ def run(config):
 def test_where_no_prompt_can_be_answered_it_says_why(config):
     write_rows(Path(config.data.prompts), [{"messages": [{"role": "assistant", "content": "x"}]}] * 2)
     with pytest.raises(UserError, match=r"no prompt that can be answered \(2 × .*user"):
+        run(config)
+
+
+def test_a_share_that_holds_out_none_or_all_is_refused_before_a_prompt_is_answered(config, monkeypatch):
+    monkeypatch.setattr(Local, "answers", lambda *_: pytest.fail("asked"))
+    asked = [[{"role": "user", "content": text}] for text in ("hello", "the fox")]
+    asked.append(PROMPTS[2]["messages"])
+    assert [sum(is_heldout(each, share) for each in asked) for share in (0.05, 0.408)] == [0, 1]
+    config.data.heldout = 0.05
+    with pytest.raises(UserError, match=r"holds out none of 3 prompts.*data\.heldout=0\.408 holds out one"):
+        run(config)
+    config.data.heldout = 0.999
+    with pytest.raises(UserError, match="holds out every prompt"):
         run(config)
 
 
