@@ -110,7 +110,12 @@ class Local:
         """What a user says next: text that goes on from token ids up to one of `stops`, or to `stop_text`."""
         from eagle31_train.targets.generate import Request
 
-        requests = {key: Request(ids, how.temperature, seed) for key, (ids, seed) in texts.items()}
+        requests = {}
+        for key, (ids, seed) in texts.items():
+            if problem := self.generator.refusal(len(ids), how.max_new_tokens):
+                yield key, Refused(problem)
+            else:
+                requests[key] = Request(ids, how.temperature, seed)
         for key, ids, reason in self._draw(requests, how.max_new_tokens, how.top_p, stops):
             text = self.template.decode(ids)
             if stop_text and stop_text in text:  # the target writes on after it
@@ -164,6 +169,7 @@ class Remote:
 
     def write(self, texts: Texts, how: SelfPromptsConfig, stops: list[int], stop_text: str | None) -> Outcomes:
         options = {"max_tokens": how.max_new_tokens, "temperature": how.temperature, "top_p": how.top_p}
+        options["skip_special_tokens"] = False  # a text with some is refused, and `stop` is looked for in what is left
 
         def ask(text: tuple[list[int], int]) -> Answer:
             ids, seed = text

@@ -94,9 +94,14 @@ class Server:
         content = self._ask(f"{self.base}/completions", {"model": self.model, **request})
         try:
             choice = foreign.parse_json(content)["choices"][0]
-            return str(choice["text"]), str(choice["finish_reason"])
+            text, reason = choice["text"], choice["finish_reason"]
         except (ValueError, KeyError, IndexError, TypeError):
             raise UserError(f"{self.base}/completions answered no completion: data.prompts=self needs one") from None
+        if reason not in ("stop", "length"):
+            raise Refused(f"the server ended the text with {reason!r}, not with stop or length")
+        if not isinstance(text, str):
+            raise Refused("the server gave no text")
+        return text, reason
 
     def _ask(self, url: str, body: dict[str, Any]) -> bytes:
         """Ask, with retries and back-off where the server is busy or away."""

@@ -9,6 +9,7 @@ import json
 import re
 import zlib
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -27,6 +28,7 @@ from eagle31_train.targets.chat import ChatTemplate
 
 MARK = "\u2603 the user's words \u2603"  # put where a user speaks, to see what the template writes around it
 MOST_TRIES = 4  # for each prompt that is wanted
+Stop = tuple[int | None, str | None]  # what ends a user's turn: a token, and a text
 REPETITIVE = 0.15  # zlib's size of a text of words that come again and again, as a share of the text's
 
 
@@ -66,24 +68,28 @@ def write_prompts(config: Config, template: ChatTemplate) -> Path:
     return output
 
 
-def user_stop(template: ChatTemplate) -> int | str:
-    """What ends a user's turn: a token or, where there is none, the text before the answer, such as "[/INST]"."""
+def user_stop(template: ChatTemplate) -> Stop:
+    """What ends a user's turn: the first added token before the answer, and the text before that, such as "[/INST]";
+    None for the one that is not there."""
     after = template.render([{"role": "user", "content": MARK}], add_generation_prompt=True).partition(MARK)[2]
-    first = template.encode(after)[:1]
-    if first and first[0] in template.added:
-        return first[0]
     if not after.strip():
         needs = "data.prompts=self needs a chat template that writes something after a user's words"
         raise UserError(f"{needs}, not {after!r}: give prompts as data.prompts=FILE")
-    return after.strip().splitlines()[0]
+    ids = template.encode(after)
+    place = next((n for n, token in enumerate(ids) if template.added.get(token, "").strip()), len(ids))
+    lines = template.decode(ids[:place]).strip().splitlines()
+    return next(iter(ids[place:]), None), next(iter(lines), None)
 
 
-def problem_of(text: str, seen: set[str]) -> str:
-    """Why a text is of no use as a prompt; "" if it is. `seen`: the prompts before it, as `_alike` makes them."""
+def problem_of(text: str, seen: set[str], special: Collection[str]) -> str:
+    """Why a text is of no use as a prompt; "" if it is. `seen`: the prompts before it, as `_alike` makes them; special:
+    the spelling of tokens that no user types."""
     if not re.search(r"\w\W*\w", text):
         return "empty"
     if NO_CHARACTER in text:
         return "bytes that are no text"
+    if any(token in text for token in special):
+        return "special tokens"
     data = text.encode()
     if len(data) > 200 and len(zlib.compress(data)) < REPETITIVE * len(data):
         return "repeats itself"
@@ -107,13 +113,11 @@ def _settings(config: Config, template: ChatTemplate) -> dict[str, Any]:
 
 
 class Writer:
-    def __init__(
-        self, config: Config, template: ChatTemplate, stop: int | str, journal: Journal, fingerprint: str
-    ) -> None:
+    def __init__(self, config: Config, template: ChatTemplate, stop: Stop, journal: Journal, fingerprint: str) -> None:
         self.config, self.template, self.journal, self.fingerprint = config, template, journal, fingerprint
         self.options = config.data.self_prompts
-        self.stops = [*([stop] if isinstance(stop, int) else []), *template.end_ids]
-        self.stop_text = stop if isinstance(stop, str) else None
+        token, self.stop_text = stop
+        self.stops = [*([] if token is None else [token]), *template.end_ids]
         self.kinds = sorted(self.options.system.items()) or [("", "")]
         self.refused: Counter[str] = Counter()
         self.seen: set[str] = set()
@@ -144,7 +148,7 @@ class Writer:
 
     def _turns(self, tries: list[Attempt]) -> list[Attempt]:
         """Write every turn of some tries; those whose first one is of use, in their order."""
-        going = tries
+        going, special = tries, self.template.special
         for turn in range(self.options.turns):
             if turn:
                 going = self._answered(going)
@@ -160,7 +164,7 @@ class Writer:
                     text = outcome.message["content"].strip()
                     # A later turn beside its own conversation alone: which others are there depends on the batch.
                     seen = {_alike(earlier) for earlier in one.turns} if turn else self.seen
-                    problem = "not ended" if outcome.finish_reason == "length" else problem_of(text, seen)
+                    problem = "not ended" if outcome.finish_reason == "length" else problem_of(text, seen, special)
                 if problem:
                     self.refused[problem if not turn else f"{problem} (a later turn)"] += 1
                     continue

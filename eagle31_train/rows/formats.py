@@ -48,7 +48,8 @@ def parse(value: Any, form: str, where: str, default_id: str) -> Row:
     sample = value.get("sample") or 0
     if not isinstance(sample, int):
         raise UserError(f"{where}: sample is no number: which answer to its prompt a row has, from 0")
-    identity = str(value.get("id") or default_id) + (f"#{sample}" if sample else "")
+    given = value.get("id")
+    identity = str(default_id if given in (None, "") else given) + (f"#{sample}" if sample else "")
     source = str(value.get("source") or value.get("category") or default_id.rsplit("-", 1)[0])
     # Refusals name the row by these two, so they are mended, and not refused themselves.
     row = Row(_as_text(identity), _as_text(source), where, sample=sample)
@@ -98,10 +99,10 @@ def messages_of(value: dict[str, Any], form: str) -> list[Message]:
     elif form == "sharegpt":
         messages = _from_list(value["conversations"], "conversations")
     elif form == "alpaca":
-        question = value["instruction"]
-        if value.get("input"):
-            question = f"{question}\n\n{value['input']}"
-        messages = [_message("user", question, {})]
+        parts = [value["instruction"], *([value["input"]] if value.get("input") else [])]
+        if not all(isinstance(part, str) for part in parts):
+            raise Refused("an instruction or input without text")
+        messages = [_message("user", "\n\n".join(part for part in parts if part), {})]
         if value.get("output"):
             messages.append(_message("assistant", value["output"], {}))
     elif form == "prompt" and isinstance(value["prompt"], list):

@@ -175,7 +175,9 @@ class ChatTemplate:
     def check_fits(self, target: TargetConfig, vocab_size: int) -> None:
         """Refuse a tokenizer without an end of answers, or with more tokens than the target's embedding has rows."""
         if not self.end_ids:
-            raise UserError(f"{target.path} names no end-of-sequence token: set eos_token_id in its config")
+            raise UserError(
+                f"{target.path} names no end-of-sequence token: set eos_token_id in its generation_config.json"
+            )
         if (largest := max(self.tokenizer.get_vocab().values(), default=0)) >= vocab_size:
             message = f"the tokenizer of {target.path} has token {largest}, its model only {vocab_size} rows"
             raise UserError(f"{message}: they do not belong together")

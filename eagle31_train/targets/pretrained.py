@@ -7,7 +7,7 @@ from typing import Any
 from huggingface_hub import constants, hf_hub_url
 from huggingface_hub.utils import http_backoff, logging
 from safetensors import SafetensorError
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from eagle31_train import artifacts, foreign
 from eagle31_train.config import TargetConfig
@@ -104,14 +104,21 @@ def vocabulary_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def end_ids(tokenizer: PreTrainedTokenizerBase, target: TargetConfig) -> list[int]:
-    """The ids at which the target stops: the tokenizer's and those of generation_config.json."""
+    """The ids at which the target stops: the tokenizer's and those of generation_config.json or, where there is none,
+    of config.json, as transformers and vLLM do."""
     ids = [tokenizer.eos_token_id]
     try:
-        generation: Any = GenerationConfig
-        eos = generation.from_pretrained(target.path, **source(target)).eos_token_id
+        eos = _generation_end(target)
         ids += foreign.typed(list[foreign.Width | None], eos if isinstance(eos, list) else [eos])
-    except OSError:  # a target without generation_config.json: the tokenizer alone says it
-        pass
     except Exception as error:
         raise not_loaded(target, error) from None
     return sorted({i for i in ids if i is not None})
+
+
+def _generation_end(target: TargetConfig) -> Any:
+    generation: Any = GenerationConfig
+    try:
+        return generation.from_pretrained(target.path, **source(target)).eos_token_id
+    except OSError:
+        raw: dict[str, Any] = PretrainedConfig.get_config_dict(target.path, **source(target))[0]
+        return raw.get("eos_token_id", (raw.get("text_config") or {}).get("eos_token_id"))

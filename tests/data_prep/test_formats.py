@@ -19,6 +19,7 @@ FORMATS = [
     ("sharegpt", {"conversations": ANSWERED}, ANSWERED),
     ("alpaca", {"instruction": "hi", "input": "", "output": "yes"}, ANSWERED),
     ("alpaca", {"instruction": "Sum:", "input": "1 2"}, [{"role": "user", "content": "Sum:\n\n1 2"}]),
+    ("alpaca", {"instruction": "", "input": "hi"}, ASKED),
     ("turns", {"turns": ["hi"]}, ASKED),
     ("prompt", {"prompt": "hi"}, ASKED),
 ]
@@ -41,6 +42,16 @@ def row(messages, **more):
 def test_formats(form, value, messages, forced):
     assert detect(value) == form
     assert parse(value, form if forced else "auto", "f:1", "f-1").messages == messages
+
+
+@pytest.mark.parametrize("value", [{"instruction": None, "input": "hi"}, {"instruction": "hi", "input": ["a"]}])
+def test_an_alpaca_row_without_text_is_refused(value):
+    assert parse(value, "auto", "f:1", "f-1").problem == "an instruction or input without text"
+
+
+@pytest.mark.parametrize(("given", "identity"), [(0, "0"), ("a", "a"), (None, "f-1"), ("", "f-1")])
+def test_a_row_without_an_id_is_called_by_its_place(given, identity):
+    assert row(ASKED, id=given).id == identity
 
 
 def test_rows_carry_tools_and_calls():

@@ -60,6 +60,14 @@ def test_a_share_that_holds_out_none_or_all_is_refused_before_a_prompt_is_answer
         run(config)
 
 
+def test_ids_that_answers_would_have_are_refused_before_a_prompt_is_answered(config, monkeypatch):
+    monkeypatch.setattr(Local, "answers", lambda *_: pytest.fail("asked"))
+    write_rows(Path(config.data.prompts), [{"id": "q#1", "prompt": "a"}, {"id": "q", "prompt": "b"}])
+    config.data.generate.samples, config.data.generate.temperature = 2, 0.9
+    with pytest.raises(UserError, match=r"prompts\.jsonl:2: an answer would have the id 'q#1', as one to .*:1: choose"):
+        run(config)
+
+
 def test_every_refusal_is_counted_and_the_most_common_reasons_are_named():
     reasons = [{"reason": reason} for reason in "aabbccdef"]
     assert most_common(reasons) == "2 × a; 2 × b; 2 × c; 3 for other reasons"

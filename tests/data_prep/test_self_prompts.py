@@ -80,7 +80,8 @@ def test_later_turns_follow_the_targets_answers_and_go_through_stage_1(tiny_targ
 @pytest.fixture
 def completions(server):
     """A server that goes on from token ids with texts in turn."""
-    texts = ["?!", "Who is it that calls?", "and so on", "who is it that calls", "lalala " * 60, "A \ufffd B", "天空?"]
+    texts = ["?!", "Who is it that calls?", "and so on", "who is it that calls", "lalala " * 60, "A \ufffd B"]
+    texts += ["Hi<|im_start|>assistant\nHo", "天空?"]
 
     def reply(body):
         text = texts[(len(server.bodies) - 1) % len(texts)]
@@ -96,13 +97,14 @@ def test_a_server_goes_on_where_the_user_speaks(completions, tiny_target, tmp_pa
     systems = "data.self_prompts.system={code: 'You write code.', plain: ''}"
     rows = written(configured(tmp_path, tiny_target, *served, systems))
     assert [row["turns"] for row in rows] == [["Who is it that calls?"], ["天空?"]]
-    reasons = ("empty", "not ended", "written before", "repeats itself", "bytes that are no text")
+    reasons = ["empty", "not ended", "written before", "repeats itself", "bytes that are no text", "special tokens"]
     assert json.loads((tmp_path / MANIFEST).read_text())["refused"] == dict.fromkeys(reasons, 1)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     # Spelt out here: the template up to the user's words, and not a token more.
     starts = "<|im_start|>system\nYou write code.<|im_end|>\n<|im_start|>user\n", "<|im_start|>user\n"
     assert [body["prompt"] for body in completions.bodies[:2]] == [tokenizer.encode(start) for start in starts]
     assert all(body["stop_token_ids"][0] == end for body in completions.bodies)
+    assert not any(body["skip_special_tokens"] for body in completions.bodies)
     assert len({body["seed"] for body in completions.bodies}) == len(completions.bodies)
 
 
@@ -118,6 +120,32 @@ def test_text_ends_a_users_turn_where_no_token_does(completions, tiny_target, tm
     monkeypatch.setattr(Generator, "answer", lambda self, requests, *_: iter(answers[: len(requests)]))
     here = configured(tmp_path / "here", tiny_target, own, "data.self_prompts.count=2", "data.generate.batch_size=3")
     assert [row["turns"] for row in written(here)] == [["Who?"], ["Why is it so?"]]
+
+
+@pytest.mark.parametrize(
+    ("between", "stop"),
+    [("", ("<|im_end|>", None)), ("\n", ("<|im_end|>", None)), ("/nothink", ("<|im_end|>", "/nothink"))],
+)
+def test_a_token_after_words_of_the_template_ends_a_users_turn(tokenizer, between, stop):
+    template = "{% for m in messages %}{{ m['content'] }}" + between + "<|im_end|>\n<|im_start|>{% endfor %}"
+    token, text = user_stop(ChatTemplate(tokenizer, [tokenizer.eos_token_id], template))
+    assert (tokenizer.convert_ids_to_tokens(token), text) == stop
+
+
+@pytest.mark.parametrize(
+    ("text", "reason", "why"), [("What is", "abort", "ended the text with 'abort'"), (None, "stop", "gave no text")]
+)
+def test_what_a_server_did_not_finish_is_no_prompt(completions, tiny_target, tmp_path, text, reason, why):
+    completions.reply = lambda _: (200, json.dumps({"choices": [{"text": text, "finish_reason": reason}]}).encode())
+    config = configured(tmp_path, tiny_target, f"data.generate.server={completions.url}")
+    with pytest.raises(UserError, match=f"wrote 0 prompts of use in 24 tries .24 the server {why}"):
+        written(config)
+
+
+def test_a_turn_that_has_no_room_in_the_target_is_not_written(tiny_target, tmp_path):
+    config = configured(tmp_path, tiny_target, "data.self_prompts.max_new_tokens=5000")
+    with pytest.raises(UserError, match=r"wrote 0 prompts of use in 24 tries \(24 .*positions"):
+        written(config)
 
 
 def test_a_template_without_an_end_and_too_few_texts_of_use_are_refused(completions, tiny_target, tmp_path, tokenizer):

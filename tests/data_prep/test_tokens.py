@@ -11,6 +11,7 @@ from data_prep.masks import Tokens, samples
 from eagle31_train.config import TargetConfig
 from eagle31_train.errors import Refused
 from eagle31_train.targets.chat import ChatTemplate
+from eagle31_train.targets.pretrained import end_ids, load_tokenizer
 
 HERE = Path(__file__).parent
 KIMI = FAMILIES["kimi"]
@@ -83,3 +84,14 @@ def test_a_place_between_markers_is_found_or_refused(template, monkeypatch):
     monkeypatch.setattr(ChatTemplate, "encode", lambda self, text: encode(self, text.replace("好", "")))
     with pytest.raises(Refused, match="does not give back the text"):
         Tokens(template, "<|im_end|>你好")
+
+
+@pytest.mark.parametrize("config", [{"eos_token_id": [5, 7]}, {"text_config": {"eos_token_id": 7}}])
+def test_answers_end_where_the_targets_files_say(tiny_target, tmp_path, config):
+    folder = shutil.copytree(tiny_target, tmp_path / "target")
+    own = load_tokenizer(TargetConfig(path=str(folder)))
+    (folder / "generation_config.json").write_text('{"eos_token_id": [3]}')
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **config}))
+    assert end_ids(own, TargetConfig(path=str(folder))) == sorted({own.eos_token_id, 3})
+    (folder / "generation_config.json").unlink()  # then transformers and vLLM read the other
+    assert end_ids(own, TargetConfig(path=str(folder)))[-1] == 7
