@@ -129,7 +129,8 @@ class Speculator:
         """Load a drafter (a run, an exported or published checkpoint, a hub id) and its target (a folder or hub id).
 
         Args:
-            dtype: of both. In float32 outputs equal the target's own greedy ones, token for token.
+            dtype: that both compute in; a run's weights are first rounded to its target's, as they are served. In
+                float32 outputs equal the target's own greedy ones, token for token.
             options: further options of the target, as `target.*` of a recipe: revision, trust_remote_code, …
                 A run's chat template and its variables are its own where they are not given.
 
@@ -143,7 +144,8 @@ class Speculator:
             if checkpoint.train and (own := option(checkpoint.train, f"target.{name}")):
                 setattr(config, name, OmegaConf.to_object(own) if OmegaConf.is_config(own) else own)
         cached = CachedTarget(load_model(config), checkpoint.shape.aux_layers)
-        loaded = checkpoint.load(cached, DTYPES[dtype], DTYPES[dtype])
+        own = option(checkpoint.train, "target.dtype") if checkpoint.train else None
+        loaded = checkpoint.load(cached, DTYPES[own or dtype], DTYPES[dtype])  # a run's weights as they are served
         ids = torch.from_numpy(checkpoint.vocab.target_ids).to(cached.device)
         chat = ChatTemplate.load(config)
         shape = checkpoint.shape

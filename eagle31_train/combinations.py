@@ -6,6 +6,8 @@ from eagle31_train.errors import UserError
 
 def check_options(config: Config) -> None:
     """UserError for options that contradict each other on any machine."""
+    if config.name == "plain":
+        raise UserError("name=plain is what decoding without a drafter is called: choose another")
     if len(config.train.betas) != 2:
         raise UserError(f"train.betas={config.train.betas} must be two numbers, of AdamW's two moments")
     most, headline = config.evaluate.max_speculative_tokens, config.evaluate.num_speculative_tokens

@@ -133,6 +133,11 @@ def named(words: Sequence[str]) -> Named:
         if "" in trainings or len(set(trainings)) < len(trainings):
             raise UserError(f"{name} is {','.join(trainings)}, which has a training twice or none: give each once")
         drafters_by_name[name] = trainings
+    for name, trainings in drafters_by_name.items():
+        if len(trainings) > 1 and (
+            twice := {f"{name}/{n + 1}" for n in range(len(trainings))} & drafters_by_name.keys()
+        ):
+            raise UserError(f"{min(twice)} is a training of {name} and another drafter: tell them apart as NAME:…")
     return drafters_by_name
 
 

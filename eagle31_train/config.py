@@ -77,6 +77,7 @@ ADDED: dict[str, Any] = {
     "drafter.parallel": False,
     "drafter.ptd_token_id": None,
     "evaluate.timed_prompts": 5,
+    "evaluate.warmup": True,
 }
 # Options of before; given, they are left out, and it is said why.
 REMOVED = {

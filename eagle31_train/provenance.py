@@ -128,7 +128,7 @@ ENGINE_RESOURCES |= {"max_num_batched_tokens", "disable_log_stats"}
 WITHOUT_EFFECT = {"accumulation", "recompute", "compile", "workers", "eval_every", "eval_samples", "checkpoint_every"}
 WITHOUT_EFFECT |= {"keep_checkpoints", "time_limit", "skip_nonfinite", "wandb", "project", "tensorboard"}
 WITHOUT_EFFECT |= {"deterministic", "kernels", "context_parallel"}
-# Options of evaluation that choose prompts, and are recorded with the workloads.
+# Options of evaluation that are recorded with the workloads, or with their measurements.
 CHOOSE_PROMPTS = {"warmup", "prompts", "suites", "perturbations", "leave_out"}
 SERVING_ONLY = {"serve_depths", "concurrency", "vllm_python", "vllm_args"}
 DECODING_ONLY = {"depths", "batch_size", "timed_prompts", "drift"}
@@ -236,6 +236,7 @@ def of_workload(config: Config, end_ids: list[int], device: str, torch: str) -> 
         "dtype",
         "drift",
         "timed_prompts",
+        "warmup",
     )
     return {
         "layout": LAYOUTS["workload"],

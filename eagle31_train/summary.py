@@ -12,7 +12,7 @@ from eagle31_train.checkpoint.smaller import served
 from eagle31_train.config import Config
 from eagle31_train.console import note
 from eagle31_train.errors import UserError
-from eagle31_train.evaluation.intervals import FEWEST, LEVEL, bracket
+from eagle31_train.evaluation.intervals import LEVEL, bracket
 from eagle31_train.reporting import recipe
 from eagle31_train.reporting.tables import count
 from eagle31_train.store import read_manifest
@@ -64,7 +64,7 @@ def _decoded(manifest: dict[str, Any]) -> dict[str, str]:
     workload, depth = result["workloads"][0], str(result["draft_tokens"])
     (numbers,), (plain, speculative) = workload["drafters"].values(), workload["tokens_per_second"].values()
     interval = numbers["by_depth"][depth]["acceptance_length"]
-    certainty = f"{LEVEL:.0%} interval" if interval[1] is not None else f"no interval of fewer than {FEWEST} prompts"
+    certainty = f"{LEVEL:.0%} interval" if interval[1] is not None else "no interval: too few prompts or drafts"
     lengths = {name: of["by_depth"][depth]["acceptance_length"][0] for name, of in numbers["by_source"].items()}
     timed = workload.get("timed")  # which earlier ones lack
     of = ""
@@ -85,9 +85,12 @@ def _served(config: Config, manifest: dict[str, Any]) -> dict[str, str]:
     headline's."""
     serving, headline = manifest["serving"], config.evaluate.num_speculative_tokens
     users = min(row["concurrency"] for row in serving["rows"])
-    rows = {row["draft_tokens"]: row for row in serving["rows"] if row["concurrency"] == users}
-    tokens = max((n for n in rows if 0 < n <= headline), default=max(rows))
-    plain, drafted = rows[0]["per_user"][0], rows[tokens]
+    least = [row for row in serving["rows"] if row["concurrency"] == users]
+    # A drafter that rests has a row, too, of 0 draft tokens.
+    plain = next(row["per_user"][0] for row in least if row["drafter"] is None)
+    rows = {row["draft_tokens"]: row for row in least if row["drafter"] and row["draft_tokens"]}
+    tokens = max((n for n in rows if n <= headline), default=max(rows))
+    drafted = rows[tokens]
     length = bracket([(drafted["acceptance"] or {}).get("acceptance_length"), None, None])
     whom = "one user" if users == 1 else f"each of {users} users"
     return {

@@ -147,6 +147,7 @@ def test_a_free_form_option_is_emptied():
         ("train.betas=[0.9", "'train.betas=[0.9' cannot be read"),
         ("data.sources.en={path: a=b}", "'data.sources.en={path: a=b}' cannot be read"),
         ("name=", "name= is empty: give name=… a value"),
+        ("name=plain", "name=plain is what decoding without a drafter is called: choose another"),
         ("data.prompts=", "data.prompts= is empty: give data.prompts=… a value"),
     ],
 )

@@ -197,7 +197,8 @@ def _messages(prompt: str | None, row: dict[str, Any], where: str) -> tuple[list
         if prompt is None:
             value = next((row[form] for form in OWN_FORMS if row.get(form)), None)
         else:
-            value = prompt.format_map(row) if "{" in prompt else row[prompt]
+            filled = {column: "" if part is None else part for column, part in row.items()}
+            value = prompt.format_map(filled) if "{" in prompt else row[prompt]
     except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
         raise UserError(f"{where}: prompt={prompt!r} cannot be filled in ({error!r}): mend it") from None
     if isinstance(value, list) and value and isinstance(value[0], str):
@@ -222,7 +223,7 @@ def _rendered(
         ids = template.prompt_ids(messages, tools or None)
     except (Refused, ValueError) as error:
         raise UserError(f"{where} cannot be rendered ({error}): change it, or its tools") from None
-    named = row.get("id", row.get("question_id", name))
+    named = next((row[column] for column in ("id", "question_id") if row.get(column) not in (None, "")), name)
     return Prompt(str(named), str(row.get("source") or row.get("category") or source), ids, messages, tools or None)
 
 

@@ -140,7 +140,7 @@ def _numbers(trainings: Trainings, depths: Sequence[int]) -> dict[str, Any]:
     reached = {depth: _reached(trainings, depth) for depth in depths}
     by_depth = {
         str(depth): {
-            "acceptance_length": length,
+            "acceptance_length": _uncertain(length, 1, depth + 1),
             "drafts": int(reached[depth][:, 0].sum()),
             "accepted_per_position": reached[depth][:, 1:].sum(0).tolist(),
         }
@@ -151,14 +151,15 @@ def _numbers(trainings: Trainings, depths: Sequence[int]) -> dict[str, Any]:
         "prompts": len(trainings[0]),
         "generated_tokens": sum(each.tokens for one in trainings for each in one),
         "by_depth": by_depth,
-        "cumulative": _shares(ratios(deepest[:, 1:], deepest[:, 0])),
-        "conditional": _shares(ratios(deepest[:, 1:], deepest[:, :-1])),
+        "cumulative": [_uncertain(share, 0, 1) for share in ratios(deepest[:, 1:], deepest[:, 0]).intervals()],
+        "conditional": [_uncertain(share, 0, 1) for share in ratios(deepest[:, 1:], deepest[:, :-1]).intervals()],
     }
 
 
-def _shares(estimate: Estimate) -> list[Interval]:
-    """Intervals; none for a share of 0 or 1, where every resample is the same and tells nothing of the uncertainty."""
-    return [[value, None, None] if value in (0, 1) else [value, low, high] for value, low, high in estimate.intervals()]
+def _uncertain(interval: Interval, least: int, most: int) -> Interval:
+    """The interval; none of a value at either end, where every resample is the same and tells nothing of others."""
+    value, *_ = interval
+    return [value, None, None] if value in (least, most) else interval
 
 
 def acceptance_lengths(trainings: Trainings, depths: Sequence[int]) -> Estimate:

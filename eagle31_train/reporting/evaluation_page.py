@@ -17,7 +17,7 @@ import numpy as np
 from eagle31_train import artifacts
 from eagle31_train.evaluation.intervals import NOTHING, Interval
 from eagle31_train.reporting import figures, html, tables
-from eagle31_train.reporting.figures import MARKERS, ROW, Picture
+from eagle31_train.reporting.figures import ROW, Picture
 from eagle31_train.reporting.tables import ALL, SERVING, Section
 
 if TYPE_CHECKING:
@@ -110,9 +110,14 @@ def _curves(workload: Result, name: str, title: str, across: str, curves: Curves
             last = [f"{value:.1%}" if kind.percent else f"{value:.2f}" for value, *_ in intervals if value is not None]
             values, low, high = figures.columns(intervals)
             at, valid, index = np.arange(1.0, len(values) + 1), np.isfinite(values), drafters.index(drafter)
-            marker, label = MARKERS[index % len(MARKERS)], "  ".join([drafter, *last[-1:]])
+            label = "  ".join([drafter, *last[-1:]])
+            style: dict[str, Any] = {"color": f"C{index}", "marker": figures.marker(index), "label": label, "zorder": 3}
             axes.fill_between(at, low, high, color=f"C{index}", alpha=0.16, linewidth=0)
-            axes.plot(at[valid], values[valid], color=f"C{index}", marker=marker, label=label, zorder=3, clip_on=False)
+            axes.plot(at[valid], values[valid], clip_on=False, **style)
+            # Between no two points there is nothing to shade.
+            alone = np.isfinite(low) & ~np.isfinite([*low[1:], np.nan]) & ~np.isfinite([np.nan, *low[:-1]])
+            if alone.any():
+                axes.vlines(at[alone], low[alone], high[alone], color=f"C{index}", alpha=0.5)
         kind.scale(axes, "y")
         figures.whole_numbers(axes, across)
 
@@ -130,14 +135,21 @@ def _acceptance(workload: Result) -> Iterator[Picture]:
         title = f"Acceptance length, times that of {first}"
         yield _curves(workload, "gain", title, "draft tokens", ratios, RATIO)
     if workload["perturbation"] is None:
-        shares = {name: [_narrow(one) for one in of["conditional"]] for name, of in drafters.items()}
+        shares = {name: _told(of) for name, of in drafters.items()}
         yield _curves(workload, "conditional", "Conditional acceptance", "position", shares, SHARE)
 
 
-def _narrow(share: Interval) -> Interval:
-    """The share; nothing where too few drafts came so far to tell it from 0 %."""
-    _, low, high = share
-    return NOTHING if low is not None and high is not None and high - low > WIDE else share
+def _told(numbers: Result) -> list[Interval]:
+    """Conditional acceptance by position; nothing where too few drafts came so far to tell it."""
+    deepest = list(numbers["by_depth"].values())[-1]
+    came = [deepest["drafts"], *deepest["accepted_per_position"]]
+    # Of a share of 0 or 1, which has no interval, n drafts tell within 3 / n.
+    told = []
+    for n, share in zip(came[:-1], numbers["conditional"], strict=True):
+        _, low, high = share
+        width = high - low if low is not None and high is not None else 3 / max(n, 1)
+        told.append(NOTHING if width > WIDE else share)
+    return told
 
 
 def _drift(workload: Result) -> Iterator[Picture]:
@@ -158,9 +170,12 @@ def _drift(workload: Result) -> Iterator[Picture]:
 
 
 def _attention(measures: Curves, axes: "Axes") -> None:
-    parts = [figures.columns(measures[kind])[0] for kind in KINDS]
+    parts = np.array([figures.columns(measures[kind])[0] for kind in KINDS])
     labels = [f"{kind} {part[-1]:.0%}" for kind, part in zip(KINDS, parts, strict=True)]
-    axes.stackplot(np.arange(1.0, len(parts[0]) + 1), parts, labels=labels)
+    at = np.arange(1.0, parts.shape[1] + 1)
+    if len(at) == 1:  # a bar: what has no width is not seen
+        at, parts = np.array([0.75, 1.25]), parts.repeat(2, axis=1)
+    axes.stackplot(at, parts, labels=labels)
     axes.margins(0)
     axes.set_ylim(0, 1)
     figures.shares(axes)
@@ -216,8 +231,8 @@ def _forest(
             values, low, high = figures.columns(row.get(name, NOTHING) for row in rows.values())
             at = np.arange(len(values)) + ((place + 0.5) / len(shown) - 0.5) * 0.7
             bars, index = np.nan_to_num([values - low, high - values]), names.index(name)
-            marker = MARKERS[index % len(MARKERS)]
-            axes.errorbar(values, at, xerr=bars, fmt=marker, color=f"C{index}", label=name, clip_on=False)
+            style: dict[str, Any] = {"fmt": figures.marker(index), "color": f"C{index}", "label": name}
+            axes.errorbar(values, at, xerr=bars, clip_on=False, **style)
         axes.set_yticks(range(len(rows)), list(rows))
         axes.set_ylim(len(rows) - 0.5, -0.5)
         kind.scale(axes, "x")

@@ -3,6 +3,7 @@
 import io
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,16 @@ WIDTH, HEIGHT, ROW = 5.6, 3.25, 0.25  # inches: of a picture, and of one row of 
 TITLE = 60  # letters of a line of it
 MEANS = 64  # points of a noisy curve's mean
 MARKERS = "os^Dvp"
+# For scripts that matplotlib's own font lacks, where one of them is installed.
+FONTS = (
+    "Noto Sans CJK SC",
+    "Noto Sans CJK JP",
+    "Source Han Sans SC",
+    "Noto Sans Devanagari",
+    "Hiragino Sans",
+    "PingFang SC",
+)
+FONTS += ("Microsoft YaHei", "Yu Gothic", "Malgun Gothic", "Nirmala UI", "Arial Unicode MS")
 STYLE: Any = {
     # The colour-blind tell training (C0) from held-out (C1) by brightness, too.
     "axes.prop_cycle": "cycler('color', ['#2563c9', '#d9650b', '#0e8a6a', '#a8379b', '#8a6d00', '#5d6873'])",
@@ -59,7 +70,7 @@ class Picture:
         from matplotlib.figure import Figure
         from matplotlib.text import Text
 
-        with rc_context(STYLE):
+        with rc_context({**STYLE, "font.family": fonts()}):
             figure = Figure((WIDTH, self.height), layout="constrained")
             axes = figure.subplots()
             axes.set_title(self.remark)
@@ -68,16 +79,37 @@ class Picture:
             if axes.get_legend_handles_labels()[1]:
                 axes.legend(loc="upper left", bbox_to_anchor=(1.02, 1))
             for text in figure.findobj(Text):
-                text.set_text(shown.clean(text.get_text()))
+                text.set_text(drawable(shown.clean(text.get_text())))
             return figure
 
     def png(self) -> bytes:
         from matplotlib import rc_context
 
         buffer = io.BytesIO()
-        with rc_context(STYLE):
+        with rc_context({**STYLE, "font.family": fonts()}):
             self.figure().savefig(buffer, format="png")
         return buffer.getvalue()
+
+
+@cache
+def fonts() -> list[str]:
+    """Names of fonts, in which letters are looked for in turn."""
+    from matplotlib import font_manager
+
+    installed = set(font_manager.get_font_names())
+    return ["DejaVu Sans", *(name for name in FONTS if name in installed)]
+
+
+@cache
+def _has(letter: str) -> bool:
+    from matplotlib import font_manager
+
+    return any(font_manager.get_font(font_manager.findfont(name)).get_char_index(ord(letter)) for name in fonts())
+
+
+def drawable(text: str) -> str:
+    """Text whose letters without a font are spelt, U+7532: boxes would all look alike."""
+    return "".join(letter if letter.isspace() or _has(letter) else f"U+{ord(letter):04X} " for letter in text)
 
 
 def noisy(axes: "Axes", steps: Floats, values: Floats, label: str, colour: Any, form: str = "{:.3g}") -> None:
@@ -91,6 +123,11 @@ def noisy(axes: "Axes", steps: Floats, values: Floats, label: str, colour: Any, 
     marker = "o" if len(steps) == 1 else ""
     axes.plot(steps, values, color=colour, alpha=0.25, linewidth=0.5)
     axes.plot(centres, means, color=colour, marker=marker, label=f"{label}  {form.format(means[-1])}")
+
+
+def marker(index: int) -> str:
+    """Of a curve of colour C{index}: after the last colour the same ones come with other markers."""
+    return MARKERS[(index + index // len(MARKERS)) % len(MARKERS)]
 
 
 def columns(intervals: Iterable["Interval"]) -> tuple[Floats, Floats, Floats]:

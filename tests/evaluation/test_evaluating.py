@@ -71,11 +71,12 @@ def test_what_is_read_is_what_was_measured(model, candidates, tmp_path, monkeypa
 def test_what_is_left_is_measured_alone(candidates, tmp_path, monkeypatch):
     """After a stop, and where a drafter or a workload is added. By what it is: names may be of any length and script,
     and change with what stands beside a drafter."""
-    measurer = Recorded()
+    cold, warm = Recorded(QUIET), Recorded()
     monkeypatch.setattr(Recorded, "stop", TWO.name)
-    with pytest.raises(KeyboardInterrupt):
-        measurer.run(tmp_path, candidates[:1])
-    assert measurer.asked == ["warm-up with llama", ("one", ["llama"])]
+    for measurer in (cold, warm):  # a cold speed is no warm one
+        with pytest.raises(KeyboardInterrupt):
+            measurer.run(tmp_path, candidates[:1])
+    assert warm.asked == ["warm-up with llama", *cold.asked] == ["warm-up with llama", ("one", ["llama"])]
     monkeypatch.setattr(Recorded, "stop", None)
     measurer = Recorded(QUIET)
     renamed = [dataclasses.replace(candidates[0], name="草/" * 200), *candidates[1:]]
@@ -163,6 +164,7 @@ def test_prompts_are_as_long_as_vllm_serves_their_target(tmp_path, target, longe
         (["plain:a"], "plain is decoding without a drafter: give another name, as NAME:a"),
         (["x:a", "x:b"], "two drafters are called x: tell them apart as NAME:b"),
         (["x:a,a"], "a training twice or none"),
+        (["x:a,b", "x/1", "y/2/1"], "x/1 is a training of x and another drafter"),
     ],
 )
 def test_drafters_that_a_table_cannot_tell_apart_are_refused(words, problem):

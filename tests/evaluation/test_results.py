@@ -85,6 +85,12 @@ def test_every_depth_is_that_of_a_server_which_drafts_so_many(pair, compared):
         assert found["prompts"] == 6
 
 
+@pytest.mark.parametrize(("accepted", "value"), [(0, 1.0), (8, 4.0)])
+def test_where_no_draft_or_every_one_was_accepted_nothing_is_claimed_of_others(accepted, value):
+    numbers = numbers_of([Counts(f"p{i}", "a", 9, [accepted] * 8) for i in range(6)])
+    assert numbers["by_depth"]["3"]["acceptance_length"][1:] == [None, None]
+
+
 def test_drift_is_a_mean_over_slots(pair, compared):
     drift = compared["workloads"][0]["drafters"]["one"]["drift"]
     slots = [len(row.accepted) for row in pair["one"]]

@@ -261,7 +261,7 @@ def test_the_card_tells_of_the_smaller_drafter_alone(run, capsys):
     capsys.readouterr()
     summary.summarise(run.config(*SMALL))  # the run has no store, as after a training that wanted no more of it
     told = capsys.readouterr().out
-    assert "bonus token included (no interval of fewer than 5 prompts)" in told
+    assert "bonus token included (no interval: too few prompts or drafts)" in told
     assert "in 7 steps, of which step 5 is kept" in told
     with pytest.raises(UserError, match="smaller than what was trained"):  # a comparison serves what it measures
         compare.exported(str(run.folder))
@@ -313,6 +313,9 @@ def test_the_summary_of_what_vllm_served(run, capsys):
     export.export(run.config())
     exported = artifacts.read_json(run.folder / "export.json", "")["checkpoint"]
     serving = {**sample_results.serving(), "workload": "heldout"}
+    alone = next(row for row in serving["rows"] if row["drafter"] is None and row["concurrency"] == 1)
+    name = next(row["drafter"] for row in serving["rows"] if row["drafter"])
+    serving["rows"].append({**alone, "drafter": name, "per_user": [17.0, 16.0, 18.0]})  # at rest: no draft tokens
     vllm = run.config("evaluate.backend=vllm")
     for made, said in ((exported, None), ("another", "evaluate was last run on another training")):
         record = {"inputs": {"export": made}, "serving": serving, "seconds": 3.0}

@@ -65,9 +65,11 @@ def place(tmp_path):
 
 
 ROWS = [
-    {"question": "hello", "kind": "a", "number": 7, "turns2": ["first", "second"], "talk": [{"value": "deep"}]},
-    {"question": "world", "kind": "b", "number": 8, "turns2": ["one", "two"], "talk": [{"value": "deeper"}]},
-]
+    {"question": "hello", "kind": "a", "number": 7, "turns2": ["first", "second"], "talk": [{"value": "deep"}],
+     "more": None},
+    {"question": "world", "kind": "b", "number": 8, "turns2": ["one", "two"], "talk": [{"value": "deeper"}],
+     "more": "x"},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -76,6 +78,7 @@ ROWS = [
         ({"prompt": "question"}, ["hello", "world"]),
         ({"prompt": "turns2"}, ["first", "one"]),
         ({"prompt": "'{talk[0][value]}: {question} {{x}}'"}, ["deep: hello {x}", "deeper: world {x}"]),
+        ({"prompt": "'{question}.{more}'"}, ["hello.", "world.x"]),
         ({"prompt": "question", "only.kind": "[a,b]", "only.number": 7}, ["hello"]),
         ({"prompt": "question", "placeholder": "hell"}, ["world"]),
     ],

@@ -1,5 +1,6 @@
 """What is shown of a result: pictures, the page, the terminal's table and the card have the numbers as they were."""
 
+import copy
 import json
 import re
 from html import unescape
@@ -16,7 +17,7 @@ from eagle31_train.evaluation.measurement import Counts, Measurement
 from eagle31_train.evaluation.prompts import Prompt
 from eagle31_train.evaluation.results import summarise
 from eagle31_train.evaluation.workloads import Workload
-from eagle31_train.reporting import card, evaluation_page
+from eagle31_train.reporting import card, evaluation_page, figures
 from eagle31_train.reporting.card import CardResult, CardResults
 from eagle31_train.reporting.evaluation_page import pictures
 from eagle31_train.reporting.markdown import plain
@@ -112,6 +113,47 @@ def test_next_to_no_draft_stands_for_no_point(whole):
         assert [len(line.get_xdata()) for line in drawn(whole, "heldout-conditional").lines] == [3, 4]
     finally:
         conditional[3] = known
+
+
+def test_a_position_that_a_single_draft_reached_has_no_point(whole):
+    """No draft was accepted there, or every one: of five drafts that tells nothing, of six little."""
+    numbers = whole["workloads"][0]["drafters"]["A"]
+    depth = list(numbers["by_depth"].values())[-1]
+    known = numbers["conditional"][3], depth["accepted_per_position"][2]
+    try:
+        for came, points in ((5, 3), (6, 4)):
+            numbers["conditional"][3], depth["accepted_per_position"][2] = [1.0, None, None], came
+            assert len(drawn(whole, "heldout-conditional").lines[0].get_xdata()) == points
+    finally:
+        numbers["conditional"][3], depth["accepted_per_position"][2] = known
+
+
+def test_every_curve_looks_otherwise():
+    looks = [(index % 6, figures.marker(index)) for index in range(36)]
+    assert len(set(looks)) == 36
+
+
+def test_letters_without_a_font_are_told_apart(monkeypatch):
+    monkeypatch.setattr(figures, "fonts", lambda: ["DejaVu Sans"])
+    figures._has.cache_clear()
+    assert [figures.drawable(text) for text in ("é ∑", "a甲", "乙")] == ["é ∑", "aU+7532 ", "U+4E59 "]
+    figures._has.cache_clear()
+
+
+def test_a_lone_point_has_its_interval_and_a_lone_step_its_width(whole):
+    alone = copy.deepcopy({**whole, "workloads": whole["workloads"][:1]})
+    for numbers in alone["workloads"][0]["drafters"].values():
+        depth = numbers["by_depth"]["1"]
+        depth["accepted_per_position"] = depth["accepted_per_position"][:1]
+        numbers["by_depth"], numbers["conditional"] = {"1": depth}, numbers["conditional"][:1]
+        numbers["drift"] = {kind: some[:1] for kind, some in (numbers["drift"] or {}).items()} or None
+    for of in alone["workloads"][0]["differences"].values():
+        of.pop("2"), of.pop("3"), of.pop("4")
+    _, low, high = alone["workloads"][0]["drafters"]["A"]["by_depth"]["1"]["acceptance_length"]
+    segments = [lines.get_segments() for lines in drawn(alone, "heldout-acceptance").collections[1::2]]
+    assert segments[0][0].tolist() == [[1, low], [1, high]]
+    bands = drawn(alone, "heldout-attention-b").collections
+    assert all(np.ptp(band.get_paths()[0].vertices[:, 0]) == 0.5 for band in bands)
 
 
 def test_curves_are_the_numbers_with_their_intervals(whole):
