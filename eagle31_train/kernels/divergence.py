@@ -18,9 +18,7 @@ def teacher_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
     from eagle31_train.kernels.triton_kernels import teacher_kernel
 
     lse, negentropy = _rows(logits), _rows(logits)
-    if len(logits):
-        sizes = {"BLOCK": BLOCK, "num_warps": WARPS}
-        launch(teacher_kernel, (len(logits),), logits, lse, negentropy, logits.shape[1], **sizes)
+    launch(teacher_kernel, (len(logits),), logits, lse, negentropy, logits.shape[1], BLOCK=BLOCK, num_warps=WARPS)
     return lse, negentropy
 
 
@@ -54,10 +52,9 @@ def fused_divergence(
     assert logits.is_contiguous()
     assert teacher.is_contiguous()
     value, best = _rows(logits), _rows(logits, torch.int64)
-    if len(logits):
-        tensors = (logits, teacher, lse, negentropy, supervised, weights, value, best)
-        options = {"KL": kl, "LK": lk > 0, "BLOCK": BLOCK, "num_warps": WARPS}
-        launch(divergence_kernel, (len(logits),), *tensors, logits.shape[1], lk, **options)
+    tensors = (logits, teacher, lse, negentropy, supervised, weights, value, best)
+    options = {"KL": kl, "LK": lk > 0, "BLOCK": BLOCK, "num_warps": WARPS}
+    launch(divergence_kernel, (len(logits),), *tensors, logits.shape[1], lk, **options)
     return value, best
 
 

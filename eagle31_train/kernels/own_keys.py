@@ -30,10 +30,9 @@ def merge_own_keys(
     from eagle31_train.kernels.triton_kernels import merge_kernel
 
     merged, merged_lse = _merged(q, out)
-    if len(q):
-        tensors = [x.contiguous() for x in (q, out, lse, keys, values)]
-        grid, sizes = launch_options(q.shape, keys.shape, values.shape)
-        launch(merge_kernel, grid, *tensors, merged, merged_lse, len(q), scale, **sizes)
+    tensors = [x.contiguous() for x in (q, out, lse, keys, values)]
+    grid, sizes = launch_options(q.shape, keys.shape, values.shape)
+    launch(merge_kernel, grid, *tensors, merged, merged_lse, len(q), scale, **sizes)
     return merged, merged_lse
 
 
@@ -50,10 +49,9 @@ def merge_own_keys_backward(
     from eagle31_train.kernels.triton_kernels import merge_backward_kernel
 
     results = _gradients(q, keys, values)
-    if len(q):
-        tensors = [x.contiguous() for x in (dout, q, out, lse, keys, values, dq)]
-        grid, sizes = launch_options(q.shape, keys.shape, values.shape)
-        launch(merge_backward_kernel, grid, *tensors, *results, len(q), scale, **sizes)
+    tensors = [x.contiguous() for x in (dout, q, out, lse, keys, values, dq)]
+    grid, sizes = launch_options(q.shape, keys.shape, values.shape)
+    launch(merge_backward_kernel, grid, *tensors, *results, len(q), scale, **sizes)
     return results
 
 

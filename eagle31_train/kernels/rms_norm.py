@@ -21,9 +21,8 @@ def norm_rows(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     assert x.dtype != torch.float64, "the kernel works in fp32"
     x = _in_rows(x)
     out, inverse = _outputs(x)
-    if len(x):
-        sizes = (x.shape[1], x.stride(0), eps)
-        launch(norm_kernel, (len(x),), x, weight, out, inverse, *sizes, **launch_options(x.shape[1]))
+    sizes = (x.shape[1], x.stride(0), eps)
+    launch(norm_kernel, (len(x),), x, weight, out, inverse, *sizes, **launch_options(x.shape[1]))
     return out, inverse
 
 
@@ -36,8 +35,6 @@ def norm_rows_backward(
 
     x, dout = _in_rows(x), dout.contiguous()
     dx, dweight = _gradients(x, wants_dx)
-    if not len(x):
-        return dx, dweight.zero_()
     options = launch_options(x.shape[1])
     parts = dweight.new_empty(min(max(PROGRAMS, WARPS // options["num_warps"]), len(x)), x.shape[1])
     tensors, sizes = (dout, x, weight, inverse, dx, parts), (len(x), x.shape[1], x.stride(0))

@@ -19,8 +19,7 @@ def silu_times(gate: Tensor, up: Tensor) -> Tensor:
     assert gate.dtype != torch.float64, "the kernel works in fp32"
     gate, up = gate.contiguous(), up.contiguous()
     out = torch.empty_like(gate)
-    if out.numel():
-        launch(silu_times_kernel, _grid(out), gate, up, out, out.numel(), BLOCK=BLOCK, num_warps=4)
+    launch(silu_times_kernel, _grid(out), gate, up, out, out.numel(), BLOCK=BLOCK, num_warps=4)
     return out
 
 
@@ -31,9 +30,8 @@ def silu_times_backward(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor,
 
     dout, gate, up = dout.contiguous(), gate.contiguous(), up.contiguous()
     dgate, dup = torch.empty_like(gate), torch.empty_like(up)
-    if dout.numel():
-        tensors = (dout, gate, up, dgate, dup)
-        launch(silu_times_backward_kernel, _grid(dout), *tensors, dout.numel(), BLOCK=BLOCK, num_warps=4)
+    tensors = (dout, gate, up, dgate, dup)
+    launch(silu_times_backward_kernel, _grid(dout), *tensors, dout.numel(), BLOCK=BLOCK, num_warps=4)
     return dgate, dup
 
 
