@@ -3,20 +3,18 @@
 import json
 import re
 import shlex
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.types import Quote, QuotedString
-from omegaconf import OmegaConf
 
 from eagle31_train import cli
 from eagle31_train.config import Config
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation.serving.engine import fixed, flags, speculation, target_arguments
-from eagle31_train.locations import CONFIGS
 from eagle31_train.reporting.markdown import public
 
 EVALUATE = "eagle31 evaluate"
@@ -63,12 +61,13 @@ def commands(config: Config) -> list[str]:
 
 def overrides(config: Config) -> list[str]:
     """The fewest `key=value` options that give this configuration, starting from a recipe or from the defaults."""
-    wanted = _values(config)
     recipes = cli.choices("experiment")
-    # A composition takes a third of a second, a file's reading next to nothing: one recipe is composed.
-    fits = {recipe: _fit(recipe, wanted) for recipe in recipes} | {"": 0}
-    recipe = config.name if config.name in recipes else max(fits, key=lambda one: (fits[one], one))
-    base = {**_base(recipe), "run_dir": f"runs/{config.name}"}
+    starts = [config.name] if config.name in recipes else ["", *recipes]
+    return min((_from(recipe, config) for recipe in starts), key=len)
+
+
+def _from(recipe: str, config: Config) -> list[str]:
+    wanted, base = _values(config), {**_base(recipe), "run_dir": f"runs/{config.name}"}
     changed = [key for key in wanted if wanted[key] != base[key] and key not in _NOT_THE_RECIPE]
     shown = [key for key in changed if not key.endswith("_dir") or not Path(wanted[key] or "").is_absolute()]
     start = [f"+experiment={recipe}"] if recipe else []
@@ -80,20 +79,6 @@ def _option(key: str, value: Any, base: Any) -> Iterator[str]:
     if value and isinstance(value, dict) and isinstance(base, dict):
         yield from (f"~{key}.{inner}" for inner in base if inner not in value)
     yield f"{key}={_hydra(value)}"
-
-
-def _fit(recipe: str, wanted: Mapping[str, Any]) -> int:
-    """How many more of its options a recipe's file has as wanted than otherwise."""
-    file: Any = OmegaConf.to_container(OmegaConf.load(CONFIGS / "experiment" / f"{recipe}.yaml"))
-    return sum(1 if value == wanted[key] else -1 for key, value in _options(file, wanted))
-
-
-def _options(file: dict[str, Any], known: Container[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in file.items():
-        if (name := f"{prefix}{key}") in known:
-            yield name, value
-        elif isinstance(value, dict):
-            yield from _options(value, known, f"{name}.")
 
 
 @cache
