@@ -128,8 +128,9 @@ ENGINE_RESOURCES |= {"max_num_batched_tokens", "disable_log_stats"}
 WITHOUT_EFFECT = {"accumulation", "recompute", "compile", "workers", "eval_every", "eval_samples", "checkpoint_every"}
 WITHOUT_EFFECT |= {"keep_checkpoints", "time_limit", "skip_nonfinite", "wandb", "project", "tensorboard"}
 WITHOUT_EFFECT |= {"deterministic", "kernels", "context_parallel"}
-# Options of evaluation that are recorded with the workloads, or with their measurements.
-CHOOSE_PROMPTS = {"warmup", "prompts", "suites", "perturbations", "leave_out"}
+# Options of evaluation that choose prompts, and are recorded with the workloads.
+CHOOSE_PROMPTS = {"prompts", "suites", "perturbations", "leave_out"}
+OF_WORKLOAD = {"num_prompts", "temperature", "top_p", "backend"}  # likewise; measurements are by one backend alone
 SERVING_ONLY = {"serve_depths", "concurrency", "vllm_python", "vllm_args"}
 DECODING_ONLY = {"depths", "batch_size", "timed_prompts", "drift"}
 
@@ -209,7 +210,8 @@ def of_evaluation(
     """Stage 4's result. data: stage 1's manifest. drafter: its identity. workloads: what the prompts depend on.
     sampled: some tokens are drawn, by the seed. server: of backend=vllm, its version and the target's arguments."""
     options = recorded("evaluate", asdict(config.evaluate))
-    left_out = CHOOSE_PROMPTS | (DECODING_ONLY if server else SERVING_ONLY)
+    # How a measurement began is recorded with it: overwrite=true measures anew.
+    left_out = {"warmup"} | CHOOSE_PROMPTS | (DECODING_ONLY if server else SERVING_ONLY)
     return Provenance(
         {
             **({"seed": config.seed} if sampled else {}),
@@ -227,23 +229,13 @@ def of_evaluation(
 def of_workload(config: Config, end_ids: list[int], device: str, torch: str) -> dict[str, Any]:
     """What a measurement depends on beside its workload and its drafter; other devices and versions round otherwise."""
     options = recorded("evaluate", asdict(config.evaluate))
-    counted = (
-        "draft_tokens",
-        "depths",
-        "max_new_tokens",
-        "draft_sampling",
-        "batch_size",
-        "dtype",
-        "drift",
-        "timed_prompts",
-        "warmup",
-    )
+    left_out = CHOOSE_PROMPTS | SERVING_ONLY | OF_WORKLOAD
     return {
         "layout": LAYOUTS["workload"],
         "target": target_identity(config.target),
         "seed": config.seed,
         "end_ids": sorted(end_ids),
-        **{name: options[name] for name in counted if name in options},  # those of ADDED are not, by default
+        **{name: value for name, value in options.items() if name not in left_out},
         "device": device,
         "torch": torch,
     }
