@@ -77,8 +77,6 @@ class Corpus:
             raise UserError("data.sources replaces data.conversations and data.prompts: set both of these to null")
         if not entries and spec is None:
             raise UserError(_nothing_given(data, option))
-        if not entries and data.rows is not None:
-            raise UserError(f"data.rows={data.rows} mixes data.sources: give data.sources.NAME.path, or leave it out")
         named_sources = [_open_source(config, f"data.sources.{name}", value, name) for name, value in entries.items()]
         sources = named_sources or [_open_source(config, f"data.{option}", {"path": spec})]
         return cls(sources, bool(entries), config.seed, data.rows)

@@ -25,7 +25,13 @@ from eagle31_train.reporting.tables import aligned
 from eagle31_train.rows.files import open_files
 from eagle31_train.targets.chat import ChatTemplate
 from eagle31_train.targets.derive import planned_drafter
-from eagle31_train.targets.description import describe_target, evaluation_doubt, serving_doubt
+from eagle31_train.targets.description import (
+    TargetDescription,
+    changed_since,
+    describe_target,
+    evaluation_doubt,
+    serving_doubt,
+)
 from eagle31_train.targets.pretrained import vocabulary_fingerprint
 
 NAMED = 5  # refused conversations that the summary names; the manifest names all
@@ -65,6 +71,7 @@ def prepare(config: Config) -> None:
     ours = (folder / artifacts.MANIFEST).is_file()
     if provenance.up_to_date(folder, made_from, config.overwrite):
         note(f"data: {folder} is up to date")
+        _record_target(folder, target)
         return
     if not ours and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         # commit() replaces the folder, and without our manifest what it holds may be the user's own.
@@ -92,6 +99,15 @@ def prepare(config: Config) -> None:
         }
         artifacts.write_json(temporary / artifacts.MANIFEST, manifest)
     note(summary(folder, manifest, template.name))
+
+
+def _record_target(folder: Path, target: TargetDescription) -> None:
+    """Training derives the drafter of what stands here: a target whose config.json was corrected since is recorded."""
+    manifest = artifacts.read_json(folder / artifacts.MANIFEST, "eagle31 data")
+    if change := changed_since(manifest.get("target") or {}, target):
+        note(f"data: its target is another since, and recorded anew ({change})")
+        with writing(folder, "run_dir=… or data_dir=…"):
+            artifacts.write_json(folder / artifacts.MANIFEST, {**manifest, "target": asdict(target)})
 
 
 def check_maskable(template: ChatTemplate) -> None:

@@ -23,5 +23,6 @@ class Refused(Exception):  # noqa: N818 (one of many is left out, and the run go
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's message that says something."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    """The first line of an error's message that says something, with the one that it announces by a colon."""
+    first, *more = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join([first, *more[:1]]) if first.endswith(":") else first

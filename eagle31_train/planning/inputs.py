@@ -14,11 +14,22 @@ from eagle31_train.errors import UserError, first_line
 from eagle31_train.planning.work import Work, add_up, count_work, made_mask
 from eagle31_train.rows.files import DAMAGE, count, find_files
 from eagle31_train.targets.chat import ChatTemplate
-from eagle31_train.targets.description import CHOSEN, EXPERTS, TargetDescription, description_of, read_raw, text_config
+from eagle31_train.targets.description import (
+    CHOSEN,
+    EXPERTS,
+    TargetDescription,
+    description_of,
+    read_raw,
+    text_config,
+    whole_config,
+)
 
 EXAMPLE = 100_000_000  # tokens that are planned for where nobody has counted or said how many there are
 LOOKED_AT = 1000  # conversations whose loss masks stand for all of them
-QUANTIZED = {"fp8": 8, "mxfp4": 4}  # methods of config.json that say no number of bits
+QUANTIZED = {"fp8": 8, "fbgemm_fp8": 8, "mxfp4": 4, "nvfp4": 4}  # methods and algorithms that say no number of bits
+LOADED = {"load_in_4bit": 4, "load_in_8bit": 8}
+OTHER_BITS = ("activations", "kv_cache")
+VISION = ("visual", "vision", "projector")  # parts of parameters' names that no text runs through
 
 
 @dataclass(frozen=True)
@@ -58,10 +69,10 @@ def read_target(config: Config) -> Target:
     raw = read_raw(config.target)
     text = text_config(raw)
     given = config.plan.target_parameters
-    sizes = Parameters(given) if given else count_parameters(text)
+    sizes = Parameters(given) if given else count_parameters(text, whole_config(raw))
     path = f"target.path={config.target.path}"
     if sizes is None:
-        unknown = f"{path} is a {raw['model_type']}, which transformers does not know"
+        unknown = f"{path} is a {raw['model_type']}, of which transformers has no class to count parameters by"
         raise UserError(f"{unknown}: set plan.target_parameters=32e9 or the like, those that a token runs through")
     return Target(description_of(raw, text, path), sizes, weight_bytes(raw, config.target.dtype))
 
@@ -72,24 +83,32 @@ def weight_bytes(raw: dict[str, Any], dtype: str) -> float:
     while inner:
         if isinstance(value := inner.pop(), dict):
             widths += [value[key] for key in ("bits", "num_bits") if isinstance(value.get(key), int)]
-            widths += [bits for method, bits in QUANTIZED.items() if value.get("quant_method") == method]
-            inner += [other for key, other in value.items() if "activations" not in key]
+            widths += [QUANTIZED.get(str(value.get(key)).lower()) for key in ("quant_method", "quant_algo")]
+            widths += [bits for option, bits in LOADED.items() if value.get(option)]
+            inner += [other for key, other in value.items() if not any(part in key for part in OTHER_BITS)]
+    widths = [bits for bits in widths if bits]
     return min(widths) / 8 if widths else 4.0 if dtype == "float32" else 2.0
 
 
-def count_parameters(text: Any) -> Parameters | None:
-    """A target's parameters, counted on a model without storage; None of a kind that transformers does not know."""
+def count_parameters(text: Any, whole: Any = None) -> Parameters | None:
+    """A target's parameters, counted on a model without storage; None of a kind that transformers does not know.
+    whole: the configuration that `text` is of, where transformers has classes for that alone."""
     import torch
-    from transformers import AutoModelForCausalLM
 
+    from eagle31_train.targets.hf import has_causal_class, model_class
+
+    config = text if whole is None or has_causal_class(text) else whole
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(text)
+            model = model_class(config).from_config(config)
     except ValueError:  # no class for it
         return None
     except Exception as error:  # sizes that its class makes nothing of
-        raise UserError(f"the target's config.json makes no model ({first_line(error)}): copy it again") from None
+        raise UserError(
+            f"the target's config.json makes no model ({first_line(error)}): correct it, or copy it again"
+        ) from None
     count = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    count = {name: size for name, size in count.items() if not any(part in name for part in VISION)}
     experts = sum(size for name, size in count.items() if ".experts." in name)
     chosen, of = (next((n for key in keys if (n := getattr(text, key, None))), 1) for keys in (CHOSEN, EXPERTS))
     return Parameters(sum(count.values()) - experts, experts, chosen / of)

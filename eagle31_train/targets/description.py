@@ -4,8 +4,8 @@ A drafter's shape (`derive`) and a plan follow from it. Imports no torch.
 """
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING, PretrainedConfig
 from typing_extensions import TypedDict
 
-from eagle31_train import foreign
+from eagle31_train import artifacts, foreign
 from eagle31_train.config import MLA_WIDTHS, TargetConfig, default_aux_layers
 from eagle31_train.errors import UserError, first_line
 from eagle31_train.foreign import Count, Number, Positions, Theta, Width
@@ -46,7 +46,7 @@ NO_PARTS = {
 NOT_DERIVED = {"llama4", "llama4_text", "mllama", "mllama_text_model"}
 # Types of layers that keep a state, not keys of each token, which cannot go back over tokens that were rejected.
 RECURRENT = {"linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding"}
-EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
+EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
 CHOSEN = ("num_experts_per_tok", "experts_per_token", "moe_topk")
 EXPERT_WIDTH = ("moe_intermediate_size", "intermediate_size")
 SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")  # each as wide as the others,
@@ -67,7 +67,7 @@ class _Raw(TypedDict, total=False):
 
 
 COUNTS = ["num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", *EXPERTS, *SHARED]
-COUNTS += ["num_experts_per_tok", "experts_per_token", "first_k_dense_replace", "num_dense_layers"]
+COUNTS += ["num_experts_per_tok", "experts_per_token", "first_k_dense_replace", "num_dense_layers", "decoder_sparse_step"]
 WIDTHS = ["hidden_size", "vocab_size", "q_lora_rank", *MLA_WIDTHS, *SHARED_WIDTH]
 TYPES: dict[str, Any] = {  # of what is read of transformers' configuration
     **dict.fromkeys(COUNTS, Count),
@@ -158,24 +158,35 @@ def _check_counts(value: Any, name: str = "config.json") -> None:
 def text_config(raw: dict[str, Any]) -> Any:
     """transformers' configuration of the text model, with its defaults, and without any code of the target's own; of a
     kind that transformers does not know, what config.json says. UserError if transformers refuses it."""
-    kind, text = KNOWN_AS.get(raw["model_type"], raw["model_type"]), raw.get("text_config", raw)
+    text = raw.get("text_config", raw)
     try:
-        if kind in CONFIG_MAPPING:
-            return CONFIG_MAPPING[kind].from_dict({**raw, "model_type": kind}).get_text_config()
+        if (whole := whole_config(raw)) is not None:
+            return whole.get_text_config()
         kind = KNOWN_AS.get(text.get("model_type", ""), text.get("model_type"))
         if kind in CONFIG_MAPPING:
             return CONFIG_MAPPING[kind].from_dict({**text, "model_type": kind})
         return PretrainedConfig.from_dict(text)
     except Exception as error:  # each class checks its fields in its own way
-        raise UserError(
-            f"transformers makes nothing of a {raw['model_type']}'s config.json ({first_line(error)}): copy it again"
-        ) from None
+        nothing = f"transformers makes nothing of a {raw['model_type']}'s config.json ({first_line(error)})"
+        raise UserError(f"{nothing}: correct it, or copy it again") from None
+
+
+def whole_config(raw: dict[str, Any]) -> Any:
+    """transformers' configuration of all of the target; None of a kind that it does not know."""
+    kind = KNOWN_AS.get(raw["model_type"], raw["model_type"])
+    return CONFIG_MAPPING[kind].from_dict({**raw, "model_type": kind}) if kind in CONFIG_MAPPING else None
 
 
 def describe_target(target: TargetConfig) -> TargetDescription:
     """Read `target.path`'s config.json; UserError if there is none, or it lacks a size."""
     raw = read_raw(target)
     return description_of(raw, text_config(raw), f"target.path={target.path}")
+
+
+def changed_since(recorded: Mapping[str, Any], target: TargetDescription) -> str:
+    """In what the target is not as stage 1 recorded it, as `artifacts.describe_change` says it; "" in nothing."""
+    now = {name: value for name, value in asdict(target).items() if name in recorded and name != "sources"}
+    return artifacts.describe_change({name: recorded[name] for name in now}, now)
 
 
 def description_of(raw: dict[str, Any], text: Any, where: str) -> TargetDescription:
@@ -261,6 +272,7 @@ def _mlp_width(text: Any, size: Any) -> tuple[int, str]:
         return next((key for key in keys if getattr(text, key, None)), None)
 
     experts, dense = first(EXPERTS), first(DENSE) or "dense" in (getattr(text, "mlp_layer_types", None) or ())
+    dense = dense or (getattr(text, "decoder_sparse_step", None) or 1) > 1
     if experts is None or getattr(text, experts) <= 1 or dense:
         return size("intermediate_size"), "intermediate_size"
     shared, key = first(SHARED), first(EXPERT_WIDTH) or EXPERT_WIDTH[0]

@@ -31,6 +31,7 @@ from eagle31_train.store.codec import NOT_FINITE, encode_unchecked
 from eagle31_train.store.document import Document
 from eagle31_train.store.format import Line
 from eagle31_train.store.shard_plan import SPLITS, PlannedShard, Shape
+from eagle31_train.targets.description import changed_since, describe_target
 from eagle31_train.targets.fidelity import Figures, Gate, report
 from eagle31_train.targets.hf import Engine, check_length, load_engine
 from eagle31_train.targets.pretrained import load_tokenizer, vocabulary_fingerprint
@@ -81,6 +82,11 @@ def _extract(
     states = describe(engine, config)
     if data["inputs"]["vocab_size"] != states["vocab_size"]:
         raise UserError(f"{other} number of tokens: {remedy}")
+    if is_main() and (change := changed_since(data.get("target") or {}, describe_target(config.target))):
+        note(
+            f"extract: WARNING: {config.data_folder} is of a target with another config.json, of which the drafter "
+            f"will be derived ({change}): run `eagle31 data` for this one"
+        )
     masks = {split: loss_masks(splits[split]) for split in SPLITS}
     plan = make_plan(masks, config.extract.shard_tokens, shape_of(states))
     check_length(engine, max((length for lengths in plan.lengths.values() for length in lengths), default=0))

@@ -74,7 +74,7 @@ def load_model(config: TargetConfig, dtype: str | None = None) -> Any:
     device = None if config.device_map else pick_device(config.device)
     # Tensors of another size than the model's are refused below, by name.
     options |= {"dtype": DTYPES[dtype or config.dtype], "output_loading_info": True, "ignore_mismatched_sizes": True}
-    model, info = from_pretrained(_model_class(from_pretrained(AutoConfig, config)), config, **options)
+    model, info = from_pretrained(model_class(from_pretrained(AutoConfig, config)), config, **options)
     # transformers makes up what is missing, and nothing later could notice: states, fidelity gate and evaluation would
     # all be of the same wrong target.
     if wrong := sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}):
@@ -87,13 +87,16 @@ def load_model(config: TargetConfig, dtype: str | None = None) -> Any:
     return model
 
 
-def _model_class(config: Any) -> Any:
+def has_causal_class(config: Any) -> bool:
+    """Whether transformers has a causal LM for a configuration, by its own table, which not every version need have."""
+    return type(config) in getattr(AutoModelForCausalLM, "_model_mapping", ())
+
+
+def model_class(config: Any) -> Any:
     """Which of transformers' classes loads a target: of some multimodal ones (Mistral 3) it has no causal LM."""
-    # transformers' own table; where a version has none, the first class says itself what it does not know.
-    if type(config) in getattr(AutoModelForCausalLM, "_model_mapping", ()):
-        return AutoModelForCausalLM
     multimodal = type(config) in getattr(AutoModelForImageTextToText, "_model_mapping", ())
-    return AutoModelForImageTextToText if multimodal else AutoModelForCausalLM  # which may know code of its own
+    # The first class may know code of the target's own, or says itself what it does not know.
+    return AutoModelForImageTextToText if multimodal and not has_causal_class(config) else AutoModelForCausalLM
 
 
 def read_config(config: TargetConfig) -> Any:

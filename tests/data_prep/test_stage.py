@@ -1,6 +1,7 @@
 """The whole stage on a small target: what it writes, when it does nothing, and what it refuses."""
 
 import json
+import shutil
 from collections import Counter
 from dataclasses import replace
 
@@ -53,6 +54,23 @@ def rows_of(tmp_path):
 
 
 # ---------------------------------------------------------------- what is written
+
+
+def test_a_target_that_changed_since_is_recorded_anew(config, tmp_path, tiny_target, capsys):
+    """Training derives the drafter of it, and the samples stay."""
+    config.target.path = str(shutil.copytree(tiny_target, tmp_path / "target"))
+    prepare(config)
+    before, file = manifest_of(tmp_path), tmp_path / "target" / "config.json"
+    raw = json.loads(file.read_text())
+    file.write_text(json.dumps({**raw, "max_position_embeddings": 123}))
+    capsys.readouterr()
+    prepare(config)
+    assert "recorded anew (max_position_embeddings:" in capsys.readouterr().out
+    now = manifest_of(tmp_path)
+    assert now["target"]["max_position_embeddings"] == 123
+    assert {**now, "target": None} == {**before, "target": None}
+    prepare(config)
+    assert "anew" not in capsys.readouterr().out
 
 
 def test_what_is_written(config, tmp_path):

@@ -1,6 +1,7 @@
 """The extraction stage on a tiny target: what is stored, and what happens when it is stopped or misused."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from talking import whole_words
 from eagle31_train.store import Store
 from eagle31_train.store.document import Document
 from eagle31_train.targets import extraction as stage
+from eagle31_train.targets.description import describe_target
 from eagle31_train.targets.extraction import Agreement, extract
 from eagle31_train.targets.hf import HiddenStateTarget
 from eagle31_train.targets.pretrained import vocabulary_fingerprint
@@ -124,3 +126,15 @@ def test_data_of_another_tokenizer_is_refused_before_the_target_is_loaded(run, m
     assert message.startswith(f"{made_for} tokenizer: ")
     assert message.endswith("run `eagle31 data` for this target")
     assert not (run / "other").exists()
+
+
+def test_data_of_a_target_of_another_config_is_told_of(run, capsys):
+    """Training derives the drafter of what stage 1 recorded of the target."""
+    manifest = run / "run" / "data" / "manifest.json"
+    described = asdict(describe_target(tiny_config(run).target))
+    for theta, told in ((described["rope_theta"], False), (777.0, True)):
+        recorded = {**described, "rope_theta": theta, "sources": {"rope_theta": "in other words"}}
+        manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "target": recorded}))
+        extract(tiny_config(run, f"store_dir={run / str(theta)}"))
+        change = f"(rope_theta: 777.0 there, {described['rope_theta']} here): run `eagle31 data` for this one"
+        assert (change in capsys.readouterr().out) == told

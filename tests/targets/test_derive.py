@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from eagle31_train.cli import load_config
 from eagle31_train.config import DrafterConfig, TargetConfig
 from eagle31_train.errors import UserError
-from eagle31_train.planning.inputs import count_parameters
+from eagle31_train.planning.inputs import count_parameters, weight_bytes
 from eagle31_train.targets.derive import complete, derive, planned_drafter
 from eagle31_train.targets.description import (
     NO_EAGLE3,
@@ -29,6 +29,7 @@ from eagle31_train.targets.description import (
     read_raw,
     serving_doubt,
     text_config,
+    whole_config,
 )
 from eagle31_train.targets.readout import find_parts, norm_eps, norm_weight
 
@@ -58,6 +59,7 @@ EXPERTS = {
     "qwen2_moe": (4 * 1408 + 5632, "4 experts of a token × moe_intermediate_size + shared_expert_intermediate_size"),
     "granitemoehybrid": (2 * 11008 + 1024, "2 experts of a token × intermediate_size + shared_intermediate_size"),
     "mixtral": (2 * 14336, "2 experts of a token × intermediate_size"),
+    "aria": (4 * 4096, "4 experts of a token × intermediate_size"),
     "ernie4_5_moe": (12288, "intermediate_size"),  # from here on the first layers are dense
     "afmoe": (6144, "intermediate_size"),
     "hy_v3": (13312, "intermediate_size"),
@@ -114,6 +116,38 @@ def test_parameters_that_a_token_runs_through(name):
     assert count_parameters(text_config(read_raw(target_of(name)))).active / 1e9 == pytest.approx(
         ACTIVE[name], rel=3e-3
     )
+
+
+def test_mixtures_with_dense_layers_in_turn_take_their_width():
+    raw = {"model_type": "qwen2_moe", "decoder_sparse_step": 2}
+    assert description_of(raw, text_config(raw), "it").intermediate_size == 5632
+
+
+@pytest.mark.parametrize(("kind", "text"), [("qwen3_vl", "qwen3_vl_text"), ("qwen2_5_vl", "qwen2_5_vl_text")])
+def test_a_text_model_without_a_class_of_its_own_is_counted_in_the_whole(kind, text):
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 100, "tie_word_embeddings": False}
+    raw = {"model_type": kind, "text_config": {"model_type": text, **sizes}, "vision_config": {"depth": 1}}
+    counted = count_parameters(text_config(raw), whole_config(raw))
+    layer = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 96  # and norms and biases
+    assert counted.active == pytest.approx(2 * layer + 2 * 100 * 64, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "size"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False}, 0.5),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, 1.0),
+        ({"quant_method": "fbgemm_fp8"}, 1.0),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 0.5),
+        ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}}, 2.0),
+        ({"config_groups": {"a": {"weights": {"num_bits": 8}, "input_activations": {"num_bits": 4}}}}, 1.0),
+        ({"quant_method": "awq", "bits": 4}, 0.5),
+        (None, 2.0),
+    ],
+)
+def test_bytes_of_a_weight_are_as_it_is_quantized(quantization, size):
+    assert weight_bytes({"quantization_config": quantization}, "bfloat16") == size
 
 
 @pytest.mark.parametrize("factor", ["two", [8.0], None])
