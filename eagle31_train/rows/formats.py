@@ -73,9 +73,10 @@ def detect(value: Any) -> str | None:
     """The format of one row, by its keys; None if it has none of them."""
     if not isinstance(value, dict):
         return None
-    forms = {form for key, form in LIST_KEYS.items() if isinstance(value.get(key), list)}
-    forms |= {form for key, form in TEXT_KEYS.items() if key in value}
-    return next((form for form in FORMATS if form in forms), None)  # in this order, where a row has several
+    given = {form for key, form in LIST_KEYS.items() if isinstance(value.get(key), list)}
+    given |= {form for key, form in TEXT_KEYS.items() if value.get(key) is not None}
+    null = {form for key, form in TEXT_KEYS.items() if key in value}  # a column that this row does not fill
+    return next((form for forms in (given, null) for form in FORMATS if form in forms), None)
 
 
 def check_text(value: Any) -> None:

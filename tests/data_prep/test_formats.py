@@ -22,6 +22,7 @@ FORMATS = [
     ("alpaca", {"instruction": "", "input": "hi"}, ASKED),
     ("turns", {"turns": ["hi"]}, ASKED),
     ("prompt", {"prompt": "hi"}, ASKED),
+    ("prompt", {"prompt": "hi", "instruction": None, "messages": None}, ASKED),
 ]
 
 TOOL = {"type": "function", "function": {"name": "find", "parameters": {}}}
