@@ -349,6 +349,7 @@ class Config:
     push: bool = opt(False, "export: upload to the Hugging Face Hub")
     repo: str | None = opt(None, "export: hub repository, e.g. me/my-eagle31-draft")
     private: bool = opt(False, "export: make the hub repository private")
+    license: str | None = opt(None, "export: licence of the weights on their card, as the hub spells it: apache-2.0")
     export_format: str = opt("vllm", "export: speculators names the target; sglang is for SGLang and vLLM", EXPORTS)
     export_sliding_window: int | None = opt(None, "evaluate, export: tokens that attention sees from here on", above=0)
     export_vocab_size: int | None = opt(None, "evaluate, export: keep so many draft tokens, the most used", at_least=1)

@@ -13,14 +13,16 @@ What was measured since, by `eagle31_train.evaluate` with either backend, or by 
 import dataclasses
 import shutil
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from eagle31_train import artifacts, cli, provenance
 from eagle31_train.checkpoint import config_json, contract, hub, int8, published_config, run_folder
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
-from eagle31_train.checkpoint.run_folder import EXPORT, EXPORTED, MODEL, TRAIN
+from eagle31_train.checkpoint.run_folder import CARD, EXPORT, EXPORTED, MODEL, TRAIN
 from eagle31_train.checkpoint.smaller import served
 from eagle31_train.config import Config, DrafterShape
 from eagle31_train.console import note
@@ -50,20 +52,29 @@ def export(config: Config) -> None:
     fingerprint = made_from.fingerprint
     compared = [Path(folder) for folder in config.comparisons]
     results = card.read_results(run, checkpoint.identity, fingerprint, compared)
+    said = {  # on the card beside the draft tokens, where it is given
+        "license": config.license,
+        "draft_sampling": config.evaluate.draft_sampling.replace("greedy", ""),
+        "revision": config.target.revision,
+        "trust_remote_code": config.target.trust_remote_code,
+    }
     card_inputs = {
         "repo": config.repo,
         "draft_tokens": config.evaluate.num_speculative_tokens,
         "data": data and data.get("fingerprint"),
         **results.fingerprints,
+        **{name: value for name, value in said.items() if value},
     }
     made_from = dataclasses.replace(made_from, card=card_inputs)
+    theirs = added(run, config.overwrite)
     if provenance.whole(run, run / EXPORTED, made_from, config.overwrite, EXPORT):
         note("export: up to date")
     else:
-        text = card.render(trained_by(config), shape, checkpoint.manifest, data, results)
+        text = card.render(trained_by(config, data), shape, checkpoint.manifest, data, results)
         with writing(run / "export"):
-            write(checkpoint, shape, config, text, results)
-            files = artifacts.list_files(run, (file for file in (run / "export").rglob("*") if file.is_file()))
+            write(checkpoint, shape, config, text, results, theirs)
+            ours = (file for file in (run / "export").rglob("*") if file.is_file())
+            files = artifacts.list_files(run, (file for file in ours if file not in theirs))
             record = made_from.record(files=files, checkpoint=fingerprint)
             record["serve"] = recipe.serve_command(config, str(run / "export"))
             artifacts.write_json(run / EXPORTED, record | {"seconds": round(time.monotonic() - started, 1)})
@@ -80,14 +91,41 @@ def export(config: Config) -> None:
         note("  " + recipe.sglang_command(config, drafter, shape.sliding_window))
 
 
-def trained_by(config: Config) -> Config:
-    """These options, but for those that the training was given: the card's commands are to repeat it."""
+def trained_by(config: Config, data: Mapping[str, Any] | None) -> Config:
+    """These options, but for those that the training was given: the card's commands are to repeat it. What the target
+    (of stage 1's manifest) decides by itself stays open, and positions are the export's."""
     run = Path(config.run_dir)
     if not (saved := run / "train" / run_folder.CONFIG).is_file():
         return config
     then = cli.load_config([f"run_dir={run}"], saved)
     names = ("data", "extract", "store", "train", "seed", "regenerate")
-    return dataclasses.replace(config, **{name: getattr(then, name) for name in names})
+    target = dataclasses.replace(config.target, aux_layers=then.target.aux_layers)
+    trained = dataclasses.replace(config, target=target, **{name: getattr(then, name) for name in names})
+    if described := (data or {}).get("target"):
+        from eagle31_train.targets.derive import complete  # imports transformers
+
+        mine, known = config.drafter, complete(config, described).drafter
+        options = {name: value for name, value in vars(then.drafter).items() if value != getattr(known, name)}
+        options.pop("max_position_embeddings", None)
+        trained.drafter = dataclasses.replace(mine, **options)
+    return trained
+
+
+def added(run: Path, overwrite: bool) -> list[Path]:
+    """Files in `export/` that somebody has put beside ours, a licence or notes: they stay. A UserError without
+    `overwrite` if the card is not as it was written."""
+    if not (run / EXPORTED).is_file():
+        return []
+    record = artifacts.read_json(run / EXPORTED, EXPORT)
+    readme = CARD[0]
+    written = {name: file for name, file in record.get("files", {}).items() if name == readme}
+    if not overwrite and (run / readme).is_file() and artifacts.first_damaged(run, written):
+        raise UserError(
+            f"{run / readme} has been changed since it was written: license=… names a licence, other words may stand "
+            "in a file of their own there, and overwrite=true replaces it"
+        )
+    known = {run / name for name in record.get("files", {})}
+    return [file for file in (run / "export").rglob("*") if file.is_file() and file not in known]
 
 
 def exported_shape(config: Config, checkpoint: DrafterCheckpoint) -> DrafterShape:
@@ -118,9 +156,15 @@ def exported_shape(config: Config, checkpoint: DrafterCheckpoint) -> DrafterShap
 
 
 def write(
-    checkpoint: DrafterCheckpoint, shape: DrafterShape, config: Config, text: str, results: card.CardResults
+    checkpoint: DrafterCheckpoint,
+    shape: DrafterShape,
+    config: Config,
+    text: str,
+    results: card.CardResults,
+    theirs: Sequence[Path] = (),
 ) -> None:
-    """Write the export, with the card's text, into a temporary folder, and only then give it its name."""
+    """Write the export, with the card's text and others' files, into a temporary folder, and only then give it its
+    name."""
     final = Path(config.run_dir) / "export"
     with artifacts.building(final) as temporary:
         write_checkpoint(checkpoint, shape, config, temporary)
@@ -128,6 +172,10 @@ def write(
             (temporary / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, temporary / name)
         artifacts.write_text(temporary / "README.md", text)
+        for file in theirs:
+            place = temporary / file.relative_to(final)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, place)
         final.with_name(EXPORTED).unlink(missing_ok=True)  # it is the old folder's
 
 

@@ -79,6 +79,7 @@ failed=0
 for stage in "${@:-${STAGES[@]}}"; do
     echo "gpu_day: $stage ($(date -u +%H:%M:%S))"
     SECONDS=0
+    rm -f "$OUT/$stage".{xml,json} "$OUT/${stage}_measured.json"  # what an earlier day left is not today's
     timeout --kill-after 10 "$SECONDS_EACH" bash -c "run $stage" >"$OUT/$stage.log" 2>&1
     status=$?
     "$PYTHON" -m benchmarks.gpu_day stage "$OUT" "$stage" "$status" "$SECONDS" || failed=1

@@ -38,6 +38,8 @@ def check(config: Config) -> None:
         raise UserError(f"repo={repo} is no name of a hub repository ({error}): give repo=owner/name") from None
     if config.export_format == "speculators" and not config.target.is_hub_id:
         raise UserError("export_format=speculators names target.path, a folder of yours: push with export_format=vllm")
+    if config.export_format == "speculators" and config.target.revision:  # by which vLLM would read the drafter, too
+        raise UserError("export_format=speculators cannot name target.revision: push with export_format=vllm")
 
 
 def push(folder: Path, repo: str, private: bool) -> str:

@@ -16,11 +16,13 @@ from eagle31_train.config import Config
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation.serving.engine import fixed, flags, speculation, target_arguments
 from eagle31_train.reporting.markdown import public
+from eagle31_train.targets import embedded
 
 EVALUATE = "eagle31 evaluate"
 PROGRAMS = ("eagle31 data", "eagle31 extract", "eagle31 train", EVALUATE, "eagle31 export")
+SGLANG = {"tensor_parallel_size": "tp_size"}  # where it has another name for an argument than vLLM
 # Options that say where things go or whether to upload, not what is made.
-_NOT_THE_RECIPE = ("overwrite", "push", "repo", "private", "comparisons")
+_NOT_THE_RECIPE = ("overwrite", "push", "repo", "private", "license", "comparisons")
 
 
 def serve_command(
@@ -35,6 +37,8 @@ def serve_command(
         length = by_load or fixed(config.evaluate.num_speculative_tokens)
         options = speculation(config, drafter, length, config.drafter.parallel)
         command += ["--speculative-config", json.dumps(options, ensure_ascii=False)]
+    elif self_describing and config.evaluate.draft_sampling != "greedy":  # the rest stands in config.json
+        command += ["--speculative-config", json.dumps({"draft_sample_method": config.evaluate.draft_sampling})]
     return shlex.join(command)
 
 
@@ -45,6 +49,8 @@ def sglang_command(config: Config, drafter: str, window: int | None, published: 
     words = ["python", "-m", "sglang.launch_server", "--model-path", path, "--speculative-algorithm", "EAGLE3"]
     words += ["--speculative-draft-model-path", drafter, "--speculative-num-steps", str(steps)]
     words += ["--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", str(steps + 1)]
+    arguments = {SGLANG.get(name, name): value for name, value in target_arguments(config).items()}
+    words += flags({name: value for name, value in arguments.items() if name != "model_impl"})
     if window is not None:  # SGLang does not count a token's own key
         words += ["--speculative-draft-window-size", str(window - 1)]
     return shlex.join(words)
@@ -56,7 +62,8 @@ def command(program: str, config: Config) -> str:
 
 def commands(config: Config) -> list[str]:
     options = shlex.join(overrides(config))
-    return [f"{program} {options}" for program in PROGRAMS]
+    made_here = Path(config.target.path) == embedded.OUT
+    return [embedded.COMMAND] * made_here + [f"{program} {options}" for program in PROGRAMS]
 
 
 def overrides(config: Config) -> list[str]:

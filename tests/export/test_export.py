@@ -1,12 +1,14 @@
 """From a trained run to the checkpoint: what is written, what is refused, and that nothing is half-written."""
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from plan_cases import shape_of
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -14,10 +16,12 @@ from safetensors.torch import load_file, save_file
 from eagle31_train import artifacts, cli, export
 from eagle31_train.checkpoint import config_json
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
-from eagle31_train.checkpoint.run_folder import CONFIG
+from eagle31_train.checkpoint.run_folder import CONFIG, training_of_export
 from eagle31_train.config import DrafterConfig
 from eagle31_train.errors import UserError
 from eagle31_train.model import vocab
+from eagle31_train.targets.derive import complete
+from eagle31_train.targets.description import TargetDescription
 
 
 def test_the_checkpoint_is_the_trained_drafter(run, tiny, capsys):
@@ -81,6 +85,50 @@ def test_the_card_repeats_the_training_and_not_the_exports_options(run):
     export.export(run.config("train.lr=0.5", "evaluate.num_speculative_tokens=2"))
     repeat = run.exported()[2].split("eagle31 train ")[1].splitlines()[0]
     assert {"train.lr=0.03", "data.heldout=0.4", "evaluate.num_speculative_tokens=2"} <= set(repeat.split())
+
+
+def test_the_card_repeats_the_drafter_that_was_trained(run):
+    """And leaves to the target what it decides by itself."""
+    described = asdict(TargetDescription("llama", 16, 40, 4, 32, 2, 1, 8, 1e-5, 1e4, {}, 128))
+    manifest = run.folder / "data" / "manifest.json"
+    artifacts.write_json(manifest, {**json.loads(manifest.read_text()), "target": described})
+    given = run.config("drafter.train_lm_head=false", "drafter.norm_before_residual=true", "drafter.rms_norm_eps=1e-6")
+    (run.folder / "train" / CONFIG).write_text(cli.to_yaml(complete(given, described)))
+    export.export(run.config("drafter.train_lm_head=true"))
+    repeat = run.exported()[2].split("eagle31 train ")[1].splitlines()[0].split()
+    for option in ("train_lm_head=false", "norm_before_residual=true", "rms_norm_eps=1e-06"):
+        assert f"drafter.{option}" in repeat
+    assert not [word for word in repeat if word.startswith("drafter.intermediate_size")]
+
+
+def test_a_licence_is_on_the_card_and_files_of_others_stay(run):
+    export.export(run.config("license=apache-2.0"))
+    out = run.folder / "export"
+    assert yaml.safe_load(run.exported()[2].split("---")[1])["license"] == "apache-2.0"
+    (out / "LICENSE").write_text("ours")
+    (out / "notes").mkdir()
+    (out / "notes" / "a.md").write_text("mine")
+    for number in (1, 2):
+        export.export(run.config("license=mit", f"evaluate.num_speculative_tokens={number}"))
+        assert (out / "LICENSE").read_text() == "ours"
+        assert (out / "notes" / "a.md").read_text() == "mine"
+    card = out / "README.md"
+    card.write_text(card.read_text() + "more words")
+    assert training_of_export(out) is not None, "it is still the export of this training"
+    with pytest.raises(UserError, match=r"README\.md has been changed since it was written: license=… names a licence"):
+        export.export(run.config("license=mit", "evaluate.num_speculative_tokens=2"))
+    assert card.read_text().endswith("more words")
+    export.export(run.config("license=mit", "evaluate.num_speculative_tokens=2", "overwrite=true"))
+    assert not card.read_text().endswith("more words")
+    assert (out / "LICENSE").read_text() == "ours"
+
+
+@pytest.mark.parametrize("option", ["evaluate.draft_sampling=probabilistic", "target.trust_remote_code=true"])
+def test_another_command_makes_another_card(run, option):
+    export.export(run.config())
+    before = run.exported()[2]
+    export.export(run.config(option))
+    assert run.exported()[2] != before
 
 
 def test_other_shapes_are_exported_too(run, tiny):

@@ -44,6 +44,13 @@ def test_a_public_repository_is_not_taken_for_a_private_one(run, hub):
     assert hub.files("me/draft") == {}
 
 
+def test_in_speculators_format_vllm_would_look_for_the_targets_revision_in_the_drafters_repository(run, hub):
+    options = "push=true", "repo=me/draft", "export_format=speculators", "target.revision=abc"
+    with pytest.raises(UserError, match=r"cannot name target\.revision"):
+        export(run.config(*options))
+    assert hub.repositories == {}
+
+
 def test_a_repository_of_the_hub_is_known_by_its_commit(exports, monkeypatch, tmp_path):
     asked = []
     snapshot = tmp_path / ("1" * 40)

@@ -63,8 +63,12 @@ def test_sglang_and_vllm_find_the_same_layers_and_each_its_norm_and_we_read_it_b
 
 
 def test_a_window_is_in_sglangs_command_which_does_not_count_a_tokens_own_key(deep):
-    export.export(deep.config(*deep.more, "export_format=sglang", "export_sliding_window=16", "overwrite=true"))
+    target = "target.revision=abc", "target.trust_remote_code=true"
+    window = "export_sliding_window=16"
+    export.export(deep.config(*deep.more, "export_format=sglang", window, *target, "overwrite=true"))
     config, _, card = deep.exported()
+    assert "EAGLE3" in (command := card.split("sglang.launch_server")[1].splitlines()[0])
+    assert {"--revision", "abc", "--trust-remote-code"} <= set(command.split())
     assert config["sliding_window"] == 16  # vLLM's, with a token's own
     assert "--speculative-draft-window-size 15" in card
 
