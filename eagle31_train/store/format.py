@@ -85,13 +85,15 @@ class Bound(TypedDict):
 
 @dataclass(frozen=True)
 class Line:
-    """What commits a shard, or another big file. `fidelity` is the gate's result where it compared the shard."""
+    """What commits a shard, or another big file. `fidelity` is the gate's result where it compared the shard; `agreement`
+    counts how far answers are the target's own (`targets.extraction.Agreement`), which earlier versions did not write."""
 
     name: str
     store: str  # fingerprint of the store that it belongs to
     size: Bytes
     checksum: str
     fidelity: list[float] | None = None
+    agreement: list[int] | None = None
 
     def sealed(self) -> bytes:
         """One line of JSON with a checksum of itself."""

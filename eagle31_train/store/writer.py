@@ -111,12 +111,20 @@ class StoreWriter:
         return not ended
 
     def write(
-        self, shard: PlannedShard, documents: Sequence[Document], fidelity: Sequence[float] | None = None
+        self,
+        shard: PlannedShard,
+        documents: Sequence[Document],
+        fidelity: Sequence[float] | None = None,
+        agreement: Sequence[int] | None = None,
     ) -> None:
-        """Commit one shard: its file, then its line; UserError if the disk is full."""
-        recorded = list(fidelity) if fidelity is not None else None
+        """Commit one shard: its file, then its line, with `fidelity` and `agreement` as `Line` has them; UserError if
+        the disk is full."""
+        facts = {
+            "fidelity": list(fidelity) if fidelity is not None else None,
+            "agreement": list(agreement) if agreement is not None else None,
+        }
         old = self.lines.get(shard.name)
-        line = self._commit(shard.name, lambda path: write_shard(path, documents, self.shape), old, recorded)
+        line = self._commit(shard.name, lambda path: write_shard(path, documents, self.shape), old, **facts)
         if self._used_up(shard):  # its line was lost, and is all that is still wanted
             self.storage.remove(shard.name)
         self.lines[shard.name], self._sizes[shard.name] = line, line.size
@@ -148,15 +156,14 @@ class StoreWriter:
         # The same bytes replace those of an earlier start: a training that begins meanwhile finds them all along.
         self._commit(file, lambda path: save_file({name: one.cpu() for name, one in tensors.items()}, path), old)
 
-    def _commit(
-        self, name: str, save: Callable[[Path], None], old: Line | None, fidelity: list[float] | None = None
-    ) -> Line:
-        """Build a big file by `save`, give it its name, then write its line; nothing else of it stays."""
+    def _commit(self, name: str, save: Callable[[Path], None], old: Line | None, **facts: Any) -> Line:
+        """Build a big file by `save`, give it its name, then write its line, with these facts; nothing else of it
+        stays."""
         scratch = self.storage.scratch(name)
         try:
             with artifacts.explained(f"write {scratch}", "mend that and run the same command again, which goes on"):
                 save(scratch)
-                line = Line(name, self.id, scratch.stat().st_size, artifacts.checksum(scratch), fidelity)
+                line = Line(name, self.id, scratch.stat().st_size, artifacts.checksum(scratch), **facts)
                 if old not in (None, line):  # a kill must not leave the line of another file beside the new one
                     self.storage.remove(files.line_name(name))
                 self.storage.put(scratch, name)

@@ -9,7 +9,7 @@ Shapes: T tokens of one conversation; A auxiliary layers; H hidden.
 import importlib.util
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -107,18 +107,19 @@ def _extract(
             prelude(config, engine, writer, splits)
         writer.write_target(engine.readout.weights())
     gate = Gate(engine, config.extract, len(plan.shards))
-    agreement = Agreement(vocab.read(config.data_folder / "vocab.safetensors").t2d)
-    wanted = extract_shards(engine, splits, writer, gate, agreement)
+    draft_tokens = vocab.read(config.data_folder / "vocab.safetensors").t2d
+    wanted = extract_shards(engine, splits, writer, gate, draft_tokens)
     if wanted and first and (lines := writer.gather()) is not None:
-        _finish(writer, lines, agreement, began)
+        _finish(writer, lines, began)
     elif is_main() and wanted and not first:
         note(f"extract: extract.part={config.extract.part} is done; part 0 finishes {storage.location}")
     elif is_main():
         note(f"extract: the training that follows {storage.location} wants no more of it: stopped, unfinished")
 
 
-def _finish(writer: StoreWriter, lines: Sequence[Line], agreement: "Agreement", began: float) -> None:
+def _finish(writer: StoreWriter, lines: Sequence[Line], began: float) -> None:
     """Complete the store whose shards are all there, and say what it holds."""
+    agreement = Agreement.of_all(line.agreement for line in lines if line.agreement is not None)
     fidelity = report([line.fidelity for line in lines if line.fidelity is not None])
     manifest = writer.finish({"fidelity": fidelity, "seconds": time.perf_counter() - began})
     compared = "fidelity: not compared (extract.gate_batches=0)"
@@ -178,32 +179,33 @@ def describe(engine: Engine, config: Config) -> dict[str, Any]:
     }
 
 
-@dataclass
+@dataclass(frozen=True)
 class Agreement:
-    """How far answers are the target's own, and its choices in the draft vocabulary ([V] bool), where supervised.
+    """How far answers are the target's own, and its choices in the draft vocabulary, where supervised.
 
     own: positions whose next token is the target's arg-max. outside: those whose arg-max no draft can be. bare:
     conversations in which nothing can be trained, since no arg-max can be drafted, or no answer is supervised.
     """
 
-    draft_tokens: NDArray
     positions: int = 0
     own: int = 0
     outside: int = 0
     conversations: int = 0
     bare: int = 0
 
-    def add(self, documents: Iterable[Document]) -> None:
-        """Count some documents."""
-        for document in documents:
-            where = document.supervised
-            top1 = document.top1[where]
-            inside = self.draft_tokens[top1.numpy()]
-            self.positions += len(where)
-            self.own += int((top1 == document.tokens[where + 1]).sum())
-            self.outside += int((~inside).sum())
-            self.conversations += 1
-            self.bare += not inside.any()
+    @classmethod
+    def of(cls, document: Document, draft_tokens: NDArray) -> "Agreement":
+        """Of one conversation; draft_tokens: [V] bool."""
+        where = document.supervised
+        top1 = document.top1[where]
+        inside = draft_tokens[top1.numpy()]
+        own = int((top1 == document.tokens[where + 1]).sum())
+        return cls(len(where), own, int((~inside).sum()), 1, int(not inside.any()))
+
+    @classmethod
+    def of_all(cls, counts: Iterable[Sequence[int]]) -> "Agreement":
+        """The sum of some, each as numbers in this order."""
+        return cls(*map(sum, zip(*counts, strict=True)))
 
     def lines(self) -> list[str]:
         """What is to be said of it; nothing where nothing was counted."""
@@ -211,7 +213,7 @@ class Agreement:
         own, outside = (count / max(self.positions, 1) for count in (self.own, self.outside))
         if self.positions:
             lines.append(
-                f"extract: the target would itself write {own:.1%} of the {self.positions:,} answer tokens seen here; "
+                f"extract: the target would itself write {own:.1%} of the {self.positions:,} answer tokens; "
                 f"{outside:.1%} of its choices lie outside the draft vocabulary"
             )
         if self.bare:
@@ -264,9 +266,9 @@ class Arriving:
         return [self._documents[index][0] for index in order]
 
 
-def extract_shards(engine: Engine, splits: DatasetDict, writer: StoreWriter, gate: Gate, agreement: Agreement) -> bool:
-    """Commit this process's shards, of which `agreement` is given every document; false if a training that follows the
-    store wants no more before the last."""
+def extract_shards(engine: Engine, splits: DatasetDict, writer: StoreWriter, gate: Gate, draft_tokens: NDArray) -> bool:
+    """Commit this process's shards; false if a training that follows the store wants no more before the last.
+    draft_tokens: [V] bool, the tokens of the draft vocabulary."""
     shards = writer.mine()
     total = sum(shard.tokens for shard in shards)
     shards = [shard for shard in shards if not writer.has(shard)]
@@ -289,17 +291,17 @@ def extract_shards(engine: Engine, splits: DatasetDict, writer: StoreWriter, gat
             active_gate = gate if recorded or not gate.passed else None
             arriving, figures = run_shard(engine, rows, writer.shape, shard, active_gate, passed)
             # Written while the target runs over the next one: two shards are in memory, never more.
-            background.start(commit, writer, shard, arriving, agreement, figures if recorded else None)
+            background.start(commit, writer, shard, arriving, draft_tokens, figures if recorded else None)
     return True
 
 
 def commit(
-    writer: StoreWriter, shard: PlannedShard, arriving: Arriving, agreement: Agreement, figures: Figures | None
+    writer: StoreWriter, shard: PlannedShard, arriving: Arriving, draft_tokens: NDArray, figures: Figures | None
 ) -> None:
     """Write a shard once its states are here."""
     documents = arriving.wait()
-    agreement.add(documents)
-    writer.write(shard, documents, figures)
+    counts = Agreement.of_all(astuple(Agreement.of(document, draft_tokens)) for document in documents)
+    writer.write(shard, documents, figures, astuple(counts))
 
 
 def run_shard(

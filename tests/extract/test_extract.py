@@ -1,7 +1,7 @@
 """The extraction stage on a tiny target: what is stored, and what happens when it is stopped or misused."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 
 import pytest
 import torch
@@ -58,24 +58,29 @@ def test_every_sample_is_stored_with_the_states_and_choices_of_running_it_alone(
 def test_how_far_answers_are_the_targets_own_is_counted_and_said(run, capsys):
     drafted = torch.arange(VOCAB) < 10
     states = torch.zeros(5, 1, 4)
-    agreement = Agreement(drafted.numpy())
-    assert agreement.lines() == []
+    assert Agreement.of_all([]).lines() == []
     # Supervised are positions 1 to 3: the next token is the assistant's, and one comes before.
     mask, top1 = torch.tensor([False, False, True, True, True]), torch.tensor([-1, 7, 30, 9, -1])
-    agreement.add([Document(torch.tensor([5, 6, 7, 8, 9]), mask, top1, states, states[:, 0])])
+    agreement = Agreement.of(Document(torch.tensor([5, 6, 7, 8, 9]), mask, top1, states, states[:, 0]), drafted.numpy())
+    counts = [astuple(agreement)]
     assert (agreement.positions, agreement.own, agreement.outside, agreement.bare) == (3, 2, 1, 0)
     line, warning = agreement.lines()
-    assert "write 66.7% of the 3 answer tokens seen here; 33.3% of its choices" in line
+    assert "write 66.7% of the 3 answer tokens; 33.3% of its choices" in line
     assert "can never be drafted" in warning
     # One whose every choice is outside, and one without an answer.
     for covered, choice in ((mask, 30), (torch.zeros(5, dtype=torch.bool), -1)):
         top1 = torch.tensor([-1, choice, choice, choice, -1])
-        agreement.add([Document(torch.tensor([5, 6, 7, 8, 9]), covered, top1, states, states[:, 0])])
-    assert agreement.lines()[1] == "extract: 2 of 3 conversations have nothing to train"
+        document = Document(torch.tensor([5, 6, 7, 8, 9]), covered, top1, states, states[:, 0])
+        counts.append(astuple(Agreement.of(document, drafted.numpy())))
+    assert Agreement.of_all(counts).lines()[1] == "extract: 2 of 3 conversations have nothing to train"
     extract(tiny_config(run))
     said = capsys.readouterr().out
     assert "hardly its own answers" in said
     assert "of other weights or another chat template" in said
+    # What an earlier start has counted counts: a kill just before the end loses no warning.
+    (run / "run" / "store" / "manifest.json").unlink()
+    extract(tiny_config(run))
+    assert capsys.readouterr().out == said
 
 
 # ---------------------------------------------------------------- again, elsewhere, stopped
