@@ -85,8 +85,8 @@ class Bound(TypedDict):
 
 @dataclass(frozen=True)
 class Line:
-    """What commits a shard, or another big file. `fidelity` is the gate's result where it compared the shard; `agreement`
-    counts how far answers are the target's own (`targets.extraction.Agreement`), which earlier versions did not write."""
+    """What commits a shard, or another big file. fidelity: the gate's result, where it compared the shard. agreement:
+    how far answers are the target's own (`targets.extraction.Agreement`); earlier versions did not count it there."""
 
     name: str
     store: str  # fingerprint of the store that it belongs to
