@@ -240,3 +240,11 @@ def test_golden_mask_of_smollm2(real_target):
     pieces = [(0, system), (1, "1, 2, 3<|im_end|>"), (0, between), (1, "You're welcome!<|im_end|>"), (0, "\n")]
     sample = one_sample(template, chat, 1000)
     assert (sample.input_ids.tolist(), sample.loss_mask.tolist()) == by_pieces(template, pieces)
+
+
+def test_what_is_just_as_long_is_not_cut_and_other_spellings_are_counted(chatml):
+    whole = one_sample(chatml, [ASK, REPLY], 1000)
+    assert not one_sample(chatml, [ASK, REPLY], len(whole.input_ids)).cut
+    written = int(whole.loss_mask.sum())
+    told = [one_sample(chatml, [ASK, {**REPLY, "tokens": written + more}], 1000).respelt for more in (-1, 0, 1)]
+    assert told == [1, 0, 1]

@@ -166,3 +166,14 @@ def test_a_mistake_planted_in_a_batch_is_seen(target, alone, ends, mistake, monk
     except (AssertionError, RuntimeError, ValueError, IndexError):
         return
     assert [one.tokens for one in found] != [ended(tokens, ends) for tokens in alone]
+
+
+def test_what_lies_beyond_an_output_takes_none_of_its_time(target, monkeypatch):
+    passes, right = [], target.read_plain
+    monkeypatch.setattr(target, "read_plain", lambda rows: passes.append(rows) or right(rows))
+    monkeypatch.setattr(decoding, "_now", lambda _: float(len(passes)))
+    for count in (1, 2):
+        passes.clear()
+        found = decode_plain(target, PROMPTS[:count], limits(6), beyond=5)
+        assert [one.seconds for one in found] == [6 / count] * count
+        assert len(passes) == 11

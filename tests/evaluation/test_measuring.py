@@ -11,7 +11,7 @@ from configured import configured
 
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation import decoding, measuring
-from eagle31_train.evaluation.decoding import Limits, decode_plain
+from eagle31_train.evaluation.decoding import Limits, decode_plain, decode_speculative
 from eagle31_train.evaluation.measuring import Measurer, seed_of
 from eagle31_train.evaluation.sampling import TARGET, Sampling, stream
 from eagle31_train.targets.cached import CachedTarget
@@ -224,3 +224,21 @@ def test_decoding_is_on_as_many_threads_as_are_quickest(monkeypatch, seconds, qu
     monkeypatch.setattr(measuring.time, "perf_counter", lambda: now[0])
     measuring.use_quickest_threads(lambda: now.__setitem__(0, now[0] + seconds[threads[0]]))
     assert threads == [quickest]
+
+
+def test_the_time_of_other_outputs_is_told_for_as_many_tokens(model, candidates, monkeypatch):
+    """A token takes 2 s by plain decoding, 1 s with a drafter, whose drawn outputs are of other lengths."""
+    lengths = {}
+    for name, right, cost in (("decode_plain", decode_plain, 2.0), ("decode_speculative", decode_speculative, 1.0)):
+
+        def seen(*given, name=name, right=right, cost=cost, **options):
+            answers = right(*given, **options)
+            lengths[name] = lengths.get(name, 0) + sum(len(one.tokens) for one in answers)
+            return [dataclasses.replace(one, seconds=cost * len(one.tokens)) for one in answers]
+
+        monkeypatch.setattr(measuring, name, seen)
+    options = ("evaluate.draft_sampling=probabilistic", "evaluate.max_speculative_tokens=3", "evaluate.timed_prompts=4")
+    (found,) = measurer_of(model, *options, ends=ENDS).measure(workload_of(temperature=1.0), candidates[:1]).values()
+    assert lengths["decode_plain"] * 3 != lengths["decode_speculative"], "at each of three depths"
+    assert found.plain == 2 * found.tokens
+    assert found.speculative == pytest.approx(found.tokens)

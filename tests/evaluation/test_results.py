@@ -218,3 +218,18 @@ def test_what_cannot_be_told_is_not_told():
     # Some resamples hold the last prompt alone.
     (interval,) = ratios([[1], [2], [1], [2], [2], [5]], [1, 1, 1, 1, 1, 0]).intervals()
     assert None not in interval
+
+
+def test_prompts_are_verified_where_every_drafter_decoded_them():
+    def seen(rows, count):
+        return [replace(row, seen={3: row.rounds(3)} if at < count else {}) for at, row in enumerate(rows)]
+
+    both = {"one": seen(answers(0.6), 3), "two": seen(answers(0.7, seed=2), 5)}
+    (workload,) = summarise([measured("heldout", both)], DEPTHS, HEADLINE)["workloads"]
+    assert workload["verified"] == 3
+
+
+@pytest.mark.parametrize(("prompts", "tail"), [(5, 0.00095), (10, 0.00855), (40, 0.0202)])
+def test_the_tail_is_that_of_students_t_times_the_root_of_n_over_n_minus_1(prompts, tail):
+    """Hesterberg 2015, equation 7: Phi(sqrt(n / (n - 1)) t)."""
+    assert intervals.tail_of(prompts) == pytest.approx(tail, rel=0.05)

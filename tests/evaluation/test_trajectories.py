@@ -117,3 +117,16 @@ def test_at_most_half_of_each_sources_prompts_are_taken_from_its_end_and_evaluat
     assert choose_prompts([*heldout, Prompt("long", "a", [97] * 10)], 8, 0, 9) == [[97, 4], [98, 1], [97, 3]]
     with pytest.raises(UserError, match="no source has two held-out prompts"):
         choose_prompts([heldout[-1], Prompt("again", "c", heldout[-1].ids)], 8, 0, 9)
+
+
+def test_prompts_have_room_for_all_that_is_followed(tmp_path, monkeypatch):
+    from pipeline import make_run, tiny_config
+
+    from eagle31_train.evaluation import trajectories
+    from eagle31_train.extract import extract
+
+    asked, right = [], trajectories.choose_prompts
+    monkeypatch.setattr(trajectories, "choose_prompts", lambda *given: asked.append(given[-1]) or right(*given))
+    make_run(tmp_path)
+    extract(tiny_config(tmp_path, "evaluate.max_new_tokens=20", "evaluate.max_speculative_tokens=5"))
+    assert asked == [128 - 20 - 4]

@@ -143,3 +143,24 @@ def test_data_of_a_target_of_another_config_is_told_of(run, capsys):
         extract(tiny_config(run, f"store_dir={run / str(theta)}"))
         change = f"(rope_theta: 777.0 there, {described['rope_theta']} here): run `eagle31 data` for this one"
         assert (change in capsys.readouterr().out) == told
+
+
+def test_each_kind_of_state_has_its_own_codec(tmp_path):
+    from pipeline import make_run, tiny_config
+
+    from eagle31_train.extract import extract
+    from eagle31_train.store import Store
+
+    make_run(tmp_path)
+    extract(tiny_config(tmp_path, "store.aux_codec=fp8", "store.last_codec=int8_channel"))
+    document = Store(tmp_path / "run" / "store").split("train").read(0)
+    assert (document.aux.codec, document.last.codec) == ("fp8", "int8_channel")
+
+
+def test_bytes_per_token_are_those_of_the_shards(whole):
+    store = whole / "run" / "store"
+    shards = sum(file.stat().st_size for file in (store / "shards").glob("*.safetensors"))
+    opened = Store(store)
+    assert opened.manifest["bytes_per_token"] == shards / sum(
+        sum(opened.split(s).lengths) for s in ("train", "heldout")
+    )

@@ -2,9 +2,11 @@
 
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import make_document, make_shape
 from pipeline import HIDDEN, VOCAB, tiny_llama
 from planting import instead_of
 from random_targets import SIZES, randomised
@@ -17,7 +19,7 @@ from eagle31_train.store.shard_plan import PlannedShard, Shape
 from eagle31_train.targets import extraction as stage
 from eagle31_train.targets import fidelity
 from eagle31_train.targets.extraction import run_shard
-from eagle31_train.targets.fidelity import ROWS, Gate, compare
+from eagle31_train.targets.fidelity import ROWS, Gate, choose, compare, report
 from eagle31_train.targets.hf import HiddenStateTarget, Reference, TransformersEngine
 
 SHARD = PlannedShard("shards/train-00000.safetensors", "train", 0, 0, 6, 256, 10**6)
@@ -250,3 +252,37 @@ def test_of_the_likeliest_tokens_alone_agreement_is_the_same_and_the_kl_a_lower_
     wrong = compare(Reference(logs, ids), rebuilt.roll(1, 0))
     assert wrong[0] < 0.5
     assert wrong[1] > part[1]
+
+
+def test_a_report_tells_the_worst_of_each():
+    worst = {"batches": 2, "positions": 12, "top1_agreement": 0.97, "kl": 0.3}
+    assert report([(0.99, 0.3, 5), (0.97, 0.1, 7)]) == worst
+
+
+def test_of_many_conversations_those_compared_reach_from_the_shortest_to_the_longest():
+    generator = torch.Generator().manual_seed(0)
+    documents = [make_document(make_shape(), n, generator, list(range(1, n))) for n in range(3, 13)]
+    assert [len(one) for one in choose(documents[::-1])] == [3, 6, 9, 12]
+
+
+def test_what_the_gate_samples_is_spread_over_the_store():
+    assert Gate(None, ExtractConfig(gate_batches=3), 9).sampled == {0, 3, 6}
+
+
+def test_every_position_counts_alike(monkeypatch):
+    monkeypatch.setattr(fidelity, "compare", lambda own, *_: (float(len(own) == 30), float(len(own))))
+    gate = Gate(SimpleNamespace(readout=SimpleNamespace(logits=lambda rows: rows)), ExtractConfig(), 1)
+    assert gate._compare([range(30), range(10)], [torch.empty(30, 1), torch.empty(10, 1)]) == (0.75, 25.0)
+
+
+def test_the_rows_that_are_compared_are_spread_over_a_conversation(monkeypatch):
+    asked = []
+
+    def reference(tokens, positions):
+        asked.append(positions.tolist())
+        raise KeyboardInterrupt
+
+    d = make_document(make_shape(), 257, torch.Generator().manual_seed(0), list(range(2, 257)))
+    with pytest.raises(KeyboardInterrupt):
+        Gate(SimpleNamespace(reference=reference), ExtractConfig(), 1).check([d])
+    assert (len(asked[0]), asked[0][0], asked[0][-1]) == (64, 1, 255)

@@ -3,6 +3,7 @@
 Random batches: test_exactness.py. Of some slots: test_subset.py.
 """
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from planting import instead_of
 from eagle31_train.model import batch
 from eagle31_train.model import loss as loss_module
 from eagle31_train.model.batch import build_batch
+from eagle31_train.model.loss import divergence
 from eagle31_train.store.codec import plain
 from eagle31_train.store.document import Document
 
@@ -151,3 +153,11 @@ def test_a_batch_without_a_slot_gives_zeros_and_no_nan(why, precision, lk):
     eligible = dict(zip(("eligible", "eligible_prefix"), (packed.eligible, packed.eligible_prefix), strict=True))
     for name, row in zip(loss_module.MEASURES, measured, strict=True):
         assert torch.equal(row, eligible.get(name, torch.zeros(3)).float()), name
+
+
+@pytest.mark.parametrize("lk", [0.3, 1.0])
+def test_distributions_that_share_no_mass_have_a_finite_loss_and_lk_no_slope(lk):
+    logits, p = torch.tensor([[1000.0, 0.0]]), torch.tensor([[0.0, 1.0]])
+    value, slope = divergence(logits, p, torch.zeros(1), torch.zeros(1, dtype=torch.int64), "kl", lk)
+    assert value.item() == pytest.approx((1 - lk) * 1000 - lk * math.log(torch.finfo(torch.float32).tiny))
+    torch.testing.assert_close(slope, (1 - lk) * torch.tensor([[1.0, -1.0]]))

@@ -283,3 +283,15 @@ def test_a_mistake_planted_in_a_further_shape_is_caught(shape, mistake, monkeypa
     truth = truth_of(shape)
     mistake(monkeypatch)
     assert_caught(*variant(shape), truth, unroll=3)
+
+
+def test_rms_is_of_the_state_that_each_step_reads():
+    objective, _ = make_tiny()
+    d = make_document(objective.drafter.shape, 24, torch.Generator().manual_seed(1), list(range(9, 14)))
+    packed = build_batch([d], K, kept_mask(objective), "keep")  # no step is past its end
+    found = train(objective, packed, weights_of(packed.trained.tolist(), 0.8)).measured
+    sums = torch.zeros(K, dtype=torch.float64)
+    for t in packed.positions[packed.slot_rows].tolist():
+        _, states = reference_of(objective).slot(d.tokens, d.aux, t, K)
+        sums += torch.stack([state.detach().square().mean().sqrt() for state in states[:K]])
+    torch.testing.assert_close(found.rms.double(), sums, rtol=1e-6, atol=0)

@@ -2,11 +2,13 @@
 
 import numpy as np
 import pytest
+import sharing
 import torch
-from conftest import kept_mask
+from conftest import kept_mask, make_objective, make_tiny
 from hypothesis import given
 from hypothesis import strategies as st
 from model.test_exactness import train
+from sharing import Mesh
 
 from eagle31_train.model import batch
 from eagle31_train.model.batch import Subset, build_batch, choose_slots, draw_stretches
@@ -159,3 +161,23 @@ def test_a_biased_choice_is_caught(tiny, plan, mistake):
     ours = mean_over_turns(objective, documents, plan, [1, left - 2, 1], **mistake(objective, documents))
     with pytest.raises(AssertionError):
         assert_same(ours, measure(objective, documents), 1e-3)
+
+
+def test_the_mean_of_the_trainers_steps_over_all_choices_is_its_step_on_all_slots(plan):
+    shape = sharing.SHAPES["gqa"]
+    left = slots_in(make_objective(shape), sharing.split_of(shape, sharing.RAGGED).documents) - 20
+    sums = {}
+    for turn in range(left + 20):
+        plan([left, *[0] * 9], turn)
+        for name, gradient in sharing.step("some slots", Mesh())[0].items():
+            sums[name] = sums.get(name, 0) + gradient
+    for name, gradient in sharing.step("gqa", Mesh())[0].items():
+        torch.testing.assert_close(
+            sums[name] / (left + 20), gradient, rtol=1e-4, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def test_the_slots_of_a_step_do_not_move_between_releases():
+    objective, documents = make_tiny()
+    chosen = choose_slots(documents, 3, kept_mask(objective), "mask", 5, 0, 1)
+    assert [flags.nonzero()[:, 0].tolist() for flags in chosen.taken] == [[0, 1, 2], [], [8, 9, 10, 11, 12, 13]]

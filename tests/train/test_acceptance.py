@@ -6,10 +6,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from conftest import kept_mask, make_document, make_objective, make_shape
+from made import Documents
 from pipeline import AUX, END, assert_equal, flip_bit, message_of, save_quietly, tiny_config, tiny_llama, write_data
 from planting import replaced
 
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
+from eagle31_train.config import TrainConfig
 from eagle31_train.evaluation import trajectories
 from eagle31_train.evaluation.decoding import Limits, decode_speculative
 from eagle31_train.evaluation.measurement import Counts, acceptance
@@ -20,6 +23,8 @@ from eagle31_train.targets.hf import load_model
 from train import acceptance as during
 from train import checkpoint, prepare
 from train.acceptance import AcceptanceMeter
+from train.prepare import make_meter
+from train.trainer import State
 
 # ---------------------------------------------------------------- it is real decoding's
 
@@ -239,3 +244,76 @@ def test_damaged_trajectories_are_refused(new_run):
     run = new_run()
     flip_bit(run.folder / "run" / "store" / "trajectories.safetensors")
     assert "trajectories.safetensors is not as it was written" in message_of(run)
+
+
+class Split(Documents):
+    store = SimpleNamespace(wait_for=lambda *_: None)
+
+    def __len__(self):
+        return len(self.documents)
+
+    def shard_of(self, index):
+        return None
+
+
+def test_only_evaluations_since_the_last_rise_count(new_run, monkeypatch):
+    script = {2: 1.1, 4: 1.0, 6: 1.5, 8: 1.3, 10: 1.2}
+    measure = lambda self: {"acceptance_length": script[self.parallel.updates], "acceptance_at_depth": [0.5]}  # noqa: E731
+    monkeypatch.setattr(AcceptanceMeter, "measure", measure)
+    assert new_run().fit(*RECIPE, "train.early_stop=2").manifest()["steps"] == 10
+
+
+def test_the_meter_reads_the_targets_embedding_where_trainings_own_is_rounded(new_run, monkeypatch):
+    made = []
+
+    @replaced(monkeypatch, AcceptanceMeter, "__init__")
+    def begun(right, self, *given):
+        right(self, *given)
+        made.append(self.drafter.shared_embedding)
+
+    run = new_run().fit("train.max_steps=1", "train.precision=bf16")
+    assert torch.equal(made[0], Store(run.folder / "run" / "store").target["embed_tokens"])
+
+
+def test_weights_are_rounded_to_the_dtype_that_the_store_names(new_run, monkeypatch):
+    made = []
+
+    @replaced(monkeypatch, AcceptanceMeter, "__init__")
+    def of_bf16(right, self, config, parallel, store, measured):
+        store.inputs["target"]["dtype"] = "bfloat16"
+        config.evaluate.dtype = "float64"
+        right(self, config, parallel, store, measured)
+        made.append((self.served_in, self.dtype))
+
+    new_run().fit("train.max_steps=1")
+    assert made == [(torch.bfloat16, torch.float64)]
+
+
+def test_prompts_that_an_earlier_store_was_measured_on_stay_known():
+    import train.prepare
+
+    state, known = State(measured_on=["a", "b"]), SimpleNamespace(trajectories=[1], measured_on=["b", "c"], store=None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train.prepare, "AcceptanceMeter", lambda *_: None)
+        make_meter(None, known, None, state)
+    assert state.measured_on == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_that_has_no_batch_left_counts_nothing(monkeypatch, ranks):
+    """Three batches of the held-out split, each as long as its one conversation."""
+    objective, generator = make_objective(make_shape(), torch.float32), torch.Generator().manual_seed(0)
+    documents = [make_document(make_shape(), length, generator) for length in (20, 19, 18)]
+    documents = [type(d)(d.tokens, d.loss_mask, d.top1, d.aux.float(), d.last.float()) for d in documents]
+    monkeypatch.setattr(during, "reduce_sums", lambda _, sums: sums)
+    monkeypatch.setattr(during, "summarise", lambda sums: sums)
+    t = TrainConfig(ttt_length=3, batch_tokens=20)
+
+    def measured(rank, ranks):
+        accelerator = SimpleNamespace(num_processes=ranks, process_index=rank, device=torch.device("cpu"))
+        parallel = SimpleNamespace(accelerator=accelerator, model=objective)
+        return during.evaluate(parallel, Split(documents), t, kept_mask(objective))
+
+    whole = measured(0, 1)
+    assert whole[1].sum() > 0
+    torch.testing.assert_close(sum(measured(rank, ranks) for rank in range(ranks)), whole)

@@ -106,3 +106,16 @@ def test_kernels_are_fused_where_they_can_be(tiny, monkeypatch, device, capabili
     assert choose_kernels(objective, TrainConfig(), device) == says
     assert objective.fused == (says == "fused kernels")
     assert objective.drafter.norm.fused == objective.drafter.midlayer.mlp.fused == objective.fused
+
+
+def test_fcs_first_weights_are_scaled_and_the_teachers_eps_is_the_targets(new_run):
+    run = new_run()
+    store = Store(run.folder / "run" / "store")
+    kept = vocab.read(run.config().data_folder / "vocab.safetensors")
+    made = {}
+    for scale in (1.0, 0.25):
+        config = run.config(f"train.fc_init_scale={scale}")
+        made[scale] = build_objective(config, shape_of(config.drafter, store, kept), store, kept)
+    torch.testing.assert_close(made[0.25].drafter.fc.weight, made[1.0].drafter.fc.weight / 4)
+    assert made[1.0].teacher.eps == store.states["norm"]["eps"] == 1e-6
+    assert made[1.0].drafter.shape.rms_norm_eps == 1e-5

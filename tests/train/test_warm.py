@@ -5,10 +5,14 @@ import json
 import shutil
 from dataclasses import asdict
 from functools import cache
+from types import SimpleNamespace
 
+import conftest
 import numpy as np
 import pytest
 import torch
+from conftest import make_document, make_mla_shape, make_shape
+from made import Documents
 from pipeline import KEPT, VOCAB, assert_equal, message_of
 from safetensors.torch import load_file
 from transformers import LlamaConfig
@@ -279,3 +283,36 @@ def test_a_run_that_goes_on_needs_its_first_weights_no_more(new_run, draft):
     assert str(source) in message_of(begun, *words, "train.lr=0.02"), "another run needs them, and replaces nothing"
     begun.fit(*words)
     assert begun.rows()[-1]["step"] == begun.manifest()["steps"]
+
+
+class Split(Documents):
+    store = SimpleNamespace(wait_for=lambda *_: None)
+
+    def __len__(self):
+        return len(self.documents)
+
+    def shard_of(self, index):
+        return None
+
+
+@pytest.mark.parametrize("name", ["fc_norm", "norm_output"])
+def test_eagle_31_does_not_go_on_as_3(learnt, new_run, name):
+    assert f"({name}: True there, False here)" in refusal(new_run(), learnt().folder / "run", f"drafter.{name}=false")
+
+
+def test_a_rope_that_sharpens_the_softmax_otherwise_is_another():
+    one, same, other = (
+        make_mla_shape(rope_scaling={**conftest.YARN, "mscale": share, "mscale_all_dim": share})
+        for share in (1.0, 1.0, 0.5)
+    )
+    assert initial_weights._same_rope(one, same)
+    assert not initial_weights._same_rope(one, other)
+
+
+def test_a_few_large_states_do_not_move_what_fc_norm_starts_at():
+    generator = torch.Generator().manual_seed(0)
+    documents = [make_document(make_shape(), 9, generator, list(range(1, 9))) for _ in range(4)]
+    for d in documents:
+        d.aux[0] *= 1000  # as of a document's first token
+    rms = initial_weights.state_rms(Split(documents))
+    assert (rms - 3).abs().max() < 1, "make_document's states have about 3"
