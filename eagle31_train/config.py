@@ -271,7 +271,7 @@ class TrainConfig:
     weight_decay: float = opt(0.0, "on matrices only", at_least=0)
     betas: list[float] = opt([0.9, 0.95], "AdamW's", at_least=0, below=1)
     max_grad_norm: float = opt(0.5, "largest gradient norm", above=0, finite=False)
-    precision: str = opt("auto", "bf16 (fp32 weights), no (fp32), or as target.dtype", choices=("auto", "bf16", "no"))
+    precision: str = opt("auto", "bf16 (fp32 weights), no (fp32); auto: the faster one", choices=("auto", "bf16", "no"))
     fc_init_scale: float = opt(1.0, "scales fc's first weights; without fc_norm: 1 / RMS of the last state", above=0)
     init_from: str | None = opt(None, "begin with the weights of a run, or an EAGLE 3 draft (folder, hub id)")
     init_revision: str | None = opt(None, "hub revision of init_from")

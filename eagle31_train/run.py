@@ -57,6 +57,8 @@ def run(config: Config, overrides: list[str], first: str, last: str, profile: st
         status = finished([*command(stage, config, profile), *overrides, *early], environment)
         if status == STOPPED:
             raise Stopped(f"run: {stage} was stopped and saved; the same command goes on from there")
+        if status == 128 + signal.SIGTERM:  # outside of training there is nothing to save
+            raise Stopped(f"run: {stage} was stopped; the same command goes on from there")
         if status:
             why = ": it was killed, perhaps for want of memory" if status == KILLED else ""
             remedy = "the same command goes on from there" if why else "mend that, and the same command goes on"

@@ -36,11 +36,15 @@ def summarise(config: Config) -> None:
     drafter, trained = served(config), manifests["train"]
     exported, by_vllm = manifests["export"], config.evaluate.backend == "vllm"
     key, made = ("export", exported["checkpoint"]) if by_vllm else ("checkpoint", drafter.identity)
-    if manifests["evaluate"]["inputs"].get(key) != made:
-        raise UserError(f"evaluate was last run on another training: run `{EVALUATE}` again")
     target_ids = drafter.vocab.target_ids.tolist()
     if not run_folder.is_export_of(exported, drafter.shape, target_ids, config.export_weights):
-        raise UserError(f"{run_dir / 'export'} was made with other export_ options: run `eagle31 export` with these")
+        remedy = "give these here, or run `eagle31 export` without"
+        raise UserError(f"{run_dir / 'export'} was made with other export_ options: {remedy}")
+    if manifests["evaluate"]["inputs"].get(key) != made:
+        raise UserError(
+            "evaluate was last run on another training, or with other export_ options: give these here, or run "
+            f"`{EVALUATE}` again with overwrite=true"
+        )
     measured = _served(config, manifests["evaluate"]) if by_vllm else _decoded(manifests["evaluate"])
     steps = f"{trained['steps']} steps"
     if "kept" in trained:

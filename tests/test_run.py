@@ -99,6 +99,17 @@ def test_vllm_serves_what_was_exported_before(started, first, last, between):
     ]
 
 
+@pytest.mark.parametrize("status", [STOPPED, 128 + signal.SIGTERM])
+def test_a_stage_that_was_told_to_stop_has_nothing_to_mend(started, monkeypatch, capsys, status):
+    monkeypatch.setattr(run, "finished", lambda *_: status)
+    with pytest.raises(SystemExit) as stopped:
+        started("+experiment=smollm2")
+    assert stopped.value.code == STOPPED
+    said = capsys.readouterr().err
+    assert "the same command goes on from there" in said
+    assert "mend" not in said
+
+
 WHOLE = ("target.device_map=auto", "target.device=cuda:1", "extract.engine=vllm")  # one process has the whole target
 
 

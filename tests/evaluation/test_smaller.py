@@ -256,7 +256,7 @@ def test_the_card_tells_of_the_smaller_drafter_alone(run, capsys):
     assert "**Acceptance length" in text
     assert "the 12 draft tokens were kept" in text
     assert "Matrices are int8" in text
-    with pytest.raises(UserError, match="another training"):
+    with pytest.raises(UserError, match="other export_ options"):
         summary.summarise(run.config())
     capsys.readouterr()
     summary.summarise(run.config(*SMALL))  # the run has no store, as after a training that wanted no more of it
