@@ -120,7 +120,7 @@ def train(job: Job, clock: Clock) -> None:
         weights = {name: tensor for name, tensor in draft.named_parameters() if name != "embed_tokens.weight"}
         write_draft(folder, served, weights, kept, "bfloat16", Path(job.target).name)
 
-    for at in range(WARM_UP):
+    for at in range(0 if job.count else WARM_UP):  # what is counted are the steps
         strategy.forward_loss(samples.batch([at % len(samples.split)])).loss.backward()
     model.zero_grad(set_to_none=True)
     controller = TrainerController(
