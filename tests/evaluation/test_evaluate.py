@@ -315,9 +315,11 @@ def test_drafters_of_other_or_unknown_data(run, call, prompts):
     assert [note for note in notes if "may have" in note] == ["theirs may have been trained on these prompts"]
     known, whole = DrafterCheckpoint.open(its_own), DrafterCheckpoint.open(published.folder)
     assert (known.inputs, known.measured_on) == (whole.inputs, whole.measured_on)
-    with (its_own / "README.md").open("a") as card:  # changed since, and perhaps its weights were
-        card.write("more")
-    assert DrafterCheckpoint.open(its_own).inputs is None
+    # Changed since; where that is not the card, its weights perhaps were.
+    for name, there in (("README.md", whole.inputs), ("config.json", None)):
+        with (its_own / name).open("a") as file:
+            file.write("\n")
+        assert DrafterCheckpoint.open(its_own).inputs == there
     other_data(b)
     b.finish_training()
     code, line = call(run.folder, b.folder)
