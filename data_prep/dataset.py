@@ -55,7 +55,7 @@ def is_heldout(messages: list[Message], share: float) -> bool:
 
 def check_shares(conversations: Iterable[list[Message]], share: float) -> None:
     """UserError if of these, at least one, `share` holds out all, or none though it is above 0."""
-    places = sorted(map(_place, conversations))
+    places = sorted(set(map(_place, conversations)))  # of prompts: each may have several answers
     if places[-1] < share:
         raise UserError(f"data.heldout={share} holds out every prompt: lower it or give more prompts")
     if 0 < share <= places[0]:

@@ -29,8 +29,9 @@ from yaml import YAMLError
 from eagle31_train import precision
 from eagle31_train.allocator import keep_freed_memory
 from eagle31_train.combinations import check_options
-from eagle31_train.config import REMOVED, RENAMED, Config, check_value
+from eagle31_train.config import Config, check_value
 from eagle31_train.console import Parser, explained, note, say, tidy
+from eagle31_train.earlier import REMOVED, RENAMED
 from eagle31_train.errors import UserError
 from eagle31_train.locations import CONFIGS, project
 

@@ -11,7 +11,7 @@ def check_options(config: Config) -> None:
     if len(config.train.betas) != 2:
         raise UserError(f"train.betas={config.train.betas} must be two numbers, of AdamW's two moments")
     data = config.data
-    if data.rows is not None and not any((data.sources or {}).values()):
+    if data.rows is not None and all(source is None for source in data.sources.values()):
         raise UserError(f"data.rows={data.rows} mixes data.sources: give data.sources.NAME.path, or leave it out")
     most, headline = config.evaluate.max_speculative_tokens, config.evaluate.num_speculative_tokens
     if most < headline:

@@ -134,9 +134,8 @@ def named(words: Sequence[str]) -> Named:
             raise UserError(f"{name} is {','.join(trainings)}, which has a training twice or none: give each once")
         drafters_by_name[name] = trainings
     for name, trainings in drafters_by_name.items():
-        if len(trainings) > 1 and (
-            twice := {f"{name}/{n + 1}" for n in range(len(trainings))} & drafters_by_name.keys()
-        ):
+        several = {f"{name}/{n}" for n in range(1, len(trainings) + 1)} if len(trainings) > 1 else set()
+        if twice := several & drafters_by_name.keys():
             raise UserError(f"{min(twice)} is a training of {name} and another drafter: tell them apart as NAME:…")
     return drafters_by_name
 

@@ -54,7 +54,7 @@ def export(config: Config) -> None:
     results = card.read_results(run, checkpoint.identity, fingerprint, compared)
     said = {  # on the card beside the draft tokens, where it is given
         "license": config.license,
-        "draft_sampling": config.evaluate.draft_sampling.replace("greedy", ""),
+        "drawn": config.evaluate.draft_sampling != "greedy",
         "revision": config.target.revision,
         "trust_remote_code": config.target.trust_remote_code,
     }
@@ -101,13 +101,14 @@ def trained_by(config: Config, data: Mapping[str, Any] | None) -> Config:
     names = ("data", "extract", "store", "train", "seed", "regenerate")
     target = dataclasses.replace(config.target, aux_layers=then.target.aux_layers)
     trained = dataclasses.replace(config, target=target, **{name: getattr(then, name) for name in names})
+    decided = config.drafter
     if described := (data or {}).get("target"):
         from eagle31_train.targets.derive import complete  # imports transformers
 
-        mine, known = config.drafter, complete(config, described).drafter
-        options = {name: value for name, value in vars(then.drafter).items() if value != getattr(known, name)}
-        options.pop("max_position_embeddings", None)
-        trained.drafter = dataclasses.replace(mine, **options)
+        decided = complete(config, described).drafter
+    options = {name: value for name, value in vars(then.drafter).items() if value != getattr(decided, name)}
+    options.pop("max_position_embeddings", None)
+    trained.drafter = dataclasses.replace(config.drafter, **options)
     return trained
 
 

@@ -12,8 +12,9 @@ from typing import Any
 
 from eagle31_train import artifacts
 from eagle31_train.artifacts import MANIFEST, describe_change, fingerprint, first_damaged, read_json
-from eagle31_train.config import ADDED, RENAMED, Config, TargetConfig
+from eagle31_train.config import Config, TargetConfig
 from eagle31_train.console import note
+from eagle31_train.earlier import ADDED, RENAMED
 from eagle31_train.errors import UserError
 
 # Raise a number when the same inputs make another output. Outputs of a lower one are then no longer up to date.

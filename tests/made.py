@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -153,3 +154,15 @@ class Documents:
 
     def read_all(self, indices):
         return [self.read(index) for index in indices]
+
+
+class Split(Documents):
+    """A split as trainings know it, in a store of one shard."""
+
+    store = SimpleNamespace(wait_for=lambda *_: None)
+
+    def __len__(self):
+        return len(self.documents)
+
+    def shard_of(self, index):
+        return None

@@ -16,7 +16,8 @@ from eagle31_train import __main__ as console_script
 from eagle31_train import artifacts, cli, completion, report
 from eagle31_train import run as stages
 from eagle31_train.cli import load_config, run
-from eagle31_train.config import RENAMED, Config
+from eagle31_train.config import Config
+from eagle31_train.earlier import RENAMED
 from eagle31_train.errors import Stopped, UserError
 from eagle31_train.store import __main__ as store
 

@@ -18,7 +18,7 @@ import pytest
 from eagle31_train import cli, new
 from eagle31_train.__main__ import COMMANDS
 from eagle31_train.compare import is_drafter
-from eagle31_train.config import RENAMED
+from eagle31_train.earlier import RENAMED
 from eagle31_train.errors import UserError
 from eagle31_train.reporting.recipe import sglang_command
 

@@ -13,6 +13,7 @@ PACKAGES = ("data_prep", "eagle31_train", "train")
 LAYERS = [
     ["eagle31_train.shown", "eagle31_train.foreign"],
     ["eagle31_train.errors", "eagle31_train.locations", "eagle31_train.allocator", "eagle31_train.machine"],
+    ["eagle31_train.earlier"],
     ["eagle31_train.background", "eagle31_train.transfers", "eagle31_train.order"],
     ["eagle31_train.config", "eagle31_train.artifacts", "eagle31_train.locks", "eagle31_train.console"],
     ["eagle31_train.precision", "eagle31_train.combinations"],

@@ -25,7 +25,7 @@ from eagle31_train.model.vocab import DraftVocab
 from eagle31_train.store.sealed import DamagedError, unseal
 
 TRAIN, EXPORT = "eagle31 train", "eagle31 export"
-CARD = "export/README.md", "export/images/"
+CARD = "export/README.md", "export/images/"  # which may be edited
 EXPORTED = "export.json"  # beside RUN/export/, of which every file is for vLLM or the hub
 RECORD, CONFIG, CHECKPOINTS = "inputs.json", "config.yaml", "checkpoints"
 MODEL, OPTIMIZER, SHAPE = "model.safetensors", "optimizer.safetensors", "drafter.json"
@@ -119,9 +119,7 @@ def read_export(run: Path) -> dict[str, Any]:
     """The exporter's record of a run. A UserError if nothing was exported, or it is damaged, or has other weights than
     train/, where that is there."""
     record = artifacts.read_json(run / EXPORTED, EXPORT)
-    served = {
-        name: file for name, file in record["files"].items() if not name.startswith(CARD)
-    }  # the card may be edited
+    served = {name: file for name, file in record["files"].items() if not name.startswith(CARD)}
     if damage := artifacts.first_damaged(run, served):
         raise UserError(f"{damage}: run `{EXPORT}` again")
     if "checkpoint" not in record:

@@ -108,7 +108,8 @@ def count_parameters(text: Any, whole: Any = None) -> Parameters | None:
             f"the target's config.json makes no model ({first_line(error)}): correct it, or copy it again"
         ) from None
     count = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    count = {name: size for name, size in count.items() if not any(part in name for part in VISION)}
+    if config is not text:
+        count = {name: size for name, size in count.items() if not any(part in name for part in VISION)}
     experts = sum(size for name, size in count.items() if ".experts." in name)
     chosen, of = (next((n for key in keys if (n := getattr(text, key, None))), 1) for keys in (CHOSEN, EXPERTS))
     return Parameters(sum(count.values()) - experts, experts, chosen / of)

@@ -63,7 +63,7 @@ class Picture:
         from matplotlib.figure import Figure
         from matplotlib.text import Text
 
-        with rc_context({**STYLE, "font.family": fonts()}):
+        with rc_context(STYLE | {"font.family": fonts()}):
             figure = Figure((WIDTH, self.height), layout="constrained")
             axes = figure.subplots()
             axes.set_title(self.remark)
@@ -79,7 +79,7 @@ class Picture:
         from matplotlib import rc_context
 
         buffer = io.BytesIO()
-        with rc_context({**STYLE, "font.family": fonts()}):
+        with rc_context(STYLE | {"font.family": fonts()}):
             self.figure().savefig(buffer, format="png")
         return buffer.getvalue()
 

@@ -50,7 +50,7 @@ def sglang_command(config: Config, drafter: str, window: int | None, published: 
     words += ["--speculative-draft-model-path", drafter, "--speculative-num-steps", str(steps)]
     words += ["--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", str(steps + 1)]
     arguments = {SGLANG.get(name, name): value for name, value in target_arguments(config).items()}
-    words += flags({name: value for name, value in arguments.items() if name != "model_impl"})
+    words += flags({name: value for name, value in arguments.items() if name != "model_impl"})  # vLLM's alone
     if window is not None:  # SGLang does not count a token's own key
         words += ["--speculative-draft-window-size", str(window - 1)]
     return shlex.join(words)

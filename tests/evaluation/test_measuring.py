@@ -91,7 +91,10 @@ def test_a_mistake_in_the_drafts_of_either_way_is_refused(model, candidates, mon
                 measurer_of(model).measure(GREEDY, candidates[:1])
 
 
-def test_where_two_drafts_are_equally_good_rounding_is_told_and_not_refused(model, candidates, monkeypatch, capsys):
+@pytest.mark.parametrize("step", [1, 2])
+def test_where_two_drafts_are_equally_good_rounding_is_told_and_not_refused(
+    model, candidates, monkeypatch, capsys, step
+):
     asked = []
 
     def narrowest(drafter, ids, trajectory, slot, depth):
@@ -99,26 +102,28 @@ def test_where_two_drafts_are_equally_good_rounding_is_told_and_not_refused(mode
         return gap
 
     def unlucky(*arguments):
-        """As if the second draft of the first prompt had gone wrong at once."""
+        """As if a draft of one prompt had gone wrong at this step."""
         found = SPECULATE(*arguments)
         for one, prompt in zip(found, arguments[3], strict=True):
-            if prompt == PROMPTS[0]:
+            if struck in ([], [prompt]) and max(one.accepted, default=0) >= step:
+                struck[:] = [prompt]
                 kept.append(list(one.accepted))
-                at = next(i for i, count in enumerate(one.accepted) if count)
-                one.accepted[at:] = [0] * (len(one.accepted) - at)
+                at = next(i for i, count in enumerate(one.accepted) if count >= step)
                 parts.append(at + sum(one.accepted[:at]))
+                one.accepted[at:] = [step - 1] + [0] * (len(one.accepted) - at - 1)
         return found
 
-    kept, parts = [], []
+    struck, kept, parts = [], [], []
     monkeypatch.setattr(measuring, "decode_speculative", unlucky)
     monkeypatch.setattr(measuring, "narrowest", narrowest)
     gap = 1e-6
     found = measurer_of(model).measure(GREEDY, candidates[:1])["llama"]
-    assert asked == [(PROMPTS[0], parts[0], 1)], "the first step decides, whatever ties later ones have"
+    assert asked == [(struck[0], parts[0], step)], "the step where they part decides, whatever ties later ones have"
     assert "rounding chose between equals" in capsys.readouterr().out
-    assert found.counts[0].rounds(3) == kept[0], "the drafts from every place count"
+    at = PROMPTS.index(struck[0])
+    assert found.counts[at].rounds(3) == kept[0], "the drafts from every place count"
     gap = 1e-3
-    with pytest.raises(UserError, match=r"'evaluate.leave_out=.*p0.*' leaves this prompt out"):
+    with pytest.raises(UserError, match=rf"'evaluate.leave_out=.*p{at}.*' leaves this prompt out"):
         measurer_of(model).measure(GREEDY, candidates[:1])
 
 

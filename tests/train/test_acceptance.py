@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from conftest import kept_mask, make_document, make_objective, make_shape
-from made import Documents
+from made import Split
 from pipeline import AUX, END, assert_equal, flip_bit, message_of, save_quietly, tiny_config, tiny_llama, write_data
 from planting import replaced
 
@@ -244,16 +244,6 @@ def test_damaged_trajectories_are_refused(new_run):
     run = new_run()
     flip_bit(run.folder / "run" / "store" / "trajectories.safetensors")
     assert "trajectories.safetensors is not as it was written" in message_of(run)
-
-
-class Split(Documents):
-    store = SimpleNamespace(wait_for=lambda *_: None)
-
-    def __len__(self):
-        return len(self.documents)
-
-    def shard_of(self, index):
-        return None
 
 
 def test_only_evaluations_since_the_last_rise_count(new_run, monkeypatch):

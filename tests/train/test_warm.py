@@ -5,14 +5,13 @@ import json
 import shutil
 from dataclasses import asdict
 from functools import cache
-from types import SimpleNamespace
 
 import conftest
 import numpy as np
 import pytest
 import torch
 from conftest import make_document, make_mla_shape, make_shape
-from made import Documents
+from made import Split
 from pipeline import KEPT, VOCAB, assert_equal, message_of
 from safetensors.torch import load_file
 from transformers import LlamaConfig
@@ -283,16 +282,6 @@ def test_a_run_that_goes_on_needs_its_first_weights_no_more(new_run, draft):
     assert str(source) in message_of(begun, *words, "train.lr=0.02"), "another run needs them, and replaces nothing"
     begun.fit(*words)
     assert begun.rows()[-1]["step"] == begun.manifest()["steps"]
-
-
-class Split(Documents):
-    store = SimpleNamespace(wait_for=lambda *_: None)
-
-    def __len__(self):
-        return len(self.documents)
-
-    def shard_of(self, index):
-        return None
 
 
 @pytest.mark.parametrize("name", ["fc_norm", "norm_output"])

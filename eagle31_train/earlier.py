@@ -1,0 +1,38 @@
+"""Options of earlier versions: how they are called now, what was added since, and what went."""
+
+from typing import Any
+
+# Old names of options. They are still read, on the command line and in YAML files, and the new one is said. What is
+# recorded on the disk has the old names (`provenance.recorded`), so that earlier outputs stay up to date.
+RENAMED: dict[str, str] = {
+    "train.unroll": "train.ttt_length",
+    "train.clip": "train.max_grad_norm",
+    "train.warmup": "train.warmup_ratio",
+    "train.min_lr": "train.min_lr_ratio",
+    "train.accumulation": "train.gradient_accumulation_steps",
+    "train.recompute": "train.activation_checkpointing",
+    "train.workers": "train.num_workers",
+    "train.fc_start": "train.fc_init_scale",
+    "evaluate.draft_tokens": "evaluate.num_speculative_tokens",
+    "evaluate.depths": "evaluate.max_speculative_tokens",
+    "evaluate.serve_depths": "evaluate.serve_speculative_tokens",
+}
+# Options that came later, with the value that everything had until then, which is not recorded.
+ADDED: dict[str, Any] = {
+    "drafter.norm_before_fc": False,
+    "drafter.num_layers": 1,
+    "drafter.qk_norm": False,
+    "drafter.sliding_window": None,
+    "drafter.attention_bias": False,
+    "drafter.mlp_bias": False,
+    "drafter.parallel": False,
+    "drafter.ptd_token_id": None,
+    "evaluate.timed_prompts": 5,
+    "evaluate.warmup": True,
+}
+# Options of before; given, they are left out, and it is said why.
+REMOVED = {
+    **dict.fromkeys(("plan.hidden_size", "plan.vocab_size", "plan.layers"), "read from the target's config.json now"),
+    "data.draft_vocab_coverage": "gone: give data.draft_vocab_size; stage 1 tells its share of the answers",
+    "train.compile": "gone: the fused kernels of train.kernels do what it did",
+}
