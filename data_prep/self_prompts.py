@@ -69,8 +69,8 @@ def write_prompts(config: Config, template: ChatTemplate) -> Path:
 
 
 def user_stop(template: ChatTemplate) -> Stop:
-    """What ends a user's turn: the first added token before the answer, and the text before that, such as "[/INST]";
-    None for the one that is not there."""
+    """What ends a user's turn: the first added token that the template writes after the user's words, and the text
+    before that token, such as "[/INST]". None for what it does not write."""
     after = template.render([{"role": "user", "content": MARK}], add_generation_prompt=True).partition(MARK)[2]
     if not after.strip():
         needs = "data.prompts=self needs a chat template that writes something after a user's words"

@@ -113,8 +113,8 @@ def trained_by(config: Config, data: Mapping[str, Any] | None) -> Config:
 
 
 def added(run: Path, overwrite: bool) -> list[Path]:
-    """Files in `export/` that somebody has put beside ours, a licence or notes: they stay. A UserError without
-    `overwrite` if the card is not as it was written."""
+    """Files that others have put into `export/`, a licence or notes, and that stay. UserError if the card was edited,
+    unless `overwrite` allows to replace it."""
     if not (run / EXPORTED).is_file():
         return []
     record = artifacts.read_json(run / EXPORTED, EXPORT)

@@ -157,7 +157,7 @@ def _numbers(trainings: Trainings, depths: Sequence[int]) -> dict[str, Any]:
 
 
 def _uncertain(interval: Interval, least: int, most: int) -> Interval:
-    """The interval; none of a value at either end, where every resample is the same and tells nothing of others."""
+    """The interval, without bounds if the value is the least or the most possible: all resamples are equal then."""
     value, *_ = interval
     return [value, None, None] if value in (least, most) else interval
 
