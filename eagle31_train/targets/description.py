@@ -185,7 +185,7 @@ def describe_target(target: TargetConfig) -> TargetDescription:
 
 
 def changed_since(recorded: Mapping[str, Any], target: TargetDescription) -> str:
-    """How a target differs from stage 1's record of it, in the words of `artifacts.describe_change`; "" if it does not."""
+    """How a target differs from stage 1's record of it, as `artifacts.describe_change` says it; "" if it does not."""
     now = {name: value for name, value in asdict(target).items() if name in recorded and name != "sources"}
     return artifacts.describe_change({name: recorded[name] for name in now}, now)
 
