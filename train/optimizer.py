@@ -140,17 +140,15 @@ Optimizer = torch.optim.AdamW | MuonAndAdamW
 
 
 def make_optimizer(module: nn.Module, t: TrainConfig) -> Optimizer:
-    """The optimizer that train.optimizer names, on what is trained; matrices decay, norms do not."""
+    """The optimizer that train.optimizer names, on what is trained. The maps decay; norms do not, nor does what begins
+    as the target's rows or stands for a token's: it would decay away from what it should stay near."""
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-    matrices = {n: p for n, p in trained.items() if p.dim() == 2 and not set(NOT_MAPS) & set(n.split("."))}
-    rest = [p for name, p in trained.items() if t.optimizer == "adamw" or name not in matrices]
-    groups = [
-        {"params": [p for p in rest if p.dim() > 1], "weight_decay": t.weight_decay},
-        {"params": [p for p in rest if p.dim() <= 1], "weight_decay": 0.0},
-    ]
+    maps = {n: p for n, p in trained.items() if p.dim() == 2 and not set(NOT_MAPS) & set(n.split("."))}
+    groups = [{"params": [p for name, p in trained.items() if name not in maps], "weight_decay": 0.0}]
+    if t.optimizer == "adamw":
+        groups.insert(0, {"params": list(maps.values()), "weight_decay": t.weight_decay})
     adamw = torch.optim.AdamW(groups, lr=t.lr, betas=(t.betas[0], t.betas[1]), fused=True)
     if t.optimizer == "adamw":
         return adamw
     dtype = torch.bfloat16 if t.precision == "bf16" else torch.float32
-    muon = Muon(matrices.values(), t.lr, t.weight_decay, dtype)
-    return MuonAndAdamW(muon, adamw)
+    return MuonAndAdamW(Muon(maps.values(), t.lr, t.weight_decay, dtype), adamw)
