@@ -95,6 +95,12 @@ def explained() -> Iterator[None]:
             raise
         _say_once(f"error: {shown.line(error)}: make room, or correct the option or permissions")
         raise SystemExit(2) from None
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # torch's, which need not be imported here
+            raise
+        remedy = "`eagle31 plan` says what each stage holds, and what takes less"
+        _say_once(f"error: the device has too little memory ({shown.line(error)}): {remedy}")
+        raise SystemExit(2) from None
     except Stopped as stopped:
         if str(stopped):  # one of several processes speaks for all
             note(str(stopped), error=True)

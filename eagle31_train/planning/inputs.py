@@ -41,6 +41,10 @@ class Parameters:
     chosen: float = 1.0
 
     @property
+    def all(self) -> float:
+        return self.dense + self.experts
+
+    @property
     def active(self) -> float:
         return self.dense + self.experts * self.chosen
 

@@ -43,6 +43,33 @@ def drafter(plan: Planned) -> list[str]:
     ]
 
 
+def target(plan: Planned) -> list[str]:
+    """What the target's weights take where a stage runs it itself, and where they do not fit."""
+    c, p, sizes, stored = plan.config, plan.config.plan, plan.target.sizes, plan.target.weight_bytes
+    spread = p.devices if c.target.device_map else 1
+    stages: dict[str, tuple[float, int, str]] = {}  # bytes of a weight, devices that share all, and what else would do
+    if (c.regenerate or writes_prompts(c)) and not c.data.generate.server:
+        stages["answers"] = stored, spread, "data.generate.server=URL, or target.device_map=auto"
+    if c.extract.engine == "vllm":
+        shared = int(c.extract.engine_args.get("tensor_parallel_size", 1))
+        stages["extraction"] = stored, shared, "extract.engine_args.tensor_parallel_size=N"
+    else:
+        stages["extraction"] = stored, spread, "extract.engine=vllm, or target.device_map=auto"
+    if c.evaluate.backend == "transformers":  # quantized weights stay as they are
+        decoded = stored if stored < 2 else 4 if c.evaluate.dtype == "float32" else 2
+        stages["evaluation"] = decoded, spread, "evaluate.backend=vllm, or target.device_map=auto"
+    origin = "and perhaps more; plan.target_parameters" if p.target_parameters else "counted on its class"
+    lines = [
+        "TARGET'S WEIGHTS on a device",
+        _line("parameters", _si(sizes.all), f"{_si(sizes.active)} that a token runs through, {origin}"),
+    ]
+    for stage, (value, devices, remedy) in stages.items():
+        each = value * sizes.all / devices / GIB
+        fits = each <= SPARE * p.device_gib
+        lines.append(_line(stage, f"{each:.1f} GiB", "" if fits else f"TOO MUCH for {p.device_gib:g}: {remedy}"))
+    return lines
+
+
 def data(plan: Planned) -> list[str]:
     work = plan.data.work
     return [
@@ -104,8 +131,9 @@ def time(plan: Planned) -> list[str]:
         "training": (plan.training_flops(), plan.busy),
         "Muon's updates": (plan.steps * most * p.devices, 1.0),
     }
+    used = f"{p.utilisation:.0%} of {p.devices} x {p.peak_tflops:g} TFLOP/s"
     lines = [
-        f"TIME   if {p.devices} x {p.peak_tflops:g} TFLOP/s are used at {p.utilisation:.0%}, which nobody has measured",
+        f"TIME   if {used} is used; training reached 39 to 51% of an H100",
         _line("steps", f"{plan.steps:,}", f"of {plan.config.train.batch_tokens:,} tokens"),
         *(_line(name, _time(n / rate / share), f"{_si(n)}FLOP") for name, (n, share) in rows.items() if n),
     ]
@@ -201,5 +229,5 @@ def _time(seconds: float) -> str:
 
 def text(plan: Planned) -> str:
     title = [f"Plan of {plan.config.name}: a drafter for {plan.config.target.name}"]
-    blocks = [section(plan) for section in (drafter, data, answering, store, time, profiles, which)]
+    blocks = [section(plan) for section in (drafter, target, data, answering, store, time, profiles, which)]
     return "\n\n".join("\n".join(block) for block in [title, *blocks])

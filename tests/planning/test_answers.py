@@ -25,6 +25,25 @@ def section(*words):
     return "\n".join(sections.answering(planned(*words)))
 
 
+SIZE = "plan.target_parameters=70e9"
+
+
+@pytest.mark.parametrize(
+    ("words", "sizes"),
+    [  # GiB a device for answers, extraction and evaluation, which decodes in float32
+        ([SIZE], ["130.4", "130.4", "260.8"]),
+        ([SIZE, "target.device_map=auto"], ["16.3", "16.3", "32.6"]),
+        ([SIZE, "target.dtype=float32", "evaluate.dtype=bfloat16"], ["260.8", "260.8", "130.4"]),
+        ([SIZE, "data.generate.server=http://x/v1", "evaluate.backend=vllm"], ["130.4"]),
+        ([SIZE, "extract.engine=vllm", "+extract.engine_args={tensor_parallel_size: 2}"], ["130.4", "65.2", "260.8"]),
+    ],
+)
+def test_where_the_targets_weights_do_not_fit(words, sizes):
+    lines = sections.target(planned("data.prompts=self", "regenerate=true", *words))[2:]
+    assert [line.split()[1] for line in lines] == sizes
+    assert ["TOO MUCH for 80: " in line for line in lines] == [float(size) > 72 for size in sizes]
+
+
 def test_prompts_that_the_target_writes_and_answers_by_hand():
     """2,000 prompts of 256 tokens, a quarter refused, and answers of 300; 36 layers of 8 keys and values of 128."""
     what = planned("plan.target_parameters=8e9").answering(2000, 300, 300)
