@@ -130,7 +130,7 @@ def draw_speedrun(result: dict[str, Any], folder: Path) -> None:
                         axes.fill_between(minutes, low, high, color=colour, alpha=0.15, linewidth=0)
                         line, label = (
                             "o-" if default else "o--",
-                            row["contender"] + ("" if default else ", best of its sweep"),
+                            row["contender"] + ("" if default else ", one try of its sweep"),
                         )
                         axes.plot(minutes, values, line, color=colour, linewidth=2, markersize=4, label=label)
                 for level in map(float, result["levels"]):

@@ -217,6 +217,12 @@ def summary(folder: Path, manifest: dict[str, Any], target: str) -> str:
     if len(manifest["sources"]) > 1:
         lines += _table(manifest)
     lines += [f"  {what.format(target=target)}: {manifest[name]:,}" for name, what in COUNTS.items() if manifest[name]]
+    answers, cut = sum(split["conversations"] for split in manifest["splits"].values()), manifest["no_end_of_turn"]
+    if cut > answers / 2:
+        lines.append(
+            "  MOST ANSWERS HAVE NO END, of which a drafter then learns little: raise data.generate.max_new_tokens, to "
+            "several thousand for a target that thinks, or give whole answers"
+        )
     if missing := manifest["not_held_out"]:
         lines.append(f"  NOT HELD OUT, so not evaluated: {', '.join(missing)}: raise data.heldout")
     lines.append(f"  REFUSED: {len(refused)}" if refused else "  refused: 0")

@@ -16,6 +16,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import yaml
+
 from eagle31_train import cli
 from eagle31_train.cli import ANY
 from eagle31_train.combinations import check_zero
@@ -43,7 +45,8 @@ def run(config: Config, overrides: list[str], first: str, last: str, profile: st
     if "train" in stages and (profile or "").startswith("zero"):
         check_zero(config.train)
     if ANY in overrides and ANY not in sys.argv:
-        note(f"run: no recipe is named: {ANY} (configs/experiment/any.yaml; or your own: `eagle31 new NAME`)")
+        made = "".join(f"; there is one for this target: +experiment={name}" for name in recipes_of(config.target.path))
+        note(f"run: no recipe is named: {ANY} (configs/experiment/any.yaml; or your own: `eagle31 new NAME`){made}")
     if not config.data.given:
         note("run: no prompts are given (data.prompts=FILE): the target writes them itself, data.prompts=self")
         overrides = [*overrides, *WRITTEN]
@@ -64,6 +67,12 @@ def run(config: Config, overrides: list[str], first: str, last: str, profile: st
             remedy = "the same command goes on from there" if why else "mend that, and the same command goes on"
             note(f"run: stopped at {stage}{why}; {remedy}", error=True)
             raise SystemExit(status)
+
+
+def recipes_of(target: str) -> list[str]:
+    """The shipped recipes for a target, by its hub id; each has the name of its target's file."""
+    made = [f for f in sorted((CONFIGS / "target").glob("*.yaml")) if (CONFIGS / "experiment" / f.name).is_file()]
+    return [file.stem for file in made if yaml.safe_load(file.read_text(encoding="utf-8"))["path"] == target]
 
 
 def check_inputs(config: Config, stages: list[str]) -> None:

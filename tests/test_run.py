@@ -42,6 +42,7 @@ def test_without_a_recipe_and_prompts_it_says_what_it_takes(started, capsys):
         assert words[-5:] == ["+experiment=any", qwen, "name=x", *run.WRITTEN]
     config = cli.load_config(commands[0][-5:])
     assert (config.train.optimizer, config.train.ttt_length, config.data.prompts) == ("muon", 3, "self")
+    assert "for this target" not in said
 
     commands = started("+experiment=smollm2", "train.lr=1", "--until", "data")
     assert [words[-2:] for words in commands] == [["+experiment=smollm2", "train.lr=1"]]
@@ -49,6 +50,12 @@ def test_without_a_recipe_and_prompts_it_says_what_it_takes(started, capsys):
     assert "no recipe" not in capsys.readouterr().out
     (words,) = started(qwen, "name=x", "data.conversations=c.jsonl", "--until", "data")
     assert words[-1] == "data.conversations=c.jsonl", "nothing is answered anew that is given"
+
+
+def test_a_recipe_that_is_made_for_the_target_is_named(started, capsys):
+    started("target.path=Qwen/Qwen3-8B", "name=x")
+    assert "there is one for this target: +experiment=qwen3_8b\n" in capsys.readouterr().out
+    assert cli.load_config(["+experiment=qwen3_8b"], resolve=False).target.path == "Qwen/Qwen3-8B"
 
 
 SERVED_BY_NONE = "push=true repo=me/a export_format=speculators"

@@ -52,6 +52,7 @@ def prepare(config: Config, resources: ExitStack) -> Trainer | None:
     schedule = order.schedule(
         data.train_split.lengths, t.batch_tokens, config.seed, t.epochs, t.max_steps, windows.samples(data.windows)
     )
+    tell_of_waiting(schedule, accelerator.num_processes // t.context_parallel)
     newest, best, state, parallel = restore(config, data, accelerator, deadline)
     main, steps = accelerator.is_main_process, len(schedule)
     usage = windows.Usage(data.store, data.train_split, schedule, data.windows, data.made_from.fingerprint)
@@ -73,6 +74,16 @@ def prepare(config: Config, resources: ExitStack) -> Trainer | None:
     resources.callback(saver.close)  # never in the middle of a save
     meter = make_meter(config, data, parallel, state)
     return Trainer(config, data, folder, schedule, parallel, usage, state, reporter, saver, deadline, meter)
+
+
+def tell_of_waiting(schedule: list[list[int]], replicas: int) -> None:
+    """Say it if a step has not a conversation for each process, or group of them that shares one."""
+    each = sum(map(len, schedule)) / len(schedule)
+    if each < replicas:
+        say(
+            f"train: a step has {each:.1f} conversations on average, and {replicas} processes take one at least: "
+            "the others wait; raise train.batch_tokens"
+        )
 
 
 # ---------------------------------------------------------------- inputs

@@ -122,6 +122,15 @@ def test_prompts_that_are_asked_twice_are_counted_by_source(config, tmp_path, ca
     assert "prompts that are asked twice, on one side of the split: 3\n" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("cut", "said"), [(10, False), (30, True)])
+def test_answers_that_mostly_have_no_end_are_told(config, tmp_path, capsys, cut, said):
+    rows = [{"messages": chat(text)} for text in questions("en", 50)]
+    rows[:cut] = [{**row, "finish_reason": "length"} for row in rows[:cut]]
+    config.data.conversations = str(write_rows(tmp_path / "some.jsonl", rows))
+    prepare(config)
+    assert ("MOST ANSWERS HAVE NO END" in capsys.readouterr().out) == said
+
+
 def test_a_template_under_which_nothing_can_be_learnt_is_refused_before_the_target_answers(config, tmp_path):
     template = tmp_path / "own.jinja"
     template.write_text("{% for m in messages %}{{ m.role }}:\n{{ m.content }}\n{% endfor %}")

@@ -13,6 +13,7 @@ from eagle31_train.checkpoint import contract
 from eagle31_train.config import DrafterShape, TrainConfig
 from eagle31_train.store import Store
 from train.metrics import heldout_text, summarise
+from train.prepare import tell_of_waiting
 from train.step import learning_rate, step_weights
 
 
@@ -32,6 +33,12 @@ def test_a_subset_of_the_slots_is_another_training_and_all_of_them_the_same(new_
     )
     assert not torch.equal(some["fc.weight"], none["fc.weight"])
     assert_equal(every, none)
+
+
+@pytest.mark.parametrize(("replicas", "waits"), [(2, False), (3, True)])
+def test_a_step_with_too_few_conversations_is_told(replicas, waits, capsys):
+    tell_of_waiting([[0, 1, 2], [3, 4], [5, 6]], replicas)
+    assert ("a step has 2.3 conversations on average, and 3 processes" in capsys.readouterr().out) == waits
 
 
 # ---------------------------------------------------------------- what it leaves
