@@ -68,7 +68,7 @@ class Provenance:
         """Unless it may be overwritten, refuse an output of other inputs with a UserError that names these."""
         if not overwrite and not self.matches(record):
             change = describe_change(record.get("inputs", {}), self.all_inputs)
-            for old, new in RENAMED.items():
+            for old, new in {**RENAMED, **CHOICE}.items():
                 change = change.replace(f"{old}: ", f"{new}: ")
             raise UserError(f"{where} was made from other inputs ({change}): {self.remedy(record)}")
 
@@ -130,6 +130,13 @@ WITHOUT_EFFECT = {"accumulation", "recompute", "compile", "workers", "eval_every
 WITHOUT_EFFECT |= {"keep_checkpoints", "time_limit", "skip_nonfinite", "wandb", "project", "tensorboard"}
 WITHOUT_EFFECT |= {"deterministic", "kernels", "context_parallel"}
 # Options of evaluation that choose prompts, and are recorded with the workloads.
+CHOICE = {  # inputs of a training whose checkpoint is chosen by measured acceptance → the options that they come from
+    "train.choice.draft_tokens": "evaluate.num_speculative_tokens",
+    "train.choice.dtype": "evaluate.dtype",
+    "train.choice.every": "train.eval_every",
+    "train.choice.keep_best": "train.keep_best",
+    "train.choice.early_stop": "train.early_stop",
+}
 CHOOSE_PROMPTS = {"prompts", "suites", "perturbations", "leave_out"}
 OF_WORKLOAD = {"num_prompts", "temperature", "top_p", "backend"}  # likewise; measurements are by one backend alone
 SERVING_ONLY = {"serve_depths", "concurrency", "vllm_python", "vllm_args"}
@@ -182,6 +189,8 @@ def of_training(
     chosen_on: the prompts whose measured acceptance chooses the step, if one is chosen."""
     options = recorded("train", asdict(config.train))
     recipe = {name: value for name, value in options.items() if name not in WITHOUT_EFFECT | {"init_revision"}}
+    if recipe["weight_decay"]:  # before, lm_head and an own embedding decayed too
+        recipe["decays"] = "maps"
     choice = {name: recipe.pop(name) for name in ("keep_best", "early_stop")}
     if chosen_on is not None:  # without it, all is as it was before there were such options
         choice |= {"prompts": chosen_on, "every": config.train.eval_every, "dtype": config.evaluate.dtype}

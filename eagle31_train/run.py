@@ -86,10 +86,11 @@ def check_inputs(config: Config, stages: list[str]) -> None:
         workloads.inputs(config)
     if "export" in stages:
         hub.check(config)
-    folders = [("train.init_from", config.train.init_from)] * ("train" in stages)
+    begun = (Path(config.run_dir) / "train" / "inputs.json").is_file()  # and goes on without its first weights
+    folders = [("train.init_from", config.train.init_from or ".")] * ("train" in stages and not begun)
     folders += [("comparisons", one) for one in config.comparisons] * ("export" in stages)
     for option, folder in folders:
-        place = (folder or ".").partition("@")[0]
+        place = folder if Path(folder).exists() else folder.rpartition("@")[0] or folder  # DRAFT@outputs
         if not Path(place).exists() and not is_hub_id(place):
             raise UserError(f"{option}={folder} does not exist: give its folder")
 

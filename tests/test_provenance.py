@@ -87,6 +87,16 @@ def test_inputs_of_training_are_what_steers_its_weights():
     choosing = inputs_of("train.early_stop=3", "train.eval_every=7", chosen_on=["prompt"]).inputs["train"]["choice"]
     steps = {"keep_best": False, "early_stop": 3, "prompts": ["prompt"], "every": 7}
     assert choosing == {**steps, "dtype": "float32", "draft_tokens": 3}
+    # Without decay all is as it was before only the maps decayed.
+    assert "decays" not in inputs_of("train.weight_decay=0").inputs["train"]
+    assert inputs_of("train.weight_decay=0.1").inputs["train"]["decays"] == "maps"
+
+
+def test_what_chooses_a_step_is_named_as_the_user_sets_it():
+    wanted = inputs_of("evaluate.num_speculative_tokens=5", "train.keep_best=true", chosen_on=["prompt"])
+    with pytest.raises(UserError) as error:
+        wanted.refuse_other("run", inputs_of("train.keep_best=true", chosen_on=["prompt"]).record(), overwrite=False)
+    assert "(evaluate.num_speculative_tokens: 3 there, 5 here)" in str(error.value)
 
 
 # ---------------------------------------------------------------- written whole

@@ -86,6 +86,16 @@ def test_what_cannot_end_well_is_refused_before_any_work(words, said, fine, star
     assert not fine or started("+experiment=smollm2", *words.split(), *fine.split())
 
 
+def test_what_is_there_or_was_needed_at_the_start_alone_is_not_refused(started, tmp_path):
+    """Folders with an @ in their path, and a run that has begun with weights that are gone since."""
+    place = tmp_path / "me@corp"
+    place.mkdir()
+    assert started("+experiment=smollm2", f"comparisons=[{place}]", f"train.init_from={place}@outputs")
+    (tmp_path / "run" / "train").mkdir(parents=True)
+    (tmp_path / "run" / "train" / "inputs.json").write_text("{}")
+    assert started("+experiment=smollm2", "train.init_from=./gone", f"run_dir={tmp_path / 'run'}")
+
+
 @pytest.mark.parametrize(
     ("first", "last", "between"),
     [

@@ -59,7 +59,8 @@ def open_source(config: Config, needed: bool = False) -> DrafterCheckpoint | Non
     source = DrafterCheckpoint.open(
         t.init_from, t.init_revision, data_folder=config.data_folder, allow_unfinished=True, target_layers=target_layers
     )
-    if source.train is not None and source.train.resolve() == (Path(config.run_dir) / "train").resolve():
+    run = Path(config.run_dir)
+    if (source.train or source.folder).resolve() in ((run / "train").resolve(), (run / "export").resolve()):
         raise UserError(f"train.init_from={t.init_from} is this run's own folder: choose another name=…, or leave it")
     return source
 

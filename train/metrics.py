@@ -139,10 +139,11 @@ class Reporter:
 
     def timing(self, step: int, values: dict[str, Any]) -> None:
         """Append one row to timings.jsonl; the trackers show its numbers as `timing/…`: seconds (of the step, waiting
-        included), waited (seconds of these, for data), tokens (over all ranks), memory_bytes."""
+        included), waited (seconds of these, for data), aside (for evaluations and saves), tokens (over all ranks),
+        memory_bytes."""
         if self.main:
             append(self.timings, {"step": step, **values})
-            speed = {"tokens_per_second": values["tokens"] / values["seconds"]}
+            speed = {"tokens_per_second": values["tokens"] / (values["seconds"] - values["aside"])}
             self.accelerator.log(scalars("timing", {**values, **speed}), step=step)
 
     def progress(self, tokens: int, loss: float, estimate: float) -> None:

@@ -43,7 +43,10 @@ def check(store: Store, windows: Sequence[Window], epochs: int, cache_bytes: int
     if store.storage.remote and heldout + 2 * largest > cache_bytes:  # half of the cache is for what is fetched ahead
         raise UserError(f"store.cache_bytes={cache_bytes:,} cannot hold two windows of {store.location}: {needs}")
     if store.follow and store.manifest is None and len(windows) == 1:
-        raise UserError(f"{store.location} is still being written: set train.window_tokens, or train once it is whole")
+        raise UserError(
+            f"{store.location} is still being written, and one window holds its whole split: set train.window_tokens "
+            "(lower), or train once it is whole"
+        )
     if bounded(store) and heldout + largest > (most := store.max_bytes or 0):
         raise UserError(f"store.max_bytes={most:,} cannot hold a window: {needs}")
     if bounded(store) and epochs != 1:

@@ -34,7 +34,7 @@ def launch(config, folder, done, steps):
     reporter = Reporter(accelerator, folder, done, 100)
     for step in steps:
         reporter.log(step, {"loss": 100 * done + step, "prefix_at_depth": [0.5, 0.25], "oops": None})
-        reporter.timing(step, {"seconds": 0.5, "tokens": 10, "memory_bytes": None})
+        reporter.timing(step, {"seconds": 2.0, "aside": 1.5, "tokens": 10, "memory_bytes": None})
         if step % 5 == 0:
             reporter.log(step, {"heldout_acceptance_estimate": 100 * done + step})
     reporter.close()

@@ -79,6 +79,14 @@ def test_what_is_left_open_is_as_in_the_first_weights(learnt, new_run):
     assert shape["max_position_embeddings"] == 512
 
 
+@pytest.mark.parametrize("own", ["run", "run/export"])
+def test_a_run_does_not_begin_with_itself(learnt, new_run, own):
+    run = new_run().fit("train.max_steps=1")
+    shutil.copytree(learnt().folder / "run/export", run.folder / "run/export")
+    message = message_of(run, f"train.init_from={run.folder / own}", "overwrite=true")
+    assert "is this run's own folder" in message
+
+
 def test_a_lower_precision_is_widened_exactly(learnt, draft, new_run):
     low = {n: t.half() for n, t in learnt().weights().items()}
     begun = begin(new_run(), draft(low))
