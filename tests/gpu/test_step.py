@@ -1,5 +1,10 @@
 """The training step on a CUDA device: equal to the CPU's, and never waited for inside."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from accelerate import Accelerator
@@ -14,6 +19,7 @@ from eagle31_train.transfers import each_tensor
 from train import step as arithmetic
 from train.loader import MicroBatch, StepTotals
 from train.metrics import fetch
+from train.optimizer import make_optimizer
 from train.parallel import parallelise
 
 K = 4
@@ -88,7 +94,7 @@ def assert_pinned(batch):
     each_tensor(batch, check)
 
 
-def one_step(precision, kernels="plain"):
+def one_step(precision, kernels="plain", optimizer="adamw"):
     """A function that queues one whole step, the moving of its batches included; the results stay on the device."""
     shape = make_shape(hidden_size=32, target_hidden_size=32, head_dim=16, num_attention_heads=2)
     objective = make_objective(shape, torch.float32)
@@ -96,7 +102,7 @@ def one_step(precision, kernels="plain"):
     objective.autocast = torch.bfloat16 if precision == "bf16" else None
     if kernels == "fused":
         objective.fuse_kernels()
-    spread = parallelise(Accelerator(), objective, TrainConfig(weight_decay=0.1))
+    spread = parallelise(Accelerator(), objective, TrainConfig(weight_decay=0.1, optimizer=optimizer))
     batches = [build_batch(part, K, kept, "mask").pinned() for part in (documents[:3], documents[3:])]
     for batch in batches:
         assert_pinned(batch)
@@ -114,9 +120,9 @@ def one_step(precision, kernels="plain"):
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-@pytest.mark.parametrize("kernels", ["plain", "fused"])
-def test_a_step_never_waits_for_the_device(precision, kernels, waits_are_errors):
-    step = one_step(precision, kernels)
+@pytest.mark.parametrize(("kernels", "optimizer"), [("plain", "adamw"), ("fused", "adamw"), ("plain", "muon")])
+def test_a_step_never_waits_for_the_device(precision, kernels, optimizer, waits_are_errors):
+    step = one_step(precision, kernels, optimizer)
     step()  # libraries are loaded, workspaces and the optimizer's state are made
     waits_are_errors()
     results = step()
@@ -125,6 +131,44 @@ def test_a_step_never_waits_for_the_device(precision, kernels, waits_are_errors)
     assert torch.isfinite(norm)
     assert counts[:-1].min() > 0
     assert torch.isfinite(sums).all()
+
+
+def updated(device, precision):
+    """A matrix after three of Muon's updates."""
+    generator = torch.Generator().manual_seed(0)
+    layer = torch.nn.Linear(48, 20, bias=False)
+    layer.weight.data.copy_(torch.randn(20, 48, generator=generator))
+    layer.to(device)
+    muon = make_optimizer(layer, TrainConfig(optimizer="muon", lr=0.1, weight_decay=0.1, precision=precision))
+    for _ in range(3):
+        layer.weight.grad = torch.randn(20, 48, generator=generator).to(device)
+        muon.step()
+    return layer.weight.detach().cpu()
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("no", 1e-4), ("bf16", 2e-2)])
+def test_muons_updates_are_the_cpus(precision, tolerance):
+    ours, theirs = updated("cuda", precision), updated("cpu", precision)
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+STEPS = """
+from train.launch import make_deterministic
+make_deterministic()
+from test_step import fetch, one_step
+step = one_step("bf16", "fused")
+for _ in range(3):
+    results = fetch(*step())
+print([result.tolist() for result in results])
+"""
+
+
+def test_deterministic_steps_have_the_same_bits():
+    here = Path(__file__).parent
+    paths = os.pathsep.join([str(here), str(here.parent), str(here.parent.parent)])
+    words, environment = [sys.executable, "-c", STEPS], {**os.environ, "PYTHONPATH": paths}
+    first, again = (subprocess.run(words, env=environment, capture_output=True, text=True, check=True) for _ in "ab")
+    assert first.stdout == again.stdout != ""
 
 
 def test_a_planted_wait_is_found(waits_are_errors, monkeypatch):
