@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.answers import NO_CHARACTER, Job, Texts, engine, target_inputs
-from data_prep.journal import Journal, Outcomes
+from data_prep.journal import Answer, Journal, Outcomes
 from data_prep.sources import WRITTEN as OUTPUT
 from eagle31_train import artifacts
 from eagle31_train.config import SELF, Config
@@ -148,32 +148,36 @@ class Writer:
 
     def _turns(self, tries: list[Attempt]) -> list[Attempt]:
         """Write every turn of some tries; those whose first one is of use, in their order."""
-        going, special = tries, self.template.special
+        going = tries
         for turn in range(self.options.turns):
             if turn:
                 going = self._answered(going)
             keys = {f"{self.fingerprint}-{one.number}-{turn}": one for one in going}
             requests = {key: self._request(one) for key, one in keys.items()}
-            texts, going = {}, []
+            texts = {}
             for key, outcome in self.journal.outcomes(requests, self._ask):
                 texts[key] = outcome
                 self.bar.update()
-            for key, one in keys.items():
-                text, problem = "", str(outcome := texts[key])
-                if not isinstance(outcome, Refused):
-                    text = outcome.message["content"].strip()
-                    # A later turn beside its own conversation alone: which others are there depends on the batch.
-                    seen = {_alike(earlier) for earlier in one.turns} if turn else self.seen
-                    problem = "not ended" if outcome.finish_reason == "length" else problem_of(text, seen, special)
-                if problem:
-                    self.refused[problem if not turn else f"{problem} (a later turn)"] += 1
-                    continue
-                if not turn:
-                    self.seen.add(_alike(text))
-                one.turns.append(text)
-                one.messages.append({"role": "user", "content": text})
-                going.append(one)
+            going = [one for key, one in keys.items() if self._takes(one, texts[key])]
         return [one for one in tries if one.turns]
+
+    def _takes(self, one: Attempt, outcome: Answer | Refused) -> bool:
+        """Add what the target wrote to a try, or count why it is of no use; whether it goes on."""
+        text, problem = "", str(outcome)
+        if not isinstance(outcome, Refused):
+            text = outcome.message["content"].strip()
+            # A later turn beside its own conversation alone: which others are there depends on the batch.
+            seen = {_alike(earlier) for earlier in one.turns} or self.seen
+            cut = outcome.finish_reason == "length"
+            problem = "not ended" if cut else problem_of(text, seen, self.template.special)
+        if problem:
+            self.refused[f"{problem} (a later turn)" if one.turns else problem] += 1
+            return False
+        if not one.turns:
+            self.seen.add(_alike(text))
+        one.turns.append(text)
+        one.messages.append({"role": "user", "content": text})
+        return True
 
     def _ask(self, texts: Texts) -> Outcomes:
         return self.engine.write(texts, self.options, self.stops, self.stop_text)

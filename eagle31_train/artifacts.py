@@ -137,11 +137,11 @@ def write_json(path: Path, value: Any) -> None:
 
 
 class MissingKeyError(UserError, LookupError):
-    """A record of ours lacks a key. A template of Jinja's, which may ask for any, takes it as it takes a KeyError."""
+    """A record of ours lacks a key. It is a LookupError, too, so that a Jinja template may ask for a missing key."""
 
 
 class Record(dict[str, Any]):
-    """A JSON object of ours, read back. To ask for what it lacks is a UserError: somebody altered it."""
+    """A JSON object of ours, read back. A missing key is a UserError: somebody altered the file."""
 
     def __init__(self, value: Mapping[str, Any], path: Path, made_by: str) -> None:
         super().__init__(value)
@@ -197,7 +197,7 @@ def first_damaged(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> str |
 
 
 def discard(folder: Path) -> None:
-    """Remove a folder of ours: first its name, at once, then its files. One that a link leads to is emptied."""
+    """Remove a folder of ours. It is renamed first, so it is gone at once; behind a link an empty one stays."""
     link, folder = folder, _linked(folder)
     aside = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(aside, ignore_errors=True)

@@ -6,8 +6,8 @@ from typing import Any
 
 
 class Background:
-    """Works off one call after another in a thread; the next waits for the last, and raises what that raised. The
-    interpreter waits for the thread, whatever ends the main one."""
+    """Runs calls in a thread, one at a time: `start` waits for the call before, and raises its error. Python does not
+    exit before the thread is done, whatever ends the main thread."""
 
     def __init__(self, name: str) -> None:
         self._thread = ThreadPoolExecutor(1, name)

@@ -58,7 +58,7 @@ def is_hub_id(path: str) -> bool:
 
 
 def is_hub_set(path: str) -> bool:
-    """Whether it may be a data set of the hub: no file of rows either, of another folder than this."""
+    """Whether a path may be a data set of the hub: an `owner/name` that does not end as a file of rows does."""
     return is_hub_id(path) and not path.lower().removesuffix(".gz").endswith(ROW_FILES)
 
 

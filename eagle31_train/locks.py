@@ -14,15 +14,15 @@ from eagle31_train.errors import UserError
 def hold(file: IO[Any], who: str, instead: str = "name=… or run_dir=…") -> None:
     """Lock an open file until it is closed; where the file system has no locks, nothing is locked. UserError if another
     process holds it: says `who` ("another process trains in runs/a now"), and its number if it is ours and here;
-    `instead`: the options with which it is another's work."""
+    `instead`: the options that choose another output."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        # Whose launcher was killed go on without it, and nobody knows.
+        # Processes go on when their launcher is killed, and nobody notices: so they are named.
         pids = " ".join(map(str, users_of(file)))
         which, end = (f" (process {pids})", f", end it with `kill {pids}`") if pids else ("", "")
         raise UserError(f"{who}{which}: wait for it{end}, or choose another {instead}") from None
-    except OSError:  # a file system without locks: go on as the only one, which most are
+    except OSError:  # a file system without locks: nearly every process is the only one, so it goes on
         pass
 
 

@@ -19,7 +19,7 @@ def global_batches(
 
     A batch holds at most `batch_tokens` tokens, and so must every sample (`build.check_samples` tells the
     user). Every sample occurs exactly once. Packing keeps steps equally large; PACKED batches' worth of
-    samples are packed together, so that who meets whom stays nearly random.
+    samples are packed together, so that it stays nearly random which samples share a batch.
 
     Args:
         windows: stretches of samples that are trained one after another: in order in the first epoch, which may
@@ -46,7 +46,7 @@ def global_batches(
 
 
 def longest_first(samples: Sequence[int], lengths: Sequence[int] | Mapping[int, int]) -> list[int]:
-    """Samples by their length, of equals the first first; two sorts by plain numbers are faster than one by pairs."""
+    """Samples, longest first, ties by index. (Two sorts by a plain number are faster than one by pairs.)"""
     return sorted(sorted(samples), key=lengths.__getitem__, reverse=True)
 
 

@@ -40,7 +40,7 @@ class Provenance:
     """What an output is made from.
 
     inputs: of JSON's types. card: inputs of the words and pictures around an output, which may change without it.
-    pointers: name of an input → the option, as given, that says where it lies: it may be what is wrong.
+    pointers: name of an input → the option that says where it lies, as it was given: perhaps it names a wrong place.
     """
 
     inputs: dict[str, Any]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import speaking
 
-from eagle31_train.evaluation.measurement import Counts
+from eagle31_train.evaluation.measurement import rounds
 from eagle31_train.targets import toy
 
 PROMPTS = Path(__file__).resolve().parent.parent / "data_prep" / "prompts"
@@ -137,4 +137,4 @@ def counters(accepted: list[int], draft_tokens: int) -> dict:
 
 def counters_told(prompt: dict, draft_tokens: int) -> dict:
     """vLLM's for one prompt at any depth, as the evaluator tells them from one output of the target."""
-    return counters(Counts("", "", len(prompt["output_ids"]), prompt["reach"]).rounds(draft_tokens), draft_tokens)
+    return counters(rounds(prompt["reach"], draft_tokens), draft_tokens)

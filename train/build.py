@@ -114,7 +114,7 @@ def first_norm(target: Tensor) -> Tensor:
 
 @torch.no_grad()
 def look_back(drafter: Drafter, steps: int) -> None:
-    """Have head h of every layer of a parallel drafter begin at the position h mod `steps` before its own.
+    """Let head h of every layer of a parallel drafter attend, at first, to the position h mod `steps` before its own.
 
     The mask row of step k knows its slot only as the position k before it, and has the same query in all slots. Random
     projections show it the mean of all positions, from which it learns slowly where to look (docs/log.md). With the

@@ -69,8 +69,8 @@ def fetch(*values: Tensor) -> list[Tensor]:
 
 
 def cut(rows: Path, step: int) -> int:
-    """Take away JSON rows past `step` and a torn last line, which a kill after the checkpoint left; the step of the
-    last row that stays, or 0.
+    """Remove the JSON rows after `step` and a torn last line, which a kill after the checkpoint left. Returns the step
+    of the last row that stays, or 0.
 
     Rows lie in the order of their steps, so the file is only shortened: that needs no room, and a kill meanwhile does
     no harm. A damaged line before them is named, and stays.

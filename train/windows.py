@@ -59,8 +59,8 @@ def bounded(store: Store) -> bool:
 
 
 class Usage:
-    """Which shards later steps need: the others are unmapped, and removed from a bounded store. schedule: every global
-    batch, made of `windows`, that of step i + 1 at i. fingerprint: of the training, which alone may use it up."""
+    """Which shards later steps need: the others are unmapped, and removed from a bounded store. schedule: the samples
+    of every step, those of step i + 1 at i. fingerprint: of this training; no other one may use up the store."""
 
     def __init__(
         self, store: Store, split: StoreSplit, schedule: list[list[int]], windows: list[Window], fingerprint: str
@@ -97,8 +97,8 @@ class Usage:
         return bool(launch.agreed(accelerator, lambda: bounded(self._store)))
 
     def release(self, step: int, remove: bool, ended: bool = False) -> None:
-        """Unmap what no step after `step` reads; of a bounded store `remove` it too. Only one process removes. If the
-        run `ended` here, before its schedule does, extraction need store no more."""
+        """Unmap what no step after `step` reads; of a bounded store `remove` it too. Only one process removes.
+        `ended`: the run ends with this step, though its schedule does not, so extraction may stop."""
         shards, store = self.used_up(step), self._store
         store.release(shards)
         if remove and bounded(store):

@@ -19,7 +19,7 @@ from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation import evaluating, intervals
 from eagle31_train.evaluation.intervals import Estimate
-from eagle31_train.evaluation.measurement import Measurement
+from eagle31_train.evaluation.measurement import Measurement, rounds
 from eagle31_train.evaluation.workloads import HELDOUT
 
 OTHER, TRAINED = "other", "trained"  # kinds of prompts: never trained on, the headline; of those that were trained on
@@ -100,9 +100,9 @@ def acceptance_lengths(measured: Sequence[dict[str, list[Measurement]]], draft_t
     accepted, drafts = [], []
     for workload in measured:
         for prompt in zip(*(of_draft.counts for (of_draft,) in workload.values()), strict=True):
-            rounds = [counts.rounds(draft_tokens) for counts in prompt]
-            accepted.append([sum(some) for some in rounds])
-            drafts.append([len(some) for some in rounds])
+            made = [rounds(counts.accepted, draft_tokens) for counts in prompt]
+            accepted.append([sum(some) for some in made])
+            drafts.append([len(some) for some in made])
     estimate = intervals.ratios(accepted, drafts)
     return Estimate(estimate.values + 1, estimate.draws + 1, estimate.prompts)
 

@@ -12,7 +12,7 @@ from eagle31_train.errors import UserError
 # The hub's own errors are OSErrors or ValueErrors; the HTTP client's base error differs between hub versions.
 ERRORS: tuple[type[BaseException], ...] = (OSError, ValueError, *HfHubHTTPError.__bases__)
 WANTED = ["config.json", "*.safetensors", "*.safetensors.index.json"]
-# Pictures of what was measured: those that an earlier export uploaded and this one lacks leave the repository.
+# Pictures of what was measured. An upload deletes those of earlier exports that this one lacks.
 PICTURES = ["images/acceptance/*", "images/serving/*", "images/comparison-*"]
 
 

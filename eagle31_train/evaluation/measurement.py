@@ -47,17 +47,18 @@ class Counts:
     drift: Drift | None = None
     seen: dict[int, list[int]] = field(default_factory=dict)
 
-    def rounds(self, draft_tokens: int) -> list[int]:
-        """What a server that drafts so many tokens accepts, verification by verification, as `accepted` says."""
-        rounds, at = [], 0
-        while at < len(self.accepted):
-            rounds.append(min(self.accepted[at], draft_tokens))
-            at += rounds[-1] + 1
-        return rounds
-
     def verifications(self, draft_tokens: int) -> list[int]:
         """`rounds`; where drafts are sampled, what the real decoding accepted."""
-        return self.rounds(draft_tokens) if self.accepted else self.seen.get(draft_tokens, [])
+        return rounds(self.accepted, draft_tokens) if self.accepted else self.seen.get(draft_tokens, [])
+
+
+def rounds(accepted: list[int], draft_tokens: int) -> list[int]:
+    """What a server that drafts so many tokens accepts, verification by verification. accepted: as of `Counts`."""
+    made, at = [], 0
+    while at < len(accepted):
+        made.append(min(accepted[at], draft_tokens))
+        at += made[-1] + 1
+    return made
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from eagle31_train.config import EvaluateConfig
 from eagle31_train.console import Progress, note
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation.decoding import Decoded, Limits, decode_plain, decode_speculative
-from eagle31_train.evaluation.measurement import Counts, Measurement, machine
+from eagle31_train.evaluation.measurement import Counts, Measurement, machine, rounds
 from eagle31_train.evaluation.prompts import Prompt
 from eagle31_train.evaluation.sampling import TARGET, Sampling, agreeing, stream
 from eagle31_train.evaluation.unrolled import Trajectory, narrowest, turns, unroll
@@ -176,7 +176,7 @@ class Measurer:
         score the same but for rounding, or rounding turns inputs of int8 products, either may be drafted: that is
         printed."""
         for depth, seen in counts.seen.items():
-            expected = counts.rounds(depth)
+            expected = rounds(counts.accepted, depth)
             if seen == expected:
                 continue
             at = agreeing(expected, seen)

@@ -204,10 +204,12 @@ def better(numbers: Mapping[str, Any], names: tuple[str, str], differences: Mapp
     better: dict[str, str | None] = {}
     for depth, each in differences.items():
         _, low, high = each["difference"]
-        winner, loser = names if low is None or low <= 0 else names[::-1]
-        lengths = [_trainings(numbers[name], depth) for name in (winner, loser)]
-        ahead = None not in lengths[0] + lengths[1] and min(lengths[0]) > max(lengths[1])
-        better[depth] = None if low is None or low <= 0 <= high or not ahead else winner
+        better[depth] = None
+        if low is not None and not low <= 0 <= high:
+            winner, loser = names[::-1] if low > 0 else names
+            ours, theirs = (_trainings(numbers[name], depth) for name in (winner, loser))
+            if None not in ours + theirs and min(ours) > max(theirs):
+                better[depth] = winner
     return better
 
 

@@ -25,7 +25,7 @@ from eagle31_train.config import Config
 from eagle31_train.console import Progress, is_main, note
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation.decoding import Limits, decode_plain
-from eagle31_train.evaluation.measurement import Counts
+from eagle31_train.evaluation.measurement import rounds
 from eagle31_train.evaluation.prompts import Prompt, choose, prompt_of
 from eagle31_train.evaluation.unrolled import Trajectory, unroll
 from eagle31_train.model.drafter import Drafter
@@ -70,7 +70,7 @@ def decode(config: Config, engine: Engine, heldout: Dataset) -> list[Trajectory]
     prompts = choose_prompts(heldout_prompts, config.extract.trajectories, options.num_prompts, longest)
     limits = Limits(options.max_new_tokens, frozenset(end_ids))
     trajectories: list[Trajectory] = []
-    # A batch more is an answer's length of passes more: full ones first.
+    # Each batch takes as many passes as its longest answer has tokens: so there are as few batches as can be.
     tokens = 1 if target.alone else config.extract.batch_tokens
     shown = {"desc": "held-out answers", "total": len(prompts), "unit": "prompt", "disable": not is_main()}
     with Progress(**shown) as progress:
@@ -122,9 +122,9 @@ def digest(prompt: Sequence[int]) -> str:
 def reached(drafter: Drafter, target_ids: Tensor, trajectories: Iterable[Trajectory], draft_tokens: int) -> list[int]:
     """Of the verifications that decoding with the drafter would make: how many there are, and of how many the first 1,
     2, … drafted tokens are accepted, [draft_tokens + 1]. drafter, target_ids: as `unroll`'s."""
-    rounds: list[int] = []
+    verified: list[int] = []
     for one in trajectories:
         there = replace(one, aux=one.aux.to(target_ids.device))
         accepted, _ = unroll(drafter, target_ids, there, draft_tokens, drift=False)
-        rounds += Counts("", "", len(one.output), accepted).rounds(draft_tokens)
-    return [sum(accepted >= position for accepted in rounds) for position in range(draft_tokens + 1)]
+        verified += rounds(accepted, draft_tokens)
+    return [sum(accepted >= position for accepted in verified) for position in range(draft_tokens + 1)]

@@ -215,7 +215,7 @@ def _beside(drafter: Drafter, tokens: Tensor) -> Read:
 
 def kinds(positions: Tensor, prompt: int) -> Tensor:
     """Positions [N] → [N] int64, of what kind their step-0 keys are: 0 sink, 1 prompt, 2 verified (own keys are 3).
-    That of the prompt's last position, beside which the first token stands that the target wrote, is the prompt's."""
+    The key of the prompt's last position is the prompt's, though its row reads the target's first token."""
     return (positions >= SINKS).long() + (positions >= max(SINKS, prompt)).long()
 
 

@@ -38,7 +38,7 @@ class Subset:
 
     taken: list[Tensor]  # for each document, [T] bool: positions whose slots are trained and counted
     scale: float  # 1 / that chance
-    slots: list[int]  # of each document, how many are trained: not all that is taken is a slot
+    slots: list[int]  # trained slots of each document; `taken` marks positions beside them, too
 
     def of(self, documents: Sequence[int]) -> "Subset":
         return Subset([self.taken[i] for i in documents], self.scale, [self.slots[i] for i in documents])
@@ -88,7 +88,7 @@ class Batch:
     eligible_prefix: Tensor  # [K] int64: slots eligible at every step 0..k
     population: Tensor  # [K] int64: trained pairs of all slots, in the subset or not: this batch's part of N_k
     scale: float  # multiplies the weight of every pair: 1 without a subset
-    shared: Shared | None = None  # context parallelism: where other ranks have parts, too
+    shared: Shared | None = None  # with context parallelism: where the parts of all ranks lie
 
     @property
     def ttt_length(self) -> int:

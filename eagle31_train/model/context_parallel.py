@@ -50,14 +50,14 @@ def owners(slots: Tensor, ranks: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Places:
-    """Where rows that ranks share (positions of a context, or slots) stand in what they exchange, `most` of each."""
+    """Where shared rows (positions of a context, or slots) stand in what ranks exchange: `most` rows of each rank."""
 
     rows: Tensor  # [C] int64 into [N * most]
     most: int
 
 
 def make_places(owner: Tensor, ranks: int) -> Places:
-    """Of rows [C] by their owners, which have them in this order."""
+    """The places of rows [C], by the rank that has each; a rank has its rows in this order."""
     counts = torch.bincount(owner, minlength=ranks)
     most = max(1, int(counts.max()))  # not every back end exchanges nothing
     order = owner.argsort(stable=True)
@@ -74,8 +74,8 @@ def deals_heads(shape: DrafterShape, ranks: int) -> bool:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Of rows (keys, values, queries, …) between the ranks of a group; collective. `back` is the transpose of `forth`,
-    and so gives its gradient."""
+    """An exchange of rows (keys, values, queries, …) between the ranks of a group; collective. `back` is the transpose
+    of `forth`, and so gives its gradient."""
 
     places: Places
     group: dist.ProcessGroup

@@ -158,7 +158,7 @@ class Cache:
         self.layer = layer
         self._window = layer.self_attn.window
         self._sequences, self._capacity = sequences, capacity
-        self._kept: list[Tensor] = []  # keys [B, capacity, g, d] and values [.., dv], made when the first tell how wide
+        self._kept: list[Tensor] = []  # keys [B, capacity, g, d], values [.., dv]; the first write tells the widths
 
     def select(self, rows: list[int]) -> None:
         self._sequences, self._kept = len(rows), [kept[rows] for kept in self._kept]

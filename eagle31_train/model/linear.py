@@ -73,7 +73,7 @@ def first_largest(logits: Tensor) -> Tensor:
     largest = logits[:, :whole].unflatten(-1, (-1, width)).amax(-1)
     if whole < V:
         largest = torch.cat([largest, logits[:, whole:].amax(-1, keepdim=True)], -1)
-    # The last block is filled up by what is before it, where all is smaller.
+    # The last block begins early enough to be full: what it shares with the block before is smaller.
     start = (largest.max(-1).indices * width).clamp_max(V - width)
     places = start[:, None] + torch.arange(width, device=logits.device)
     return start + logits.gather(-1, places).max(-1).indices

@@ -37,7 +37,7 @@ class Segments:
 
     query_edges: Tensor  # [R + 1] int32, where each run's queries begin
     key_edges: Tensor  # [R + 1] int32, likewise
-    queries: int  # the longest stretch, or more: asked for one, torch's kernel takes another algorithm, for decoding
+    queries: int  # queries of the longest stretch, at least 2: for 1 torch's kernel takes its algorithm for decoding
     keys: int
     key_rows: Tensor | None  # [M] int64, the position whose key stands in each row; None if they stand as they are
     query_rows: Tensor | None  # [S] int64, the row of each slot's query among `query_total`; None likewise

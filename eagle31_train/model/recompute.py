@@ -23,8 +23,8 @@ _checkpointing = ContextVar("_checkpointing", default=False)
 def recomputed(function: Callable[..., Tensor], *inputs: Any) -> Iterator[Tensor]:
     """function(*inputs). What is done with it inside does not keep it for its gradients, but calls the function again.
 
-    The function is to be cheap, to give the same bits every time, without autocast too (so no matrix product), and to
-    keep its inputs for its own gradient anyway.
+    The function must be cheap, keep its inputs for its own gradient anyway, and give the same bits every time, outside
+    of autocast too (so no matrix product).
     """
     out = function(*inputs)
     if not torch.is_grad_enabled() or _checkpointing.get():  # hooks in a checkpoint would keep what it must forget

@@ -162,13 +162,14 @@ def prompts_at_hand(config: Config) -> int | None:
         return d.rows
     alone = (d.prompts if config.regenerate else d.conversations) or (SELF if writes_prompts(config) else None)
     sources = d.weighted_paths or ([(alone, 1)] if alone else [])
-    counts = [d.self_prompts.count if path == SELF else _rows(path) for path, _ in sources]
-    known = [rows for rows in counts if rows is not None]
-    given = [weight for _, weight in sources if isinstance(weight, int | float) and 0 < weight < math.inf]
-    if not sources or min(len(known), len(given)) < len(sources):
-        return None
-    weights = [Fraction(str(weight)) for weight in given]
-    return min(rows * sum(weights) // weight for rows, weight in zip(known, weights, strict=True))
+    known: list[tuple[int, Fraction]] = []
+    for path, weight in sources:
+        rows = d.self_prompts.count if path == SELF else _rows(path)
+        if rows is None or not (isinstance(weight, int | float) and 0 < weight < math.inf):
+            return None
+        known.append((rows, Fraction(str(weight))))
+    whole = sum(weight for _, weight in known)
+    return min((rows * whole // weight for rows, weight in known), default=None)
 
 
 def _check_given(config: Config) -> None:

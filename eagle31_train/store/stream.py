@@ -21,7 +21,7 @@ from eagle31_train.store.sealed import DamagedError, seal
 from eagle31_train.store.shard_plan import PlannedShard
 
 POLL = 0.5  # seconds between looks at what other processes have done
-Pause = Callable[[float], bool | None]  # sleeps so many seconds; True: to be waited for no more
+Pause = Callable[[float], bool | None]  # sleeps so many seconds; returns True once nobody waits any more
 
 
 def wait(

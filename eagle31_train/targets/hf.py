@@ -34,7 +34,7 @@ from eagle31_train.targets.readout import Readout, find_parts, readout_from_chec
 from eagle31_train.transfers import to_device
 
 LENGTH_ROPES = {"longrope", "dynamic", "su"}  # that follow the length of a batch
-BATCH_COST = 128  # padded tokens that a batch more must save; chosen, not measured
+BATCH_COST = 128  # padded tokens that one more batch must save; chosen, not measured
 PADS = 8  # padding that makes the gate's own forward pass take the model's masked path
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

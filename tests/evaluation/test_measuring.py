@@ -12,6 +12,7 @@ from configured import configured
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation import decoding, measuring
 from eagle31_train.evaluation.decoding import Limits, decode_plain, decode_speculative
+from eagle31_train.evaluation.measurement import rounds
 from eagle31_train.evaluation.measuring import Measurer, seed_of
 from eagle31_train.evaluation.sampling import TARGET, Sampling, stream
 from eagle31_train.targets.cached import CachedTarget
@@ -39,7 +40,7 @@ def test_drafters_of_every_kind_are_counted_alike_in_both_ways(model, candidates
     found = measurer.measure(GREEDY, candidates)
     for measurement in found.values():
         for one in measurement.counts:
-            assert one.seen == {draft_tokens: one.rounds(draft_tokens)}
+            assert one.seen == {draft_tokens: rounds(one.accepted, draft_tokens)}
             assert len(one.accepted) == one.tokens - 1
         assert measurement.outputs == [said(model, prompt) for prompt in PROMPTS]
         assert max(max(one.accepted) for one in measurement.counts) >= 3, "drafts that never agree would show nothing"
@@ -121,7 +122,7 @@ def test_where_two_drafts_are_equally_good_rounding_is_told_and_not_refused(
     assert asked == [(struck[0], parts[0], step)], "the step where they part decides, whatever ties later ones have"
     assert "rounding chose between equals" in capsys.readouterr().out
     at = PROMPTS.index(struck[0])
-    assert found.counts[at].rounds(3) == kept[0], "the drafts from every place count"
+    assert rounds(found.counts[at].accepted, 3) == kept[0], "the drafts from every place count"
     gap = 1e-3
     with pytest.raises(UserError, match=rf"'evaluate.leave_out=.*p{at}.*' leaves this prompt out"):
         measurer_of(model).measure(GREEDY, candidates[:1])
@@ -133,7 +134,7 @@ def test_draws_are_the_same_with_every_drafter(model, candidates, temperature, t
     workload = workload_of(PROMPTS[:4], temperature=temperature, top_p=top_p)
     found = measurer_of(model, f"evaluate.num_speculative_tokens={depth}", ends=ENDS).measure(workload, candidates)
     outputs = [measurement.outputs for measurement in found.values()]
-    assert all(one.seen == {depth: one.rounds(depth)} for m in found.values() for one in m.counts)
+    assert all(one.seen == {depth: rounds(one.accepted, depth)} for m in found.values() for one in m.counts)
     seeds, how = [seed_of(0, prompt) for prompt in workload.prompts], Sampling(temperature, top_p)
     limits = Limits(TOKENS, ENDS)
     drawn = [one.tokens for one in decode_plain(CachedTarget(model, [1]), PROMPTS[:4], limits, how, seeds)]

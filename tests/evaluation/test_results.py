@@ -10,7 +10,7 @@ from sample_results import measured
 
 from eagle31_train.evaluation import intervals
 from eagle31_train.evaluation.intervals import ratios
-from eagle31_train.evaluation.measurement import Counts, Drift, acceptance
+from eagle31_train.evaluation.measurement import Counts, Drift, acceptance, rounds
 from eagle31_train.evaluation.results import better, summarise
 
 DEPTHS = range(1, 9)
@@ -222,7 +222,7 @@ def test_what_cannot_be_told_is_not_told():
 
 def test_prompts_are_verified_where_every_drafter_decoded_them():
     def seen(rows, count):
-        return [replace(row, seen={3: row.rounds(3)} if at < count else {}) for at, row in enumerate(rows)]
+        return [replace(row, seen={3: rounds(row.accepted, 3)} if at < count else {}) for at, row in enumerate(rows)]
 
     both = {"one": seen(answers(0.6), 3), "two": seen(answers(0.7, seed=2), 5)}
     (workload,) = summarise([measured("heldout", both)], DEPTHS, HEADLINE)["workloads"]

@@ -15,7 +15,7 @@ from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.config import TrainConfig
 from eagle31_train.evaluation import trajectories
 from eagle31_train.evaluation.decoding import Limits, decode_speculative
-from eagle31_train.evaluation.measurement import Counts, acceptance
+from eagle31_train.evaluation.measurement import acceptance
 from eagle31_train.extract import extract
 from eagle31_train.store import Store
 from eagle31_train.targets.cached import CachedTarget
@@ -65,7 +65,7 @@ def late_states(meter, first):
 
 
 def every_slot(meter, first):
-    return patch.object(Counts, "rounds", lambda self, depth: [min(number, depth) for number in self.accepted])
+    return patch.object(trajectories, "rounds", lambda accepted, depth: [min(number, depth) for number in accepted])
 
 
 def first_weights(meter, first):

@@ -23,7 +23,7 @@ from eagle31_train.errors import UserError
 MODULE = "vllm.entrypoints.openai.api_server"
 START_SECONDS = 3600.0  # a very large target loads and compiles for most of an hour
 GRACE_SECONDS = 10.0  # between being asked to end and being made to
-USELESS = ("initialization failed", "engine dead", "EngineDeadError")  # errors that another one led to
+USELESS = ("initialization failed", "engine dead", "EngineDeadError")  # what follows from an earlier error
 SILENCE_SECONDS = 600.0  # between two pieces of an answer
 ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "PYTHONSAFEPATH": "1"}  # where nobody says otherwise
 
