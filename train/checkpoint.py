@@ -86,7 +86,7 @@ class Saver(Background):
         folder, fingerprint: of the run's checkpoints, and of the run.
         keep: how many checkpoints stay, beside the best.
         say: prints a line; called from the background thread.
-        committed, best: the checkpoint that the run goes on from, as `newest` has just returned it; and the best.
+        step, best: of the checkpoint that the run goes on from, which `newest` has found whole, or 0; of the best.
     """
 
     def __init__(
@@ -95,13 +95,12 @@ class Saver(Background):
         fingerprint: str,
         keep: int,
         say: Callable[[str], None],
-        committed: Path | None = None,
-        best: Path | None = None,
+        step: int = 0,
+        best: int | None = None,
     ) -> None:
         self.folder, self.fingerprint, self.keep, self.say, self.best = folder, fingerprint, keep, say, best
         # What lies behind the one that the run goes on from is damaged.
-        last = 0 if committed is None else step_of(committed)
-        self._whole = [path for path in in_order(folder) if step_of(path) <= last]
+        self._whole = [path for path in in_order(folder) if step_of(path) <= step]
         self._failed: UserError | None = None
         super().__init__("checkpoint")
 
@@ -131,11 +130,11 @@ class Saver(Background):
             self._failed = UserError(f"{what}: mend that, and run the same command again, which goes on from {start}")
             self.say(f"checkpoint {what}: training goes on; a stop before the next one would go back to {start}")
             return
-        self.best = path if best else self.best
+        self.best = snapshot.step if best else self.best
         self._whole = [*self._whole, path][-self.keep :]
         try:
             for other in in_order(self.folder) if len(self._whole) == self.keep else ():
-                if step_of(other) < snapshot.step and other not in (*self._whole, self.best):
+                if step_of(other) < snapshot.step and other not in self._whole and step_of(other) != self.best:
                     artifacts.discard(other)
             self._remove_leftovers()
         except OSError as error:

@@ -53,7 +53,7 @@ def prepare(config: Config, resources: ExitStack) -> Trainer | None:
         data.train_split.lengths, t.batch_tokens, config.seed, t.epochs, t.max_steps, windows.samples(data.windows)
     )
     tell_of_waiting(schedule, accelerator.num_processes // t.context_parallel)
-    newest, best, state, parallel = restore(config, data, accelerator, deadline)
+    state, parallel = restore(config, data, accelerator, deadline)
     main, steps = accelerator.is_main_process, len(schedule)
     usage = windows.Usage(data.store, data.train_split, schedule, data.windows, data.made_from.fingerprint)
     usage.begin(state.step, remove=main, ended=state.stale(t.early_stop))
@@ -70,7 +70,8 @@ def prepare(config: Config, resources: ExitStack) -> Trainer | None:
         }
         tracking.record_launch(config, facts)
     reporter = resources.enter_context(closing(Reporter(accelerator, folder, state.step, steps)))
-    saver = Saver(folder / CHECKPOINTS, data.made_from.fingerprint, t.keep_checkpoints, say, newest, best)
+    best = state.best["step"] if t.keep_best and state.best else None
+    saver = Saver(folder / CHECKPOINTS, data.made_from.fingerprint, t.keep_checkpoints, say, state.step, best)
     resources.callback(saver.close)  # never in the middle of a save
     meter = make_meter(config, data, parallel, state)
     return Trainer(config, data, folder, schedule, parallel, usage, state, reporter, saver, deadline, meter)
@@ -199,41 +200,35 @@ def claim(folder: Path, made_from: Provenance, overwrite: bool) -> None:
 # ---------------------------------------------------------------- state
 
 
-def restore(
-    config: Config, data: Inputs, accelerator: Accelerator, deadline: Deadline
-) -> tuple[Path | None, Path | None, State, Parallel]:
-    """The newest whole checkpoint of the run, its best one (`train.keep_best`) and its state, or none and the initial
-    state, on the launch's devices."""
-    folder, fingerprint = Path(config.run_dir) / "train" / CHECKPOINTS, data.made_from.fingerprint
-    best: Path | None = None
+def restore(config: Config, data: Inputs, accelerator: Accelerator, deadline: Deadline) -> tuple[State, Parallel]:
+    """The run after its newest whole checkpoint, or before its first step, on the launch's devices."""
+    t, folder, fingerprint = config.train, Path(config.run_dir) / "train" / CHECKPOINTS, data.made_from.fingerprint
     objective = build_objective(config, data.shape, data.store, data.draft_vocab)
-    kernels = choose_kernels(objective, config.train, accelerator.device)
+    kernels = choose_kernels(objective, t, accelerator.device)
     newest = launch.agreed(accelerator, lambda: checkpoint.newest(folder, fingerprint, note))
     if newest is None:
         if (source := initial_weights.open_source(config, needed=True)) is not None:
             initial_weights.refuse_other_kind(source, data.shape, data.store)  # the hub's may have changed meanwhile
             initial_weights.copy_weights(source, data.draft_vocab, data.store, objective.drafter, deadline.pause)
-        state, parallel = State(), parallelise(accelerator, objective, config.train)
+        state, parallel = State(), parallelise(accelerator, objective, t)
     else:
         loaded = checkpoint.load(newest, data.shape)
         objective.drafter.load_state_dict(loaded.weights)
         saved = dict(loaded.extra["state"])
         saved.pop("trackers", None)  # of earlier versions
-        state, parallel = State(**saved), parallelise(accelerator, objective, config.train)
+        state, parallel = State(**saved), parallelise(accelerator, objective, t)
         parallel.set_moments(loaded.moments, state.updates)
-        if config.train.keep_best and state.best is not None:
+        if t.keep_best and state.best is not None:
             path = folder / name_of(state.best["step"])
-            if launch.agreed(accelerator, lambda: checkpoint.damage(path, fingerprint)) is None:
-                best = path
-            else:
+            if launch.agreed(accelerator, lambda: checkpoint.damage(path, fingerprint)) is not None:
                 say("train: the best checkpoint so far is missing or damaged: another one is the best now")
                 state.best = None
         say(f"train: going on after step {state.step} ({newest})")
     processes = f", {accelerator.num_processes} processes" if accelerator.num_processes > 1 else ""
-    if (context := config.train.context_parallel) > 1:
-        processes += f", {context} to a conversation"
+    if t.context_parallel > 1:
+        processes += f", {t.context_parallel} to a conversation"
     say(f"train: {parallel.kind}{processes} on {accelerator.device.type}, {kernels}")
-    return newest, best, state, parallel
+    return state, parallel
 
 
 def make_meter(config: Config, data: Inputs, parallel: Parallel, state: State) -> AcceptanceMeter | None:

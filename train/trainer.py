@@ -209,20 +209,23 @@ class Trainer:
         if state.step < steps:
             why = f"{self.deadline.reason or 'another rank'}: saved after step {state.step} of {steps}"
             raise Stopped(f"train: stopped by {why}; the same command goes on" if main else "")
-        if not main:
-            return
-        checkpoint, kept = self.saver.committed, state.best if self.t.keep_best else None
+        if main:
+            self._write_manifest()
+
+    def _write_manifest(self) -> None:
+        """Record which checkpoint the run has come to, and say so."""
+        state, steps, checkpoint = self.state, self.last_step, self.saver.committed
+        kept: dict[str, Any] = {}
         # The best checkpoint may not have been written, on a full disk: then the last one is used.
-        if kept and self.saver.best == self.folder / CHECKPOINTS / name_of(kept["step"]):
-            checkpoint, state.heldout = self.saver.best, kept["heldout"]
-        else:
-            kept = None
+        if self.t.keep_best and state.best and state.best["step"] == self.saver.best:
+            checkpoint, state.heldout = self.folder / CHECKPOINTS / name_of(state.best["step"]), state.best["heldout"]
+            kept = {"kept": {name: state.best[name] for name in ("step", "acceptance_length")}}
         assert checkpoint is not None
         manifest = self.data.made_from.record(
             checkpoint=str(checkpoint.relative_to(self.folder)),
             steps=steps,
             **{name: value for name, value in asdict(state).items() if name not in ("step", "best", "since_best")},
-            **({"kept": {"step": kept["step"], "acceptance_length": kept["acceptance_length"]}} if kept else {}),
+            **kept,
             files=artifacts.list_files(self.folder, checkpoint.iterdir()),
         )
         artifacts.write_json(self.folder / artifacts.MANIFEST, manifest)
@@ -232,8 +235,8 @@ class Trainer:
         if state.without_pairs:
             note(f"train: {len(state.without_pairs):,} of {steps:,} steps had nothing to train, and changed nothing")
         if kept:
-            length = f"{kept['acceptance_length']:.3f}"
-            note(f"train: step {kept['step']} of {steps} is kept, of the greatest acceptance length, {length}")
+            which, length = kept["kept"]["step"], f"{kept['kept']['acceptance_length']:.3f}"
+            note(f"train: step {which} of {steps} is kept, of the greatest acceptance length, {length}")
         idle = state.waited / max(state.seconds, 1e-9)
         note(
             f"train: {steps} steps, {state.tokens:,} tokens, {idle:.1%} of the time waiting for data; "

@@ -45,8 +45,8 @@ def snapshot(step, seed=None):
     return Snapshot(step, weights, moments, SHAPE, extra)
 
 
-def saver(folder, keep=2, say=None, committed=None):
-    return Saver(folder, FINGERPRINT, keep, say or refuse, committed)
+def saver(folder, keep=2, say=None, after=0):
+    return Saver(folder, FINGERPRINT, keep, say or refuse, after)
 
 
 def save(folder, *snapshots, keep=2):
@@ -177,7 +177,8 @@ def test_a_damaged_checkpoint_does_not_count_among_the_kept(tmp_path):
     """Passed over as a run goes on, it must not take the place of the one that the run goes on from."""
     save(tmp_path, snapshot(2), snapshot(6))
     flip_bit(step(tmp_path, 6) / "model.safetensors")
-    ours = saver(tmp_path, 2, committed=checkpoint.newest(tmp_path, FINGERPRINT, lambda _: None))
+    found = checkpoint.newest(tmp_path, FINGERPRINT, lambda _: None)
+    ours = saver(tmp_path, 2, after=checkpoint.step_of(found))
     ours.save(snapshot(4))
     ours.wait()
     assert names(tmp_path) == ["step-000002", "step-000004", "step-000006"]
@@ -194,7 +195,7 @@ def test_a_damaged_checkpoint_does_not_count_among_the_kept(tmp_path):
 def test_an_error_of_the_disk_is_said_in_one_line_and_the_next_save_tries_again(tmp_path, monkeypatch):
     save(tmp_path, snapshot(1))
     before, said = contents(tmp_path), []
-    ours = saver(tmp_path, say=said.append, committed=step(tmp_path, 1))
+    ours = saver(tmp_path, say=said.append, after=1)
     with monkeypatch.context() as broken:
         broken.setattr(store_tensors, "_write_all", failing(errno.ENOSPC))
         ours.save(snapshot(2))
@@ -255,7 +256,8 @@ def go_on(folder, meant, machine, said=None):
     try:
         with running(machine):
             found = checkpoint.newest(folder, FINGERPRINT, lambda _: None)
-            ours = saver(folder, 2, [].append if said is None else said.append, found)
+            after = checkpoint.step_of(found) if found else 0
+            ours = saver(folder, 2, [].append if said is None else said.append, after)
             ours.save(meant)
             ours.wait()
     except Killed:
