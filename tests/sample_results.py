@@ -3,6 +3,7 @@
 import numpy as np
 
 from eagle31_train.evaluation.measurement import Counts, Drift, Measurement
+from eagle31_train.evaluation.prompts import Prompt
 from eagle31_train.evaluation.results import summarise
 from eagle31_train.evaluation.workloads import Workload
 
@@ -18,11 +19,12 @@ def measured(name, counts, temperature=0.0, top_p=1.0, notes=()):
         counts: of each drafter by name: a list of Counts, or several of them, one for each training.
     """
     suite, _, perturbation = name.partition(" · ")
-    workload = Workload(name, suite, perturbation or None, [], temperature, top_p, notes=list(notes))
-    trainings = {
-        drafter: [Measurement([], rows) for rows in (some if some and isinstance(some[0], list) else [some])]
-        for drafter, some in counts.items()
-    }
+    several = {name: some if some and isinstance(some[0], list) else [some] for name, some in counts.items()}
+    rows, *_ = next(iter(several.values()))
+    prompts = [Prompt(row.id, row.source, [1, 2, 3]) for row in rows]
+    outputs = [[place * place % 11 for place in range(row.tokens)] for row in rows]
+    workload = Workload(name, suite, perturbation or None, prompts, temperature, top_p, notes=list(notes))
+    trainings = {drafter: [Measurement(outputs, rows) for rows in some] for drafter, some in several.items()}
     return workload, trainings
 
 

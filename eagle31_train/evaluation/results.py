@@ -20,6 +20,7 @@ is a drafter's name:
         cumulative, conditional  [interval of position 1, 2, …], of drafts of the largest K
         drift       {sink, prompt, verified, own, rms, entropy: [interval of step 1, 2, …]}, or null
         by_source   {source: prompts … conditional, as above}
+        by_repetition  {"repeating" or "new": {K: {acceptance_length: interval, drafts}}}, or {}
         by_training [{K: acceptance length}], where a drafter has several trainings
         kept        {K: interval}, of a perturbed workload: acceptance length there / on the plain form of these prompts
 
@@ -36,6 +37,7 @@ from numpy.typing import NDArray
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation.intervals import Estimate, Interval, ratios
 from eagle31_train.evaluation.measurement import Counts, Drift, Measurement
+from eagle31_train.evaluation.repetition import by_repetition
 from eagle31_train.evaluation.workloads import Workload
 
 Drafters = Mapping[str, Sequence[Measurement]]  # by name: one measurement for each training
@@ -74,6 +76,8 @@ def _workload(workload: Workload, drafters: Drafters, plain: Drafters | None, de
     first, *others = drafters
     prompts = counts[first][0]
     numbers = {name: _drafter(trainings, depths) for name, trainings in counts.items()}
+    for name, trainings in drafters.items():
+        numbers[name]["by_repetition"] = by_repetition(workload.prompts, trainings, depths)
     if not any(depth["drafts"] for each in numbers.values() for depth in each["by_depth"].values()):
         raise UserError(f"{workload.name}: every answer ended with its first token: choose other prompts")
     lengths = {name: acceptance_lengths(trainings, depths) for name, trainings in counts.items()}

@@ -135,6 +135,19 @@ def _workload(workload: Result, draft_tokens: str) -> Iterator[Table]:
         columns[name] = [of["by_depth"][draft_tokens]["acceptance_length"] for of in numbers["by_source"].values()]
     title = f"acceptance length with {draft_tokens} draft tokens, by source"
     yield _columns(title, "source", list(sources), columns if len(sources) > 1 else {})
+    yield _repetition(drafters, draft_tokens)
+
+
+def _repetition(drafters: Result, draft_tokens: str) -> Table:
+    """Where the text repeats itself and where it does not; without rows of sampled drafts and earlier results."""
+    columns: Columns = {}
+    for name, of in drafters.items():
+        kinds = [depths[draft_tokens] for depths in of.get("by_repetition", {}).values()]
+        if drafts := sum(kind["drafts"] for kind in kinds):
+            columns[name] = [kind["acceptance_length"] for kind in kinds]
+            columns[f"of {name}'s drafts"] = [f"{kind['drafts'] / drafts:.1%}" for kind in kinds]
+    title = f"acceptance length with {draft_tokens} draft tokens, where the text repeats itself"
+    return _columns(title, "text", ["repeating", "new"], columns)
 
 
 def _columns(title: str, what: str, names: Sequence[str], columns: Columns) -> Table:
