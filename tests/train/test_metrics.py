@@ -22,7 +22,7 @@ def fill(folder, curve, start=0):
     made = Reporter(RECORDER, folder, start, 1000)
     for step, loss in enumerate(curve[start:], start + 1):
         made.log(step, {"loss": loss, "acceptance_estimate": 1 + 1 / loss})
-        made.timing(step, {"seconds": 0.5, "waited": 0.1, "tokens": 100, "memory_bytes": None})
+        made.timing(step, {"seconds": 0.5, "waited": 0.1, "aside": 0.0, "tokens": 100, "memory_bytes": None})
         if step % 10 == 0:
             made.log(step, {"heldout_loss": loss * 1.1})
     made.close()
