@@ -189,7 +189,7 @@ def of_training(
     chosen_on: the prompts whose measured acceptance chooses the step, if one is chosen."""
     options = recorded("train", asdict(config.train))
     recipe = {name: value for name, value in options.items() if name not in WITHOUT_EFFECT | {"init_revision"}}
-    if recipe["weight_decay"]:  # before, lm_head and an own embedding decayed too
+    if recipe["weight_decay"]:  # in earlier versions lm_head and an own embedding decayed, too
         recipe["decays"] = "maps"
     choice = {name: recipe.pop(name) for name in ("keep_best", "early_stop")}
     if chosen_on is not None:  # without it, all is as it was before there were such options

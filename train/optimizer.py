@@ -140,8 +140,8 @@ Optimizer = torch.optim.AdamW | MuonAndAdamW
 
 
 def make_optimizer(module: nn.Module, t: TrainConfig) -> Optimizer:
-    """The optimizer that train.optimizer names, on what is trained. The maps decay; norms do not, nor does what begins
-    as the target's rows or stands for a token's: it would decay away from what it should stay near."""
+    """The optimizer that train.optimizer names, on what is trained. Linear layers decay. Norms do not, and neither do
+    lm_head and an embedding, which begin as the target's rows and should stay near them."""
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     maps = {n: p for n, p in trained.items() if p.dim() == 2 and not set(NOT_MAPS) & set(n.split("."))}
     groups = [{"params": [p for name, p in trained.items() if name not in maps], "weight_decay": 0.0}]

@@ -35,11 +35,12 @@ def by_repetition(
     result: dict[str, dict[str, Any]] = {"repeating": {}, "new": {}}
     for depth in depths:
         drafts, tokens = np.zeros((2, len(prompts), 2), dtype=np.int64)  # [prompts, new or repeating]
-        for at, counts in ((at, each) for one in trainings for at, each in enumerate(one.counts)):
-            made = np.array(rounds(counts.accepted, depth), dtype=np.int64) + 1  # tokens, the target's own included
-            begun = again[at][made.cumsum() - made].astype(int)
-            drafts[at] += np.bincount(begun, minlength=2)
-            tokens[at] += np.bincount(begun, made, minlength=2).astype(np.int64)
+        for one in trainings:
+            for at, counts in enumerate(one.counts):
+                made = np.array(rounds(counts.accepted, depth), dtype=np.int64) + 1  # tokens, the target's own included
+                begun = again[at][made.cumsum() - made].astype(int)
+                np.add.at(drafts[at], begun, 1)
+                np.add.at(tokens[at], begun, made)
         for kind, column in (("new", 0), ("repeating", 1)):
             (length,) = ratios(tokens[:, [column]], drafts[:, [column]]).intervals()
             result[kind][str(depth)] = {"acceptance_length": length, "drafts": int(drafts[:, column].sum())}
