@@ -24,7 +24,7 @@ from eagle31_train import artifacts, order
 from eagle31_train.config import TrainConfig
 from eagle31_train.store import Store, StoreSplit, StoreWriter, shard_plan
 from eagle31_train.store.backends import LocalStorage
-from eagle31_train.store.format import PLAN, Line
+from eagle31_train.store.format import PLAN, TARGET, Line
 from eagle31_train.store.shard_plan import HEADER, Plan, PlannedShard, Shape, plan_shards
 from eagle31_train.targets.extraction import loss_masks
 from train import build, windows
@@ -106,7 +106,7 @@ def extract(watch: Stopwatch, lengths: list[int], shards: int, folder: Path) -> 
     print(f"  {(folder / PLAN).stat().st_size / 2**20:,.0f} MiB of plan, {len(plan.shards):,} shards")
     mine = watch(f"its first process of {RANKS:,} finds its shards", writer.mine)
     assert len(mine) >= len(plan.shards) // RANKS
-    writer.write_target({"embed_tokens": torch.zeros(8, 8), "norm": torch.ones(8)})
+    writer.write_tensors(TARGET, {"embed_tokens": torch.zeros(8, 8), "norm": torch.ones(8)})
     writer.lines = {shard.name: Line(shard.name, writer.id, shard.bytes, "0" * 32) for shard in plan.shards}
     writer._sizes = {shard.name: shard.bytes for shard in plan.shards}
     watch("and finishes the store", lambda: writer.finish({"seconds": 0.0}))

@@ -22,6 +22,7 @@ from eagle31_train.model import vocab
 from eagle31_train.store import StoreWriter, make_plan, shape_of
 from eagle31_train.store.backends import LocalStorage
 from eagle31_train.store.document import Document
+from eagle31_train.store.format import TARGET
 
 FILE = Path(__file__).parent / "train" / "golden.json"
 STEPS, VOCAB, HIDDEN, LAYERS = 100, 48, 16, [1, 2, 3]
@@ -99,7 +100,7 @@ def make_run(folder: Path) -> Path:
     provenance = {"fingerprint": DATA, "inputs": {"data": DATA, "target": {}}, "states": states}
     storage = folder / "store"
     writer = StoreWriter(LocalStorage(str(storage), storage), provenance, plan)
-    writer.write_target({"embed_tokens": embed.bfloat16(), "norm": norm, "lm_head": head.bfloat16()})
+    writer.write_tensors(TARGET, {"embed_tokens": embed.bfloat16(), "norm": norm, "lm_head": head.bfloat16()})
     for shard in writer.mine():
         some = documents[shard.split][shard.first : shard.end]
         writer.write(shard, some, [1.0, 0.0, 1] if shard.number == 0 else None)

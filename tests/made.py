@@ -14,6 +14,7 @@ from eagle31_train.errors import UserError
 from eagle31_train.store import Store, StoreWriter, make_plan, shape_of
 from eagle31_train.store.__main__ import check
 from eagle31_train.store.backends import LocalStorage
+from eagle31_train.store.format import TARGET
 
 LENGTHS = {"train": [9, 4, 1, 12, 6, 8], "heldout": [5, 7, 3]}
 VOCAB = 50
@@ -69,7 +70,7 @@ class Made:
     def write(self, storage, stop_after=None, **options):
         """Write the store, or stop after so many new shards as a killed run does: without a word."""
         writer = self.writer(storage, **options)
-        writer.write_target(self.weights)
+        writer.write_tensors(TARGET, self.weights)
         written = 0
         for shard in writer.mine():
             if writer.has(shard):

@@ -30,6 +30,7 @@ from eagle31_train.evaluation.prompts import Prompt, choose, prompt_of
 from eagle31_train.evaluation.unrolled import Trajectory, unroll
 from eagle31_train.model.drafter import Drafter
 from eagle31_train.store import Store, StoreWriter
+from eagle31_train.store.format import TRAJECTORIES
 from eagle31_train.targets.cached import CachedTarget
 from eagle31_train.targets.hf import Engine, TransformersEngine, batches_by_length
 
@@ -54,7 +55,7 @@ def record(config: Config, engine: Engine, writer: StoreWriter, splits: DatasetD
         for name in IDS:
             tensors[f"{i}.{name}"] = torch.tensor(getattr(one, name), dtype=torch.int32)
         tensors[f"{i}.aux"] = one.aux
-    writer.write_trajectories(tensors)
+    writer.write_tensors(TRAJECTORIES, tensors)
     note(f"extract: answered {len(trajectories)} held-out prompts for training, in {time.perf_counter() - began:.1f} s")
 
 

@@ -129,21 +129,14 @@ class StoreWriter:
             self.storage.remove(shard.name)
         self.lines[shard.name], self._sizes[shard.name] = line, line.size
 
-    def write_target(self, weights: dict[str, Tensor]) -> None:
-        """Write the target's weights that training needs: embed_tokens, norm and, unless tied, lm_head."""
-        self._write_tensors(files.TARGET, weights)
-
-    def write_trajectories(self, tensors: dict[str, Tensor]) -> None:
-        """Write the target's own answers to held-out prompts; before its weights, for which a training waits."""
-        self._write_tensors(files.TRAJECTORIES, tensors)
-
     @property
     def has_trajectories(self) -> bool:
         """Whether they are there, as an earlier start wrote them."""
         return damage_of(self.storage, files.TRAJECTORIES, self.id) is None
 
-    def _write_tensors(self, file: str, tensors: dict[str, Tensor]) -> None:
-        """UserError where one is not finite, which training would find hours later, if at all."""
+    def write_tensors(self, file: str, tensors: dict[str, Tensor]) -> None:
+        """Write `TRAJECTORIES`, if any, and then `TARGET`, for which a training waits. UserError where a tensor is not
+        finite, which training would find hours later, if at all."""
         if wrong := first_not_finite(tensors):
             raise UserError(
                 f"{self.storage.location}/{file} would hold {wrong} with values that are not finite (NaN or infinite): "

@@ -29,7 +29,7 @@ from eagle31_train.provenance import Provenance
 from eagle31_train.store import Storage, StoreWriter, finished, make_plan, shape_of, storage_of
 from eagle31_train.store.codec import NOT_FINITE, encode_unchecked
 from eagle31_train.store.document import Document
-from eagle31_train.store.format import Line
+from eagle31_train.store.format import TARGET, Line
 from eagle31_train.store.shard_plan import SPLITS, PlannedShard, Shape
 from eagle31_train.targets.description import changed_since, describe_target
 from eagle31_train.targets.fidelity import Figures, Gate, report
@@ -105,7 +105,7 @@ def _extract(
     if first:
         if prelude is not None:
             prelude(config, engine, writer, splits)
-        writer.write_target(engine.readout.weights())
+        writer.write_tensors(TARGET, engine.readout.weights())
     gate = Gate(engine, config.extract, len(plan.shards))
     draft_tokens = vocab.read(config.data_folder / "vocab.safetensors").t2d
     wanted = extract_shards(engine, splits, writer, gate, draft_tokens)

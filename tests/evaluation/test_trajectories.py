@@ -55,15 +55,15 @@ def test_each_is_the_targets_own_answer_and_its_states(run, monkeypatch, capsys)
 
 def test_the_shards_know_nothing_of_them(run, tmp_path_factory, monkeypatch):
     """And they are there before a training that follows the extraction may begin."""
-    right, there = StoreWriter.write_target, []
+    right, there = StoreWriter.write_tensors, []
 
-    def write_target(self, weights):
-        there.append(self.has_trajectories)
-        right(self, weights)
+    def write_tensors(self, file, tensors):
+        there.append((file, self.has_trajectories))
+        right(self, file, tensors)
 
-    monkeypatch.setattr(StoreWriter, "write_target", write_target)
+    monkeypatch.setattr(StoreWriter, "write_tensors", write_tensors)
     extract(tiny_config(run))
-    assert there == [True]
+    assert there == [("trajectories.safetensors", False), ("target.safetensors", True)]
     other = tmp_path_factory.mktemp("other")
     make_run(other)
     extract(tiny_config(other, "extract.trajectories=0"))

@@ -152,7 +152,7 @@ def test_target_weights_that_training_refuses_are_damage_to_verify_too(name, lef
     """One that is missing, or ends too early. Without lm_head the embedding stands for it."""
     cut = {name: MADE.weights[name][:left]} if left else {}
     weights = {other: weight for other, weight in MADE.weights.items() if other != name} | cut
-    MADE.write(tmp_path / "store", stop_after=1).write_target(weights)
+    MADE.write(tmp_path / "store", stop_after=1).write_tensors(TARGET, weights)
     storage = LocalStorage("the store", tmp_path / "store")
     found = [problem.text for problem in check(storage, Counter())]
     said = f"lacks the weight {name}"

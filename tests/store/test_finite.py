@@ -89,7 +89,7 @@ def test_a_targets_weights_that_are_not_finite_are_neither_written_nor_read(tmp_
 def test_trajectories_that_are_not_finite_are_neither_written_nor_read(tmp_path):
     stored = made()
     writer = stored.write(tmp_path)
-    writer.write_trajectories(TRAJECTORY)
+    writer.write_tensors(TRAJECTORIES, TRAJECTORY)
     assert problems(tmp_path) == []
     plant(tmp_path / TRAJECTORIES, "0.aux", INF)
     line = unseal((tmp_path / TRAJECTORIES_LINE).read_bytes()) | {
@@ -102,7 +102,7 @@ def test_trajectories_that_are_not_finite_are_neither_written_nor_read(tmp_path)
         Store(tmp_path).trajectories  # noqa: B018
     assert not writer.has_trajectories, "an extraction makes them anew"
     bad = {**TRAJECTORY, "0.aux": torch.full((1, 2, 16), NAN)}
-    assert "would hold 0.aux" in message_of(writer.write_trajectories, bad)
+    assert "would hold 0.aux" in message_of(writer.write_tensors, TRAJECTORIES, bad)
 
 
 @pytest.mark.parametrize(
