@@ -189,7 +189,7 @@ def _to_config(composed: DictConfig) -> Config:
     assert isinstance(config, Config)
     for option in ("name", "run_dir"):
         _refuse_empty(option, getattr(config, option))
-    for name, _, field in OPTIONS:
+    for name, (_, field) in OPTIONS.items():
         check_value(name, operator.attrgetter(name)(config), field.metadata)
     check_options(config)
     return config
@@ -211,11 +211,10 @@ def _set(config: DictConfig, override: str) -> None:
         if key in REMOVED:
             return
         key = RENAMED[key]
-    kinds = {name: kind for name, kind, _ in OPTIONS}
     free = any(key == name or key.startswith(f"{name}.") for name in FREE)
-    if not free and key not in kinds:
+    if not free and key not in OPTIONS:
         groups = [folder.name for folder in CONFIGS.iterdir() if folder.is_dir()]
-        raise UserError(f"no option {key!r}{_nearest(key, [*kinds, *groups])}")
+        raise UserError(f"no option {key!r}{_nearest(key, [*OPTIONS, *groups])}")
     if override.startswith("~"):
         parent, _, last = key.rpartition(".")
         holder = OmegaConf.select(config, parent)
@@ -224,7 +223,7 @@ def _set(config: DictConfig, override: str) -> None:
         with open_dict(config):
             del holder[last]
         return
-    parsed = _parsed(override, value, Any if free else kinds[key])
+    parsed = _parsed(override, value, Any if free else OPTIONS[key][0])
     if not free:
         _refuse_empty(key, parsed)
     try:  # `{}` empties a free-form option; other mappings are merged
@@ -317,11 +316,6 @@ def choices(group: str, folders: Sequence[Path] = (CONFIGS,)) -> list[str]:
     return sorted(file.stem for folder in folders for file in (folder / group).glob("*.yaml"))
 
 
-def option_names() -> list[str]:
-    """Every option."""
-    return [name for name, _, _ in OPTIONS]
-
-
 def _nearest(name: str, names: list[str]) -> str:
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
     close = close or [n for n in names if n.split(".")[-1] == name.split(".")[-1]]
@@ -331,19 +325,19 @@ def _nearest(name: str, names: list[str]) -> str:
     return f": did you mean {close[0]!r}?" if close else f" (there are {listed})"
 
 
-def _options(cls: type, prefix: str = "") -> Iterator[tuple[str, Any, dataclasses.Field]]:
+def _options(cls: type, prefix: str = "") -> Iterator[tuple[str, tuple[Any, dataclasses.Field]]]:
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         kind = hints[field.name]
         if dataclasses.is_dataclass(kind):
             yield from _options(typing.cast(type, kind), f"{prefix}{field.name}.")
         else:
-            yield f"{prefix}{field.name}", kind, field
+            yield f"{prefix}{field.name}", (kind, field)
 
 
 def _options_help() -> str:
     lines = [f"recipes (+experiment=…): {', '.join(choices('experiment'))}", "", "options (key=value):"]
-    for name, _, field in OPTIONS:
+    for name, (_, field) in OPTIONS.items():
         make = field.default_factory
         default = field.default if make is dataclasses.MISSING else make()
         shown = "required" if default == "???" else "null" if default is None else str(default)
@@ -360,5 +354,5 @@ def _explain(error: BaseException) -> str:
     return " ".join((str(error) if str(cause) in str(error) else f"{error}: {cause}").split())
 
 
-OPTIONS = tuple(_options(Config))
-FREE = [path for path, kind, _ in OPTIONS if typing.get_origin(kind) is dict]  # their keys are the user's
+OPTIONS = dict(_options(Config))  # name → type and field
+FREE = [name for name, (kind, _) in OPTIONS.items() if typing.get_origin(kind) is dict]  # their keys are the user's

@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> None:
     options = parser("completion", __doc__)
     options.add_argument("shell", choices=("bash", "zsh"))
     zsh = "autoload -U bashcompinit && bashcompinit\n" if options.parse_args(argv).shell == "zsh" else ""
-    words = [f"{name}=" for name in cli.option_names()]
+    words = [f"{name}=" for name in cli.OPTIONS]
     words += [f"+{group}={name}" for group in ("experiment", "suite") for name in cli.choices(group)]
     recipe = " ".join([COMMON, *words])
     by_pattern = {**WORDS, "run *": f"--from --until --profile {recipe}"}

@@ -16,7 +16,6 @@ from eagle31_train import __main__ as console_script
 from eagle31_train import artifacts, cli, completion, report
 from eagle31_train import run as stages
 from eagle31_train.cli import load_config, run
-from eagle31_train.config import Config
 from eagle31_train.earlier import RENAMED
 from eagle31_train.errors import Stopped, UserError
 from eagle31_train.store import __main__ as store
@@ -43,8 +42,8 @@ NAMES += ["a,b", " a  b ", "1e3", "true", "a#b!c;d&e<f>`g`|^", "range(1,2)", "ba
 
 
 def test_any_name_is_taken_as_it_is_without_quotes():
-    options = list(cli._options(Config))
-    text = [name for name, kind, at in options if kind in (str, str | None) and not at.metadata["choices"]]
+    options = cli.OPTIONS.items()
+    text = [name for name, (kind, at) in options if kind in (str, str | None) and not at.metadata["choices"]]
     assert {"name", "run_dir", "data.prompts", "target.path", "store.cache_dir"} <= set(text)
     given = dict(zip(text, [*NAMES, *NAMES], strict=False))
     # Where any type may stand, what is a number or a list to Hydra stays one.

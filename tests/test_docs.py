@@ -28,7 +28,7 @@ BUILT = [*PAGES_ELSEWHERE, "CITATION.cff", "LICENSE", "docs"]
 PAGES = [ROOT / name for name in PAGES_ELSEWHERE]
 PAGES += sorted(ROOT.glob("docs/*.md"))
 TEXTS = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES if page.name != "log.md"}
-SECTIONS = {name.partition(".")[0] for name in cli.option_names() if "." in name}
+SECTIONS = {name.partition(".")[0] for name in cli.OPTIONS if "." in name}
 
 # ---------------------------------------------------------------- the site
 
@@ -220,7 +220,7 @@ def test_commands_are_taken_by_their_programs(tmp_path, monkeypatch):
 
 
 def test_options_and_paths_exist():
-    names, wrong = cli.option_names(), []
+    names, wrong = cli.OPTIONS, []
     option = re.compile(rf"(?<![\w./-])(?:{'|'.join(SECTIONS)})\.(?!py|json|safetensors)[a-z_0-9.]+(?=[=\s]|$)")
     path = re.compile(
         r"(eagle31_train|train|data_prep|configs|docs|tests|benchmarks)/[\w/.-]+(/|\.(py|yaml|md|sh|svg))"

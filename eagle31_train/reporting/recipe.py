@@ -100,7 +100,7 @@ def _base(recipe: str) -> dict[str, Any]:
 
 
 def _values(config: Config) -> dict[str, Any]:
-    return {name: attrgetter(name)(config) for name in cli.option_names()}
+    return {name: attrgetter(name)(config) for name in cli.OPTIONS}
 
 
 def _hydra(value: Any) -> str:
