@@ -12,7 +12,7 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
-from eagle31_train import artifacts, foreign
+from eagle31_train import artifacts
 from eagle31_train.errors import UserError
 from eagle31_train.store import format as files
 from eagle31_train.store.backends import Storage, open_storage
@@ -88,10 +88,7 @@ class Store:
         """A big file beside the shards, once its bytes are known to be those that were written."""
         if damage := damage_of(self.storage, name, self.fingerprint):
             raise UserError(f"{damage}: {files.REMAKE}")
-        try:
-            return load_file(self.storage.local(name))
-        except (OSError, *foreign.NO_TENSORS) as error:
-            raise UserError(f"{self.location}/{name} cannot be read ({error}): {files.REMAKE}") from None
+        return self.storage.opened(name, load_file)
 
     @property
     def max_bytes(self) -> int | None:
