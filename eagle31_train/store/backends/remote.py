@@ -110,10 +110,37 @@ class RemoteStorage(CachedStorage):
         return f"{self.root}/{name}".rstrip("/")
 
     def _call(self, what: str, name: str, call: Callable[[], T]) -> T:
-        try:
-            return retry(what, f"{self.location}/{name}", call, self._reached)
-        finally:
-            self._reached = True
+        """The result of `call()`, tried TRIES times in all where it fails for a passing reason. If nobody answers the
+        very first call, the endpoint is a wrong one, and not one that is down.
+
+        FileNotFoundError if nothing is there; OSError with an errno of FULL if a disk is full, and only the caller
+        knows which; UserError for anything else that stays.
+        """
+        where = f"{self.location}/{name}"
+        reached, self._reached = self._reached, True
+        for number in range(1, TRIES + 1):
+            try:
+                return call()
+            except Exception as error:
+                if lacks_bucket(error):
+                    raise UserError(f"{where}: {what} failed, its bucket does not exist: create it") from error
+                full = isinstance(error, OSError) and error.errno in FULL
+                if full or isinstance(error, UserError | FileNotFoundError):
+                    raise
+                # Python's own are this program's mistakes, but for what a driver says of its arguments.
+                builtin = type(error).__module__ == "builtins" and not isinstance(error, OSError | EOFError)
+                if builtin and not isinstance(error, ValueError | NotImplementedError):
+                    raise
+                lasting = builtin or isinstance(error, LASTING) or (not reached and unreachable(error))
+                if number == TRIES or lasting:
+                    advice = "check the address, the network and the credentials, then run the same command again"
+                    raise UserError(f"{where}: {what} failed ({describe(error)}): {advice}") from error
+                # Half of the wait is drawn: ranks that failed together shall not come back together.
+                wait = FIRST_WAIT * 2 ** (number - 1) * random.uniform(0.5, 1.0)
+                said = f"{where}: {what} failed ({describe(error)}), try {number} of {TRIES}, next in {wait:.1f} s"
+                note(said, error=True)
+            time.sleep(wait)
+        raise AssertionError("at least one try")
 
     def _download(self, name: str, path: Path, size: int) -> None:
         def call() -> None:
@@ -176,34 +203,3 @@ def unreachable(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-def retry(what: str, where: str, call: Callable[[], T], reached: bool) -> T:
-    """The result of `call()`, tried TRIES times in all where it fails for a passing reason. Not `reached`: it is
-    the first call, and an endpoint where nobody answers is a wrong one, and not one that is down.
-
-    FileNotFoundError if nothing is there; OSError with an errno of FULL if a disk is full, and only the caller knows
-    which; UserError for anything else that stays.
-    """
-    for number in range(1, TRIES + 1):
-        try:
-            return call()
-        except Exception as error:
-            if lacks_bucket(error):
-                raise UserError(f"{where}: {what} failed, its bucket does not exist: create it") from error
-            if isinstance(error, UserError | FileNotFoundError) or (isinstance(error, OSError) and error.errno in FULL):
-                raise
-            # Python's own are this program's mistakes, but for what a driver says of its arguments.
-            builtin = type(error).__module__ == "builtins" and not isinstance(error, OSError | EOFError)
-            if builtin and not isinstance(error, ValueError | NotImplementedError):
-                raise
-            lasting = builtin or isinstance(error, LASTING) or (not reached and unreachable(error))
-            if number == TRIES or lasting:
-                advice = "check the address, the network and the credentials, then run the same command again"
-                raise UserError(f"{where}: {what} failed ({describe(error)}): {advice}") from error
-            # Half of the wait is drawn: ranks that failed together shall not come back together.
-            wait = FIRST_WAIT * 2 ** (number - 1) * random.uniform(0.5, 1.0)
-            said = f"{where}: {what} failed ({describe(error)}), try {number} of {TRIES}, next in {wait:.1f} s"
-            note(said, error=True)
-        time.sleep(wait)
-    raise AssertionError("at least one try")
