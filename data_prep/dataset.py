@@ -35,14 +35,8 @@ FEATURES = Features(
 )
 
 
-def prompt_digest(messages: list[Message]) -> bytes:
-    """SHA-256 of all that stands before the first answer to a user, white space stripped: a greeting answers nobody,
-    and is the same in every conversation."""
-    asked = next((i for i, message in enumerate(messages) if message["role"] == "user"), 0)
-    return _digest([*messages[:asked], *takewhile(lambda message: message["role"] != "assistant", messages[asked:])])
-
-
 def _digest(messages: Iterable[Message]) -> bytes:
+    """SHA-256 of roles and words, white space stripped."""
     prompt = [[message["role"], message["content"].strip()] for message in messages]
     text = json.dumps(prompt, ensure_ascii=False, separators=(",", ":"))
     return hashlib.sha256(text.encode()).digest()
@@ -68,8 +62,11 @@ def check_shares(conversations: Iterable[list[Message]], share: float) -> None:
 
 
 def _place(messages: list[Message]) -> float:
-    """[0, 1), by the hash of the prompt: where the conversation stands among all that there could be."""
-    return int.from_bytes(prompt_digest(messages)[:4], "big") / 2**32
+    """[0, 1): where the conversation stands among all that there could be, by all before the first answer to a user: a
+    greeting answers nobody, and is the same in every conversation."""
+    asked = next((i for i, message in enumerate(messages) if message["role"] == "user"), 0)
+    prompt = [*messages[:asked], *takewhile(lambda message: message["role"] != "assistant", messages[asked:])]
+    return int.from_bytes(_digest(prompt)[:4], "big") / 2**32
 
 
 @dataclass

@@ -11,7 +11,7 @@ from datasets import load_from_disk
 from families import write_rows
 
 from data_prep import stage
-from data_prep.dataset import is_heldout, prompt_digest
+from data_prep.dataset import _place, is_heldout
 from data_prep.stage import prepare
 from eagle31_train import artifacts
 from eagle31_train.config import Config, DataConfig, TargetConfig
@@ -144,7 +144,7 @@ def test_a_template_under_which_nothing_can_be_learnt_is_refused_before_the_targ
 
 def test_the_split_depends_on_the_prompt_alone():
     def number(messages):
-        return int.from_bytes(prompt_digest(messages)[:4], "big")
+        return _place(messages) * 2**32
 
     # Written down once: a change here would move prompts between the splits of existing runs.
     assert number(chat("why do cats knead blankets?")) == 2_631_719_248
