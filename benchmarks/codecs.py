@@ -27,7 +27,7 @@ Row = dict[str, Any]
 
 
 def decoded(states: Tensor, codec: str) -> Tensor:
-    return encode(states, codec).decode().float()
+    return encode(states, codec)[0].decode().float()
 
 
 def error(rounded: Tensor, exact: Tensor) -> float:

@@ -354,7 +354,7 @@ def make_batch(shape: DrafterShape, masks: Sequence[Tensor], options: Options) -
     generator = torch.Generator().manual_seed(0)
     V, Vd, A = shape.vocab_size, shape.draft_vocab_size, len(shape.aux_layers)
     documents = [
-        Document(
+        Document.of(
             tokens=torch.randint(0, V, (len(mask),), generator=generator),
             loss_mask=mask,
             top1=torch.randint(0, Vd, (len(mask),), generator=generator),

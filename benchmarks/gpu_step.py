@@ -100,7 +100,7 @@ class Trainer:
             rows = states[torch.arange(T) % ROWS]
             tokens = torch.randint(0, self.shape.vocab_size, (T,), generator=generator)
             top1 = self.ids[torch.randint(0, len(self.ids), (T,), generator=generator)]
-            return Document(tokens, mask, top1, rows[:, :A], rows[:, A])
+            return Document.of(tokens, mask, top1, rows[:, :A], rows[:, A])
 
         kept = torch.zeros(self.shape.vocab_size, dtype=torch.bool)
         kept[self.ids] = True

@@ -59,14 +59,9 @@ def longer(material: Material, extra: int, mask: Tensor) -> Material:
     """The document with `extra` tokens 0 behind it, as the peers pad, and another mask. Attention is causal: nothing
     before them changes."""
     d, (aux, last) = material.document, material.states
-    document = Document(
-        tokens=pad(d.tokens, (0, extra)),
-        loss_mask=mask,
-        top1=pad(d.top1, (0, extra)),
-        aux=pad(aux, (0, 0, 0, 0, 0, extra)),
-        last=pad(last, (0, 0, 0, extra)),
-    )
-    return replace(material, document=document)
+    aux, last = pad(aux, (0, 0, 0, 0, 0, extra)), pad(last, (0, 0, 0, extra))
+    document = Document.of(pad(d.tokens, (0, extra)), mask, pad(d.top1, (0, extra)), aux, last)
+    return replace(material, document=document, states=(aux, last))
 
 
 def compare(name: str) -> dict[str, Any]:

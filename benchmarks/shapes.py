@@ -121,6 +121,7 @@ class Material:
     head_rows: Tensor
     target_ids: Tensor
     document: Document
+    states: tuple[Tensor, Tensor]  # aux [T, A, H] and last [T, H]
 
     @property
     def kept(self) -> Tensor:
@@ -128,14 +129,6 @@ class Material:
         kept = torch.zeros(self.shape.vocab_size, dtype=torch.bool)
         kept[self.target_ids] = True
         return kept
-
-    @property
-    def states(self) -> tuple[Tensor, Tensor]:
-        """aux [T, A, H] and last [T, H], which are not encoded here."""
-        aux, last = self.document.aux, self.document.last
-        assert isinstance(aux, Tensor)
-        assert isinstance(last, Tensor)
-        return aux, last
 
     def teacher_logits(self) -> Tensor:
         """[T, Vd]: the target's logits over the draft vocabulary, which teach at every position."""
@@ -171,11 +164,8 @@ def make_material(shape: DrafterShape, mask: Tensor, seed: int = 0) -> Material:
     weights = {name: matrix(*size) if len(size) > 1 else gain(*size) for name, size in weight_shapes(shape).items()}
     weights["lm_head.weight"].mul_(0.5)
     target_ids = torch.randperm(V, generator=generator)[:Vd].sort().values if Vd < V else torch.arange(V)
-    document = Document(
-        tokens=torch.randint(0, V, (T,), generator=generator),
-        loss_mask=mask,
-        top1=target_ids[torch.randint(0, Vd, (T,), generator=generator)],
-        aux=normal(T, A, H),
-        last=normal(T, H),
-    )
-    return Material(shape, weights, normal(V, D), gain(H), matrix(Vd, H), target_ids, document)
+    tokens = torch.randint(0, V, (T,), generator=generator)
+    top1 = target_ids[torch.randint(0, Vd, (T,), generator=generator)]
+    aux, last = normal(T, A, H), normal(T, H)
+    document = Document.of(tokens, mask, top1, aux, last)
+    return Material(shape, weights, normal(V, D), gain(H), matrix(Vd, H), target_ids, document, (aux, last))

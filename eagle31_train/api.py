@@ -28,7 +28,6 @@ from eagle31_train.model.drafter import Drafter
 from eagle31_train.model.rope import stretched
 from eagle31_train.store import Store
 from eagle31_train.store.backends import open_storage
-from eagle31_train.store.codec import as_encoded
 from eagle31_train.store.reader import StoreSplit
 from eagle31_train.store.shard_plan import SPLITS
 from eagle31_train.targets.cached import CachedTarget
@@ -73,7 +72,7 @@ class OpenStore:
             IndexError: no such sample.
         """
         document = self._split(split).read(index)
-        aux, last = (as_encoded(states).decode() for states in (document.attended_states, document.supervised_states))
+        aux, last = document.aux.decode(), document.last.decode()
         return Sample(document.tokens, document.loss_mask, document.supervised, aux, last)
 
     def _split(self, name: str) -> StoreSplit:

@@ -19,11 +19,11 @@ import hypothesis
 import pytest
 import reference_mla
 import torch
+from whole import Whole
 
 from eagle31_train.config import DrafterShape
 from eagle31_train.model.drafter import Drafter
 from eagle31_train.model.loss import Objective, Teacher
-from eagle31_train.store.document import Document
 
 # How fast a machine is, or how busy, fails no test. `make test-slow` tries five times as many random cases.
 ANY_SPEED = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
@@ -136,7 +136,7 @@ def make_document(shape, length, generator, answer=None):
     if answer is not None:
         mask[answer] = True
     A, H, V = len(shape.aux_layers), shape.target_hidden_size, shape.vocab_size
-    return Document(
+    return Whole.of(
         tokens=torch.randint(0, V, (length,), generator=generator),
         loss_mask=mask,
         top1=torch.randint(0, V, (length,), generator=generator),

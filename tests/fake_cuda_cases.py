@@ -29,7 +29,7 @@ from eagle31_train.model.decode import DraftDecoder
 from eagle31_train.model.rope import Rope
 from eagle31_train.planning.footprint import Step, activations
 from eagle31_train.planning.work import count_work
-from eagle31_train.store.document import Document
+from eagle31_train.store import document
 from eagle31_train.store.shard_plan import PlannedShard, Shape
 from eagle31_train.targets import extraction as stage
 from eagle31_train.targets.hf import HiddenStateTarget, TransformersEngine
@@ -118,7 +118,7 @@ def extraction(to_host: Callable[[torch.Tensor], torch.Tensor] = stage.to_host) 
         Count() as count,
         patch.object(torch.Tensor, "nonzero", nonzero),
         patch.object(torch.Tensor, "pin_memory", lambda x: x),
-        patch.object(Document, "attended", 9),
+        patch.object(document, "attended_positions", lambda _: 9),
         patch.object(torch.cuda, "current_stream"),
         patch.object(stage, "to_host", to_host),
     ):

@@ -75,7 +75,7 @@ def make_run(folder: Path) -> Path:
         last = head[expected] + chance.tensor(length, HIDDEN) / 4
         aux = torch.stack([embed[ids] / 2, (embed[ids] + head[expected]) / 4, head[expected] / 2], 1)
         mask = [4 <= place < length - 6 or place > length - 4 for place in range(length)]
-        return Document(
+        return Document.of(
             tokens=ids,
             loss_mask=torch.tensor(mask),
             top1=expected,

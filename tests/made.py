@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import make_document, make_shape
 from fsspec.implementations.memory import MemoryFileSystem
+from whole import encoded
 
 from eagle31_train.errors import UserError
 from eagle31_train.store import Store, StoreWriter, make_plan, shape_of
@@ -60,8 +61,9 @@ class Made:
         }
 
     def of(self, shard):
-        """The documents of a shard."""
-        return self.documents[shard.split][shard.first : shard.end]
+        """The documents of a shard, as extraction hands them to the writer."""
+        some = self.documents[shard.split][shard.first : shard.end]
+        return [encoded(document, self.aux_codec, self.last_codec) for document in some]
 
     def writer(self, storage, **options):
         storage = LocalStorage(str(storage), storage) if isinstance(storage, Path) else storage

@@ -5,12 +5,12 @@ from unittest.mock import patch
 import torch
 from conftest import make_shape
 from torch import profiler
+from whole import encoded
 
 from eagle31_train.model import loss
 from eagle31_train.model.batch import build_batch
 from eagle31_train.model.drafter import Drafter
 from eagle31_train.model.loss import Objective, Teacher
-from eagle31_train.store.codec import encode
 from eagle31_train.store.document import Document
 
 SIZES = {"hidden_size": 256, "target_hidden_size": 256, "vocab_size": 2000, "draft_vocab_size": 1000}
@@ -39,21 +39,19 @@ def objective_and_batch(shape, masks, unroll, dtype=torch.float32, codec="bf16",
     generator = torch.Generator().manual_seed(0)
     V, Vd, H, A = shape.vocab_size, shape.draft_vocab_size, shape.target_hidden_size, len(shape.aux_layers)
 
-    def states(*size):
-        return encode(torch.randn(*size, generator=generator), codec)
-
     drafter = Drafter(shape, torch.randn(V, shape.hidden_size, generator=generator).to(dtype))
     teacher = Teacher(torch.ones(H), 1e-5, torch.randn(Vd, H, generator=generator).to(dtype), torch.arange(Vd))
     documents = [
-        Document(
+        Document.of(
             tokens=torch.randint(0, V, (len(mask),), generator=generator),
             loss_mask=torch.as_tensor(mask),
             top1=torch.randint(0, Vd, (len(mask),), generator=generator),
-            aux=states(len(mask), A, H),
-            last=states(len(mask), H),
+            aux=torch.randn(len(mask), A, H, generator=generator),
+            last=torch.randn(len(mask), H, generator=generator),
         )
         for mask in masks
     ]
+    documents = [encoded(document, codec, codec) for document in documents]
     kept = torch.arange(V) < Vd
     return Objective(drafter, teacher, "kl"), build_batch(documents, unroll, kept, "mask", part=part)
 

@@ -142,14 +142,14 @@ class ReferenceDrafter:
                 pairs = [k for k in range(steps) if t + 2 + k < T and d.loss_mask[t + 2 + k]]
                 if not pairs:
                     continue
-                context = context or self.context(d.tokens, d.aux, T - 1)
-                zs, _ = self.slot(d.tokens, d.aux, t, max(pairs) + 1, context)
+                context = context or self.context(d.tokens, d.all_aux, T - 1)
+                zs, _ = self.slot(d.tokens, d.all_aux, t, max(pairs) + 1, context)
                 for k in pairs:
                     eligible[k] += 1
                     top1 = int(d.top1[t + 1 + k])
                     if oov == "mask" and top1 not in kept:
                         continue
-                    p = torch.softmax(teacher(d.last[t + 1 + k]), -1)
+                    p = torch.softmax(teacher(d.all_last[t + 1 + k]), -1)
                     logits = self.w["lm_head.weight"] @ zs[k]
                     q = torch.log_softmax(logits, -1)
                     sums[k] = sums[k] + cost(p, q)

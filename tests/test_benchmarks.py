@@ -6,6 +6,7 @@ import tracemalloc
 import pytest
 import torch
 from made import Made
+from whole import encode
 
 from benchmarks import codecs, contenders, gpu, scale
 from benchmarks import pictures as redrawn
@@ -13,7 +14,7 @@ from benchmarks.shapes import Case, make_material, turns
 from eagle31_train.api import open_store
 from eagle31_train.errors import UserError
 from eagle31_train.model import drafter
-from eagle31_train.store.codec import CODECS, encode
+from eagle31_train.store.codec import CODECS
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-mla"])

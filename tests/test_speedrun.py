@@ -83,14 +83,13 @@ def test_peers_learn_only_where_their_mask_and_our_states_agree(lag, mask_of):
 def test_specforge_is_given_the_normed_state_that_teaches():
     document = make_document(make_shape(), 12, torch.Generator().manual_seed(6))
     made = peer_store.specforge_sample(document, lambda states: 2 * states)
-    mask, last = made["loss_mask"], document.last if len(document.last) == 12 else None
+    mask = made["loss_mask"]
     assert mask.any()
     for i in mask.nonzero()[:, 0].tolist():
-        at = document.supervised.tolist().index(i + 1)
-        state = last[i + 1] if last is not None else document.last[at]
+        state = document.all_last[i + 1]
         torch.testing.assert_close(made["hidden_state"][0, i + 1], (2 * state.float()).bfloat16())
     aux = made["aux_hidden_state"][0, : document.attended]
-    torch.testing.assert_close(aux, document.aux[: document.attended].flatten(1).bfloat16())
+    torch.testing.assert_close(aux, document.all_aux[: document.attended].flatten(1).bfloat16())
 
 
 # ---------------------------------------------------------------- what was reached when

@@ -26,7 +26,6 @@ from eagle31_train.model.norm import RMSNorm
 from eagle31_train.model.rope import Rope, rope_parameters
 from eagle31_train.model.vocab import DraftVocab
 from eagle31_train.store import Store, StoreSplit
-from eagle31_train.store.codec import as_encoded
 from eagle31_train.store.stream import Pause
 
 POSITIONS = 512  # of the store, whose states tell what fc has read so far
@@ -165,7 +164,7 @@ def state_rms(split: StoreSplit, input_norm: RMSNorm | None = None, pause: Pause
     rows: list[Tensor] = []
     for index in range(len(split)):
         split.store.wait_for([split.shard_of(index)], pause)
-        states = as_encoded(split.read(index).attended_states)[: POSITIONS - sum(map(len, rows))]
+        states = split.read(index).aux[: POSITIONS - sum(map(len, rows))]
         decoded = states.decode().float()  # [n, A, H]
         if input_norm is not None:
             decoded = input_norm(decoded.flatten(1).to(input_norm.weight.device)).unflatten(1, decoded.shape[1:]).cpu()

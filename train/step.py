@@ -9,7 +9,6 @@ from torch import Tensor
 from eagle31_train.config import TrainConfig
 from eagle31_train.model.loss import MEASURES
 from eagle31_train.store import StoreSplit
-from eagle31_train.store.codec import as_encoded
 from train.loader import GlobalBatch, MicroBatch, StepTotals
 from train.metrics import reduce_sums
 from train.parallel import Parallel
@@ -59,7 +58,7 @@ def broken_samples(batch: GlobalBatch, split: StoreSplit) -> list[int]:
     """Samples of a step, on any rank, with a stored state that is not finite."""
     mine = [i for micro in batch.micro_batches if micro.real for i in micro.samples]
     documents = [(i, split.read(i)) for i in mine]
-    broken = [i for i, one in documents if not (as_encoded(one.aux).finite and as_encoded(one.last).finite)]
+    broken = [i for i, one in documents if not (one.aux.finite and one.last.finite)]
     return sorted(set(gather_object(broken)))  # ranks may share a sample
 
 

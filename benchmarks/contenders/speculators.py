@@ -56,7 +56,7 @@ class Speculators:
             {
                 "input_ids": document.tokens,
                 "hidden_states": material.states[0].flatten(1),
-                "verifier_last_hidden_states": document.last,
+                "verifier_last_hidden_states": material.states[1],
                 "loss_mask": document.loss_mask,
                 "lengths": torch.tensor([T]),
                 "position_ids": torch.arange(T),

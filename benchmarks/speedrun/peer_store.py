@@ -20,7 +20,6 @@ from torch import Tensor
 from eagle31_train.errors import UserError
 from eagle31_train.model.vocab import DraftVocab
 from eagle31_train.store import Store
-from eagle31_train.store.codec import as_encoded
 from eagle31_train.store.document import Document
 
 SPLITS = ("train", "heldout")  # in this order: what the peer trains on, and what it validates on
@@ -43,7 +42,7 @@ def specforge_mask(loss_mask: Tensor) -> Tensor:
 def specforge_sample(document: Document, norm: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
     """A document as SpecForge's files hold it, in bf16: its states concatenated, [1, T, A·H], and the last one behind
     the target's final `norm`, [1, T, H]; zero where no prediction that counts looks."""
-    aux, last = as_encoded(document.attended_states).decode(), as_encoded(document.supervised_states).decode()
+    aux, last = document.aux.decode(), document.last.decode()
     wide = torch.zeros(len(document), aux.shape[1] * aux.shape[2], dtype=torch.bfloat16)
     target = torch.zeros(len(document), last.shape[1], dtype=torch.bfloat16)
     wide[: document.attended] = aux.flatten(1).bfloat16()
@@ -58,7 +57,7 @@ def specforge_sample(document: Document, norm: Callable[[Tensor], Tensor]) -> di
 
 def sample(document: Document) -> dict[str, Tensor]:
     """A document as speculators' files hold it, in bf16: the states and the last one, [T, A+1, H]; zero likewise."""
-    aux, last = as_encoded(document.attended_states).decode(), as_encoded(document.supervised_states).decode()
+    aux, last = document.aux.decode(), document.last.decode()
     states = torch.zeros(len(document), aux.shape[1] + 1, aux.shape[2], dtype=torch.bfloat16)
     states[: document.attended, :-1] = aux
     states[document.supervised, -1] = last.bfloat16()

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from eagle31_train.model.context_parallel import Places, make_places, owners
 from eagle31_train.model.packing import Layout, make_layout
-from eagle31_train.store.codec import Encoded, as_encoded, concatenate
+from eagle31_train.store.codec import Encoded, concatenate
 from eagle31_train.store.document import Document
 from eagle31_train.transfers import each_tensor
 
@@ -161,7 +161,7 @@ def build_batch(
     held = torch.cat([d.supervised + start for d, start in zip(documents, edges.tolist(), strict=False)])
 
     return Batch(
-        aux=concatenate([as_encoded(d.aux)[some] for d, some in zip(documents, states, strict=True)]),
+        aux=concatenate([d.aux[some] for d, some in zip(documents, states, strict=True)]),
         ids=ids,
         following=following,
         read=read,
@@ -170,7 +170,7 @@ def build_batch(
         slot_rows=torch.searchsorted(context, slot),
         layout=among(slot),
         everywhere=among(context),
-        teacher=concatenate([as_encoded(d.supervised_states) for d in documents])[torch.searchsorted(held, teachers)],
+        teacher=concatenate([d.last for d in documents])[torch.searchsorted(held, teachers)],
         top1=torch.cat([d.top1 for d in documents])[teachers],
         pair_row=(steps * len(slot) + rows)[order],
         pair_teacher=pair_teacher,

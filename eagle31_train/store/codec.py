@@ -24,10 +24,6 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from eagle31_train.errors import UserError
-
-NOT_FINITE = "the target's hidden states are not finite (NaN, infinite or next to it): check target.dtype"
-
 
 @dataclass(frozen=True)
 class Codec:
@@ -123,16 +119,9 @@ class Encoded:
         return decoded * self.channels[self.document] if codec.channels else decoded
 
 
-def encode(states: Tensor, codec: str) -> Encoded:
-    """States [N, ..., W] of one document, of any float dtype, encoded; UserError if one is not finite in bf16."""
-    encoded, finite = encode_unchecked(states, codec)
-    if not finite:
-        raise UserError(NOT_FINITE)
-    return encoded
-
-
-def encode_unchecked(states: Tensor, codec: str) -> tuple[Encoded, Tensor]:
-    """The same, and whether all of them are finite in bf16, [] bool on their device: the host waits for nothing."""
+def encode(states: Tensor, codec: str) -> tuple[Encoded, Tensor]:
+    """States [N, ..., W] of one document, of any float dtype, encoded; and whether all of them are finite in bf16, []
+    bool on their device: the host waits for nothing."""
     how = CODECS[codec]
     width = states.shape[-1]
     if not how.block:
@@ -188,11 +177,6 @@ def plain(states: Tensor) -> Encoded:
     """States [N, ..., W] as they are."""
     document = torch.zeros(len(states), dtype=torch.int64, device=states.device)
     return Encoded("bf16", states.shape[-1], states, states[..., :0], states[:1, ..., :0], document)
-
-
-def as_encoded(states: "Tensor | Encoded") -> Encoded:
-    """What is encoded stays so; a tensor is taken as it is."""
-    return states if isinstance(states, Encoded) else plain(states)
 
 
 def concatenate(parts: Sequence[Encoded]) -> Encoded:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eagle31_train.store.codec import Encoded
+from eagle31_train.store.codec import Encoded, plain
 from eagle31_train.transfers import to_device
 
 
@@ -21,23 +21,31 @@ def attended_positions(supervised: Tensor | NDArray) -> int:
 
 @dataclass(frozen=True)
 class Document:
-    """One tokenized conversation with the target's states: T tokens, A auxiliary layers, H hidden.
+    """One tokenized conversation with the target's states, as far as training needs them: T tokens, A auxiliary layers,
+    H hidden.
 
     tokens: [T] int64.
     loss_mask: [T] bool, true where the assistant wrote the token.
     top1: [T] int64, the target's arg-max over the full vocabulary at this position, that is its
         prediction of the next token; -1 where the next token is not the assistant's.
-    aux: [T, A, H] auxiliary hidden states, or only the first `attended` rows: no slot sees the others.
-    last: [T, H] last hidden state, before the final norm, or only the rows of `supervised`.
+    aux: [attended, A, H] auxiliary hidden states of the first positions: no slot sees the others.
+    last: [M, H] last hidden states, before the final norm, in order of `supervised`.
 
-    Positions count from 0. States are tensors of any float dtype, or as a codec encodes them.
+    Positions count from 0.
     """
 
     tokens: Tensor
     loss_mask: Tensor
     top1: Tensor
-    aux: Tensor | Encoded
-    last: Tensor | Encoded
+    aux: Encoded
+    last: Encoded
+
+    @classmethod
+    def of(cls, tokens: Tensor, loss_mask: Tensor, top1: Tensor, aux: Tensor, last: Tensor) -> "Document":
+        """From the states of all positions, aux [T, A, H] and last [T, H], of any float dtype, on any device."""
+        supervised = supervised_positions(loss_mask)
+        needed = last[to_device(supervised, last.device)]
+        return cls(tokens, loss_mask, top1, plain(aux[: attended_positions(supervised)]), plain(needed))
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -50,14 +58,3 @@ class Document:
     @property
     def attended(self) -> int:
         return attended_positions(self.supervised)
-
-    @property
-    def attended_states(self) -> Tensor | Encoded:
-        """The auxiliary states that are needed, [attended, A, H]."""
-        return self.aux[: self.attended]
-
-    @property
-    def supervised_states(self) -> Tensor | Encoded:
-        """The last hidden states that are needed, [M, H]: in order of `supervised`."""
-        # Fewer positions are supervised than there are tokens, so the number of rows tells the two forms apart.
-        return self.last[to_device(self.supervised, self.last.device)] if len(self.last) == len(self) else self.last

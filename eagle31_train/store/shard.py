@@ -19,35 +19,28 @@ from torch import Tensor
 
 from eagle31_train import foreign
 from eagle31_train.store.backends import Storage
-from eagle31_train.store.codec import CODECS, Encoded, as_encoded, concatenate, encode
+from eagle31_train.store.codec import CODECS, Encoded, concatenate, plain
 from eagle31_train.store.document import Document, attended_positions, supervised_positions
 from eagle31_train.store.format import ContentError, Line, open_checked
 from eagle31_train.store.shard_plan import Shape
 from eagle31_train.store.tensors import save_file
 
-NONE = torch.empty(0, 0)
+NONE = plain(torch.empty(0, 0))
 
 
-def write_shard(path: Path, documents: Sequence[Document], shape: Shape) -> None:
-    """Write samples into a file; states of any float dtype are encoded. UserError if one cannot be."""
-    aux = [encoded(document.attended_states, shape.aux_codec) for document in documents]
-    last = [encoded(document.supervised_states, shape.last_codec) for document in documents]
+def write_shard(path: Path, documents: Sequence[Document]) -> None:
+    """Write samples, whose states are encoded by the store's codecs, into a file."""
     tensors = {
         "tokens": torch.cat([document.tokens for document in documents]).int(),
         "loss_mask": torch.cat([document.loss_mask for document in documents]),
         "top1": torch.cat([document.top1 for document in documents]).int(),
     }
-    for name, parts in (("aux", aux), ("last", last)):
-        joined = concatenate(parts)
+    for name in ("aux", "last"):
+        joined = concatenate([getattr(document, name) for document in documents])
         tensors |= {f"{name}.values": joined.values, f"{name}.scale": joined.scale}
         if CODECS[joined.codec].channels:
             tensors[f"{name}.channels"] = joined.channels
     save_file(tensors, path)
-
-
-def encoded(states: Tensor | Encoded, codec: str) -> Encoded:
-    """What extraction has encoded stays so."""
-    return states if isinstance(states, Encoded) else encode(states, codec)
 
 
 class ShardFile:
@@ -82,7 +75,7 @@ class ShardFile:
     def not_finite(self) -> list[int]:
         """Samples, counted from the shard's first, of which a state is NaN or infinite."""
         documents = enumerate(map(self.read, range(len(self._edges) - 1)))
-        return [i for i, one in documents if not (as_encoded(one.aux).finite and as_encoded(one.last).finite)]
+        return [i for i, one in documents if not (one.aux.finite and one.last.finite)]
 
     def read(self, index: int, states: bool = True) -> Document:
         """Sample `index` of the shard; without `states`, those are empty."""
@@ -91,8 +84,8 @@ class ShardFile:
             return slice(edges[index], edges[index + 1])
 
         tokens = cut(self._edges)
-        aux = self.aux.of_document(index, cut(self._aux_edges)) if states else as_encoded(NONE)
-        last = self.last.of_document(index, cut(self._last_edges)) if states else as_encoded(NONE)
+        aux = self.aux.of_document(index, cut(self._aux_edges)) if states else NONE
+        last = self.last.of_document(index, cut(self._last_edges)) if states else NONE
         return Document(self.tokens[tokens].long(), self.loss_mask[tokens], self.top1[tokens].long(), aux, last)
 
 

@@ -124,7 +124,7 @@ class StoreWriter:
             "agreement": list(agreement) if agreement is not None else None,
         }
         old = self.lines.get(shard.name)
-        line = self._commit(shard.name, lambda path: write_shard(path, documents, self.shape), old, **facts)
+        line = self._commit(shard.name, lambda path: write_shard(path, documents), old, **facts)
         if self._used_up(shard):  # its line was lost, and is all that is still wanted
             self.storage.remove(shard.name)
         self.lines[shard.name], self._sizes[shard.name] = line, line.size

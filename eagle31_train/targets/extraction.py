@@ -27,7 +27,7 @@ from eagle31_train.locks import alone
 from eagle31_train.model import vocab
 from eagle31_train.provenance import Provenance
 from eagle31_train.store import Storage, StoreWriter, finished, make_plan, shape_of, storage_of
-from eagle31_train.store.codec import NOT_FINITE, encode_unchecked
+from eagle31_train.store.codec import encode
 from eagle31_train.store.document import Document
 from eagle31_train.store.format import TARGET, Line
 from eagle31_train.store.shard_plan import SPLITS, PlannedShard, Shape
@@ -41,6 +41,7 @@ from eagle31_train.transfers import each_tensor, to_device, to_host
 
 LOGIT_ROWS = 512  # rows of [rows, V] logits alive at once
 FOREIGN = 0.5  # share of the answers' tokens that the target would write itself, below which it hardly wrote them
+NOT_FINITE = "the target's hidden states are not finite (NaN, infinite or next to it): check target.dtype"
 OUTSIDE = 0.2  # share of its choices outside the draft vocabulary, above which that was counted on other words
 
 # What the first process does with the target before it stores states.
@@ -245,13 +246,12 @@ class Arriving:
 
     def add(self, index: int, document: Document) -> None:
         """Encode the states of the shard's sample `index`, on any device, where they are, and queue their copies."""
-        states: tuple[Any, Any] = document.attended_states, document.supervised_states
-        aux, aux_finite = encode_unchecked(states[0], self._shape.aux_codec)
-        last, last_finite = encode_unchecked(states[1], self._shape.last_codec)
+        aux, aux_finite = encode(document.aux.values, self._shape.aux_codec)
+        last, last_finite = encode(document.last.values, self._shape.last_codec)
         aux, last, top1 = each_tensor(aux, to_host), each_tensor(last, to_host), to_host(document.top1)
         here = replace(document, top1=top1, aux=aux, last=last)
         self._documents[index] = here, [to_host(aux_finite), to_host(last_finite)]
-        for device in {document.top1.device, states[0].device, states[1].device}:
+        for device in {document.top1.device, document.aux.device, document.last.device}:
             if device.type == "cuda":
                 self._queued[device] = torch.cuda.current_stream(device).record_event()
 
@@ -322,7 +322,7 @@ def run_shard(
     for index, aux, last in engine.run(tokens):
         top1 = top1_of(engine.readout, last, masks[index])
         # Encoded at once, a GPU holds the states of one batch at a time, not those of a shard.
-        arriving.add(index, Document(tokens[index], masks[index], top1, aux, last))
+        arriving.add(index, Document.of(tokens[index], masks[index], top1, aux, last))
         passed(len(tokens[index]))
     return arriving, gate.check(arriving.wait()) if gate else None
 

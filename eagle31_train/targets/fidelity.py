@@ -15,7 +15,6 @@ from torch import Tensor
 
 from eagle31_train.config import ExtractConfig
 from eagle31_train.errors import UserError
-from eagle31_train.store.codec import as_encoded
 from eagle31_train.store.document import Document
 from eagle31_train.targets.hf import Engine, Reference
 
@@ -44,7 +43,7 @@ class Gate:
         stored; UserError if they are not what the target says there."""
         own, states, top1 = [], [], []
         for document in choose(documents):
-            supervised, stored = document.supervised, as_encoded(document.supervised_states)
+            supervised, stored = document.supervised, document.last
             rows = torch.linspace(0, len(supervised) - 1, min(ROWS // COMPARED, len(supervised))).round().long()
             own.append(self.engine.reference(document.tokens, supervised[rows]))
             states.append(stored[rows.to(stored.device)].decode())
@@ -53,7 +52,7 @@ class Gate:
             return 1.0, 0.0, 0
         agreement, kl = self._compare(own, states, top1)
         if agreement < self.config.gate_top1 or not kl <= self.config.gate_kl:
-            raise self._failure(own, states, agreement, kl, as_encoded(documents[0].last).codec)
+            raise self._failure(own, states, agreement, kl, documents[0].last.codec)
         self.passed = True
         return agreement, kl, sum(len(rows) for rows in states)
 

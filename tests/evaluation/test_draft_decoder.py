@@ -35,12 +35,12 @@ def unrolled(objective, document, slot, tokens):
     end = slot + 2
     told = torch.cat([document.tokens[:end], tokens])
     # Training never reads the target's states of the drafted tokens at this slot.
-    own = Document(
+    own = Document.of(
         tokens=told,
         loss_mask=torch.arange(len(told)) >= end,
         top1=torch.zeros(len(told), dtype=torch.int64),
-        aux=document.aux[: len(told)].float(),
-        last=document.last[: len(told)].float(),
+        aux=document.all_aux[: len(told)].float(),
+        last=document.all_last[: len(told)].float(),
     )
     packed = build_batch([own], K, torch.ones(objective.drafter.shape.vocab_size, dtype=torch.bool), "keep")
     with torch.no_grad():
@@ -70,7 +70,7 @@ SHAPES = [
 def test_every_round_equals_the_training_unroll(document, shape):
     objective = make_objective(shape, torch.float32)
     decoder = decoder_of(objective)
-    aux, done = document.aux.float(), 0
+    aux, done = document.all_aux.float(), 0
     # As in serving: the prompt at once, then as many rows as were accepted, over what a round left behind.
     for rows in (6, 1, 3, 4):
         decoder.extend(aux[done : done + rows], document.tokens[done + 1 : done + rows + 1])
@@ -86,7 +86,7 @@ def test_a_cache_with_another_window_is_seen(document, off):
     objective = make_objective(make_shape(sliding_window=6), torch.float32)
     decoder = decoder_of(objective)
     decoder._caches[0]._window += off
-    decoder.extend(document.aux[:9].float(), document.tokens[1:10])
+    decoder.extend(document.all_aux[:9].float(), document.tokens[1:10])
     tokens, z = drafted(decoder)
     assert (z - unrolled(objective, document, 8, tokens)).abs().max() > 1e-3
 
@@ -154,7 +154,7 @@ OF_PARALLEL = [*OF_BOTH, another_mask_token, mask_rows_one_too_far, blind_to_oth
 def test_a_planted_mistake_is_seen(document, shape, mistake):
     objective = make_objective(make_shape(**shape), torch.float32)
     decoder = decoder_of(objective)
-    mistake(decoder, document.aux.float(), document.tokens)
+    mistake(decoder, document.all_aux.float(), document.tokens)
     tokens, z = drafted(decoder)
     for name in ("feedback", "mask"):  # the unroll is the right one
         vars(decoder.drafter).pop(name, None)
@@ -174,7 +174,7 @@ def together(decoder, documents, leave=None, rounds=ROUNDS):
             decoder.select(there)
         counts = [counts[row] for row in there]
         ranges = [(documents[row], done[row], done[row] + count) for row, count in zip(there, counts, strict=True)]
-        aux = torch.cat([document.aux[start:end] for document, start, end in ranges])
+        aux = torch.cat([document.all_aux[start:end] for document, start, end in ranges])
         decoder.extend(aux, torch.cat([d.tokens[start + 1 : end + 1] for d, start, end in ranges]), counts)
         for row, (_, _, end) in zip(there, ranges, strict=True):
             done[row] = end

@@ -51,7 +51,7 @@ def agreeable(drafter, ids, prompt=PROMPT, output=14):
     """A target that says what the drafter expects for some tokens, then something else."""
     generator = torch.Generator().manual_seed(3)
     document = make_document(drafter.shape, prompt + output + DEPTH - 1, generator)
-    told, aux = document.tokens[: prompt + 1].tolist(), document.aux.to(drafter.lm_head.weight.dtype)
+    told, aux = document.tokens[: prompt + 1].tolist(), document.all_aux.to(drafter.lm_head.weight.dtype)
     while len(told) < len(document):
         decoder = DraftDecoder(drafter, ids, 60)
         decoder.extend(aux[: len(told) - 1], torch.tensor(told[1:]))

@@ -49,7 +49,7 @@ def unrolled(draft, **changes):
     run, shape = load_file((FIXTURES / draft.partition("@")[0]).with_suffix(".safetensors")), checkpoint.shape
     run |= {name: change(run[name]) for name, change in changes.items()}
     tokens, wanted = run["tokens"], run["logits"]
-    document = Document(
+    document = Document.of(
         tokens=tokens,
         loss_mask=torch.ones(len(tokens), dtype=torch.bool),
         top1=torch.zeros_like(tokens),

@@ -61,7 +61,9 @@ def test_how_far_answers_are_the_targets_own_is_counted_and_said(run, capsys):
     assert Agreement.of_all([]).lines() == []
     # Supervised are positions 1 to 3: the next token is the assistant's, and one comes before.
     mask, top1 = torch.tensor([False, False, True, True, True]), torch.tensor([-1, 7, 30, 9, -1])
-    agreement = Agreement.of(Document(torch.tensor([5, 6, 7, 8, 9]), mask, top1, states, states[:, 0]), drafted.numpy())
+    agreement = Agreement.of(
+        Document.of(torch.tensor([5, 6, 7, 8, 9]), mask, top1, states, states[:, 0]), drafted.numpy()
+    )
     counts = [astuple(agreement)]
     assert (agreement.positions, agreement.own, agreement.outside, agreement.bare) == (3, 2, 1, 0)
     line, warning = agreement.lines()
@@ -70,7 +72,7 @@ def test_how_far_answers_are_the_targets_own_is_counted_and_said(run, capsys):
     # One whose every choice is outside, and one without an answer.
     for covered, choice in ((mask, 30), (torch.zeros(5, dtype=torch.bool), -1)):
         top1 = torch.tensor([-1, choice, choice, choice, -1])
-        document = Document(torch.tensor([5, 6, 7, 8, 9]), covered, top1, states, states[:, 0])
+        document = Document.of(torch.tensor([5, 6, 7, 8, 9]), covered, top1, states, states[:, 0])
         counts.append(astuple(Agreement.of(document, drafted.numpy())))
     assert Agreement.of_all(counts).lines()[1] == "extract: 2 of 3 conversations have nothing to train"
     extract(tiny_config(run))

@@ -14,7 +14,8 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, GemmaConfig, GemmaForC
 
 from eagle31_train.config import ExtractConfig
 from eagle31_train.errors import UserError
-from eagle31_train.store.document import Document
+from eagle31_train.store import document as documents
+from eagle31_train.store.document import Document, supervised_positions
 from eagle31_train.store.shard_plan import PlannedShard, Shape
 from eagle31_train.targets import extraction as stage
 from eagle31_train.targets import fidelity
@@ -142,12 +143,11 @@ def test_a_planted_mistake_stops_the_run(make, plant, known, codec):
 
 
 def of_rows(change):
-    """What a document gives of its last states is changed by `change(document, rows)`; top1 is right."""
+    """The last states of which a document keeps the supervised rows are changed by `change`; top1 is right."""
 
-    @instead_of(Document, "supervised_states")
-    def plant(right, document):
-        rows = right(document)
-        return rows if len(document.last) != len(document) else change(document, rows)  # encoded: as before
+    @instead_of(Document, "of")
+    def plant(right, tokens, loss_mask, top1, aux, last):
+        return right(tokens, loss_mask, top1, aux, change(last, supervised_positions(loss_mask)))
 
     return plant
 
@@ -155,15 +155,19 @@ def of_rows(change):
 def supervise_elsewhere(by):
     """Positions are taken for supervised ones, all along, which are not."""
 
-    @instead_of(Document, "supervised")
-    def plant(right, document):
-        return (right(document) + by).clamp_max(len(document) - 2)
+    @instead_of(documents, "supervised_positions")
+    def plant(right, loss_mask):
+        return (right(loss_mask) + by).clamp_max(len(loss_mask) - 2)
 
     return plant
 
 
-def swapped(_document, rows):
-    return rows[torch.arange(len(rows)).view(-1, 2).flip(1).flatten()] if len(rows) % 2 == 0 else rows.flip(0)
+def swapped(last, supervised):
+    rows, last = last[supervised], last.clone()
+    last[supervised] = (
+        rows[torch.arange(len(rows)).view(-1, 2).flip(1).flatten()] if len(rows) % 2 == 0 else rows.flip(0)
+    )
+    return last
 
 
 @instead_of(stage, "top1_of")
@@ -174,13 +178,13 @@ def take_top1_of_the_neighbour(right, readout, last, loss_mask):
 
 
 SELECTIONS = {
-    "the rows after the supervised ones": of_rows(lambda document, _: document.last[document.supervised + 1]),
-    "the rows before the supervised ones": of_rows(lambda document, _: document.last[document.supervised - 1]),
+    "the rows after the supervised ones": of_rows(lambda last, _: last.roll(-1, 0)),
+    "the rows before the supervised ones": of_rows(lambda last, _: last.roll(1, 0)),
     "positions after the supervised ones": supervise_elsewhere(1),
     "positions before the supervised ones": supervise_elsewhere(-1),
     "rows swapped": of_rows(swapped),
     "top1 of the neighbour": take_top1_of_the_neighbour,
-    "the state after the norm": of_rows(lambda _, rows: wide_norm().model.norm(rows)),  # top1 is of the right one
+    "the state after the norm": of_rows(lambda last, _: wide_norm().model.norm(last)),  # top1 is of the right one
 }
 
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 from pipeline import AUX, HIDDEN, contents, make_run, tiny_config, tiny_llama
 from targets.test_vllm_states import write_all, written
+from whole import encode
 
-from eagle31_train.store.codec import CODECS, encode
+from eagle31_train.store.codec import CODECS
 from eagle31_train.store.shard_plan import PlannedShard, Shape
 from eagle31_train.targets.extraction import extract, run_shard
 from eagle31_train.targets.hf import HiddenStateTarget, TransformersEngine

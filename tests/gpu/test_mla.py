@@ -1,7 +1,5 @@
 """The MLA drafter on a CUDA device, in bf16 through the flash kernel, against the CPU; one full-size step of Kimi's."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from conftest import kept_mask, make_document, make_mla_shape, make_objective
@@ -25,7 +23,7 @@ def wide_problem():
     objective.teacher.head_rows *= 3 * shape.target_hidden_size**-0.5
     generator = torch.Generator().manual_seed(3)
     documents = [make_document(shape, length, generator) for length in (300, 1, 450, 260)]
-    return objective, [replace(d, aux=d.aux.float(), last=d.last.float()) for d in documents]
+    return objective, [d.to(torch.float32) for d in documents]
 
 
 def trained(objective, documents, device, low):
@@ -66,6 +64,6 @@ def test_drafts_are_the_cpus():
     for device in ("cpu", "cuda"):
         objective.to(device)
         decoder = DraftDecoder(objective.drafter, objective.teacher.target_ids, capacity=128)
-        decoder.extend(d.aux[:100].to(device), d.tokens[1:101].to(device))
+        decoder.extend(d.all_aux[:100].to(device), d.tokens[1:101].to(device))
         drafted.append(torch.cat([z for _, z in decoder.unroll(5)]).cpu())
     torch.testing.assert_close(*drafted, rtol=1e-3, atol=1e-3)

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -258,7 +257,7 @@ def test_a_fused_objective_is_the_plain_one(make):
     objective, generator = make_objective(shape, torch.float32), torch.Generator().manual_seed(1)
     objective.lk = 0.3
     documents = [make_document(shape, length, generator) for length in (6, 1, 8)]
-    documents = [replace(d, aux=d.aux.float(), last=d.last.float()) for d in documents]
+    documents = [d.to(torch.float32) for d in documents]
     batch = build_batch(documents, 3, kept_mask(objective), "mask")
     plain = losses_and_gradients(objective, batch)
     objective.fuse_kernels()

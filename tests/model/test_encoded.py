@@ -6,9 +6,10 @@ import pytest
 import torch
 from conftest import make_document, make_objective, make_shape
 from model.test_recurrence import trained
+from whole import encoded
 
 from eagle31_train.model.batch import build_batch
-from eagle31_train.store.codec import CODECS, encode
+from eagle31_train.store.codec import CODECS, plain
 
 K = 4
 
@@ -24,10 +25,8 @@ def documents():
 def test_encoded_states_train_to_the_bit_as_what_they_decode_to(documents, codec):
     shape, documents = documents
     objective = make_objective(shape, torch.float32)
-    kept = [
-        replace(d, aux=encode(d.attended_states, codec), last=encode(d.supervised_states, codec)) for d in documents
-    ]
-    decoded = [replace(d, aux=d.aux.decode(), last=d.last.decode()) for d in kept]
+    kept = [encoded(d, codec, codec) for d in documents]
+    decoded = [replace(d, aux=plain(d.aux.decode()), last=plain(d.last.decode())) for d in kept]
     for low in (False, True):  # batches are built within autocast, too
         with torch.autocast("cpu", torch.bfloat16, enabled=low):
             ours, theirs = (trained(objective, some, K) for some in (kept, decoded))
@@ -41,10 +40,10 @@ def test_every_state_that_is_kept_is_read(documents, which):
     objective = make_objective(shape, torch.float32)
     kept = torch.ones(shape.vocab_size, dtype=torch.bool)
     for d in documents:
-        d = replace(d, aux=d.attended_states.float(), last=d.supervised_states.float())
+        d = d.to(torch.float32)
         for row in range(len(getattr(d, which))):
-            states = getattr(d, which).clone()
+            states = getattr(d, which).values.clone()
             states[row] = float("nan")
-            batch = build_batch([replace(d, **{which: states})], K, kept, "mask")
+            batch = build_batch([replace(d, **{which: plain(states)})], K, kept, "mask")
             loss, _ = objective(batch, torch.full((K,), 0.1))
             assert loss.isnan(), (len(d), row)

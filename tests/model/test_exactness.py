@@ -141,7 +141,7 @@ def make(case, dtype=torch.float64):
         d = make_document(case.shape, len(mask), generator, answer)
         taught = torch.tensor([*mask[1:], False])  # as extraction leaves it: no arg-max elsewhere
         top1 = d.top1.masked_fill(~taught, -1)
-        documents.append(replace(d, top1=top1, aux=d.aux.to(dtype), last=d.last.to(dtype)))
+        documents.append(replace(d.to(dtype), top1=top1))
     return objective, documents
 
 
@@ -197,7 +197,7 @@ def reference(objective, documents, unroll, gamma, oov="mask", eps=1e-5, taken=N
     shared = drafter.shared_embedding.to(exact) if shape.share_embedding else tensors["embed_tokens.weight"]
     rows, final = teacher.head_rows.to(exact), teacher.norm_weight.to(exact)
     loss, counts, hits, eligible = reference_for(shape)(shape, tensors, shared).loss(
-        [replace(d, aux=d.aux.to(exact), last=d.last.to(exact)) for d in documents],
+        [d.to(exact) for d in documents],
         unroll,
         gamma,
         teacher.target_ids.tolist(),
@@ -311,7 +311,7 @@ def realistic(draw, make, **widths):
     objective.kind, objective.lk = kind, lk
     generator = torch.Generator().manual_seed(seed)
     documents = [make_document(shape, length, generator) for length in (60, 55)]
-    return objective, [replace(d, aux=d.aux.float(), last=d.last.float()) for d in documents]
+    return objective, [d.to(torch.float32) for d in documents]
 
 
 def train_in(low, objective, documents):

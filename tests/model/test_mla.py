@@ -21,11 +21,11 @@ def test_every_round_of_drafting_equals_the_reference(rank):
     decoder = DraftDecoder(objective.drafter, objective.teacher.target_ids, capacity=40)
     reference, done = reference_of(objective), 0
     for rows in (6, 1, 3, 4):
-        decoder.extend(document.aux[done : done + rows], document.tokens[done + 1 : done + rows + 1])
+        decoder.extend(document.all_aux[done : done + rows], document.tokens[done + 1 : done + rows + 1])
         done += rows
         drafted = list(decoder.unroll(K))
         read = [*document.tokens[: done + 1], *(token[0] for token, _ in drafted)]
-        wanted, _ = reference.slot(read, document.aux, done - 1, K)
+        wanted, _ = reference.slot(read, document.all_aux, done - 1, K)
         torch.testing.assert_close(torch.cat([z for _, z in drafted]), torch.stack(wanted), rtol=1e-9, atol=1e-9)
 
 

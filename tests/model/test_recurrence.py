@@ -99,7 +99,7 @@ def prefixes():
     for d in documents:
         for t in range(len(d) - 2):
             steps = [k for k in range(K) if t + 2 + k < len(d) and d.loss_mask[t + 2 + k]]
-            zs, _ = reference.slot(d.tokens, d.aux, t, min(K, len(d) - t - 1))
+            zs, _ = reference.slot(d.tokens, d.all_aux, t, min(K, len(d) - t - 1))
             for k in range(K):
                 if not all(j in steps for j in range(k + 1)):
                     break
@@ -292,6 +292,6 @@ def test_rms_is_of_the_state_that_each_step_reads():
     found = train(objective, packed, weights_of(packed.trained.tolist(), 0.8)).measured
     sums = torch.zeros(K, dtype=torch.float64)
     for t in packed.positions[packed.slot_rows].tolist():
-        _, states = reference_of(objective).slot(d.tokens, d.aux, t, K)
+        _, states = reference_of(objective).slot(d.tokens, d.all_aux, t, K)
         sums += torch.stack([state.detach().square().mean().sqrt() for state in states[:K]])
     torch.testing.assert_close(found.rms.double(), sums, rtol=1e-6, atol=0)

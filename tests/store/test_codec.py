@@ -7,9 +7,10 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from whole import encode
 
-from eagle31_train.errors import UserError
-from eagle31_train.store.codec import CODECS, concatenate, encode
+from eagle31_train.store import codec as codecs
+from eagle31_train.store.codec import CODECS, concatenate
 
 LOSSY = ("int8_channel", "fp8", "int8", "int4")
 BLOCK = {"int8_channel": 128, "fp8": 128, "int8": 128, "int4": 32}  # others would be another format
@@ -123,8 +124,7 @@ def test_what_is_or_would_become_infinite_is_refused(codec):
     for value, width, at in product((math.nan, math.inf, -math.inf, 3.4e38), (1, 64, 130), (0, -1)):
         x = torch.randn(4, 2, width)
         x[2, 1, at] = value
-        with pytest.raises(UserError, match=REFUSED):
-            encode(x, codec)
+        assert not codecs.encode(x, codec)[1]
 
 
 # ---------------------------------------------------------------- however it lies in memory

@@ -7,11 +7,12 @@ import torch
 from made import Made, message_of, problems
 from pipeline import reseal
 from safetensors.torch import load_file
+from whole import encode
 
 from eagle31_train import artifacts
 from eagle31_train.errors import UserError
 from eagle31_train.store import Store
-from eagle31_train.store.codec import CODECS, encode
+from eagle31_train.store.codec import CODECS
 from eagle31_train.store.format import TARGET, TRAJECTORIES, TRAJECTORIES_LINE
 from eagle31_train.store.sealed import seal, unseal
 from eagle31_train.store.tensors import save_file

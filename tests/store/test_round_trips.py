@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 from planting import instead_of
+from whole import Whole, encode, encoded
 
-from eagle31_train.store import make_plan, shard
-from eagle31_train.store.codec import CODECS, Encoded, encode
+from eagle31_train.store import document, make_plan, shard
+from eagle31_train.store.codec import CODECS
 from eagle31_train.store.document import Document
 from eagle31_train.store.shard import ContentError, ShardFile, write_shard
 from eagle31_train.store.shard_plan import SPLITS, Shape, sample_size
@@ -33,7 +34,7 @@ def random_document(rng, generator, shape):
     states = torch.randn(length, shape.aux_layers + 1, shape.hidden_size, generator=generator) * scale
     following = torch.cat([mask[1:], torch.tensor([False])])
     top1 = torch.randint(0, VOCAB, (length,), generator=generator)
-    return Document(
+    return Whole.of(
         tokens=torch.randint(0, VOCAB, (length,), generator=generator),
         loss_mask=mask,
         top1=torch.where(following, top1, -1),
@@ -48,14 +49,8 @@ def kept(document, shape):
     teaches = [p for p in range(1, len(mask) - 1) if mask[p + 1]]
     # Slots stand before what they are taught: the last one is at the last such position but one.
     attended = [p for p in range(len(mask)) if teaches and p < teaches[-1]]
-    rows = [(document.aux, attended, shape.aux_codec), (document.last, teaches, shape.last_codec)]
+    rows = [(document.all_aux, attended, shape.aux_codec), (document.all_last, teaches, shape.last_codec)]
     return [encode(states[positions], codec).decode() for states, positions, codec in rows]
-
-
-def as_extraction_hands_it_over(document, shape):
-    """Only the states that are kept, encoded already."""
-    aux, last = encode(document.attended_states, shape.aux_codec), encode(document.supervised_states, shape.last_codec)
-    return replace(document, aux=aux, last=last)
 
 
 def check_document(read, document, shape):
@@ -84,7 +79,7 @@ def round_trips(folder, seed, samples):
         for planned in plan.shards:
             mine = parts[planned.split][planned.first : planned.end]
             path = folder / "shard.safetensors"
-            write_shard(path, [d if rng.random() < 0.5 else as_extraction_hands_it_over(d, shape) for d in mine], shape)
+            write_shard(path, [encoded(d, shape.aux_codec, shape.last_codec) for d in mine])
             size, head = path.stat().st_size, int.from_bytes(path.read_bytes()[:8], "little") + 8
             assert size <= planned.bytes
             assert size - head == sum(sample_size(d.loss_mask.tolist(), shape)[1] for d in mine)
@@ -113,14 +108,14 @@ def states_of_the_neighbour(right, *given):
     return tokens, aux[1:] + aux[-1:], last
 
 
-@instead_of(Document, "attended")
-def aux_one_row_short(right, self):
-    return max(0, right(self) - 1)
+@instead_of(document, "attended_positions")
+def aux_one_row_short(right, supervised):
+    return max(0, right(supervised) - 1)
 
 
-@instead_of(Document, "supervised_states")
-def last_one_position_early(right, self):
-    return right(self) if isinstance(self.last, Encoded) else self.last[self.supervised - 1]
+@instead_of(Document, "of")
+def last_one_position_early(right, tokens, loss_mask, top1, aux, last):
+    return right(tokens, loss_mask, top1, aux, last.roll(1, 0))
 
 
 def scale_of_the_neighbour(axis):
@@ -132,10 +127,9 @@ def scale_of_the_neighbour(axis):
     return plant
 
 
-@instead_of(Document, "attended_states")
-def layers_in_another_order(right, self):
-    states = right(self)
-    return states if isinstance(states, Encoded) else states.flip(1)
+@instead_of(Document, "of")
+def layers_in_another_order(right, tokens, loss_mask, top1, aux, last):
+    return right(tokens, loss_mask, top1, aux.flip(1), last)
 
 
 MISTAKES = {
@@ -145,7 +139,7 @@ MISTAKES = {
     "scale of the neighbouring block": scale_of_the_neighbour(-1),
     "scale of the neighbouring row": scale_of_the_neighbour(0),
     "layers in another order": layers_in_another_order,
-    "rows of all positions": lambda patch: patch.setattr(Document, "attended", property(len)),
+    "rows of all positions": lambda patch: patch.setattr(document, "attended_positions", lambda _: VOCAB),
 }
 
 

@@ -294,7 +294,7 @@ def test_a_rank_that_has_no_batch_left_counts_nothing(monkeypatch, ranks):
     """Three batches of the held-out split, each as long as its one conversation."""
     objective, generator = make_objective(make_shape(), torch.float32), torch.Generator().manual_seed(0)
     documents = [make_document(make_shape(), length, generator) for length in (20, 19, 18)]
-    documents = [type(d)(d.tokens, d.loss_mask, d.top1, d.aux.float(), d.last.float()) for d in documents]
+    documents = [d.to(torch.float32) for d in documents]
     monkeypatch.setattr(during, "reduce_sums", lambda _, sums: sums)
     monkeypatch.setattr(during, "summarise", lambda sums: sums)
     t = TrainConfig(ttt_length=3, batch_tokens=20)

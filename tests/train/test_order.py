@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from made import VOCAB, Documents, Made
 from planting import instead_of
 from published_targets import recipe
+from whole import Whole
 
 from eagle31_train import order
 from eagle31_train.cli import load_config
@@ -146,9 +147,10 @@ BUDGET, EPOCHS = 70, 2
 def split(tmp_path_factory):
     """A stored split in which every token of sample i is i, so that a batch shows whose it is."""
     made, folder = Made({"train": SAMPLES, "heldout": [4]}, shard_tokens=100), tmp_path_factory.mktemp("made")
-    for index, document in enumerate(made.documents["train"]):
-        document.tokens.fill_(index)
-        document.loss_mask.fill_(True)
+    made.documents["train"] = [
+        Whole.of(torch.full_like(d.tokens, index), torch.ones_like(d.loss_mask), d.top1, d.all_aux, d.all_last)
+        for index, d in enumerate(made.documents["train"])
+    ]
     made.plan = make_plan(
         {name: [d.loss_mask.tolist() for d in documents] for name, documents in made.documents.items()},
         made.shard_tokens,

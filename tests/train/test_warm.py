@@ -20,7 +20,6 @@ from warming import begin, edit, refusal, with_vocab
 from eagle31_train import artifacts
 from eagle31_train.export import export
 from eagle31_train.model.norm import RMSNorm
-from eagle31_train.store.codec import as_encoded
 from eagle31_train.targets.description import description_of
 from train import initial_weights
 
@@ -146,7 +145,7 @@ def relative(g, reference):
 def states_of(store, documents=6):
     """[n, A, H] auxiliary states of the first documents of the train split."""
     split = store.split("train")
-    return torch.cat([as_encoded(split.read(i).attended_states).decode().float() for i in range(documents)])
+    return torch.cat([split.read(i).aux.decode().float() for i in range(documents)])
 
 
 @pytest.mark.parametrize("options", [(), ("drafter.norm_before_fc=true",)], ids=["states", "normed states"])
@@ -310,6 +309,6 @@ def test_a_few_large_states_do_not_move_what_fc_norm_starts_at():
     generator = torch.Generator().manual_seed(0)
     documents = [make_document(make_shape(), 9, generator, list(range(1, 9))) for _ in range(4)]
     for d in documents:
-        d.aux[0] *= 1000  # as of a document's first token
+        d.aux.values[0] *= 1000  # as of a document's first token
     rms = initial_weights.state_rms(Split(documents))
     assert (rms - 3).abs().max() < 1, "make_document's states have about 3"
