@@ -70,7 +70,9 @@ class ChatTemplate:
             logging.getLogger(type(tokenizer).__module__).setLevel(logging.ERROR)
         named = templates_of(target, tokenizer)
         template, with_tools = named["default"], named.get("tool_use")
-        _check_args(target, template + (with_tools or ""))
+        words = set(re.findall(r"[A-Za-z_]\w*", template + (with_tools or "")))
+        if unread := [name for name in target.template_args if name not in words]:  # recorded, it would change nothing
+            raise UserError(f"target.template_args.{unread[0]} is not read by the target's chat template: leave it out")
         return cls(tokenizer, end_ids(tokenizer, target), template, target.template_args, with_tools, target.name)
 
     # ------------------------------------------------------------ text
@@ -220,10 +222,3 @@ def _plain(messages: list[Message], verbatim: bool = False) -> list[Message]:
             ]
         result.append(plain)
     return result
-
-
-def _check_args(target: TargetConfig, template: str) -> None:
-    """Refuse an argument that the template does not read: it would be taken, recorded, and change nothing."""
-    words = set(re.findall(r"[A-Za-z_]\w*", template))
-    if unread := [name for name in target.template_args if name not in words]:
-        raise UserError(f"target.template_args.{unread[0]} is not read by the target's chat template: leave it out")
