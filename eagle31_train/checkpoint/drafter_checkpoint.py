@@ -107,8 +107,6 @@ class DrafterCheckpoint:
     @classmethod
     def of_run(cls, run: Path, data_folder: Path) -> "DrafterCheckpoint":
         """The checkpoint that a finished training left in `run`, its weights read and found whole; else a UserError."""
-        if not (file := run / "train" / artifacts.MANIFEST).is_file():
-            raise UserError(f"{file} is missing: run `{TRAIN}` first")
         checkpoint = cls._finished(str(run), run / "train", data_folder)
         checkpoint.tensors  # noqa: B018
         return checkpoint
@@ -196,8 +194,9 @@ class DrafterCheckpoint:
     # ---------------------------------------------------------------- what it belongs to
 
     def check_data(self, data: dict[str, Any], folder: Path) -> None:
-        if self.inputs is not None:
-            refuse_other_data(self.inputs, data, folder)
+        """UserError for other data (stage 1's manifest, in `folder`), on whose held-out prompts it may be trained."""
+        if self.inputs is not None and data["dataset_fingerprint"] != self.inputs.get("data"):
+            raise UserError(f"{folder} is not the data that the drafter was trained on: give that one, or train again")
 
     def check_target(self, target: TargetConfig) -> None:
         """Of a run, or its export, whose options and store are still there, `check_store`."""
@@ -250,9 +249,3 @@ def split_name(where: str) -> tuple[str, str | None]:
     """A drafter's folder or hub id, and how its layer ids are counted where NAME@inputs or NAME@outputs says so."""
     name, _, counted = where.rpartition("@")
     return (name, counted) if name and counted in COUNTED and not Path(where).exists() else (where, None)
-
-
-def refuse_other_data(inputs: dict[str, Any], data: dict[str, Any], folder: Path) -> None:
-    """UserError for other data (stage 1's manifest, in `folder`): the training may have seen its held-out prompts."""
-    if data["dataset_fingerprint"] != inputs.get("data"):
-        raise UserError(f"{folder} is not the data that the drafter was trained on: give that one, or train again")
