@@ -14,11 +14,11 @@ from eagle31_train.console import note
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation.intervals import LEVEL, bracket
 from eagle31_train.reporting import recipe
+from eagle31_train.reporting.recipe import EVALUATE
 from eagle31_train.reporting.tables import count
 from eagle31_train.store import read_manifest
 
 STAGES = ("data", "extract", "train", "evaluate", "export")
-EVALUATE = "eagle31 evaluate"
 FOLDERS = {"transformers": "evaluate", "vllm": "serving"}  # by evaluate.backend
 
 

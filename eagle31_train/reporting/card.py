@@ -27,10 +27,9 @@ from eagle31_train.reporting.evaluation_page import RESULT, conditions, pictures
 from eagle31_train.reporting.figures import Picture
 from eagle31_train.reporting.html import escape
 from eagle31_train.reporting.markdown import code, grid, plain, scrubbed
-from eagle31_train.reporting.recipe import commands, serve_command, sglang_command
+from eagle31_train.reporting.recipe import COMPARE, EVALUATE, commands, serve_command, sglang_command
 from eagle31_train.reporting.tables import ALL, SERVING
 
-EVALUATE, COMPARE = "eagle31 evaluate", "eagle31 compare"
 CardPicture = tuple[Picture, Path, str]  # where it lies, and where the card has it, below the exported folder
 
 

@@ -18,7 +18,7 @@ from eagle31_train.evaluation.serving.engine import fixed, flags, speculation, t
 from eagle31_train.reporting.markdown import public
 from eagle31_train.targets import embedded
 
-EVALUATE = "eagle31 evaluate"
+EVALUATE, COMPARE = "eagle31 evaluate", "eagle31 compare"
 PROGRAMS = ("eagle31 data", "eagle31 extract", "eagle31 train", EVALUATE, "eagle31 export")
 SGLANG = {"tensor_parallel_size": "tp_size"}  # where it has another name for an argument than vLLM
 # Options that say where things go or whether to upload, not what is made.
