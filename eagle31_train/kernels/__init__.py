@@ -3,8 +3,6 @@
 The operators are there without Triton too: fake tensors, on which steps are counted, need no kernel.
 """
 
-import importlib.util
-
 import torch
 
 from eagle31_train.errors import first_line
@@ -16,14 +14,12 @@ def missing(device: torch.device) -> str | None:
         return f"this trains on a {device.type.upper()}"
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "the GPU is older than Ampere"
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
     return trial(device)
 
 
 def trial(device: torch.device) -> str | None:
-    """Why Triton cannot launch a kernel on a device, for which it compiles C: a machine may lack a compiler, or
-    Python's headers. None if it can."""
+    """Why Triton cannot launch a kernel on a device, for which it compiles C: a machine may lack Triton, a
+    compiler, or Python's headers. None if it can."""
     from eagle31_train.kernels.swiglu import silu_times
 
     try:
