@@ -124,11 +124,8 @@ def _vocabulary(d2t: Tensor | None, t2d: Tensor | None, shape: DrafterShape) -> 
     if d2t.shape != (Vd,) or d2t.is_floating_point() or d2t.is_complex():
         raise UserError(f"d2t {list(d2t.shape)} {d2t.dtype} is no map of {Vd} draft tokens")
     ids = d2t.long() + torch.arange(Vd)
-    marked = torch.zeros(V, dtype=torch.bool)
-    inside = ids.min() >= 0 and ids.max() < V and len(ids.unique()) == Vd
-    if inside:
-        marked[ids] = True
-    if not inside or (t2d is not None and not torch.equal(t2d.bool(), marked)):
-        raise UserError(f"d2t names no {Vd} different tokens of {V}, those of t2d: target id = draft id + d2t")
     order = ids.argsort()
-    return DraftVocab(ids[order].numpy(), V), order if (ids[1:] < ids[:-1]).any() else None
+    vocab = DraftVocab(ids[order].numpy(), V)
+    if t2d is not None and not np.array_equal(vocab.t2d, t2d.bool().numpy()):
+        raise UserError("d2t and t2d contradict each other: d2t must be the offset target id - draft id")
+    return vocab, order if (ids[1:] < ids[:-1]).any() else None

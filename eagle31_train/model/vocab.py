@@ -22,9 +22,10 @@ class DraftVocab:
     target_size: int
 
     def __post_init__(self) -> None:
-        ids = self.target_ids
-        if not len(ids) or ids[0] < 0 or ids[-1] >= self.target_size or (np.diff(ids) <= 0).any():
-            raise UserError(f"d2t or t2d is damaged: of a draft vocabulary are ascending ids below {self.target_size}")
+        ids, V = self.target_ids, self.target_size
+        if not len(ids) or ids[0] < 0 or ids[-1] >= V or (np.diff(ids) <= 0).any():
+            what = f"d2t must be the offset target id - draft id, of ascending ids below {V}"
+            raise UserError(f"d2t or t2d is damaged: {what}")
 
     def __len__(self) -> int:
         return len(self.target_ids)

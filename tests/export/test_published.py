@@ -178,25 +178,18 @@ def twice(tensors):
     return {**without("t2d")(tensors), "d2t": d2t}
 
 
+OFFSET = "d2t must be the offset target id - draft id"
 FAULTS = {  # config.json, tensors, words
     "a Llama called MLA": (lambda c: {**c, "architectures": ["Eagle3DeepseekV2ForCausalLM"]}, same, "model_type llama"),
     "d2t of a fraction": (same, with_("d2t", lambda t: t["d2t"].float()), "torch.float32 is no map of 12"),
     "no d2t": (same, without("d2t"), "d2t is missing though the vocabulary is pruned (12 of 40)"),
     "mla: another rank": (lambda c: {**c, "kv_lora_rank": 13}, same, "kv_a_layernorm.weight has shape [12], not [13]"),
     "EAGLE 1": (same, eagle1, "EAGLE 1 or 2"),
-    "ids for offsets": (
-        same,
-        with_("d2t", lambda t: t["d2t"] + torch.arange(12)),
-        "names no 12 different tokens of 40",
-    ),
-    "d2t off by one": (same, with_("d2t", lambda t: t["d2t"] + 1), "names no 12 different tokens of 40"),
-    "d2t of another target": (
-        same,
-        lambda t: {**without("t2d")(t), "d2t": t["d2t"] + 9},
-        "names no 12 different tokens of 40",
-    ),
-    "t2d of other tokens": (same, with_("t2d", lambda t: t["t2d"].roll(1)), "those of t2d"),
-    "two rows for one token": (same, twice, "names no 12 different tokens"),
+    "ids for offsets": (same, with_("d2t", lambda t: t["d2t"] + torch.arange(12)), OFFSET),
+    "d2t off by one": (same, with_("d2t", lambda t: t["d2t"] + 1), OFFSET),
+    "d2t of another target": (same, lambda t: {**without("t2d")(t), "d2t": t["d2t"] + 9}, OFFSET),
+    "t2d of other tokens": (same, with_("t2d", lambda t: t["t2d"].roll(1)), OFFSET),
+    "two rows for one token": (same, twice, OFFSET),
     "d2t of another length": (same, with_("d2t", lambda t: t["d2t"][:11]), "d2t [11] torch.int64 is no map of 12"),
     "fc_norm against the config": (lambda c: {**c, "fc_norm": False}, same, "fc_norm.0.weight is superfluous"),
     "both names": (same, with_("layers.0.mlp.up_proj.weight", lambda t: torch.zeros(1)), "weight is there twice"),
