@@ -250,7 +250,6 @@ def _refuse_unsupported(layer: Fields, flags: Fields, kind: str) -> None:
         f"model_type {layer.get('model_type')}": not known,
         "hidden_act": layer.get("hidden_act", "silu") != "silu",
         "bias": bool(layer.get("bias")),
-        "norm_before_fc": kind == "mla" and _norm_before_fc(flags),
         "use_aux_hidden_state": not eagle.get("use_aux_hidden_state", True),
         "logit_scale": layer.get("logit_scale", 1.0) != 1.0,
         "partial_rotary_factor": rope.get("partial_rotary_factor", layer.get("partial_rotary_factor")) not in (None, 1),
@@ -262,8 +261,6 @@ def _refuse_unsupported(layer: Fields, flags: Fields, kind: str) -> None:
         unsupported["rope_interleave"] = layer.get("rope_interleave", True) is False
         unsupported["index_topk"] = "index_topk" in layer
         unsupported["is_causal"] = layer.get("is_causal", True) is False
-        unsupported["attention_bias"] = bool(layer.get("attention_bias"))
-        unsupported["sliding_attention"] = SLIDING in (layer.get("layer_types") or [])
     if wrong := [name for name, refused in unsupported.items() if refused]:
         only = "dense, causal layers of Llama, Qwen3 or MLA, unquantized or in W8A8 int8"
         raise UserError(f"config.json sets {', '.join(wrong)}: only {only}, are supported")
@@ -313,12 +310,6 @@ def _rope(layer: Fields, architecture: str, positions: int) -> tuple[float, dict
     parameters = dict(layer.get("rope_scaling") or layer.get("rope_parameters") or {})
     theta = parameters.get("rope_theta") or layer.get("rope_theta") or 10000.0
     scaling = one_spelling({key: value for key, value in parameters.items() if value is not None}, architecture)
-    if scaling is not None and architecture == "mla" and "attention_factor" in scaling:
-        raise UserError(
-            f"config.json has attention_factor {scaling['attention_factor']} in its RoPE scaling: for 1.0 vLLM "
-            "leaves mscale² out of the softmax, and any other it passes over; remove it if the drafter was trained "
-            "as mscale and mscale_all_dim say"
-        )
     if scaling is not None and scaling["rope_type"] in ("yarn", "llama3"):
         scaling.setdefault("original_max_position_embeddings", positions)  # as transformers does
         beside = layer.get("original_max_position_embeddings")

@@ -226,7 +226,6 @@ MLA_REFUSED = {
     "rope_interleave": {"rope_interleave": False},
     "is_causal": {"is_causal": False},
     "qk_rope_head_dim: ": {"qk_rope_head_dim": "64"},
-    "attention_factor 1.0": {"rope_scaling": {**MLA_YARN, "attention_factor": 1.0}},
 }
 
 

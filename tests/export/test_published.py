@@ -178,6 +178,7 @@ def twice(tensors):
     return {**without("t2d")(tensors), "d2t": d2t}
 
 
+SCALING = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 OFFSET = "d2t must be the offset target id - draft id"
 FAULTS = {  # config.json, tensors, words
     "a Llama called MLA": (lambda c: {**c, "architectures": ["Eagle3DeepseekV2ForCausalLM"]}, same, "model_type llama"),
@@ -193,6 +194,18 @@ FAULTS = {  # config.json, tensors, words
     "d2t of another length": (same, with_("d2t", lambda t: t["d2t"][:11]), "d2t [11] torch.int64 is no map of 12"),
     "fc_norm against the config": (lambda c: {**c, "fc_norm": False}, same, "fc_norm.0.weight is superfluous"),
     "both names": (same, with_("layers.0.mlp.up_proj.weight", lambda t: torch.zeros(1)), "weight is there twice"),
+    "mla: norm_before_fc": (lambda c: {**c, "norm_before_fc": True}, same, "no MLA draft with norm_before_fc"),
+    "mla: biases": (lambda c: {**c, "attention_bias": True}, same, "no MLA draft with attention_bias"),
+    "mla: a window": (
+        lambda c: {**c, "layer_types": ["sliding_attention"], "sliding_window": 9},
+        same,
+        "no MLA draft with sliding_window",
+    ),
+    "mla: an attention_factor": (
+        lambda c: {**c, "rope_scaling": {**SCALING, "attention_factor": 1.0}},
+        same,
+        "attention_factor means nothing, or something else, to vLLM",
+    ),
     "mla: full rank by the config": (lambda c: {**c, "q_lora_rank": None}, same, "q_proj.weight is missing"),
     "mla: fused of another size": (
         same,

@@ -157,7 +157,7 @@ def test_vllm_takes_deepseek_v3_for_another_kind_of_drafter(seen, folders):
 def test_an_attention_factor_of_one_takes_mscale_out_of_vllms_softmax(seen, folders):
     assert seen["attention_factor"]["scale"] == pytest.approx(84**-0.5, rel=1e-9)
     assert seen["the published kind"]["scale"] > 1.9 * 84**-0.5
-    with pytest.raises(UserError, match=r"attention_factor 1\.0"):
+    with pytest.raises(UserError, match="attention_factor means nothing, or something else, to vLLM"):
         DrafterCheckpoint.open(Path(folders["attention_factor"]), target_layers=lambda: 6)
 
 
