@@ -134,8 +134,8 @@ def shape_from_config(
     if count is not None and count != len(aux_layers):
         raise UserError(f"config.json has num_aux_hidden_states {count}, but the layer ids {aux_layers}")
     parallel = "mask_hidden" in tensor_names or layer.get(MASK_TOKENS[-1]) is not None
-    mask_token = mask_token_id(layer) if parallel else None
-    if parallel and mask_token is None:
+    mask_tokens = [layer[name] for name in MASK_TOKENS if layer.get(name) is not None]
+    if parallel and not mask_tokens:
         raise UserError(f"config.json lacks {MASK_TOKENS[-1]}, the token that stands beside mask_hidden")
     longest = MODEL_TYPES[kind][layer.get("model_type", "llama")]
     positions = layer.get("max_position_embeddings", longest)
@@ -164,14 +164,15 @@ def shape_from_config(
         fc_norm=bool(flags.get("fc_norm", False)),
         norm_output=bool(flags.get("norm_output", False)),
         norm_before_residual=bool(flags.get("norm_before_residual", residual_default)),
-        norm_before_fc=_norm_before_fc(flags),
+        # As vLLM looks for it: eagle_config's word counts first.
+        norm_before_fc=bool({**flags, **(flags.get("eagle_config") or {})}.get("norm_before_fc", False)),
         num_layers=layer.get("num_hidden_layers", 1),
         qk_norm=kind == "qwen3",
         sliding_window=_sliding_window(layer, kind, plain=layer is config),
         attention_bias=bool(layer.get("attention_bias", False)),
         mlp_bias=bool(layer.get("mlp_bias", False)) and kind != "qwen3",  # of which vLLM's has none
         parallel=parallel,
-        ptd_token_id=mask_token,
+        ptd_token_id=mask_tokens[0] if parallel else None,
         share_embedding="embed_tokens.weight" not in tensor_names,
         **widths,
     )
@@ -186,16 +187,6 @@ def _check_types(config: Fields) -> None:
             foreign.typed(Scaling | None, layer.get(name))
     except ValueError as error:
         raise UserError(f"config.json gives {error}: get it again, or correct it") from None
-
-
-def _norm_before_fc(flags: Fields) -> bool:
-    """As vLLM looks for it: eagle_config's word counts first."""
-    return bool((flags.get("eagle_config") or {}).get("norm_before_fc", flags.get("norm_before_fc", False)))
-
-
-def mask_token_id(config: Fields) -> int | None:
-    """The token whose embedding a parallel drafter's mask rows read, where vLLM looks for it; None of a chain's."""
-    return next((config[name] for name in MASK_TOKENS if config.get(name) is not None), None)
 
 
 def check_served(config: Fields) -> None:
