@@ -70,10 +70,8 @@ def restore_flash() -> None:
 
 def _problem(shape: DrafterShape, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, Layout, float]:
     """q [S, h, d], k [N, g, d], v [N, g, dv] and dout [S, h, dv] in bf16; three runs in two documents; a scale."""
-    h, g, d, dv = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim, shape.head_dim
-    if shape.architecture == "mla":
-        _, nope, rope, dv = mla_widths(shape)
-        g, d = h, nope + rope
+    h, g, d = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
+    dv = mla_widths(shape)[3] if shape.architecture == "mla" else d
     layout = make_layout([(0, 90), (90, 300)], torch.tensor([*range(9, 60), *range(110, 200), *range(230, 299)]))
     generator, S, N = torch.Generator().manual_seed(0), len(layout.slots), layout.documents[-1][1]
     sizes = ((S, h, d), (N, g, d), (N, g, dv), (S, h, dv))
