@@ -26,8 +26,6 @@ _JOINED = {
     "self_attn.fused_qkv_a_proj": ["self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"],
     "mlp.gate_up_proj": [f"mlp.{part}_proj" for part in ("gate", "up")],
 }
-# Tables of RoPE that old trainers saved, and vLLM passes over.
-_TABLES = ("rotary_emb.inv_freq", "rotary_pos_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 # Options that are the target's where they are not given (`targets.derive`).
 REQUIRED = ("intermediate_size", "num_attention_heads", "rms_norm_eps", "rope_theta", "max_position_embeddings")
 # A tensor, or its shape alone where only names and shapes are to be checked.
@@ -73,12 +71,6 @@ def sglang_problems(shape: DrafterShape, target_type: str, target_layers: int) -
     if first != 2 and target_type.startswith(_COUNTED_BY_THE_FIRST):
         problems.append(f"it miscounts layers of a {target_type}: the first of aux_layers={shape.aux_layers} must be 2")
     return problems
-
-
-def is_idle(name: str) -> bool:
-    """Whether a tensor is no weight but a table that every reader makes for itself, or one that nobody reads."""
-    above = name.startswith("layers.") and name.endswith(".hidden_norm.weight")  # of the first layer alone it is read
-    return above or any(table in name for table in _TABLES)
 
 
 def separate(tensors: Mapping[str, torch.Tensor], shape: DrafterShape) -> dict[str, torch.Tensor]:

@@ -21,6 +21,8 @@ from eagle31_train.model.vocab import DraftVocab
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 NORM_OF_SGLANG = "hidden_norm.weight"  # what the layers above the first call the norm of their state there
+# Tables of RoPE that old trainers saved, and vLLM passes over.
+TABLES = ("rotary_emb.inv_freq", "rotary_pos_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 
 
 def read(
@@ -104,10 +106,10 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
             canonical = contract.canonical_name(name)
             if canonical in tensors:
                 raise UserError(f"{canonical} is there twice, once as {name} in {file.name}: remove one of them")
-            if not contract.is_idle(canonical):
-                tensors[canonical] = tensor
-            elif canonical.endswith(NORM_OF_SGLANG):
+            if canonical.startswith("layers.") and canonical.endswith(f".{NORM_OF_SGLANG}"):
                 norms[canonical.replace(NORM_OF_SGLANG, "input_layernorm.weight")] = tensor
+            elif not any(table in canonical for table in TABLES):
+                tensors[canonical] = tensor
     for name, norm in norms.items():
         if not torch.equal(tensors.setdefault(name, norm), norm):
             raise UserError(f"{name} is unlike {NORM_OF_SGLANG} (SGLang's): remove the one that was not trained")
