@@ -34,8 +34,8 @@ from eagle31_train.config import Config
 from eagle31_train.console import note
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation.evaluating import evaluate
-from eagle31_train.evaluation.serving import check as check_serving
 from eagle31_train.evaluation.serving import measure_serving
+from eagle31_train.evaluation.serving.engine import check as check_serving
 from eagle31_train.locks import writing
 from eagle31_train.reporting import evaluation_page, recipe, tables
 from eagle31_train.reporting.markdown import public

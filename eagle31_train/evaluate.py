@@ -24,9 +24,9 @@ from eagle31_train.config import Config
 from eagle31_train.console import note
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation import evaluating, perturb, results, workloads
-from eagle31_train.evaluation.serving import Installation, measure_serving
-from eagle31_train.evaluation.serving import check as check_serving
-from eagle31_train.evaluation.serving.engine import server_arguments, target_arguments
+from eagle31_train.evaluation.serving import measure_serving
+from eagle31_train.evaluation.serving.engine import Installation, server_arguments, target_arguments
+from eagle31_train.evaluation.serving.engine import check as check_serving
 from eagle31_train.locks import writing
 from eagle31_train.provenance import Provenance
 from eagle31_train.reporting import evaluation_page, recipe, tables

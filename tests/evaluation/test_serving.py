@@ -20,8 +20,8 @@ from safetensors.torch import save_file
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation import serving
 from eagle31_train.evaluation.prompts import Prompt
-from eagle31_train.evaluation.serving import Installation, measure_serving, report, server
-from eagle31_train.evaluation.serving.engine import RANGES, check, fixed, flags, server_arguments
+from eagle31_train.evaluation.serving import measure_serving, report, server
+from eagle31_train.evaluation.serving.engine import RANGES, Installation, check, fixed, flags, server_arguments
 from eagle31_train.evaluation.serving.server import Answer
 from eagle31_train.reporting.recipe import serve_command
 

@@ -8,7 +8,8 @@ import pytest
 from eagle31_train.cli import load_config
 from eagle31_train.evaluation import serving
 from eagle31_train.evaluation.prompts import Prompt
-from eagle31_train.evaluation.serving import check, measure_serving
+from eagle31_train.evaluation.serving import measure_serving
+from eagle31_train.evaluation.serving.engine import check
 from eagle31_train.reporting.tables import as_text
 
 # A server takes a minute to start: one drafter says it, of a small target or yours.

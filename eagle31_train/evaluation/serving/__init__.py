@@ -16,22 +16,11 @@ from eagle31_train.console import Progress, note
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation.measurement import read_checked, write_checked
 from eagle31_train.evaluation.serving import report
-from eagle31_train.evaluation.serving.engine import (
-    DRAFTED,
-    RANGES,
-    Installation,
-    check,
-    fixed,
-    flags,
-    idle,
-    server_arguments,
-)
+from eagle31_train.evaluation.serving.engine import DRAFTED, RANGES, Installation, fixed, flags, idle, server_arguments
 from eagle31_train.evaluation.serving.server import MODULE, Answer, Question, Server, pick_port, run_load
 
 if TYPE_CHECKING:  # the card, which imports this package, has no need of datasets
     from eagle31_train.evaluation.prompts import Prompt
-
-__all__ = ["Installation", "check", "measure_serving"]
 
 Load = tuple[list[Answer], Counter[str]]  # what was answered at one concurrency, and what vLLM counted meanwhile
 WARM_TOKENS = 16  # of an answer that is thrown away
