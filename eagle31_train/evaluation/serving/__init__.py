@@ -16,7 +16,7 @@ from eagle31_train.console import Progress, note
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation.measurement import read_checked, write_checked
 from eagle31_train.evaluation.serving import report
-from eagle31_train.evaluation.serving.engine import DRAFTED, RANGES, Installation, fixed, flags, idle, server_arguments
+from eagle31_train.evaluation.serving.engine import DRAFTED, RANGES, Installation, fixed, flags, server_arguments
 from eagle31_train.evaluation.serving.server import MODULE, Answer, Question, Server, pick_port, run_load
 
 if TYPE_CHECKING:  # the card, which imports this package, has no need of datasets
@@ -74,7 +74,8 @@ def measure_serving(
         length = report.schedule(rows, name)
         if length and any(depth == 0 for *_, depth in length[RANGES]):
             # A drafter that drafts nothing still reads all tokens, so it is not as fast as none.
-            resting = servers.loads(name, idle(length[DRAFTED], max(options.concurrency)))
+            never = {DRAFTED: length[DRAFTED], RANGES: [[1, max(options.concurrency), 0]]}  # DRAFTED must be above 0
+            resting = servers.loads(name, never)
             rows += [row(name, 0, users, load) for users, load in resting.items()]
             length = report.schedule(rows, name)
         if not length:

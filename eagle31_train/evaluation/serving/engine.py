@@ -58,11 +58,6 @@ def fixed(draft_tokens: int) -> dict[str, Any]:
     return {DRAFTED: draft_tokens}
 
 
-def idle(draft_tokens: int, users: int) -> dict[str, Any]:
-    """A schedule that drafts nothing for up to `users` users. draft_tokens: vLLM wants a number above 0."""
-    return {DRAFTED: draft_tokens, RANGES: [[1, users, 0]]}
-
-
 def server_arguments(config: Config, drafter: Path | None, length: Mapping[str, Any], port: int) -> dict[str, Any]:
     """All arguments of one server, by name; UserError where evaluate.vllm_args has one that is ours to set. drafter:
     its checkpoint; None serves the target alone. length: see `speculation`."""
