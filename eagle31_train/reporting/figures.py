@@ -8,17 +8,14 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from eagle31_train import shown
+from eagle31_train.evaluation.intervals import Floats, Interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from eagle31_train.evaluation.intervals import Interval
-
-Floats = NDArray[np.float64]
 WIDTH, HEIGHT, ROW = 5.6, 3.25, 0.25  # inches: of a picture, and of one row of a chart that has rows
 TITLE = 60  # letters of a line of it
 MEANS = 64  # points of a noisy curve's mean
@@ -123,7 +120,7 @@ def marker(index: int) -> str:
     return MARKERS[(index + index // len(MARKERS)) % len(MARKERS)]
 
 
-def columns(intervals: Iterable["Interval"]) -> tuple[Floats, Floats, Floats]:
+def columns(intervals: Iterable[Interval]) -> tuple[Floats, Floats, Floats]:
     """Values, lows and highs, each [N], NaN where there is none."""
     table = np.array([[np.nan if part is None else part for part in each] for each in intervals], dtype=float)
     return table[:, 0], table[:, 1], table[:, 2]
