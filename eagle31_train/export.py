@@ -101,12 +101,14 @@ def trained_by(config: Config, data: Mapping[str, Any] | None) -> Config:
     names = ("data", "extract", "store", "train", "seed", "regenerate")
     target = dataclasses.replace(config.target, aux_layers=then.target.aux_layers)
     trained = dataclasses.replace(config, target=target, **{name: getattr(then, name) for name in names})
-    decided = config.drafter
+    decided = config
     if described := (data or {}).get("target"):
         from eagle31_train.targets.derive import complete  # imports transformers
 
-        decided = complete(config, described).drafter
-    options = {name: value for name, value in vars(then.drafter).items() if value != getattr(decided, name)}
+        decided = complete(config, described)
+    if then.train.lr == decided.train.lr:
+        trained.train = dataclasses.replace(then.train, lr=config.train.lr)
+    options = {name: value for name, value in vars(then.drafter).items() if value != getattr(decided.drafter, name)}
     options.pop("max_position_embeddings", None)
     trained.drafter = dataclasses.replace(config.drafter, **options)
     return trained

@@ -6,6 +6,7 @@ known to be good.
 
 import shutil
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -91,10 +92,14 @@ def tell_of_waiting(schedule: list[list[int]], replicas: int) -> None:
 
 
 def complete_drafter(config: Config, source: DrafterCheckpoint | None) -> Config:
-    """With every open option of the drafter as in the run's record, in the initial weights, or in the target."""
+    """With every open option of the drafter, and an open learning rate, as in the run's record, in the initial weights,
+    or by the target."""
     record, begun = Path(config.run_dir) / "train" / RECORD, None
     if record.is_file() and (not config.overwrite or initial_weights.goes_by_record(config)):
-        begun = artifacts.Record(artifacts.read_json(record, "train.py")["inputs"], record, "train.py")["drafter"]
+        inputs = artifacts.Record(artifacts.read_json(record, "train.py")["inputs"], record, "train.py")
+        begun = inputs["drafter"]
+        if config.train.lr is None and not config.overwrite:  # what is chosen for a width may change
+            config = replace(config, train=replace(config.train, lr=inputs["train"]["lr"]))
     elif source is not None:
         begun = {name: getattr(source.shape, name) for name in initial_weights.FOLLOWED}
     return complete(config, provenance.read_data(config).get("target"), begun)

@@ -1,5 +1,6 @@
 """A drafter's options from its target: what is left open is the target's own."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -11,21 +12,33 @@ from eagle31_train.targets.description import TargetDescription, describe_target
 
 # Options of which another value than the target's makes a drafter that reads its states at a loss.
 CONTRADICTIONS = {*REQUIRED, "num_key_value_heads", "head_dim", "rope_scaling"} - {"intermediate_size"}
+ADAMW_LR, MUON_LR, MUON_WIDTH = 1e-4, 3e-3, 576  # the drafter's width at which Muon's rate was measured
 
 
 def complete(config: Config, described: Mapping[str, Any] | None, begun: Mapping[str, Any] | None = None) -> Config:
-    """The configuration with a drafter of which nothing is left open that its target decides, `described` as stage 1's
-    manifest has it, else by its config.json. begun: the options of a drafter that training goes on with."""
+    """The configuration with a drafter and a learning rate of which nothing is left open that the target decides,
+    `described` as stage 1's manifest has it, else by its config.json. begun: the options of a drafter that training goes
+    on with."""
     options = config.drafter
     if begun is not None:
         values = {name: value for name, value in begun.items() if getattr(options, name, 0) is None}
         if "rope_theta" in values:  # what is given of a scaling goes over the one that it was begun with
             values["rope_scaling"] = {**(begun.get("rope_scaling") or {}), **options.rope_scaling}
         options = replace(options, **values)
-    if None in (getattr(options, name) for name in REQUIRED):
+    train = config.train
+    if train.lr is None or None in (getattr(options, name) for name in REQUIRED):
         target = TargetDescription(**described) if described else describe_target(config.target)
         options, _ = derive(options, target)
-    return replace(config, drafter=options)
+        if train.lr is None:
+            train = replace(train, lr=learning_rate(train.optimizer, options.hidden_size or target.hidden_size))
+    return replace(config, drafter=options, train=train)
+
+
+def learning_rate(optimizer: str, width: int) -> float:
+    """The peak rate of a drafter `width` wide, of two digits. A step of Muon changes a matrix by a largest singular
+    value of rate × √(its longer side): the rate falls with the width, so that all widths change alike."""
+    rate = MUON_LR * math.sqrt(MUON_WIDTH / max(width, MUON_WIDTH)) if optimizer == "muon" else ADAMW_LR
+    return float(f"{rate:.2g}")
 
 
 def planned_drafter(config: Config, target: TargetDescription, draft_vocab_size: int) -> tuple[DrafterShape, list[str]]:
@@ -38,6 +51,9 @@ def planned_drafter(config: Config, target: TargetDescription, draft_vocab_size:
     positions = target_positions(target.max_position_embeddings, target.model_type, [target.rope_scaling])
     window = window_caveat(shape, target.sliding_window, positions)
     first = _row("aux_layers", ", ".join(map(str, layers)), source)
+    if config.train.lr is None:
+        rate = learning_rate(config.train.optimizer, shape.hidden_size)
+        rows.append(_row("train.lr", rate, f"{config.train.optimizer}'s at the drafter's width, {shape.hidden_size:,}"))
     return shape, [first, *rows, *(f"  {caveat}" for caveat in window)]
 
 

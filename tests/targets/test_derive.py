@@ -13,10 +13,10 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from eagle31_train.cli import load_config
-from eagle31_train.config import DrafterConfig, TargetConfig
+from eagle31_train.config import DrafterConfig, TargetConfig, TrainConfig
 from eagle31_train.errors import UserError
 from eagle31_train.planning.inputs import count_parameters, weight_bytes
-from eagle31_train.targets.derive import complete, derive, planned_drafter
+from eagle31_train.targets.derive import complete, derive, learning_rate, planned_drafter
 from eagle31_train.targets.description import (
     NO_EAGLE3,
     NO_PARTS,
@@ -92,7 +92,8 @@ def cells(shape):
 def test_the_shape_is_the_pages_and_what_a_published_drafters_is_unlike_is_bold(target):
     name, further = DRAFTERS[target]
     architecture = "mla" if "q_lora_rank" in further else "llama"
-    config = type("config", (), {"drafter": DrafterConfig(architecture=architecture), "target": target_of(name)})
+    given = {"drafter": DrafterConfig(architecture=architecture), "train": TrainConfig(), "target": target_of(name)}
+    config = type("config", (), given)
     described = describe_target(config.target)
     shape, _ = planned_drafter(config, described, 32000)
     assert {field: getattr(shape, field) for field in further} == further
@@ -196,6 +197,26 @@ def test_a_training_that_goes_on_keeps_what_it_was_begun_with():
     assert complete(config, None, {**begun, "rms_norm_eps": 1e-4}).drafter.rms_norm_eps == 1e-4
     plain = load_config([f"target.path={PUBLISHED / 'gpt_oss_20b'}"])
     assert complete(plain, None, {**begun, "rope_scaling": {}}).drafter.rope_scaling == {}
+
+
+@pytest.mark.parametrize(("width", "rate"), [(64, 3e-3), (576, 3e-3), (2048, 1.6e-3), (4096, 1.1e-3), (7168, 8.5e-4)])
+def test_an_open_learning_rate_changes_a_matrix_of_any_width_alike(width, rate):
+    assert learning_rate("muon", width) == rate
+    if width >= 576:  # a step's largest singular value is 0.2 · rate · √width
+        assert rate * width**0.5 == pytest.approx(3e-3 * 576**0.5, rel=0.03)
+    assert learning_rate("adamw", width) == 1e-4
+
+
+def test_an_open_learning_rate_is_of_the_drafters_width_and_shown():
+    target = f"target.path={PUBLISHED / 'gpt_oss_20b'}"
+    rates = [["train.lr=null"], ["train.lr=null", "drafter.hidden_size=576"], ["train.lr=2e-3"]]
+    configs = [load_config([target, "train.optimizer=muon", *words]) for words in rates]
+    assert [complete(config, None).train.lr for config in configs] == [1.3e-3, 3e-3, 2e-3]
+    tables = [planned_drafter(config, describe_target(config.target), 1000)[1] for config in configs[::2]]
+    assert [re.findall(r"train\.lr +(\S+) +(.*)", "\n".join(rows)) for rows in tables] == [
+        [("0.0013", "muon's at the drafter's width, 2,880")],
+        [],
+    ]
 
 
 # ---------------------------------------------------------------- targets that would fail only after hours

@@ -8,6 +8,7 @@ from pipeline import assert_equal, contents, flip_bit, message_of
 from surviving import timeless
 
 from eagle31_train import locks
+from eagle31_train.targets import derive
 from train import trainer
 from train.prepare import LOCK
 
@@ -58,6 +59,18 @@ def test_the_same_command_trains_only_what_a_finished_run_lacks(new_run, monkeyp
     assert run.rows() == rows
     assert timeless(run.manifest()) == timeless(manifest)
     assert happens is not leave or contents(run.train) == before
+
+
+def test_a_run_of_an_open_learning_rate_goes_on_with_that_which_it_was_begun_with(new_run, monkeypatch):
+    run = new_run().fit(*SHORT, "train.lr=null")
+    rate = run.manifest()["inputs"]["train"]["lr"]
+    assert rate == derive.ADAMW_LR
+    monkeypatch.setattr(derive, "ADAMW_LR", 2 * rate)
+    remove_manifest(run)
+    run.fit(*SHORT, "train.lr=null")
+    assert run.manifest()["inputs"]["train"]["lr"] == rate
+    run.fit(*SHORT, "train.lr=null", "overwrite=true")
+    assert run.manifest()["inputs"]["train"]["lr"] == 2 * rate
 
 
 @pytest.mark.parametrize("finished", [True, False])
