@@ -17,8 +17,8 @@ ADAMW_LR, MUON_LR, MUON_WIDTH = 1e-4, 3e-3, 576  # the drafter's width at which 
 
 def complete(config: Config, described: Mapping[str, Any] | None, begun: Mapping[str, Any] | None = None) -> Config:
     """The configuration with a drafter and a learning rate of which nothing is left open that the target decides,
-    `described` as stage 1's manifest has it, else by its config.json. begun: the options of a drafter that training goes
-    on with."""
+    `described` as stage 1's manifest has it, else by its config.json. begun: the options of a drafter that training
+    goes on with."""
     options = config.drafter
     if begun is not None:
         values = {name: value for name, value in begun.items() if getattr(options, name, 0) is None}
