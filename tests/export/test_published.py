@@ -187,7 +187,6 @@ FAULTS = {  # config.json, tensors, words
     "mla: another rank": (lambda c: {**c, "kv_lora_rank": 13}, same, "kv_a_layernorm.weight has shape [12], not [13]"),
     "EAGLE 1": (same, eagle1, "EAGLE 1 or 2"),
     "ids for offsets": (same, with_("d2t", lambda t: t["d2t"] + torch.arange(12)), OFFSET),
-    "d2t off by one": (same, with_("d2t", lambda t: t["d2t"] + 1), OFFSET),
     "d2t of another target": (same, lambda t: {**without("t2d")(t), "d2t": t["d2t"] + 9}, OFFSET),
     "t2d of other tokens": (same, with_("t2d", lambda t: t["t2d"].roll(1)), OFFSET),
     "two rows for one token": (same, twice, OFFSET),
@@ -196,6 +195,10 @@ FAULTS = {  # config.json, tensors, words
     "both names": (same, with_("layers.0.mlp.up_proj.weight", lambda t: torch.zeros(1)), "weight is there twice"),
     "mla: norm_before_fc": (lambda c: {**c, "norm_before_fc": True}, same, "no MLA draft with norm_before_fc"),
     "mla: biases": (lambda c: {**c, "attention_bias": True}, same, "no MLA draft with attention_bias"),
+    "mla: RoPE of halves": (lambda c: {**c, "rope_interleave": False}, same, "rope_interleave"),
+    "mla: sparse": (lambda c: {**c, "model_type": "deepseek_v32", "index_topk": 9}, same, "deepseek_v32, index_topk"),
+    "mla: not causal": (lambda c: {**c, "is_causal": False}, same, "is_causal"),
+    "mla: a width that is a text": (lambda c: {**c, "qk_rope_head_dim": "64"}, same, "qk_rope_head_dim: "),
     "mla: a window": (
         lambda c: {**c, "layer_types": ["sliding_attention"], "sliding_window": 9},
         same,
