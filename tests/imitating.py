@@ -15,10 +15,19 @@ import subprocess
 import sys
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 
+from answering import Quiet
+
 WORDS = 97
+# What `python -m` runs: this module, from here.
+SERVER = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import imitating
+imitating.main(sys.argv[1:])
+"""
 
 
 def target(prompt, limit, end_ids):
@@ -45,7 +54,7 @@ def install(folder):
     for part in (package, package.parent, package.parent.parent):
         (part / "__init__.py").touch()
     (Path(folder) / "vllm" / "version.py").write_text('__version__ = "0.0"\n', encoding="utf-8")
-    (package / "api_server.py").write_text(Path(__file__).read_text(encoding="utf-8"), encoding="utf-8")
+    (package / "api_server.py").write_text(SERVER, encoding="utf-8")
     return str(folder)
 
 
@@ -96,13 +105,7 @@ class Imitation(ThreadingHTTPServer):
         return "\n".join(lines) + "\n"
 
 
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server: Imitation
-
-    def log_message(self, *_):
-        pass
-
+class Handler(Quiet):
     def do_GET(self):
         if self.path == "/metrics":
             with self.server.lock:
@@ -121,17 +124,12 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(text.encode())
 
     def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        server = self.server
+        body, server = json.loads(self.body()), self.server
         with server.lock:
             server.answered += 1
             number = server.answered
             with Path(os.environ["IMITATION_REQUESTS"]).open("a") as file:
                 file.write(json.dumps(body) + "\n")
-        self.answer(body, number)
-
-    def answer(self, body, number):
-        server = self.server
         tokens = target(body["prompt"], body["max_tokens"], body["stop_token_ids"])
         pieces, at = [tokens[:1]], 1
         for accepted in verifications(len(tokens), server.depth):
@@ -189,7 +187,3 @@ def main(argv):
         Path(os.environ["IMITATION_PIDS"]).write_text(f"{os.getpid()} {engine.pid}")
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         Imitation(arguments).serve_forever()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -5,6 +5,14 @@ import json
 import torch
 from safetensors.torch import save_file
 
+from eagle31_train.checkpoint import contract
+
+
+def random_tensors(shape):
+    """All weights of a drafter."""
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(size, generator=generator) for name, size in contract.weight_shapes(shape).items()}
+
 
 def write(folder, config, tensors):
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,19 @@
 """A tiny random target, drafters of it that are right now and then, and run folders as the stages before leave them."""
 
+import shutil
+from dataclasses import asdict
+
 import imitating
 import pytest
 import torch
+from configured import configured
 from conftest import make_mla_shape, make_objective, make_shape
+from pipeline import save_quietly, write_data
+from safetensors.torch import save_file
+from talking import whole_words
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from eagle31_train import artifacts, cli
 from eagle31_train.evaluation.decoding import Limits, decode_plain
 from eagle31_train.evaluation.measuring import Candidate
 from eagle31_train.evaluation.prompts import Prompt
@@ -14,6 +22,7 @@ from eagle31_train.evaluation.unrolled import Trajectory, steps
 from eagle31_train.evaluation.workloads import Workload
 from eagle31_train.reporting import evaluation_page
 from eagle31_train.targets.cached import CachedTarget
+from eagle31_train.targets.hf import load_model
 
 # Auxiliary layer 4 of 4 is the input of the final norm, which transformers' own output cannot give.
 TINY = {"hidden_size": 32, "target_hidden_size": 32, "aux_layers": [1, 2, 4]}
@@ -103,3 +112,88 @@ def candidates(model):
         fit(drafter, ids, model, PROMPTS)
         found.append(Candidate(name, f"{name}-weights", drafter, ids))
     return found
+
+
+WORDS = ["<unk>", "system", "user", "assistant", "brief", "hello", "world", "again"]
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}{% if add_generation_prompt %}assistant{% endif %}"
+)
+END = 49
+LENGTHS = {"train": [12, 10, 14, 11], "heldout": [13, 10, 14, 11]}  # of samples that ask with their first three tokens
+OPTIONS = ["drafter.num_attention_heads=4", "drafter.num_key_value_heads=2", "drafter.head_dim=4",
+           "drafter.intermediate_size=24", "drafter.rope_theta=100.0", "drafter.max_position_embeddings=128",
+           "target.aux_layers=[1,2,4]", "target.device=cpu", "evaluate.max_new_tokens=12",
+           "evaluate.max_speculative_tokens=4"]  # fmt: skip
+
+
+class TinyRun:
+    """data/ and train/ of a run whose target is `model`, saved beside it."""
+
+    def __init__(self, folder, model):
+        self.folder, self.target = folder / "run", folder / "target"
+        save_quietly(model.to(torch.float32), self.target)
+        whole_words(WORDS, chat_template=TEMPLATE).save_pretrained(self.target)
+        objective = make_objective(tiny_shape(), torch.float32)
+        self.write_data(objective.teacher.target_ids.tolist())
+        self.write_weights(objective.drafter)
+        self.finish_training()
+
+    def write_data(self, kept):
+        write_data(self.folder, LENGTHS, kept=kept, target_size=50)
+        splits = {split: {"conversations": len(sizes)} for split, sizes in LENGTHS.items()}
+        self.tell_of_data(splits=splits, end_ids=[END])
+
+    def tell_of_data(self, **facts):
+        path = self.folder / "data" / "manifest.json"
+        artifacts.write_json(path, {**artifacts.read_json(path, "the test"), **facts})
+
+    def write_weights(self, drafter):
+        checkpoint = self.folder / "train" / "checkpoints" / "step-000007"
+        checkpoint.mkdir(parents=True, exist_ok=True)
+        self.weights = checkpoint / "model.safetensors"
+        save_file(dict(drafter.state_dict()), self.weights)
+        artifacts.write_json(checkpoint / "drafter.json", asdict(drafter.shape))
+
+    def finish_training(self, **more):
+        """With the configuration that training keeps."""
+        folder, data = self.folder / "train", self.folder / "data"
+        trained_on = artifacts.read_json(data / "manifest.json", "the test")["dataset_fingerprint"]
+        known = artifacts.file_sha256(data / "vocab.safetensors")[:16]
+        manifest = {
+            "fingerprint": "e" * 16,
+            "inputs": {"store": "f" * 16, "data": trained_on, "vocab": known},
+            "checkpoint": "checkpoints/step-000007",
+            "files": artifacts.list_files(folder, self.weights.parent.iterdir()),
+        }
+        artifacts.write_json(folder / "manifest.json", manifest | more)
+        (folder / "config.yaml").write_text(cli.to_yaml(self.config()), encoding="utf-8")
+
+    def another(self, name, seed=0, learnt=None):
+        """One more training on the same data; one that has learnt prompts is good."""
+        one = TinyRun.__new__(TinyRun)
+        one.folder, one.target = self.folder.with_name(name), self.target
+        shutil.copytree(self.folder, one.folder, ignore=shutil.ignore_patterns("evaluate"))
+        objective = make_objective(tiny_shape(), torch.float32)
+        drafter, ids = objective.drafter.requires_grad_(False), objective.teacher.target_ids
+        if seed:
+            generator = torch.Generator().manual_seed(seed)
+            drafter.lm_head.weight.data = torch.randn(drafter.lm_head.weight.shape, generator=generator)
+        if learnt:
+            model = load_model(one.config().target, "float32")
+            drafter.shared_embedding = model.get_input_embeddings().weight.data
+            fit(drafter, ids, model, learnt)
+        one.write_weights(drafter)
+        one.finish_training()
+        return one
+
+    def config(self, *more):
+        return configured(f"run_dir={self.folder}", f"target.path={self.target}", *OPTIONS, *more)
+
+    @property
+    def manifest(self):
+        return artifacts.read_json(self.folder / "evaluate" / "manifest.json", "the test")
+
+
+@pytest.fixture
+def run(tmp_path, model, no_pages):
+    return TinyRun(tmp_path, model)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from planting import replaced
 
 from eagle31_train.evaluation import decoding
 from eagle31_train.evaluation.decoding import Limits, decode_plain, decode_speculative
@@ -62,11 +63,6 @@ def speculate(target, drafters, prompts, draft_tokens, limits):
         return decode_speculative(target, None, torch.arange(50), prompts, draft_tokens, limits)
 
 
-def speculative(target, drafter, draft_tokens, limits):
-    """The one prompt, with a drafter of one sequence."""
-    return speculate(target, [drafter], [PROMPT], draft_tokens, limits)[0]
-
-
 @pytest.fixture(scope="module")
 def alone(model):
     """Every prompt's own continuation."""
@@ -113,7 +109,7 @@ def test_an_end_inside_a_draft_cuts_the_output_and_not_the_counts(target, contin
     if by == "end token":
         cut = limits(50, continuation[count - 1])
         count = continuation.index(continuation[count - 1]) + 1
-    found = speculative(target, Scripted(PROMPT, continuation), 3, cut)
+    [found] = speculate(target, [Scripted(PROMPT, continuation)], [PROMPT], 3, cut)
     assert found.tokens == continuation[:count]
     # Tokens 2..5 come with the first draft, 6..9 with the second, 10..13 with the third.
     assert found.accepted == [3] * ((count - 1 + 3) // 4)
@@ -140,27 +136,18 @@ def test_states_and_what_lies_beyond_the_end(target, alone, ends):
         torch.testing.assert_close(one.aux, whole, rtol=1e-4, atol=1e-4)
 
 
-def another_rows_draft(target, patch):
-    patch.setattr(Each, "select", lambda self, sequences: None)
+MISTAKES = {  # in a method of the target's, or of the drafters'
+    "another row's draft": ("drafters", "select", lambda right, self, sequences: None),
+    "rows forget alike": ("target", "forget", lambda right, counts: right([min(counts)] * len(counts))),
+    "nothing is forgotten": ("target", "forget", lambda right, counts: None),
+    "rows stay": ("target", "select", lambda right, rows: right(list(range(len(rows))))),
+}
 
 
-def rows_forget_alike(target, patch):
-    right = target.forget
-    patch.setattr(target, "forget", lambda counts: right([min(counts)] * len(counts)))
-
-
-def nothing_is_forgotten(target, patch):
-    patch.setattr(target, "forget", lambda counts: None)
-
-
-def rows_stay(target, patch):
-    right = target.select
-    patch.setattr(target, "select", lambda rows: right(list(range(len(rows)))))
-
-
-@pytest.mark.parametrize("mistake", [another_rows_draft, rows_forget_alike, nothing_is_forgotten, rows_stay])
+@pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_planted_in_a_batch_is_seen(target, alone, ends, mistake, monkeypatch):
-    mistake(target, monkeypatch)
+    of, name, wrong = MISTAKES[mistake]
+    replaced(monkeypatch, Each if of == "drafters" else target, name)(wrong)
     try:
         found = speculate(target, scripts(alone), PROMPTS, 3, ends)
     except (AssertionError, RuntimeError, ValueError, IndexError):

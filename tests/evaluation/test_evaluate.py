@@ -4,18 +4,14 @@ refused."""
 import json
 import re
 import shutil
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
-from configured import configured
-from conftest import make_objective
-from pipeline import save_quietly, write_data
+from families import write_rows
 from safetensors.torch import load_file, save_file
-from talking import whole_words
 
-from eagle31_train import artifacts, cli, compare, evaluate, export
+from eagle31_train import artifacts, compare, evaluate, export
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation import evaluating, measuring
@@ -23,92 +19,6 @@ from eagle31_train.model import vocab
 from eagle31_train.model.drafter import Drafter
 from eagle31_train.store.sealed import seal
 from eagle31_train.targets.cached import CachedTarget
-from eagle31_train.targets.hf import load_model
-from tests.evaluation.conftest import fit, tiny_shape
-
-WORDS = ["<unk>", "system", "user", "assistant", "brief", "hello", "world", "again"]
-TEMPLATE = (
-    "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}{% if add_generation_prompt %}assistant{% endif %}"
-)
-END = 49
-LENGTHS = {"train": [12, 10, 14, 11], "heldout": [13, 10, 14, 11]}  # of samples that ask with their first three tokens
-OPTIONS = ["drafter.num_attention_heads=4", "drafter.num_key_value_heads=2", "drafter.head_dim=4",
-           "drafter.intermediate_size=24", "drafter.rope_theta=100.0", "drafter.max_position_embeddings=128",
-           "target.aux_layers=[1,2,4]", "target.device=cpu", "evaluate.max_new_tokens=12",
-           "evaluate.max_speculative_tokens=4"]  # fmt: skip
-
-
-class TinyRun:
-    """data/ and train/ of a run whose target is `model`, saved beside it."""
-
-    def __init__(self, folder: Path, model) -> None:
-        self.folder, self.target = folder / "run", folder / "target"
-        save_quietly(model.to(torch.float32), self.target)
-        whole_words(WORDS, chat_template=TEMPLATE).save_pretrained(self.target)
-        objective = make_objective(tiny_shape(), torch.float32)
-        self.write_data(objective.teacher.target_ids.tolist())
-        self.write_weights(objective.drafter)
-        self.finish_training()
-
-    def write_data(self, kept):
-        write_data(self.folder, LENGTHS, kept=kept, target_size=50)
-        splits = {split: {"conversations": len(sizes)} for split, sizes in LENGTHS.items()}
-        self.tell_of_data(splits=splits, end_ids=[END])
-
-    def tell_of_data(self, **facts):
-        path = self.folder / "data" / "manifest.json"
-        artifacts.write_json(path, {**artifacts.read_json(path, "the test"), **facts})
-
-    def write_weights(self, drafter):
-        checkpoint = self.folder / "train" / "checkpoints" / "step-000007"
-        checkpoint.mkdir(parents=True, exist_ok=True)
-        self.weights = checkpoint / "model.safetensors"
-        save_file(dict(drafter.state_dict()), self.weights)
-        artifacts.write_json(checkpoint / "drafter.json", asdict(drafter.shape))
-
-    def finish_training(self, **more):
-        """With the configuration that training keeps."""
-        folder, data = self.folder / "train", self.folder / "data"
-        trained_on = artifacts.read_json(data / "manifest.json", "the test")["dataset_fingerprint"]
-        known = artifacts.file_sha256(data / "vocab.safetensors")[:16]
-        manifest = {
-            "fingerprint": "e" * 16,
-            "inputs": {"store": "f" * 16, "data": trained_on, "vocab": known},
-            "checkpoint": "checkpoints/step-000007",
-            "files": artifacts.list_files(folder, self.weights.parent.iterdir()),
-        }
-        artifacts.write_json(folder / "manifest.json", manifest | more)
-        (folder / "config.yaml").write_text(cli.to_yaml(self.config()), encoding="utf-8")
-
-    def another(self, name, seed=0, learnt=None):
-        """One more training on the same data; one that has learnt prompts is good."""
-        one = TinyRun.__new__(TinyRun)
-        one.folder, one.target = self.folder.with_name(name), self.target
-        shutil.copytree(self.folder, one.folder, ignore=shutil.ignore_patterns("evaluate"))
-        objective = make_objective(tiny_shape(), torch.float32)
-        drafter, ids = objective.drafter.requires_grad_(False), objective.teacher.target_ids
-        if seed:
-            generator = torch.Generator().manual_seed(seed)
-            drafter.lm_head.weight.data = torch.randn(drafter.lm_head.weight.shape, generator=generator)
-        if learnt:
-            model = load_model(one.config().target, "float32")
-            drafter.shared_embedding = model.get_input_embeddings().weight.data
-            fit(drafter, ids, model, learnt)
-        one.write_weights(drafter)
-        one.finish_training()
-        return one
-
-    def config(self, *more):
-        return configured(f"run_dir={self.folder}", f"target.path={self.target}", *OPTIONS, *more)
-
-    @property
-    def manifest(self):
-        return artifacts.read_json(self.folder / "evaluate" / "manifest.json", "the test")
-
-
-@pytest.fixture
-def run(tmp_path, model, no_pages):
-    return TinyRun(tmp_path, model)
 
 
 @pytest.fixture
@@ -257,10 +167,8 @@ def test_what_is_refused_before_the_target_is_loaded(run, monkeypatch, change, o
 
 @pytest.fixture
 def prompts(tmp_path):
-    file = tmp_path / "prompts.jsonl"
     rows = [{"id": f"q{i}", "source": "ab"[i % 2], "prompt": f"hello {'again ' * i}world"} for i in range(12)]
-    file.write_text("\n".join(map(json.dumps, rows)))
-    return f"evaluate.prompts={file}"
+    return f"evaluate.prompts={write_rows(tmp_path / 'prompts.jsonl', rows)}"
 
 
 def test_a_drafter_that_is_better_is_called_so(run, call, prompts):

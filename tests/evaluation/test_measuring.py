@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 from configured import configured
+from planting import instead_of, replaced
 
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation import decoding, measuring
-from eagle31_train.evaluation.decoding import Limits, decode_plain, decode_speculative
+from eagle31_train.evaluation.decoding import Limits, decode_plain
 from eagle31_train.evaluation.measurement import rounds
 from eagle31_train.evaluation.measuring import Measurer, seed_of
 from eagle31_train.evaluation.sampling import TARGET, Sampling, stream
@@ -48,48 +49,41 @@ def test_drafters_of_every_kind_are_counted_alike_in_both_ways(model, candidates
     assert reached[0] != reached[1] != reached[2]
 
 
-def shifted_unroll(*arguments):
-    accepted, drift = UNROLL(*arguments)
-    return [*accepted[1:], 0], drift
+COUNTED_WRONGLY = {  # the accepted tokens of each verification
+    "one token more": lambda accepted: accepted.__setitem__(0, accepted[0] + 1),
+    "one verification less": lambda accepted: accepted.pop(),
+    "one verification more": lambda accepted: accepted.insert(0, 0),
+}
 
 
-def one_more(found):
-    found[0].accepted[0] += 1
-
-
-def one_verification_less(found):
-    found[0].accepted.pop()
-
-
-def two_as_one(found):
-    found[0].accepted.insert(0, 0)
-
-
-UNROLL, SPECULATE = measuring.unroll, measuring.decode_speculative
-
-
-@pytest.mark.parametrize("mistake", [one_more, one_verification_less, two_as_one])
+@pytest.mark.parametrize("mistake", COUNTED_WRONGLY)
 def test_a_mistake_in_the_counts_of_real_decoding_is_refused(model, candidates, monkeypatch, mistake):
-    def wrong(*arguments):
-        found = SPECULATE(*arguments)
-        mistake(found)
+    @replaced(monkeypatch, measuring, "decode_speculative")
+    def wrong(right, *arguments):
+        found = right(*arguments)
+        COUNTED_WRONGLY[mistake](found[0].accepted)
         return found
 
-    monkeypatch.setattr(measuring, "decode_speculative", wrong)
     with pytest.raises(UserError, match=r"prompt p\d, other, verification \d+ of 3 draft tokens: real decoding"):
         measurer_of(model).measure(GREEDY, candidates[2:])
 
 
-def test_a_mistake_in_the_drafts_of_either_way_is_refused(model, candidates, monkeypatch):
-    class Rigged(decoding.DraftDecoder):
-        def propose(self, count, choose):
-            return super().propose(count, choose).roll(1, 1)
+@instead_of(measuring, "unroll")
+def shifted_unroll(right, *arguments):
+    accepted, drift = right(*arguments)
+    return [*accepted[1:], 0], drift
 
-    for module, name, wrong in ((measuring, "unroll", shifted_unroll), (decoding, "DraftDecoder", Rigged)):
-        with monkeypatch.context() as patch:
-            patch.setattr(module, name, wrong)
-            with pytest.raises(UserError, match="narrowest choice"):
-                measurer_of(model).measure(GREEDY, candidates[:1])
+
+@instead_of(decoding.DraftDecoder, "propose")
+def drafts_in_another_order(right, *arguments):
+    return right(*arguments).roll(1, 1)
+
+
+@pytest.mark.parametrize("plant", [shifted_unroll, drafts_in_another_order])
+def test_a_mistake_in_the_drafts_of_either_way_is_refused(model, candidates, monkeypatch, plant):
+    plant(monkeypatch)
+    with pytest.raises(UserError, match="narrowest choice"):
+        measurer_of(model).measure(GREEDY, candidates[:1])
 
 
 @pytest.mark.parametrize("step", [1, 2])
@@ -102,9 +96,10 @@ def test_where_two_drafts_are_equally_good_rounding_is_told_and_not_refused(
         asked.append((trajectory.prompt, slot, depth))
         return gap
 
-    def unlucky(*arguments):
+    @replaced(monkeypatch, measuring, "decode_speculative")
+    def unlucky(right, *arguments):
         """As if a draft of one prompt had gone wrong at this step."""
-        found = SPECULATE(*arguments)
+        found = right(*arguments)
         for one, prompt in zip(found, arguments[3], strict=True):
             if struck in ([], [prompt]) and max(one.accepted, default=0) >= step:
                 struck[:] = [prompt]
@@ -115,7 +110,6 @@ def test_where_two_drafts_are_equally_good_rounding_is_told_and_not_refused(
         return found
 
     struck, kept, parts = [], [], []
-    monkeypatch.setattr(measuring, "decode_speculative", unlucky)
     monkeypatch.setattr(measuring, "narrowest", narrowest)
     gap = 1e-6
     found = measurer_of(model).measure(GREEDY, candidates[:1])["llama"]
@@ -176,12 +170,12 @@ def test_prompts_that_are_timed_are_decoded_alone(model, candidates, monkeypatch
     """And tokens per second are theirs, whatever else is decoded."""
     decoded = []
 
-    def seen(target, prompts, *rest, **options):
+    @replaced(monkeypatch, measuring, "decode_plain")
+    def seen(right, target, prompts, *rest, **options):
         decoded.append(len(prompts))
-        answers = decode_plain(target, prompts, *rest, **options)
+        answers = right(target, prompts, *rest, **options)
         return [dataclasses.replace(one, seconds=100.0 if len(prompts) > 1 else 1.0) for one in answers]
 
-    monkeypatch.setattr(measuring, "decode_plain", seen)
     (found,) = measurer_of(model, "evaluate.timed_prompts=2").measure(GREEDY, candidates[:1]).values()
     assert (decoded, found.plain, found.tokens) == ([1, 1, 3], 2.0, sum(map(len, found.outputs[:2])))
 
@@ -190,12 +184,12 @@ def test_prompts_that_are_timed_are_decoded_alone(model, candidates, monkeypatch
 def test_an_output_that_differs_is_refused_by_how_much(model, candidates, monkeypatch, temperature):
     """Of logits, or of what the draws make of them at a temperature."""
 
-    def other(*arguments):
-        found = SPECULATE(*arguments)
+    @replaced(monkeypatch, measuring, "decode_speculative")
+    def other(right, *arguments):
+        found = right(*arguments)
         found[0].tokens[4] = (found[0].tokens[4] + 1) % 50
         return found
 
-    monkeypatch.setattr(measuring, "decode_speculative", other)
     workload = workload_of(PROMPTS[:1], temperature=temperature)
     with pytest.raises(UserError, match=r"prompt p0, output token 4: .*'evaluate.leave_out=.*7 b.*p0") as error:
         measurer_of(model, "evaluate.leave_out=['7 b']").measure(workload, candidates[:1])
@@ -235,14 +229,14 @@ def test_decoding_is_on_as_many_threads_as_are_quickest(monkeypatch, seconds, qu
 def test_the_time_of_other_outputs_is_told_for_as_many_tokens(model, candidates, monkeypatch):
     """A token takes 2 s by plain decoding, 1 s with a drafter, whose drawn outputs are of other lengths."""
     lengths = {}
-    for name, right, cost in (("decode_plain", decode_plain, 2.0), ("decode_speculative", decode_speculative, 1.0)):
+    for name, cost in (("decode_plain", 2.0), ("decode_speculative", 1.0)):
 
-        def seen(*given, name=name, right=right, cost=cost, **options):
+        @replaced(monkeypatch, measuring, name)
+        def seen(right, *given, name=name, cost=cost, **options):
             answers = right(*given, **options)
             lengths[name] = lengths.get(name, 0) + sum(len(one.tokens) for one in answers)
             return [dataclasses.replace(one, seconds=cost * len(one.tokens)) for one in answers]
 
-        monkeypatch.setattr(measuring, name, seen)
     options = ("evaluate.draft_sampling=probabilistic", "evaluate.max_speculative_tokens=3", "evaluate.timed_prompts=4")
     (found,) = measurer_of(model, *options, ends=ENDS).measure(workload_of(temperature=1.0), candidates[:1]).values()
     assert lengths["decode_plain"] * 3 != lengths["decode_speculative"], "at each of three depths"

@@ -1,7 +1,6 @@
 """Acceptance in repeating text and elsewhere, beside counts made by hand."""
 
 import pytest
-from sample_results import DEPTHS, answers, measured
 
 from eagle31_train.evaluation import repetition
 from eagle31_train.evaluation.measurement import Counts, Measurement
@@ -35,18 +34,6 @@ def test_each_verification_counts_where_it_begins():
     assert lengths["new"] == {"1": (pytest.approx((1 + 2 + 2 + 1 + 2 + 2) / 6), 6), "3": ((1 + 3 + 1 + 4) / 4, 4)}
     twice = by_repetition(prompts, [one, one], [3])
     assert [twice[kind]["3"]["drafts"] for kind in twice] == [2 * found[kind]["3"]["drafts"] for kind in found]
-
-
-def test_the_two_add_up_to_all():
-    workload, drafters = measured("heldout", {"a": answers(0.7)})
-    (numbers,) = (by_repetition(workload.prompts, trainings, DEPTHS) for trainings in drafters.values())
-    for depth in map(str, DEPTHS):
-        parts = [of[depth] for of in numbers.values()]
-        drafts = sum(part["drafts"] for part in parts)
-        tokens = sum((part["acceptance_length"][0] or 0) * part["drafts"] for part in parts)
-        (one,) = drafters["a"]
-        rounds = [made for each in one.counts for made in each.verifications(int(depth))]
-        assert (drafts, tokens) == (len(rounds), pytest.approx(sum(rounds) + len(rounds)))
 
 
 def test_answers_of_one_token_say_nothing_and_sampled_drafts_have_no_such_numbers():

@@ -61,12 +61,11 @@ def pair():
 
 @pytest.fixture(scope="module")
 def compared(pair):
-    return summarise([measured("heldout", pair)], DEPTHS, HEADLINE)
+    return only(**pair)
 
 
 def test_every_depth_is_that_of_a_server_which_drafts_so_many(pair, compared):
-    (workload,) = compared["workloads"]
-    numbers = workload["drafters"]["one"]
+    numbers = compared["drafters"]["one"]
     for depth in DEPTHS:
         drafts, counts = served(pair["one"], depth)
         found = numbers["by_depth"][str(depth)]
@@ -92,7 +91,7 @@ def test_where_no_draft_or_every_one_was_accepted_nothing_is_claimed_of_others(a
 
 
 def test_drift_is_a_mean_over_slots(pair, compared):
-    drift = compared["workloads"][0]["drafters"]["one"]["drift"]
+    drift = compared["drafters"]["one"]["drift"]
     slots = [len(row.accepted) for row in pair["one"]]
     value, low, high = drift["rms"][0]
     assert value == pytest.approx(sum(slot * slot for slot in slots) / sum(slots))
@@ -121,10 +120,9 @@ def test_several_trainings_are_one_drafter(pair):
 
 
 def test_differences_are_of_the_same_prompts(pair, compared):
-    (workload,) = compared["workloads"]
-    differences = workload["differences"]["two"]
+    differences = compared["differences"]["two"]
     for depth in map(str, DEPTHS):
-        one, two = (workload["drafters"][name]["by_depth"][depth]["acceptance_length"][0] for name in ("one", "two"))
+        one, two = (compared["drafters"][name]["by_depth"][depth]["acceptance_length"][0] for name in ("one", "two"))
         assert differences[depth]["difference"][0] == pytest.approx(two - one)
         assert differences[depth]["ratio"][0] == pytest.approx(two / one)
     same = only(one=pair["one"], same=pair["one"])
@@ -224,9 +222,7 @@ def test_prompts_are_verified_where_every_drafter_decoded_them():
     def seen(rows, count):
         return [replace(row, seen={3: rounds(row.accepted, 3)} if at < count else {}) for at, row in enumerate(rows)]
 
-    both = {"one": seen(answers(0.6), 3), "two": seen(answers(0.7, seed=2), 5)}
-    (workload,) = summarise([measured("heldout", both)], DEPTHS, HEADLINE)["workloads"]
-    assert workload["verified"] == 3
+    assert only(one=seen(answers(0.6), 3), two=seen(answers(0.7, seed=2), 5))["verified"] == 3
 
 
 @pytest.mark.parametrize(("prompts", "tail"), [(5, 0.00095), (10, 0.00855), (40, 0.0202)])

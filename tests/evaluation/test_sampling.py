@@ -10,7 +10,6 @@ from collections import Counter
 import pytest
 import torch
 from conftest import make_objective, make_shape
-from planting import instead_of
 
 from eagle31_train.evaluation import sampling
 from eagle31_train.evaluation.decoding import Limits, decode_plain, decode_speculative
@@ -104,57 +103,37 @@ def test_outputs_are_distributed_as_the_targets_own(target, drafter, how, draft_
     assert distance(sample(target, drafter, how, draft_tokens, count), wanted) < bar(wanted, count) < most
 
 
-def always(monkeypatch):
-    monkeypatch.setattr(sampling, "acceptance", lambda p, q, drafts: torch.ones(len(p)))
+VERIFY, DRAW = Chooser.verify, Chooser.draft
 
 
-def nothing_subtracted(monkeypatch):
-    monkeypatch.setattr(sampling, "residual", lambda p, q: p)
-
-
-def wrong_way(monkeypatch):
-    monkeypatch.setattr(sampling, "residual", lambda p, q: (q - p).clamp(min=0))
-
-
-@instead_of(Chooser, "verify")
-def q_of_another_step(right, self, logits, proposed, target_ids):
+def q_of_another_step(self, logits, proposed, target_ids):
     self._drafted.reverse()
-    return right(self, logits, proposed, target_ids)
+    return VERIFY(self, logits, proposed, target_ids)
 
 
-@instead_of(Chooser, "draft")
-def no_temperature_for_q(right, self, step, logits):
-    token = right(self, step, logits)
+def no_temperature_for_q(self, step, logits):
+    token = DRAW(self, step, logits)
     self._drafted[-1] = logits.double().softmax(-1)
     return token
 
 
-def one_number_for_both(monkeypatch):
-    """The draft's own race decides the replacement, too."""
-    monkeypatch.setattr(sampling, "DRAFT", TARGET)
-
-
-@instead_of(sampling, "probabilities")
-def nucleus_left_out(right, logits, temperature, top_p):
-    return right(logits, temperature, 1.0)
-
-
-MISTAKES = {
-    always: 1.3,
-    nothing_subtracted: 1.3,
-    wrong_way: 1.3,
-    q_of_another_step: 1.3,
-    no_temperature_for_q: 4.0,
-    one_number_for_both: 3.0,
-    nucleus_left_out: 0.8,
+MISTAKES = {  # what stands in whose place, and the temperature at which it shows
+    "all is accepted": (sampling, "acceptance", lambda p, q, drafts: torch.ones(len(p)), 1.3),
+    "nothing is subtracted": (sampling, "residual", lambda p, q: p, 1.3),
+    "subtracted the wrong way": (sampling, "residual", lambda p, q: (q - p).clamp(min=0), 1.3),
+    "q of another step": (Chooser, "verify", q_of_another_step, 1.3),
+    "no temperature for q": (Chooser, "draft", no_temperature_for_q, 4.0),
+    "the draft's own race decides the replacement": (sampling, "DRAFT", TARGET, 3.0),
+    "no nucleus": (sampling, "probabilities", lambda row, temperature, _: probabilities(row, temperature, 1), 0.8),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_planted_mistake_is_seen(target, drafter, monkeypatch, mistake):
     """In few draws, with a bar that much higher."""
-    how = Sampling(MISTAKES[mistake], 0.9 if mistake is nucleus_left_out else 1.0, "probabilistic")
+    owner, name, wrong, temperature = MISTAKES[mistake]
+    how = Sampling(temperature, 0.9 if mistake == "no nucleus" else 1.0, "probabilistic")
     wanted = law(target, how)
-    mistake(monkeypatch)
-    count = FEW if mistake is one_number_for_both else 2000
+    monkeypatch.setattr(owner, name, wrong)
+    count = FEW if name == "DRAFT" else 2000
     assert distance(sample(target, drafter, how, count=count), wanted) > bar(wanted, count)

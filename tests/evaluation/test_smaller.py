@@ -17,23 +17,18 @@ from loopback_hub import problems_of, serving_hub
 from safetensors.torch import load_file
 
 from eagle31_train import artifacts, compare, evaluate, export, summary
-from eagle31_train.checkpoint import int8
+from eagle31_train.checkpoint import hub, int8
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.checkpoint.smaller import served, windowed
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation.trajectories import digest
 from eagle31_train.evaluation.unrolled import turns, unroll
 from eagle31_train.model.linear import Linear
-from tests.evaluation.test_evaluate import END, TinyRun
+from tests.evaluation.conftest import END
 from tests.evaluation.test_unrolled import agreeable
 
 SMALL = ["export_weights=int8", "export_vocab_size=12"]
 INT8 = SMALL[:1]
-
-
-@pytest.fixture
-def run(tmp_path, model, no_pages):
-    return TinyRun(tmp_path, model)
 
 
 def opened(run, *options):
@@ -275,16 +270,16 @@ def test_the_card_tells_of_the_smaller_drafter_alone(run, capsys):
 
 @pytest.mark.parametrize("options", [pytest.param([], marks=pytest.mark.slow), SMALL], ids=["as trained", "smaller"])
 def test_downloaded_again_it_gives_the_same_counts(options, run, tmp_path, monkeypatch, capsys):
-    with serving_hub(monkeypatch, tmp_path / "cache") as hub:
+    with serving_hub(monkeypatch, tmp_path / "cache") as server:
         config = run.config(*options, "target.dtype=float32", "push=true", "repo=me/draft", "private=true")
         evaluate.evaluate(config)
         export.export(config)
-        uploaded = hub.cards[-1]
-        assert hub.files("me/draft")["README.md"].decode() == uploaded
+        uploaded = server.cards[-1]
+        assert server.files("me/draft")["README.md"].decode() == uploaded
         assert problems_of(uploaded) == []
         assert ModelCard(uploaded).data.library_name == "vllm"
         draft = DrafterCheckpoint.open("me/draft")
-        assert draft.commit == hub.commit("me/draft")
+        assert draft.commit == server.commit("me/draft")
         monkeypatch.chdir(tmp_path)
         measured = json.loads((run.folder / "evaluate" / "manifest.json").read_text())["result"]
         compare.main([str(run.folder), "me/draft", "compare.out=out", "target.dtype=float32", "target.device=cpu"])
@@ -300,12 +295,9 @@ def test_a_card_that_the_hub_refuses_is_named(run, tmp_path, monkeypatch):
     with serving_hub(monkeypatch, tmp_path / "cache"):
         export.export(run.config())
         card = run.folder / "export" / "README.md"
-        from eagle31_train.checkpoint import hub as checkpoint_hub
-
-        text = re.sub(r"^tags: .*$", "tags: [1, {a: 2}]", card.read_text(), flags=re.MULTILINE)
-        card.write_text(text)
+        card.write_text(re.sub(r"^tags: .*$", "tags: [1, {a: 2}]", card.read_text(), flags=re.MULTILINE))
         with pytest.raises(UserError, match="cannot be uploaded as me/draft"):
-            checkpoint_hub.push(run.folder / "export", "me/draft", private=False)
+            hub.push(run.folder / "export", "me/draft", private=False)
 
 
 def test_the_summary_of_what_vllm_served(run, capsys):
@@ -317,15 +309,13 @@ def test_the_summary_of_what_vllm_served(run, capsys):
     alone = next(row for row in serving["rows"] if row["drafter"] is None and row["concurrency"] == 1)
     name = next(row["drafter"] for row in serving["rows"] if row["drafter"])
     serving["rows"].append({**alone, "drafter": name, "per_user": [17.0, 16.0, 18.0]})  # at rest: no draft tokens
-    vllm = run.config("evaluate.backend=vllm")
-    for made, said in ((exported, None), ("another", "evaluate was last run on another training")):
-        record = {"inputs": {"export": made}, "serving": serving, "seconds": 3.0}
-        artifacts.make_folder(run.folder / "serving")
-        artifacts.write_json(run.folder / "serving" / artifacts.MANIFEST, record)
-        if said:
-            with pytest.raises(UserError, match=said):
-                summary.summarise(vllm)
-    artifacts.write_json(run.folder / "serving" / artifacts.MANIFEST, {**record, "inputs": {"export": exported}})
+    vllm, manifest = run.config("evaluate.backend=vllm"), run.folder / "serving" / artifacts.MANIFEST
+    artifacts.make_folder(manifest.parent)
+    record = {"inputs": {"export": "another"}, "serving": serving, "seconds": 3.0}
+    artifacts.write_json(manifest, record)
+    with pytest.raises(UserError, match="evaluate was last run on another training"):
+        summary.summarise(vllm)
+    artifacts.write_json(manifest, {**record, "inputs": {"export": exported}})
     capsys.readouterr()
     summary.summarise(vllm)
     told = capsys.readouterr().out

@@ -107,26 +107,19 @@ def test_a_target_or_engine_that_cannot_decode_here_is_extracted_all_the_same(ru
 def test_at_most_half_of_each_sources_prompts_are_taken_from_its_end_and_evaluation_comes_first():
     counts = {"a": 5, "b": 2, "c": 1}
     heldout = [Prompt(f"{name}{i}", name, [ord(name), i]) for name, count in counts.items() for i in range(count)]
-    assert choose_prompts(heldout, 8, 0, 9) == [[97, 4], [98, 1], [97, 3]]
-    assert choose_prompts([*heldout, *heldout], 8, 0, 9) == [[97, 4], [98, 1], [97, 3]], (
-        "asked twice, and once a prompt"
-    )
-    assert choose_prompts(heldout, 1, 0, 9) == [[97, 4]]
+    chosen = [[97, 4], [98, 1], [97, 3]]
+    assert choose_prompts(heldout, 8, 0, 9) == chosen
+    assert choose_prompts([*heldout, *heldout], 8, 0, 9) == chosen, "asked twice, and once a prompt"
+    assert choose_prompts(heldout, 1, 0, 9) == chosen[:1]
     assert len(choose_prompts(heldout, 8, 5, 9)) == 3, "five of eight are left for evaluation"
     assert len(choose_prompts(heldout, 8, 6, 9)) == len(choose_prompts(heldout, 8, 20, 9)) == 2
-    assert choose_prompts([*heldout, Prompt("long", "a", [97] * 10)], 8, 0, 9) == [[97, 4], [98, 1], [97, 3]]
+    assert choose_prompts([*heldout, Prompt("long", "a", [97] * 10)], 8, 0, 9) == chosen
     with pytest.raises(UserError, match="no source has two held-out prompts"):
         choose_prompts([heldout[-1], Prompt("again", "c", heldout[-1].ids)], 8, 0, 9)
 
 
-def test_prompts_have_room_for_all_that_is_followed(tmp_path, monkeypatch):
-    from pipeline import make_run, tiny_config
-
-    from eagle31_train.evaluation import trajectories
-    from eagle31_train.extract import extract
-
+def test_prompts_have_room_for_all_that_is_followed(run, monkeypatch):
     asked, right = [], trajectories.choose_prompts
     monkeypatch.setattr(trajectories, "choose_prompts", lambda *given: asked.append(given[-1]) or right(*given))
-    make_run(tmp_path)
-    extract(tiny_config(tmp_path, "evaluate.max_new_tokens=20", "evaluate.max_speculative_tokens=5"))
+    extract(tiny_config(run, "evaluate.max_new_tokens=20", "evaluate.max_speculative_tokens=5"))
     assert asked == [128 - 20 - 4]

@@ -1,7 +1,9 @@
 """Every slot of a trajectory at once, against the drafter written apart in fp64."""
 
 import math
+from contextlib import contextmanager
 from dataclasses import fields
+from unittest.mock import patch
 
 import pytest
 import reference
@@ -63,41 +65,48 @@ def agreeable(drafter, ids, prompt=PROMPT, output=14):
 
 
 def test_the_narrowest_gap_is_that_of_the_draft_at_its_slot(drafted):
-    (drafter, ids), trajectory = drafted
-    told, spelled_out = [*trajectory.prompt, *trajectory.output, *trajectory.beyond], written_apart(drafter)
+    drafter, trajectory = drafted
+    draft_at = written_apart(*drafter, trajectory)
     for slot in (0, trajectory.slots - 1):
-        gaps, draft, t = [], [], PROMPT - 1 + slot
-        context = spelled_out.context(told, trajectory.aux, t)
-        for _ in range(DEPTH):
-            outputs, _ = spelled_out.slot([*told[: t + 2], *draft], trajectory.aux, t, len(draft) + 1, context)
-            scores = drafter.lm_head(outputs[-1])
-            best, second = scores.topk(2).values.tolist()
-            gaps.append(best - second)
-            draft.append(int(ids[scores.argmax()]))
-        found = narrowest(drafter, ids, trajectory, slot, DEPTH)
-        assert found == pytest.approx(min(gaps), rel=1e-9)
+        _, outputs, _, _ = draft_at(PROMPT - 1 + slot)
+        best, second = (drafter[0].lm_head.weight.detach() @ torch.stack(outputs).T).topk(2, 0).values
+        found = narrowest(*drafter, trajectory, slot, DEPTH)
+        assert found == pytest.approx(float((best - second).min()), rel=1e-9)
 
 
-def from_scratch(drafter, ids, trajectory):
-    """Counts and drift by the drafter that is written apart: one slot, one step, one head, one softmax at a time."""
-    heads = drafter.shape.num_attention_heads * drafter.shape.num_layers
-    spelled_out = written_apart(drafter)
-    lm_head = spelled_out.w["lm_head.weight"]
+def written_apart(drafter, ids, trajectory):
+    """The drafter that is written apart. Of a position it gives the draft there, and of that draft's steps the outputs,
+    the states that they read, and the shares of each softmax."""
+    weights = {name: tensor.detach() for name, tensor in drafter.state_dict().items()}
+    spelled_out = reference_mla.reference_for(drafter.shape)(drafter.shape, weights, drafter.shared_embedding)
     told = [*trajectory.prompt, *trajectory.output, *trajectory.beyond]
-    first = len(trajectory.prompt) - 1
-    accepted, rows = [], [[] for _ in range(DEPTH)]
-    context = spelled_out.context(told, trajectory.aux, first + trajectory.slots)
-    for t in range(first, first + trajectory.slots):
+    context = spelled_out.context(told, trajectory.aux, len(trajectory.prompt) - 1 + trajectory.slots)
+
+    def draft_at(t):
         draft = []
         for _ in range(DEPTH):
             with watched_softmax() as shares:
                 read = [*told[: t + 2], *draft]
                 outputs, states = spelled_out.slot(read, trajectory.aux, t, len(draft) + 1, context)
-            draft.append(int(ids[(lm_head @ outputs[-1]).argmax()]))
+            draft.append(int(ids[(weights["lm_head.weight"] @ outputs[-1]).argmax()]))
+        return draft, outputs, states, shares
+
+    return draft_at
+
+
+def from_scratch(drafter, ids, trajectory):
+    """Counts and drift by the drafter that is written apart: one slot, one step, one head, one softmax at a time."""
+    heads = drafter.shape.num_attention_heads * drafter.shape.num_layers
+    told = [*trajectory.prompt, *trajectory.output, *trajectory.beyond]
+    first = len(trajectory.prompt) - 1
+    accepted, rows = [], [[] for _ in range(DEPTH)]
+    draft_at = written_apart(drafter, ids, trajectory)
+    for t in range(first, first + trajectory.slots):
+        draft, outputs, states, shares = draft_at(t)
         wrong = [a != b for a, b in zip(draft, told[t + 2 :], strict=False)]
         accepted.append(wrong.index(True) if True in wrong else DEPTH)
         for k in range(DEPTH):
-            q = torch.softmax(lm_head @ outputs[k], -1)
+            q = torch.softmax(drafter.lm_head.weight.detach() @ outputs[k], -1)
             rows[k].append(
                 {
                     **shares_by_kind(shares[k * heads : (k + 1) * heads], len(trajectory.prompt), t),
@@ -107,11 +116,6 @@ def from_scratch(drafter, ids, trajectory):
             )
     mean = {f.name: [sum(row[f.name] for row in step) / len(step) for step in rows] for f in fields(Drift)}
     return accepted, Drift(**mean)
-
-
-def written_apart(drafter):
-    weights = {name: tensor.detach() for name, tensor in drafter.state_dict().items()}
-    return reference_mla.reference_for(drafter.shape)(drafter.shape, weights, drafter.shared_embedding)
 
 
 def shares_by_kind(heads, prompt, t):
@@ -129,21 +133,17 @@ def shares_by_kind(heads, prompt, t):
     return found
 
 
-class watched_softmax:
+@contextmanager
+def watched_softmax():
     """The shares of every softmax that the reference works out within."""
+    right, shares = reference.weighted, []
 
-    def __enter__(self):
-        self.right, shares = reference.weighted, []
+    def watching(scores, values):
+        shares.append(torch.softmax(scores, 0))
+        return right(scores, values)
 
-        def watching(scores, values):
-            shares.append(torch.softmax(scores, 0))
-            return self.right(scores, values)
-
-        reference.weighted = reference_mla.weighted = watching
-        return shares
-
-    def __exit__(self, *error):
-        reference.weighted = reference_mla.weighted = self.right
+    with patch.object(reference, "weighted", watching), patch.object(reference_mla, "weighted", watching):
+        yield shares
 
 
 def unlike(ours, truth):
@@ -170,22 +170,20 @@ def test_counts_and_drift_equal_a_computation_from_scratch(drafted, prompt):
     assert min(ours.own[1:]) > 0
 
 
-def without_the_newest_own_key(q, k0, v0, own_k, own_v, layout, scale):
-    return q, k0, v0, own_k[:-1], own_v[:-1], layout, scale
+NEWEST_OWN_KEY = {
+    "left out": lambda q, k0, v0, own_k, own_v, *rest: (q, k0, v0, own_k[:-1], own_v[:-1], *rest),
+    "twice": lambda q, k0, v0, own_k, own_v, *rest: (q, k0, v0, own_k + own_k[-1:], own_v + own_v[-1:], *rest),
+}
 
 
-def with_the_newest_own_key_twice(q, k0, v0, own_k, own_v, layout, scale):
-    return q, k0, v0, own_k + own_k[-1:], own_v + own_v[-1:], layout, scale
-
-
-@pytest.mark.parametrize("mistake", [without_the_newest_own_key, with_the_newest_own_key_twice])
+@pytest.mark.parametrize("mistake", NEWEST_OWN_KEY)
 def test_a_mistake_in_the_attention_to_own_keys_is_seen_in_every_measure(monkeypatch, mistake):
     drafter = drafter_of(make_shape())
     trajectory = agreeable(*drafter, output=8)
 
     @replaced(monkeypatch, drafting, "unrolled_attention")
     def wrong(right, *args, **given):
-        return right(*mistake(*args), **given)
+        return right(*NEWEST_OWN_KEY[mistake](*args), **given)
 
     _, ours = unroll(*drafter, trajectory, DEPTH, drift=True)
     _, truth = from_scratch(*drafter, trajectory)

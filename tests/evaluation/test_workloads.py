@@ -1,11 +1,10 @@
 """How rows of many kinds of sets become prompts, which workloads a configuration asks for, and what was trained on."""
 
-import json
-
 import numpy as np
 import pytest
 from configured import configured
 from datasets import Dataset, DatasetDict
+from families import write_rows
 from talking import make_tokenizer
 
 from eagle31_train.cli import CONFIGS, load_config
@@ -40,9 +39,7 @@ class Place:
         DatasetDict({"heldout": Dataset.from_dict(columns)}).save_to_disk(str(self.folder / "data" / "dataset"))
 
     def write(self, name, *rows):
-        file = self.folder / name
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return file
+        return write_rows(self.folder / name, rows)
 
     def config(self, *more):
         target = [f"target.path={self.folder / 'target'}", f"data_dir={self.folder / 'data'}", "data.max_length=200"]
@@ -121,11 +118,9 @@ def test_results_without_system_texts_stay_and_others_are_refused(place):
         assert found.get("layout") == layout
 
 
-@pytest.mark.parametrize(("last", "words"), [("[1]", "own.jsonl:2 is no JSON object"), ("{", ":2 cannot be read")])
-def test_a_row_that_cannot_be_read_is_named_by_its_place(place, last, words):
-    (place.folder / "own.jsonl").write_text(f'{{"prompt": "hello"}}\n{last}')
-    with pytest.raises(UserError, match=words):
-        place.workloads(f"evaluate.suites.s.path={place.folder / 'own.jsonl'}")
+def test_a_row_that_is_no_object_is_named_by_its_place(place):
+    with pytest.raises(UserError, match=r"own.jsonl:2 is no JSON object"):
+        place.workloads(f"evaluate.suites.s.path={place.write('own.jsonl', {'prompt': 'hello'}, [1])}")
 
 
 SUITES = [({}, "path"), (5, ""), ({"path": ""}, "path"), ({"path": "a", "id": 5}, "id"), ({"path": "a", "x": "b"}, "x")]

@@ -1,7 +1,7 @@
 """A run folder as the stages before export leave it, made by hand for a tiny drafter."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +10,10 @@ import torch
 from conftest import make_mla_shape, make_shape
 from safetensors.torch import load_file, save_file
 from sample_results import measured
+from spelling import random_tensors
 
 from eagle31_train import artifacts, export
-from eagle31_train.checkpoint import contract, run_folder
+from eagle31_train.checkpoint import run_folder
 from eagle31_train.cli import load_config
 from eagle31_train.config import Config, DrafterShape
 from eagle31_train.evaluation.measurement import Counts
@@ -32,11 +33,6 @@ YARN = {
 # MLA of widths that all differ, and of heads that do not divide hidden_size.
 TINY_MLA = make_mla_shape(**SIZES, num_attention_heads=3, kv_lora_rank=12, qk_rope_head_dim=4, rope_scaling=YARN)
 TINY_IDS = np.array([0, 1, 2, 5, 8, 13, 21, 25, 30, 33, 36, 39], dtype=np.int64)
-
-
-def random_tensors(shape: DrafterShape) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return {name: torch.randn(size, generator=generator) for name, size in contract.weight_shapes(shape).items()}
 
 
 class FakeRun:
@@ -76,12 +72,8 @@ class FakeRun:
     def change_tensors(self, **change: torch.Tensor | None) -> None:
         """Replace, add, or (with None) remove tensors; dots of a name written as `__`."""
         tensors = load_file(self.checkpoint / "model.safetensors")
-        for name, tensor in change.items():
-            if tensor is None:
-                del tensors[name.replace("__", ".")]
-            else:
-                tensors[name.replace("__", ".")] = tensor
-        self.set_tensors(tensors)
+        tensors |= {name.replace("__", "."): tensor for name, tensor in change.items()}
+        self.set_tensors({name: tensor for name, tensor in tensors.items() if tensor is not None})
 
     def finish(self) -> None:
         train = self.folder / "train"
@@ -170,12 +162,12 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, FakeRun]:
 
 @pytest.fixture
 def tiny() -> DrafterShape:
-    return replace(TINY)
+    return TINY
 
 
 @pytest.fixture
 def tiny_mla() -> DrafterShape:
-    return replace(TINY_MLA)
+    return TINY_MLA
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import make_mla_shape
 from safetensors.torch import save_file
+from spelling import random_tensors
 
 from eagle31_train import export
 from eagle31_train.checkpoint import contract
@@ -35,9 +36,7 @@ TARGET = {
 def deep(run, tiny, tmp_path):
     """A run of two layers, its target's config.json beside it, and its export for SGLang."""
     run.set_shape(replace(tiny, num_layers=2))
-    shapes = contract.weight_shapes(run.shape)
-    generator = torch.Generator().manual_seed(1)
-    run.set_tensors({name: torch.randn(shape, generator=generator) for name, shape in shapes.items()})
+    run.set_tensors(random_tensors(run.shape))
     (tmp_path / "target").mkdir()
     (tmp_path / "target" / "config.json").write_text(json.dumps(TARGET))
     run.more = [f"target.path={tmp_path / 'target'}", "target.dtype=float32", "drafter.num_layers=2"]

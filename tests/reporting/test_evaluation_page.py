@@ -38,6 +38,7 @@ def drawn(given, name):
 
 
 def text_of(html):
+    """What a reader sees of a page."""
     return unescape(re.sub(r"\s+", " ", re.sub(r"<style>.*?</style>|<[^>]+>", " ", html, flags=re.DOTALL)))
 
 
@@ -69,11 +70,8 @@ def test_speed_is_said_of_the_prompts_that_were_timed():
     counts = [Counts(f"p{i}", "a", 6, [accepted] * 5) for i, accepted in enumerate((0, 0, 2, 2))]
     measurement = Measurement([[1] * 6] * 4, counts, tokens=12, plain=2.0, speculative=1.0)
     workload = Workload("heldout", "heldout", None, prompts, 0, 1)
-    (line,) = [
-        line
-        for line in as_text(summarise([(workload, {"A": [measurement]})], [2], 2)).splitlines()
-        if "per second" in line
-    ]
+    text = as_text(summarise([(workload, {"A": [measurement]})], [2], 2))
+    (line,) = [line for line in text.splitlines() if "per second" in line]
     assert line.strip() == (
         "tokens per second of one user, at 2, first 2 prompts (acceptance length 1.00): "
         "plain 6.0 (1.00x), A 12.0 (2.00x)"
@@ -107,25 +105,19 @@ def test_results_of_earlier_versions_are_shown():
 
 
 def test_next_to_no_draft_stands_for_no_point(whole):
-    conditional = whole["workloads"][0]["drafters"]["A"]["conditional"]
-    known, conditional[3] = conditional[3], [0.0, 0.0, 0.9]
-    try:
-        assert [len(line.get_xdata()) for line in drawn(whole, "heldout-conditional").lines] == [3, 4]
-    finally:
-        conditional[3] = known
+    own = copy.deepcopy(whole)
+    own["workloads"][0]["drafters"]["A"]["conditional"][3] = [0.0, 0.0, 0.9]
+    assert [len(line.get_xdata()) for line in drawn(own, "heldout-conditional").lines] == [3, 4]
 
 
 def test_a_position_that_a_single_draft_reached_has_no_point(whole):
     """No draft was accepted there, or every one: of five drafts that tells nothing, of six little."""
-    numbers = whole["workloads"][0]["drafters"]["A"]
-    depth = list(numbers["by_depth"].values())[-1]
-    known = numbers["conditional"][3], depth["accepted_per_position"][2]
-    try:
-        for came, points in ((5, 3), (6, 4)):
-            numbers["conditional"][3], depth["accepted_per_position"][2] = [1.0, None, None], came
-            assert len(drawn(whole, "heldout-conditional").lines[0].get_xdata()) == points
-    finally:
-        numbers["conditional"][3], depth["accepted_per_position"][2] = known
+    own = copy.deepcopy(whole)
+    numbers = own["workloads"][0]["drafters"]["A"]
+    numbers["conditional"][3] = [1.0, None, None]
+    for came, points in ((5, 3), (6, 4)):
+        numbers["by_depth"]["4"]["accepted_per_position"][2] = came
+        assert len(drawn(own, "heldout-conditional").lines[0].get_xdata()) == points
 
 
 def test_every_curve_looks_otherwise():

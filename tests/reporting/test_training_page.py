@@ -2,7 +2,6 @@
 
 import json
 import random
-import re
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +11,7 @@ from made import message_of
 from eagle31_train.report import main
 from eagle31_train.reporting import figures, training_page
 from eagle31_train.reporting.training_page import ESTIMATE, PLOTS, read, write
+from tests.reporting.test_evaluation_page import text_of
 
 DEPTHS = 3
 
@@ -55,11 +55,6 @@ def make_run(folder, steps=40, **options):
     manifest = {"steps": steps, "seconds": 90, "files": {"a": {"bytes": 1}}, "kept": {"step": 25}}
     (train / "manifest.json").write_text(json.dumps(manifest))
     return folder
-
-
-def text_of(page):
-    """What a reader sees of a page."""
-    return re.sub(r"\s+", " ", re.sub(r"<style>.*?</style>|<[^>]+>", " ", page, flags=re.DOTALL))
 
 
 def test_the_page_stands_alone_and_says_where_the_curves_ended(tmp_path):

@@ -79,9 +79,13 @@ def check(target, kept, found, lengths):
         torch.testing.assert_close(logits, whole, rtol=bar, atol=bar)
 
 
-@pytest.mark.parametrize("lengths", [LENGTHS, [5, 5, 5, 5]])
-def test_rows_are_what_they_are_alone(target, lengths):
-    check(target, *read_together(target, lengths, ROUNDS), lengths)
+@pytest.mark.parametrize(
+    ("lengths", "leave"),
+    [(LENGTHS, ()), ([5, 5, 5, 5], ()), (LENGTHS, {(0, 1), (2, 0), (2, 3)})],  # the longest leaves first
+    ids=["unequal", "equal", "some leave, and the cache grows narrower"],
+)
+def test_rows_are_what_they_are_alone(target, lengths, leave):
+    check(target, *read_together(target, lengths, ROUNDS, leave), lengths)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -105,11 +109,6 @@ def test_keys_that_heads_share_are_read_and_not_copied(share, n, masked):
     copies = (states.repeat_interleave(share, 1) for states in (key, value))
     expected = torch.nn.functional.scaled_dot_product_attention(query, *copies, attn_mask=mask, scale=0.3)
     torch.testing.assert_close(ours, expected.transpose(1, 2))
-
-
-def test_rows_that_leave_change_nothing_for_the_others(target):
-    leave = {(0, 1), (2, 0), (2, 3)}  # the longest first: the cache grows narrower
-    check(target, *read_together(target, LENGTHS, ROUNDS, leave), LENGTHS)
 
 
 def old_name(right, known):

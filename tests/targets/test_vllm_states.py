@@ -47,12 +47,12 @@ def written(folder):
         assert torch.equal(read["token_ids"], tokens[:length].long())
 
 
-def write_all(folder, device="cpu"):
+def write_all(folder, device="cpu", relabel=lambda pieces: pieces):
     """All steps through a writer, each in the same memory as the one before, as outputs of CUDA graphs are."""
     writer = StatesWriter(folder)
     for pieces in STEPS:
         layers, tokens, whose = step(pieces, device)
-        writer.add(layers, tokens, whose)
+        writer.add(layers, tokens, relabel(whose))
         for buffer in (*layers, tokens):
             buffer.fill_(0)
     writer.flush()
@@ -64,12 +64,7 @@ def test_each_conversation_gets_its_rows(tmp_path):
 
 
 def test_planted_an_exchange_of_two_conversations_is_seen(tmp_path):
-    writer = StatesWriter(tmp_path)
-    for pieces in STEPS:
-        layers, tokens, whose = step(pieces)
-        mixed = [*whose[1::-1], *whose[2:]]  # the first two
-        writer.add(layers, tokens, mixed if len(whose) == 3 else whose)
-    writer.flush()
+    write_all(tmp_path, relabel=lambda whose: [*whose[1::-1], *whose[2:]] if len(whose) == 3 else whose)
     with pytest.raises(AssertionError):
         written(tmp_path)
 

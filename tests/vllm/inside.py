@@ -54,8 +54,7 @@ def decode(target, draft, draft_tokens, requests, model_impl="auto"):
         model_impl: whose class of the target, as vLLM calls it.
 
     Returns:
-        {"outputs": [[token ids]], "seconds": [of each request],
-         "counters": [{"drafts", "proposed", "accepted", "accepted_per_position"}]}
+        {"outputs": [[token ids]], "counters": [{"drafts", "proposed", "accepted", "accepted_per_position"}]}
     """
     from vllm import LLM, SamplingParams
     from vllm.model_executor.kernels.linear.scaled_mm import cpu
@@ -91,12 +90,10 @@ def decode(target, draft, draft_tokens, requests, model_impl="auto"):
         return list(llm.generate(prompt, sampling, use_tqdm=False)[0].outputs[0].token_ids)
 
     tokens_of(requests[0])  # the first request also pays for what vLLM sets up lazily
-    answer = {"outputs": [], "seconds": [], "counters": []}
+    answer = {"outputs": [], "counters": []}
     before = counted(llm, draft_tokens)
     for one in requests:
-        began = time.perf_counter()
         answer["outputs"].append(tokens_of(one))
-        answer["seconds"].append(time.perf_counter() - began)
         now = counted(llm, draft_tokens)
         answer["counters"].append(since(before, now))
         before = now

@@ -10,7 +10,6 @@ from eagle31_train.evaluation import serving
 from eagle31_train.evaluation.prompts import Prompt
 from eagle31_train.evaluation.serving import measure_serving
 from eagle31_train.evaluation.serving.engine import check
-from eagle31_train.reporting.tables import as_text
 
 # A server takes a minute to start: one drafter says it, of a small target or yours.
 pytestmark = [pytest.mark.vllm, pytest.mark.runs("Llama, tied embeddings")]
@@ -43,11 +42,10 @@ def served(asked, finished_run, target, vllm_python, tmp_path_factory):
         return measure_serving(config, drafts, prompts, asked[0]["end_ids"], check(config))
 
 
-def test_counts_of_the_server_are_the_evaluators(asked, served, tell):
+def test_counts_of_the_server_are_the_evaluators(asked, served):
     assert [(row["draft_tokens"], row["concurrency"]) for row in served["rows"]] == [
         (0, 1), (0, USERS), (3, 1), (3, USERS)
     ]  # fmt: skip
-    tell(as_text({"serving": served}))
     for row in served["rows"]:
         assert row["counted"]["requests"] == row["requests"]
         assert row["counted"]["output_tokens"] == row["output_tokens"]

@@ -1,18 +1,19 @@
 """The vLLM engine's states are the transformers engine's, within what the target's own rounding does.
 
 Of the real target, and of a random one of Kimi's kind (MLA and experts), which also runs in chunks, over two processes,
-wrapped and in INT4. How large rounding makes distances is measured here, too.
+wrapped and in INT4. How large rounding makes distances is measured here, too. Distances are relative, per position and
+layer: |a - b| / |b|.
 """
 
 import json
 import os
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from engines import assert_within, command, distances, from_vllm, joined, shown
 from kimi_like import quantized, wrapped
 from pipeline import contents, write_data
 from safetensors.torch import load_file
@@ -40,6 +41,41 @@ TIGHT = [  # room for one of the long ones: others are thrown out and begun agai
 TWO_PROCESSES = "extract.engine_args.tensor_parallel_size=2"
 
 
+def joined(engine, conversations):
+    """Per conversation [T, A + 1, H] float64: auxiliary states and the last one."""
+    run = {index: torch.cat([aux, last[:, None]], 1) for index, aux, last in engine.run(conversations)}
+    return [run[index].double() for index in range(len(conversations))]
+
+
+def from_vllm(states, count):
+    """The same of a file of inside.py."""
+    return [torch.cat([states[f"aux.{i}"], states[f"last.{i}"][:, None]], 1).double() for i in range(count)]
+
+
+def distances(ours, theirs):
+    """[positions, A + 1]."""
+    return torch.cat([(a - b).norm(dim=-1) / b.norm(dim=-1) for a, b in zip(ours, theirs, strict=True)])
+
+
+def quantiles(distance):
+    """Median and 90 % per layer; of more, single positions that happen to be touchy decide."""
+    return distance.quantile(torch.tensor([0.5, 0.9], dtype=distance.dtype), dim=0)
+
+
+def assert_within(ours, theirs, noise, times):
+    """ours is as near to theirs as rounding alone brings them apart, `times` over."""
+    found, allowed = quantiles(distances(ours, theirs)), times * quantiles(noise)
+    assert (found <= allowed).all(), f"{found} is more than {allowed}"
+
+
+def shown(name, distance, layers):
+    """A line for people."""
+    rows = "  ".join(
+        f"{at}: {m:.1e} {q:.1e}" for at, (m, q) in zip([*layers, "last"], quantiles(distance).T, strict=True)
+    )
+    return f"  {name:<44} {rows}"
+
+
 @dataclass(frozen=True)
 class Case:
     """A target, what it is asked, and how far apart its states may be: so many times its rounding in float32."""
@@ -54,17 +90,9 @@ class Case:
     def request(self, file: Path, *options: str, target: Path | None = None, **more) -> dict:
         """For inside.py; `target` is another one of the same layers."""
         layers = f"target.aux_layers={self.layers}".replace(" ", "")
-        words = [
-            *RECIPE,
-            f"target.path={target or self.target}",
-            layers,
-            f"data.max_length={self.max_length}",
-            *VLLM,
-            MLA,
-            CACHE,
-        ]
+        where = [f"target.path={target or self.target}", layers, f"data.max_length={self.max_length}"]
         return {
-            "options": [*words, *options],
+            "options": [*RECIPE, *where, *VLLM, MLA, CACHE, *options],
             "conversations": [row.tolist() for row in self.conversations],
             "too_long": [1] * (self.max_length + 1),
             "file": str(file),
@@ -240,6 +268,17 @@ def test_of_a_quantized_target_the_states_are_the_quantized_ones(case, answers, 
 
 
 # ---------------------------------------------------------------- whole extractions
+
+
+def command(*program, exits=0):
+    """Run a program in the project's folder, and fail with what it said unless it exits so."""
+    env = {key: value for key, value in os.environ.items() if key not in ("OMP_NUM_THREADS", "WORLD_SIZE")}
+    env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+    words = [str(part) for part in program]
+    done = subprocess.run(words, cwd=Path(__file__).parents[2], env=env, text=True, capture_output=True, check=False)
+    assert done.returncode == exits, f"{program}:\n{done.stdout[-1000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
 
 EXTRACT = """
 import sys

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import make_mla_shape
-from spelling import joined, layers_0, same, write
+from spelling import joined, layers_0, random_tensors, same, write
 from transformers import DeepseekV3Config
 
 from eagle31_train.checkpoint import config_json, contract, published_config
@@ -44,11 +44,6 @@ SHAPES = {
 }
 
 FULL_RANK = replace(SHAPE, q_lora_rank=None)
-
-
-def tensors_of(shape):
-    generator = torch.Generator().manual_seed(0)
-    return {name: torch.randn(size, generator=generator) for name, size in contract.weight_shapes(shape).items()}
 
 
 def old_rope(config):
@@ -93,9 +88,9 @@ def folders(tmp_path_factory):
     drafts = {name: (config_json.config_json(shape, "float32", "x"), shape) for name, shape in SHAPES.items()}
     drafts["full rank"] = config_json.config_json(FULL_RANK, "float32", "x"), FULL_RANK
     published_kind = drafts["the published kind"][0]
-    written = {name: write(root / name, config, tensors_of(shape)) for name, (config, shape) in drafts.items()}
+    written = {name: write(root / name, config, random_tensors(shape)) for name, (config, shape) in drafts.items()}
     for name, (of_config, of_tensors) in WRITTEN.items():
-        written[name] = write(root / name, of_config(published_kind), of_tensors(tensors_of(SHAPE)))
+        written[name] = write(root / name, of_config(published_kind), of_tensors(random_tensors(SHAPE)))
     return written
 
 

@@ -73,16 +73,9 @@ def test_counts_at_other_depths_are_told_from_one_output_of_the_target(
     assert_told(evaluated, found["counters"], draft_tokens)
 
 
-def test_the_drafter_is_of_use(evaluated, answers, tell):
-    (length, _, _) = headline(evaluated)["acceptance_length"]
-    assert length > 1.02  # an untrained drafter has 1.0
-    prompts, speeds = AT_OTHER_DEPTHS, []
-    for answer in (answers[DEPTH], answers[0]):
-        speeds.append(sum(map(len, answer["outputs"][:prompts])) / sum(answer["seconds"][:prompts]))
-    tell(
-        f"vLLM, float32, one request at a time, {prompts} prompts: {speeds[0]:.1f} tokens/s with the drafter, "
-        f"{speeds[1]:.1f} without; acceptance length {length:.3f}"
-    )
+def test_the_drafter_is_of_use(evaluated):
+    """Or equal counts would say little."""
+    assert headline(evaluated)["acceptance_length"][0] > 1.02  # an untrained drafter has 1.0
 
 
 # ---------------------------------------------------------------- what MLA, and a window, can get wrong
