@@ -33,6 +33,11 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.fixture
+def speculator(folder):
+    return Speculator.load("runs/smollm2", target="models/SmolLM2-135M-Instruct", device="cpu")
+
+
 @pytest.mark.parametrize("block", BLOCKS)
 def test_the_page_runs_as_it_stands(block, folder, capsys):
     exec(block, {})
@@ -48,10 +53,9 @@ def test_states_are_the_stores(folder):
     assert torch.equal(sample.supervised, document.loss_mask[2:].nonzero()[:, 0] + 1)
 
 
-def test_counts_are_the_evaluators(folder):
+def test_counts_are_the_evaluators(speculator):
     """Prompt for prompt the evaluation that the earlier version has written down, and the target's own output."""
     recorded = json.loads((FIXTURE / "run" / "evaluate" / "manifest.json").read_text())
-    speculator = Speculator.load("runs/smollm2", target="models/SmolLM2-135M-Instruct", device="cpu")
     assert speculator.ends == recorded["end_ids"]
     report, prompts = recorded["report"], recorded["per_prompt"]
     for prompt in prompts:
@@ -79,9 +83,8 @@ def test_a_runs_weights_are_those_that_are_served(folder, own):
 
 
 @pytest.mark.parametrize("prompts", ["why is", []])
-def test_a_score_is_of_a_list_of_prompts(folder, prompts):
+def test_a_score_is_of_a_list_of_prompts(speculator, prompts):
     """Of a text, its letters would be decoded in silence."""
-    speculator = Speculator.load("runs/smollm2", target="models/SmolLM2-135M-Instruct", device="cpu")
     with pytest.raises(UserError, match="takes a list of prompts"):
         speculator.score(prompts)
 
@@ -95,9 +98,8 @@ def test_another_target_of_the_same_size_is_refused(folder, tmp_path, drafter):
         Speculator.load(drafter, target="other")
 
 
-def test_what_cannot_be_decoded_is_said(folder):
+def test_what_cannot_be_decoded_is_said(speculator):
     """Beyond its positions a target still computes something, which no server would."""
-    speculator = Speculator.load("runs/smollm2", target="models/SmolLM2-135M-Instruct", device="cpu")
     speculator.ends = []
     assert len(speculator.generate([5] * (speculator.longest - 8), 3, 64).tokens) == 5
     for prompt, drafted, written, message in [
@@ -114,9 +116,8 @@ def test_what_cannot_be_decoded_is_said(folder):
         speculator.draft([10**6])
 
 
-def test_token_ids_of_arrays_and_tensors_are_token_ids(folder):
+def test_token_ids_of_arrays_and_tensors_are_token_ids(speculator):
     """Left out in silence, they would make another prompt of it."""
-    speculator = Speculator.load("runs/smollm2", target="models/SmolLM2-135M-Instruct", device="cpu")
     ids = [5, 6, 7]
     for given in (np.array(ids), torch.tensor(ids), [5, *np.array([6, 7])], [5, *torch.tensor([6, 7])]):
         assert speculator.ids(given) == ids

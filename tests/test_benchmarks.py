@@ -49,21 +49,18 @@ def test_a_codec_is_compared_with_the_stored_states(tmp_path):
     assert set(rows) == set(CODECS)
     assert (rows["bf16"]["kl"], rows["bf16"]["top1"]) == (0, 1)
     assert set(map(tuple, rows["bf16"]["aux"].values())) == {(0, 0)}
+
+    def logits(last):
+        normed = torch.nn.functional.rms_norm(last.float(), (40,), made.weights["norm"], 1e-5)
+        return torch.distributions.Categorical(logits=normed @ made.weights["lm_head"].float().T)
+
     errors, divergences = [], []
     for index in (0, 2):  # nothing is taught in two tokens
         sample = store.sample("heldout", index)
-        exact = sample.aux[:, 1].float()
-        lost = (encode(sample.aux, "int4").decode()[:, 1].float() - exact).norm(dim=-1) / exact.norm(dim=-1)
-        errors.append(lost.mean())
-        wanted, found = (
-            torch.nn.functional.rms_norm(last.float(), (40,), made.weights["norm"], 1e-5)
-            @ made.weights["lm_head"].float().T
-            for last in (sample.last, encode(sample.last, "int4").decode())
-        )
-        kl = torch.distributions.kl_divergence(
-            *(torch.distributions.Categorical(logits=logits) for logits in (wanted, found))
-        )
-        divergences.append(kl.mean())
+        exact, lost = (aux[:, 1].float() for aux in (sample.aux, encode(sample.aux, "int4").decode()))
+        errors.append(((lost - exact).norm(dim=-1) / exact.norm(dim=-1)).mean())
+        both = (logits(last) for last in (sample.last, encode(sample.last, "int4").decode()))
+        divergences.append(torch.distributions.kl_divergence(*both).mean())
     assert rows["int4"]["aux"][3][0] == pytest.approx(sum(errors).item() / 2)
     assert rows["int4"]["kl"] == pytest.approx(sum(divergences).item() / 2, rel=1e-4)
     Made(aux_codec="int8_channel").write(tmp_path / "rounded")

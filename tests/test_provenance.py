@@ -63,15 +63,6 @@ def test_an_output_of_other_inputs_is_refused_with_what_differs_or_made_anew_whe
     assert (tmp_path / "out" / "a").exists(), "it goes when there is something in its place"
 
 
-def test_a_card_may_change_without_its_checkpoint(tmp_path):
-    made_from = Provenance(INPUTS, card={"repo": None})
-    record = tmp_path / "export.json"
-    artifacts.write_json(record, made_from.record(files={}))
-    asked = {"same": made_from, "card": Provenance(INPUTS, {"repo": "me/it"}), "none": Provenance({**INPUTS, "x": 1})}
-    whole = {name: provenance.whole(tmp_path, record, one, name == "none", "export") for name, one in asked.items()}
-    assert whole == {"same": True, "card": False, "none": False}
-
-
 def inputs_of(*options, chosen_on=None):
     config = load_config(["+experiment=smollm2", *options])
     return provenance.of_training(config, "s", "d", "v" * 64, None, chosen_on)

@@ -144,10 +144,8 @@ def test_the_result_says_who_was_first_and_chooses_by_prompts_of_the_trained_kin
 
 
 def test_trainings_are_named_with_their_options_and_the_sweep_is_stated():
-    assert speedrun.trainings(["ours", "specforge:a=1,b=2"], sweep=False) == [
-        ("ours", []),
-        ("specforge", ["a=1", "b=2"]),
-    ]
+    given = speedrun.trainings(["ours", "specforge:a=1,b=2"], sweep=False)
+    assert given == [("ours", []), ("specforge", ["a=1", "b=2"])]
     swept = speedrun.trainings(["speculators"], sweep=True)
     assert [",".join(given) for _, given in swept] == ["", *speedrun.SWEEP["speculators"]]
     assert len({len(tried) for tried in speedrun.SWEEP.values()}) == 1  # as many tries for each

@@ -1,4 +1,4 @@
-"""Loss masks of whole conversations: exact on golden cases, and refused wherever they cannot be exact."""
+"""Loss masks of whole conversations: refused wherever they cannot be exact. Those that are: test_golden.py."""
 
 import unicodedata
 from dataclasses import replace
@@ -19,32 +19,10 @@ ASK = {"role": "user", "content": "hello, how are you?"}
 REPLY = {"role": "assistant", "content": "the quick brown fox"}
 CHAT = [{"role": "system", "content": "be kind"}, ASK, REPLY, {"role": "user", "content": "and?"},
         {"role": "assistant", "content": "héllo 🦊\n"}]  # fmt: skip
-PIECES = [
-    (0, "<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\nhello, how are you?<|im_end|>\n"),
-    (0, "<|im_start|>assistant\n"),
-    (1, "the quick brown fox<|im_end|>"),
-    (0, "\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n"),
-    (1, "héllo 🦊\n<|im_end|>"),
-    (0, "\n"),
-]
 
 
 def with_template(tokenizer: PreTrainedTokenizerFast, text: str) -> ChatTemplate:
     return ChatTemplate(tokenizer, [tokenizer.eos_token_id], text)
-
-
-@pytest.mark.core
-@pytest.mark.parametrize("offsets", [True, False])
-def test_several_turns_are_masked_exactly(chatml, monkeypatch, offsets):
-    if not offsets:
-        monkeypatch.setattr(PreTrainedTokenizerFast, "is_fast", property(lambda _: False))
-        assert masks.Tokens(chatml, "hello").offsets is None
-    sample = one_sample(chatml, CHAT, 1000)
-    ids, mask = by_pieces(chatml, PIECES)
-    assert sample.input_ids.tolist() == ids
-    assert sample.loss_mask.tolist() == mask
-    assert sample.input_ids.dtype == np.int32
-    assert (sample.cut, sample.open_turns) == (False, 0)
 
 
 # ---------------------------------------------------------------- planted mistakes
@@ -54,6 +32,7 @@ def test_several_turns_are_masked_exactly(chatml, monkeypatch, offsets):
 @pytest.mark.parametrize("mistake", [-2, -1, 1, 2, "characters off by one", "another end-of-turn token"])
 def test_planted_mistakes_are_caught(chatml, monkeypatch, mistake):
     """The verification must see a mask that is off by one, whoever made it."""
+    assert one_sample(chatml, CHAT, 1000).loss_mask.any()
     if mistake == "another end-of-turn token":
         # Stopping at the token of " brown" would leave " fox" and the real end of turn without supervision.
         (brown,) = [i for i in chatml.encode("the quick brown fox") if chatml.decode([i]) == " brown"]
@@ -230,16 +209,10 @@ def test_golden_mask_of_smollm2(real_target):
     assert template.end_ids == [2]
     template.check_fits(target, 49152)
     assert template.kept_ids() == [1, 2]  # of 17 special tokens those that the template names
-    chat = [{"role": "user", "content": "Count to 3."}, says("1, 2, 3"), {"role": "user", "content": "Thanks"},
-            says("You're welcome!")]  # fmt: skip
-    system = (
-        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
-        "<|im_start|>user\nCount to 3.<|im_end|>\n<|im_start|>assistant\n"
-    )
-    between = "\n<|im_start|>user\nThanks<|im_end|>\n<|im_start|>assistant\n"
-    pieces = [(0, system), (1, "1, 2, 3<|im_end|>"), (0, between), (1, "You're welcome!<|im_end|>"), (0, "\n")]
-    sample = one_sample(template, chat, 1000)
-    assert (sample.input_ids.tolist(), sample.loss_mask.tolist()) == by_pieces(template, pieces)
+    case = FAMILIES["smollm2"]["cases"][0]
+    sample = one_sample(template, case["messages"], 1000)
+    assert (sample.input_ids.tolist(), sample.loss_mask.tolist()) == by_pieces(template, case["samples"][0])
+    assert sample.input_ids.dtype == np.int32
 
 
 def test_what_is_just_as_long_is_not_cut_and_other_spellings_are_counted(chatml):

@@ -124,16 +124,9 @@ def test_samples_first_greedy_then_sampled_and_reproducible(config, tmp_path):
 # ---------------------------------------------------------------- kills, and what is up to date
 
 
-def test_finished_answers_are_not_made_again_and_not_replaced_unasked(config, tmp_path, monkeypatch, capsys):
+def test_finished_answers_are_not_made_again_and_not_replaced_unasked(config, tmp_path, monkeypatch, capsys, interrupt):
     output, manifest, journal = (tmp_path / "run" / name for name in (OUTPUT, MANIFEST, JOURNAL))
-
-    def interrupt(what, name):
-        with monkeypatch.context() as patch:
-            patch.setattr(what, name, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-            with pytest.raises(KeyboardInterrupt):
-                run(config)
-
-    interrupt(artifacts, "write_json")  # after the answers, and before their manifest
+    interrupt(run, config, artifacts, "write_json")  # after the answers, and before their manifest
     left = output.read_text()
     with monkeypatch.context() as patch:
         patch.setattr(Local, "answers", lambda _, jobs: iter(()) if not jobs else pytest.fail("asked"))
@@ -149,8 +142,8 @@ def test_finished_answers_are_not_made_again_and_not_replaced_unasked(config, tm
             run(config)
     config.data.generate.max_new_tokens = 6
     output.write_text("spoilt")
-    interrupt(Journal, "__enter__")
-    interrupt(artifacts, "write_json")
+    interrupt(run, config, Journal, "__enter__")
+    interrupt(run, config, artifacts, "write_json")
     assert run(config) == rows
     manifest.unlink()
     journal.unlink(missing_ok=True)

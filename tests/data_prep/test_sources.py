@@ -4,31 +4,23 @@ import random
 from fractions import Fraction
 
 import pytest
-from families import write_rows
+from families import says, write_rows
 
 from data_prep.sources import Corpus, quotas
 from eagle31_train.config import Config, DataConfig
 
 
-def chat(question):
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": "yes"}]
-
-
-def write(path, count, **more):
-    rows = [{"id": f"r{i}", "messages": chat(f"{path.stem} {i}"), **more} for i in range(count)]
-    return write_rows(path, rows)
+def write(path, count):
+    asked = ({"role": "user", "content": f"{path.stem} {i}"} for i in range(count))
+    return write_rows(path, [{"id": f"r{i}", "messages": [one, says("yes")]} for i, one in enumerate(asked)])
 
 
 # ---------------------------------------------------------------- shares
 
 
-def corpus(sources, rows=None, seed=0, **more):
-    data = DataConfig(sources=sources, rows=rows, **more)
-    return Corpus.open(Config(name="t", seed=seed, data=data), "conversations")
-
-
 def ids(sources, rows=None, seed=0):
-    return [row.id for row in corpus(sources, rows, seed).read()]
+    config = Config(name="t", seed=seed, data=DataConfig(sources=sources, rows=rows))
+    return [row.id for row in Corpus.open(config, "conversations").read()]
 
 
 def of(name, identities):

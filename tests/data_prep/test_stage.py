@@ -185,16 +185,9 @@ def test_same_input_same_bytes_and_nothing_done_twice(config, tmp_path, capsys):
     assert one["draft_vocab"]["size"] == 448
 
 
-def test_a_kill_leaves_nothing_that_counts_and_is_gone_on_from(config, tmp_path, monkeypatch):
+def test_a_kill_leaves_nothing_that_counts_and_is_gone_on_from(config, tmp_path, interrupt):
     """The same command again: after a kill of the first run, and of runs that replace damaged or other data."""
-
-    def interrupt(module, name):
-        with monkeypatch.context() as patch:
-            patch.setattr(module, name, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-            with pytest.raises(KeyboardInterrupt):
-                prepare(config)
-
-    interrupt(artifacts, "write_json")
+    interrupt(prepare, config, artifacts, "write_json")
     folder = tmp_path / "run" / "data"
     assert not folder.exists()
     prepare(config)
@@ -205,7 +198,7 @@ def test_a_kill_leaves_nothing_that_counts_and_is_gone_on_from(config, tmp_path,
             with pytest.raises(UserError, match=r"max_length: 64 there, 32 here.*overwrite=true"):
                 prepare(config)
             config.overwrite = True
-        interrupt(stage, "collect")
+        interrupt(prepare, config, stage, "collect")
         prepare(config)
         manifest = manifest_of(tmp_path)
         assert manifest["inputs"]["max_length"] == length

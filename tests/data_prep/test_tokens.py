@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,8 @@ MERGED = [b"\xe4\xbd", b"\xa0\xe5", b"\xe4\xb8", b"\xf0\x9f", b"th", b"the", b" 
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A target's folder whose tokenizer is Python code of its own."""
+def template(tmp_path_factory):
+    """Of a target whose tokenizer is Python code of its own."""
     folder = tmp_path_factory.mktemp("bytes")
     shutil.copy(HERE / "bytes_tokenizer.py", folder / "tokenization_bytes.py")
     (folder / "ranks.json").write_text(json.dumps([token.decode("latin-1") for token in MERGED]))
@@ -40,29 +41,17 @@ def folder(tmp_path_factory):
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 512}))
     shutil.copy(HERE / "templates" / KIMI["template"], folder / "chat_template.jinja")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def loaded(folder, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
-        loaded = ChatTemplate.load(TargetConfig(path=str(folder), trust_remote_code=True))
-    assert not loaded.tokenizer.is_fast
-    return loaded
-
-
-@pytest.fixture
-def template(loaded):
-    """One whose arguments a test may change."""
-    return ChatTemplate(loaded.tokenizer, loaded.end_ids, loaded.template)
+        template = ChatTemplate.load(TargetConfig(path=str(folder), trust_remote_code=True))
+    assert not template.tokenizer.is_fast
+    return template
 
 
 @pytest.mark.parametrize("number", range(len(KIMI["cases"])))
 def test_golden_without_offsets(template, number):
     case = KIMI["cases"][number]
-    template.template_args = case.get("args", {})
-    row = row_of(case)
+    template, row = replace(template, template_args=case.get("args", {})), row_of(case)
     found = samples(template, row.messages, 10_000, row.tools)
     for (_, sample), pieces in zip(found.samples, case["samples"], strict=True):
         assert (sample.input_ids.tolist(), sample.loss_mask.tolist()) == by_pieces(template, pieces)

@@ -5,9 +5,11 @@ import shutil
 from collections import Counter
 
 import pytest
+import torch
 from hypothesis import strategies as st
-from made import VOCAB, Made
+from made import VOCAB, Made, problems
 from mutating import UNREADABLE, cases, documents, outcome, spoil, torn
+from pipeline import reseal
 
 from eagle31_train import order
 from eagle31_train.artifacts import MANIFEST
@@ -17,6 +19,7 @@ from eagle31_train.store.__main__ import _describe, check
 from eagle31_train.store.backends import LocalStorage, open_storage
 from eagle31_train.store.format import CONSUMED, PLAN, PROVENANCE, SHARDS, STREAM, TARGET, TARGET_LINE
 from eagle31_train.store.sealed import digest, seal, unseal
+from eagle31_train.store.tensors import save_file
 from train.windows import Usage, cut
 
 pytestmark = pytest.mark.usefixtures("no_power_is_lost")
@@ -146,20 +149,29 @@ def test_links_to_nowhere_and_to_what_never_ends(name, kind, stores, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "left"), [("embed_tokens", 0), ("norm", 0), ("norm", 15), ("lm_head", 0), ("lm_head", VOCAB - 1)]
+    ("name", "weight", "said"),
+    [
+        ("embed_tokens", None, "lacks the weight embed_tokens"),
+        ("embed_tokens", torch.tensor(1.0), "cannot be read"),
+        ("norm", None, "lacks the weight norm"),
+        ("norm", torch.ones(15), "holds norm [15]"),
+        ("lm_head", None, None),  # the embedding stands for it
+        ("lm_head", torch.tensor(1.0), "cannot be read"),
+        ("lm_head", torch.ones(VOCAB - 1, 16), f"holds lm_head [{VOCAB - 1}, 16]"),
+    ],
 )
-def test_target_weights_that_training_refuses_are_damage_to_verify_too(name, left, stores, tmp_path):
-    """One that is missing, or ends too early. Without lm_head the embedding stands for it."""
-    cut = {name: MADE.weights[name][:left]} if left else {}
-    weights = {other: weight for other, weight in MADE.weights.items() if other != name} | cut
-    MADE.write(tmp_path / "store", stop_after=1).write_tensors(TARGET, weights)
-    storage = LocalStorage("the store", tmp_path / "store")
-    found = [problem.text for problem in check(storage, Counter())]
-    said = f"lacks the weight {name}"
-    if cut:
-        said = f"holds {name} {list(cut[name].shape)}, for {VOCAB} tokens of {len(MADE.weights['norm'])} values"
-    fine = name == "lm_head" and not left
-    assert found == ([] if fine else [f"the store/{TARGET} {said}"])
+def test_target_weights_that_training_refuses_are_damage_to_verify_too(name, weight, said, stores, tmp_path):
+    shutil.copytree(stores[False], folder := tmp_path / "store")
+    weights = MADE.weights | {name: weight}
+    save_file({name: weight for name, weight in weights.items() if weight is not None}, folder / TARGET)
+    reseal(folder)
+    found, target = problems(folder), outcome(lambda: Store(folder).target)
+    if said:
+        assert [text.startswith(f"the store/{TARGET} {said}") for text in found] == [True], found
+        assert said in str(target)
+    else:
+        assert found == []
+        assert torch.equal(target["lm_head"], MADE.weights["embed_tokens"])
 
 
 @cases(st.data(), quick=40, thorough=4_000)

@@ -8,10 +8,7 @@ import json
 
 import pytest
 import speaking
-from safetensors.torch import load_file
 
-from eagle31_train.checkpoint import contract
-from eagle31_train.config import DrafterShape
 from eagle31_train.targets import toy
 
 
@@ -34,11 +31,3 @@ def test_the_recipe_trains_a_drafter_by_the_commands_that_a_user_types(tmp_path,
     assert numbers["by_depth"][str(evaluated["result"]["draft_tokens"])]["acceptance_length"][0] > 2
     config = json.loads((run / "export" / "config.json").read_text())
     assert (config["model_type"], config["architectures"]) == ("kimi_k2", ["Eagle3DeepseekV2ForCausalLM"])
-    assert (config["kv_lora_rank"], config["qk_rope_head_dim"], config["rope_theta"]) == (512, 64, 50000.0)
-    assert config["rope_scaling"]["mscale_all_dim"] == 1.0
-    assert config["rope_scaling"]["original_max_position_embeddings"] == 64
-    shape = json.loads(next((run / "train" / "checkpoints").glob("*/drafter.json")).read_text())
-    weights = {
-        name: one for name, one in load_file(run / "export" / "model.safetensors").items() if name not in ("d2t", "t2d")
-    }
-    assert contract.check(weights, DrafterShape(**shape)) == []

@@ -94,15 +94,7 @@ def test_a_published_draft_without_its_original_length_is_read_as_transformers_d
 # ---------------------------------------------------------------- MLA
 
 # Kimi's and DeepSeek-V3's; the widths are theirs too.
-KIMI = {
-    "rope_type": "yarn",
-    "factor": 64.0,
-    "original_max_position_embeddings": 4096,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-}
+KIMI = {**MLAS, "beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0}
 LEAST = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 OF_MLA = {
     "none": None,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import sharing
 import torch
-from conftest import kept_mask, make_objective, make_tiny
+from conftest import kept_mask, make_document, make_objective
 from hypothesis import given
 from hypothesis import strategies as st
 from model.test_exactness import train
@@ -43,8 +43,8 @@ def plan(monkeypatch):
     return planned
 
 
-def choose(objective, documents, slots=SLOTS, seed=0, step=1):
-    return choose_slots(documents, K, kept_mask(objective), "mask", slots, seed, step)
+def choose(objective, documents):
+    return choose_slots(documents, K, kept_mask(objective), "mask", SLOTS, 0, 1)
 
 
 def slots_in(objective, documents):
@@ -73,23 +73,13 @@ def test_every_slot_has_the_same_chance_whatever_the_gaps(count, data):
     assert times.tolist() == [count] * total  # of `total` turns: the chance is count / total, exactly
 
 
-def test_the_choice_does_not_move_between_releases():
+def test_the_choice_does_not_move_between_releases(tiny):
     """A continued run must train what the stopped one would have: this choice is part of the format."""
-    random = np.random.Generator(np.random.PCG64([0, 1, 1]))
-    assert np.flatnonzero(draw_stretches(200, 70, random)).tolist() == [
-        *range(18, 50),
-        *range(96, 102),
-        *range(156, 188),
-    ]
-
-
-def test_the_choice_is_a_function_of_seed_and_step(tiny):
-    objective, documents = tiny
-    chosen = [choose(objective, documents, **of) for of in ({}, {}, {"seed": 1}, {"step": 2})]
-    first, again, *others = (torch.cat(subset.taken).tolist() for subset in chosen)
-    assert first == again
-    assert first not in others
-    assert others[0] != others[1]
+    objective, generator = tiny[0], torch.Generator().manual_seed(0)
+    documents = [make_document(objective.drafter.shape, 100, generator, range(2, 100)) for _ in range(2)]
+    chosen = choose_slots(documents, K, kept_mask(objective), "keep", 70, 7, 3)
+    wanted = [[*range(29), *range(73, 79)], [*range(25, 57), *range(95, 100)]]
+    assert [flags.nonzero()[:, 0].tolist() for flags in chosen.taken] == wanted
 
 
 # ---------------------------------------------------------------- on average
@@ -175,9 +165,3 @@ def test_the_mean_of_the_trainers_steps_over_all_choices_is_its_step_on_all_slot
         torch.testing.assert_close(
             sums[name] / (left + 20), gradient, rtol=1e-4, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}"
         )
-
-
-def test_the_slots_of_a_step_do_not_move_between_releases():
-    objective, documents = make_tiny()
-    chosen = choose_slots(documents, 3, kept_mask(objective), "mask", 5, 0, 1)
-    assert [flags.nonzero()[:, 0].tolist() for flags in chosen.taken] == [[0, 1, 2], [], [8, 9, 10, 11, 12, 13]]

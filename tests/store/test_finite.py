@@ -104,16 +104,3 @@ def test_trajectories_that_are_not_finite_are_neither_written_nor_read(tmp_path)
     assert not writer.has_trajectories, "an extraction makes them anew"
     bad = {**TRAJECTORY, "0.aux": torch.full((1, 2, 16), NAN)}
     assert "would hold 0.aux" in message_of(writer.write_tensors, TRAJECTORIES, bad)
-
-
-@pytest.mark.parametrize(
-    "change", [{"embed_tokens": None}, {"embed_tokens": torch.tensor(1.0)}, {"lm_head": torch.tensor(1.0)}]
-)
-def test_a_targets_weights_that_are_no_matrices_or_not_there_are_refused(tmp_path, change):
-    made().write(tmp_path)
-    tensors = {name: tensor.clone() for name, tensor in load_file(tmp_path / TARGET).items()} | change
-    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, tmp_path / TARGET)
-    reseal(tmp_path)
-    problems(tmp_path)  # without a traceback
-    with pytest.raises(UserError, match=TARGET):
-        Store(tmp_path).target  # noqa: B018

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made import Made, memory, message_of, read_whole
+from made import Made, message_of, read_whole
 from pipeline import contents, flip_bit
 from planting import replaced
 from safetensors.torch import load_file
@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from eagle31_train.provenance import Provenance
 from eagle31_train.store import Store, finished, make_plan, shape_of, stream, writer
 from eagle31_train.store.__main__ import check, main
-from eagle31_train.store.backends import LocalStorage, RemoteStorage, open_storage
+from eagle31_train.store.backends import LocalStorage, open_storage
 from eagle31_train.store.sealed import DamagedError, seal, unseal
 from eagle31_train.store.shard_plan import plan_shards
 from eagle31_train.store.stream import consume
@@ -106,30 +106,34 @@ def test_a_shard_holds_what_the_format_says(tmp_path):
 # ---------------------------------------------------------------- elsewhere
 
 
-def test_a_copy_that_is_damaged_on_its_way_is_fetched_again_or_named(store, tmp_path, monkeypatch):
+@pytest.fixture
+def bucket(tmp_path):
+    """A whole store on another machine."""
     storage = open_storage("memory://bucket/store", tmp_path / "cache", 100_000)
-    try:
-        MADE.write(storage)
-        right, spoilt = storage.fs.get_file, []
+    MADE.write(storage)
+    yield storage
+    storage.fs.rm("/bucket", recursive=True)
+    storage.close()
 
-        def get_file(remote, local, **options):
-            right(remote, local, **options)
-            if remote.endswith(NAMES[3]) and len(spoilt) < times:
-                spoilt.append(remote)
-                flip_bit(tmp_path.joinpath(local))
 
-        monkeypatch.setattr(storage.fs, "get_file", get_file)
-        times = 1
-        assert read_whole(storage)[1] is None
-        assert len(spoilt) == 1
-        times, spoilt[:] = 9, []
-        storage.forget(NAMES[3])
-        found, message = read_whole(storage)
-        assert "train-00001.safetensors (samples 3 to 3 of train) is not as it was written" in message
-        assert len(found["train"]) == 3
-    finally:
-        storage.discard()
-        storage.close()
+def test_a_copy_that_is_damaged_on_its_way_is_fetched_again_or_named(bucket, monkeypatch):
+    right, spoilt = bucket.fs.get_file, []
+
+    def get_file(remote, local, **options):
+        right(remote, local, **options)
+        if remote.endswith(NAMES[3]) and len(spoilt) < times:
+            spoilt.append(remote)
+            flip_bit(Path(local))
+
+    monkeypatch.setattr(bucket.fs, "get_file", get_file)
+    times = 1
+    assert read_whole(bucket)[1] is None
+    assert len(spoilt) == 1
+    times, spoilt[:] = 9, []
+    bucket.forget(NAMES[3])
+    found, message = read_whole(bucket)
+    assert "train-00001.safetensors (samples 3 to 3 of train) is not as it was written" in message
+    assert len(found["train"]) == 3
 
 
 # ---------------------------------------------------------------- stopped or damaged
@@ -161,19 +165,17 @@ def test_the_advice_to_extract_again_helps_and_costs_no_more_than_it_must(store,
     assert len(written) == most.get(name, 0)
 
 
-@pytest.mark.parametrize("spoilt", [lambda fs, path: fs.truncate(path), lambda fs, path: fs.rm(path)])
+@pytest.mark.parametrize(
+    "spoilt", [lambda fs, path: fs.pipe_file(path, fs.cat_file(path)[:-1]), lambda fs, path: fs.rm(path)]
+)
 @pytest.mark.parametrize("name", ["target.safetensors", "target.json", NAMES[2]])
-def test_the_advice_to_extract_again_helps_where_the_store_is_remote(tmp_path, name, spoilt):
-    fs = memory()
-    fs.truncate = lambda path: fs.pipe_file(path, fs.cat_file(path)[:-1])
-    storage = RemoteStorage("memory://store", fs, "/store", tmp_path, 1 << 20)
-    MADE.write(storage)
+def test_the_advice_to_extract_again_helps_where_the_store_is_remote(bucket, name, spoilt):
     inputs = Provenance(MADE.provenance["inputs"])
-    assert finished(storage, inputs, overwrite=False) is not None
-    spoilt(fs, f"/store/{name}")
-    assert finished(storage, inputs, overwrite=False) is None
-    MADE.write(storage)
-    assert read_whole(storage)[1] is None
+    assert finished(bucket, inputs, overwrite=False) is not None
+    spoilt(bucket.fs, f"{bucket.root}/{name}")
+    assert finished(bucket, inputs, overwrite=False) is None
+    MADE.write(bucket)
+    assert read_whole(bucket)[1] is None
 
 
 def test_a_begun_store_of_another_provenance_is_refused_or_replaced_whole(tmp_path):
@@ -192,23 +194,14 @@ def test_a_begun_store_of_another_provenance_is_refused_or_replaced_whole(tmp_pa
 
 
 @pytest.mark.parametrize("remote", [False, True])
-def test_a_store_with_what_is_somebody_elses_is_not_removed(tmp_path, remote):
-    where = "memory://shared" if remote else str(tmp_path / "shared")
-    storage = open_storage(where, tmp_path / "cache", 100_000)
-    try:
-        MADE.write(storage)
-        if remote:
-            storage.fs.pipe_file("/shared/other/mine.txt", b"mine")
-        else:
-            (tmp_path / "shared" / "other").mkdir()
-            (tmp_path / "shared" / "other" / "mine.txt").write_text("mine")
-        assert "holds other, too, which is no file of a store" in message_of(
-            Made(fingerprint="e" * 16).writer, storage, overwrite=True
-        )
-        assert read_whole(storage)[1] is None
-    finally:
-        if remote:
-            storage.fs.rm("/shared", recursive=True)
+def test_a_store_with_what_is_somebody_elses_is_not_removed(store, bucket, remote):
+    (store / "other").mkdir()
+    (store / "other" / "mine.txt").write_text("mine")
+    bucket.fs.pipe_file(f"{bucket.root}/other/mine.txt", b"mine")
+    storage, other = bucket if remote else LocalStorage("the store", store), Made(fingerprint="e" * 16)
+    said = message_of(other.writer, storage, overwrite=True)
+    assert "holds other, too, which is no file of a store" in said
+    assert read_whole(storage)[1] is None
 
 
 @pytest.mark.parametrize("folder", ["", "train", "data", "export", "evaluate"])
@@ -231,24 +224,18 @@ def test_what_is_removed_is_made_anew_and_nothing_else(store, capsys):
     assert contents(store) == whole
 
 
-def test_damaged_weights_of_a_remote_store_are_made_anew(tmp_path, monkeypatch, capsys):
+def test_damaged_weights_of_a_remote_store_are_made_anew(bucket, tmp_path, monkeypatch, capsys):
     """Of which `finished` looks at the size alone."""
-    storage = open_storage("memory://bucket/store", tmp_path / "cache", 100_000)
-    try:
-        MADE.write(storage)
-        name = "/bucket/store/target.safetensors"
-        content = bytearray(storage.fs.cat_file(name))
-        content[-3] ^= 1
-        storage.fs.pipe_file(name, bytes(content))
-        monkeypatch.chdir(tmp_path)
-        assert main(["verify", "memory://bucket/store", "--remove"]) == 1
-        assert "\nremoved: 1 files; " in capsys.readouterr().out
-        assert finished(storage, Provenance(MADE.provenance["inputs"]), overwrite=False) is None
-        again = open_storage("memory://bucket/store", tmp_path / "anew", 100_000)
-        MADE.write(again)
-        assert main(["verify", "memory://bucket/store"]) == 0
-    finally:
-        storage.fs.rm("/bucket", recursive=True)
+    name = f"{bucket.root}/target.safetensors"
+    content = bytearray(bucket.fs.cat_file(name))
+    content[-3] ^= 1
+    bucket.fs.pipe_file(name, bytes(content))
+    monkeypatch.chdir(tmp_path)
+    assert main(["verify", bucket.location, "--remove"]) == 1
+    assert "\nremoved: 1 files; " in capsys.readouterr().out
+    assert finished(bucket, Provenance(MADE.provenance["inputs"]), overwrite=False) is None
+    MADE.write(open_storage(bucket.location, tmp_path / "anew", 100_000))
+    assert main(["verify", bucket.location]) == 0
 
 
 def test_a_shard_that_is_replaced_under_its_reader_is_compared_again(store):
