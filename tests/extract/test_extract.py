@@ -24,9 +24,6 @@ def refused(folder, *more):
     return message_of(extract, tiny_config(folder, *more))
 
 
-# ---------------------------------------------------------------- what is stored
-
-
 @pytest.mark.core
 @torch.no_grad()
 def test_every_sample_is_stored_with_the_states_and_choices_of_running_it_alone(whole):
@@ -83,9 +80,6 @@ def test_how_far_answers_are_the_targets_own_is_counted_and_said(run, capsys):
     (run / "run" / "store" / "manifest.json").unlink()
     extract(tiny_config(run))
     assert capsys.readouterr().out == said
-
-
-# ---------------------------------------------------------------- again, elsewhere, stopped
 
 
 def test_a_store_of_another_target_is_refused_or_replaced(run, tmp_path_factory):

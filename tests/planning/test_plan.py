@@ -141,9 +141,6 @@ def test_with_devices_that_share_a_conversation_a_longer_one_fits_and_one_alone_
         planned(*long, "train.context_parallel=3")
 
 
-# ---------------------------------------------------------------- Muon
-
-
 @pytest.mark.parametrize("drafter", [["train_lm_head=false"], ["share_embedding=false"], MLA])
 def test_its_matrices_are_those_of_the_trainers_optimizer(counted, drafter):
     changes = [f"drafter.{option}" for option in drafter]

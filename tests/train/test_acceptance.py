@@ -220,9 +220,6 @@ def test_a_run_ends_where_acceptance_rises_no_more(unchosen, new_run, capsys):
     assert run.manifest()["checkpoint"] == manifest["checkpoint"]
 
 
-# ---------------------------------------------------------------- where it cannot be measured
-
-
 def test_a_store_without_trajectories_trains_and_says_so(new_run, capsys):
     run = new_run()
     for file in (run.folder / "run" / "store").glob("trajectories.*"):

@@ -100,9 +100,6 @@ def failing(number):
     return fail
 
 
-# ---------------------------------------------------------------- what it holds
-
-
 @pytest.mark.core
 def test_a_snapshot_comes_back_bit_for_bit(tmp_path):
     odd = torch.tensor([float("nan"), float("inf"), -0.0, 1e-45])
@@ -120,9 +117,6 @@ def test_a_snapshot_comes_back_bit_for_bit(tmp_path):
         for name in FILES
         if name != "manifest.json"
     }
-
-
-# ---------------------------------------------------------------- which one counts
 
 
 @pytest.fixture(scope="module")
@@ -170,9 +164,6 @@ def test_a_checkpoint_of_another_run_is_passed_over(two):
     assert "it is of a run of other inputs" in checkpoint.damage(step(two, 2), "e" * 16)
 
 
-# ---------------------------------------------------------------- how many are kept
-
-
 def test_a_damaged_checkpoint_does_not_count_among_the_kept(tmp_path):
     """Passed over as a run goes on, it must not take the place of the one that the run goes on from."""
     save(tmp_path, snapshot(2), snapshot(6))
@@ -187,9 +178,6 @@ def test_a_damaged_checkpoint_does_not_count_among_the_kept(tmp_path):
     ours.close()
     assert names(tmp_path) == ["step-000006", "step-000008"]
     assert same(newest(tmp_path), snapshot(8))
-
-
-# ---------------------------------------------------------------- a disk that fails
 
 
 def test_an_error_of_the_disk_is_said_in_one_line_and_the_next_save_tries_again(tmp_path, monkeypatch):

@@ -29,9 +29,6 @@ def use(monkeypatch, variables):
         monkeypatch.setenv(name, value)
 
 
-# ---------------------------------------------------------------- what the environment asks for
-
-
 DEEPSPEED = {"ACCELERATE_USE_DEEPSPEED": "true"}
 FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 LONE = {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1"}
@@ -101,9 +98,6 @@ def test_a_deepspeed_that_would_update_by_nan_is_refused(monkeypatch):
     monkeypatch.setattr(metadata, "version", {"deepspeed": "0.19.7"}.__getitem__)
     assert message_of(launch.deepspeed_plugin, TrainConfig()).endswith("install 0.19.8 or later")
     assert f'"deepspeed>={launch.DEEPSPEED},' in (launching.ROOT / "pyproject.toml").read_text()
-
-
-# ---------------------------------------------------------------- what came
 
 
 def came(kind, processes, device):

@@ -28,9 +28,6 @@ def names_of(optimizer, drafter):
     return [{names[parameter] for parameter in group["params"]} for group in optimizer.param_groups]
 
 
-# ---------------------------------------------------------------- who is updated by what
-
-
 LLAMA = {f"midlayer.self_attn.{x}_proj.weight" for x in "qkvo"}
 MLA = {f"midlayer.self_attn.{x}.weight" for x in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")}
 MATRICES = {"fc.weight", *(f"midlayer.mlp.{x}_proj.weight" for x in ("gate", "up", "down"))}
@@ -56,9 +53,6 @@ def test_mask_hidden_is_adamws_and_does_not_decay():
     maps, rest = names_of(make_optimizer(drafter, T), drafter)
     assert maps == MATRICES | LLAMA
     assert {"lm_head.weight", "mask_hidden"} <= rest
-
-
-# ---------------------------------------------------------------- one update
 
 
 def update_of(weights, gradients, t):

@@ -257,9 +257,6 @@ def test_processes_that_do_not_train_together_are_stopped_before_anything_is_sav
     assert not list(came.runs[run].train.glob("checkpoints/step-*"))
 
 
-# ---------------------------------------------------------------- not finite, or nothing to train
-
-
 def test_what_one_rank_meets_stops_both_or_is_left_out_by_both(came, absent):
     guarding.assert_all(came, "zero2", absent)
 

@@ -51,9 +51,6 @@ def interrupted(run, step, *more):
         return run.interrupted(step, *recipe(SHORT), *more)
 
 
-# ---------------------------------------------------------------- stopped
-
-
 @pytest.mark.parametrize("more", [(), MUON], ids=["AdamW", "Muon"])
 def test_a_run_stopped_three_times_ends_bit_for_bit_the_same(new_run, whole, more):
     run = new_run()
@@ -149,9 +146,6 @@ def test_a_run_killed_in_a_save_in_a_row_and_from_outside_ends_bit_for_bit_the_s
 def test_a_run_killed_fifty_times_ends_bit_for_bit_the_same(new_run, whole, operations, tmp_path):
     ways = ["save"] * 20 + ["step"] * 12 + ["row"] * 4 + ["start"] * 4 + ["outside"] * 10
     survive(new_run(), whole, LONG, ways, 1, operations, tmp_path / "output")
-
-
-# ---------------------------------------------------------------- saved in the background
 
 
 def stop_after_a_slow_save(run):

@@ -135,9 +135,6 @@ def test_a_draft_without_an_lm_head_has_the_targets(draft, new_run):
     assert "shares the target's lm_head, from which its own starts" in begun.said
 
 
-# ---------------------------------------------------------------- EAGLE 3 goes on as 3.1
-
-
 def relative(g, reference):
     return ((g - reference).norm(dim=-1) / reference.norm(dim=-1)).mean().item()
 
@@ -231,9 +228,6 @@ def test_rope_is_compared_by_what_it_does(new_run, draft):
     # Without its original length, yarn goes by the longest position.
     shorter = draft(rope_scaling={"rope_type": "yarn", "factor": 4.0}, rope_parameters=None, max_position_embeddings=32)
     assert "rope_scaling." in refusal(new_run(), shorter, here)
-
-
-# ---------------------------------------------------------------- the embedding
 
 
 def test_the_targets_embedding_may_be_there_and_another_may_not(new_run, learnt, draft):
