@@ -45,7 +45,7 @@ def assert_stopped(run, message, harm):
         assert message.startswith(f"step 3: stored states are not finite, of sample {POISONED} ({shard.name}) of ")
     else:
         assert message.startswith(f"step 3: loss or gradient is not finite (samples {guilty(run, harm)} of ")
-    assert [row["step"] for row in run.rows()] == [1, 2], "and every row is JSON, see not_a_number"
+    assert [row["step"] for row in run.rows()] == [1, 2], "and every row is JSON, as `rows` sees"
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["step-000001", "step-000002"]
     for file in run.checkpoints.glob("*/*.safetensors"):
         assert all(torch.isfinite(tensor.float()).all() for tensor in load_file(file).values()), file
