@@ -80,8 +80,10 @@ class Fitted:
     def weights(self):
         return load_file(self.newest() / "model.safetensors")
 
-    def weights_of(self, step):
-        return load_file(self.checkpoints / f"step-{step:06d}" / "model.safetensors")
+    def at(self, step):
+        """Weights and moments of a checkpoint."""
+        folder = self.checkpoints / checkpoint.name_of(step)
+        return [load_file(folder / f"{name}.safetensors") for name in ("model", "optimizer")]
 
 
 @pytest.fixture(autouse=True)

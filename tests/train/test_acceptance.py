@@ -169,7 +169,7 @@ def test_the_best_step_is_kept_and_is_what_the_run_leaves(unchosen, new_run, cap
     left = DrafterCheckpoint.of_run(run.folder / "run", run.folder / "run" / "data")
     assert left.folder == run.checkpoints / "step-000006"
     assert unchosen.manifest()["checkpoint"] == "checkpoints/step-000012", "where nobody asks for the best"
-    assert_equal(run.weights(), unchosen.weights_of(6))
+    assert_equal(run.weights(), unchosen.at(6)[0])
 
     again = new_run().stopped(7, *RECIPE, "train.keep_best=true")
     assert again.saved() == [6, 7]

@@ -13,7 +13,6 @@ import torch
 from conftest import make_document, make_mla_shape, make_shape
 from made import Split
 from pipeline import KEPT, VOCAB, assert_equal, message_of
-from safetensors.torch import load_file
 from transformers import LlamaConfig
 from warming import begin, edit, refusal, with_vocab
 
@@ -96,10 +95,9 @@ def test_a_lower_precision_is_widened_exactly(learnt, draft, new_run):
 def test_an_unfinished_run_gives_its_newest_checkpoint(learnt, copy_of, new_run, tmp_path):
     run = copy_of(tmp_path).fit("train.max_steps=4", "train.checkpoint_every=2")
     (run.train / "manifest.json").unlink()
-    kept = sorted(run.checkpoints.iterdir())
-    assert [path.name for path in kept] == ["step-000002", "step-000004"]
-    assert_equal(begin(new_run(), run.train).weights, load_file(kept[1] / "model.safetensors"))
-    assert_equal(begin(new_run(), kept[0]).weights, load_file(kept[0] / "model.safetensors"))
+    assert run.saved() == [2, 4]
+    assert_equal(begin(new_run(), run.train).weights, run.at(4)[0])
+    assert_equal(begin(new_run(), run.checkpoints / "step-000002").weights, run.at(2)[0])
 
 
 # ---------------------------------------------------------------- another vocabulary
