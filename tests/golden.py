@@ -111,11 +111,11 @@ def make_run(folder: Path) -> Path:
     return folder
 
 
-def losses(folder: Path) -> list[float]:
-    """Train in an empty folder, on the CPU; the loss of every step."""
+def losses(folder: Path, *options: str) -> list[float]:
+    """Train in an empty folder, on the CPU, with options besides; the loss of every step."""
     from train.loop import train
 
-    train(load_config([*OPTIONS, f"run_dir={make_run(folder)}"]))
+    train(load_config([*OPTIONS, f"run_dir={make_run(folder)}", *options]))
     rows = [json.loads(line) for line in (folder / "train" / "metrics.jsonl").read_text().splitlines()]
     return [row["loss"] for row in rows if "loss" in row]
 

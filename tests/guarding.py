@@ -45,7 +45,7 @@ def assert_stopped(run, message, harm):
         assert message.startswith(f"step 3: stored states are not finite, of sample {POISONED} ({shard.name}) of ")
     else:
         assert message.startswith(f"step 3: loss or gradient is not finite (samples {guilty(run, harm)} of ")
-    assert [row["step"] for row in run.rows()] == [1, 2], "and every row is JSON, see not_a_number"
+    assert [row["step"] for row in run.rows()] == [1, 2], "and every row is JSON, as `rows` sees"
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["step-000001", "step-000002"]
     for file in run.checkpoints.glob("*/*.safetensors"):
         assert all(torch.isfinite(tensor.float()).all() for tensor in load_file(file).values()), file
@@ -61,10 +61,6 @@ def fit(run, *options, harm=()):
             return str(error)
 
 
-def at(run, step):
-    return [load_file(run.checkpoints / f"step-{step:06d}" / f"{name}.safetensors") for name in ("model", "optimizer")]
-
-
 def assert_left_out(run, first, second, absent):
     """Two steps changed nothing, in whatever launch they were; the third stopped the run."""
     assert [status for status, _ in first] == ["stopped"] * 2
@@ -75,9 +71,9 @@ def assert_left_out(run, first, second, absent):
     assert "after 2 steps that were left out" in second[0][1]
     assert [row["step"] for row in run.rows() if row.get("left_out")] == [3, 6]
     assert len(run.rows()) == 8
-    for ours, theirs in zip(at(run, 8), at(absent, 6), strict=True):
+    for ours, theirs in zip(run.at(8), absent.at(6), strict=True):
         assert_close(ours, theirs, 5e-6)
-    for ours, theirs in zip(at(run, 6), at(run, 5), strict=True):
+    for ours, theirs in zip(run.at(6), run.at(5), strict=True):
         assert_equal(ours, theirs)
 
 
@@ -108,7 +104,7 @@ def assert_all(came, kind, absent):
     assert_left_out(runs["left out"], *results["left out"], absent)
     assert [status for status, _ in results["no pairs"][0]] == ["done"] * 2
     assert [row["step"] for row in runs["no pairs"].rows() if row.get("no_pairs")] == [3, 6]
-    for ours, theirs in zip(at(runs["no pairs"], 12), at(absent, 10), strict=True):
+    for ours, theirs in zip(runs["no pairs"].at(12), absent.at(10), strict=True):
         assert_close(ours, theirs, 5e-6)
     with pytest.raises(AssertionError):  # a rank's gradient that counts a thousandth more is seen, after one step
-        assert_close(at(runs["miscounted"], 1)[0], at(absent, 1)[0], 5e-6)
+        assert_close(runs["miscounted"].at(1)[0], absent.at(1)[0], 5e-6)

@@ -9,20 +9,22 @@ from pathlib import Path
 from pipeline import options
 
 ROOT = Path(__file__).resolve().parent.parent
-PROFILES = ("ddp", "fsdp2", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload")  # those of configs/accelerate
 # `script` instead of train.py trains likewise, and may watch or disturb it before.
 TRAIN = ROOT / "train.py"
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def command(profile, processes, script=TRAIN, launcher="accelerate.commands.launch"):
     """How a user launches a profile; "one" is one process without a launcher."""
     if profile == "one":
         return [sys.executable, str(script)]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     config = ["--config_file", f"configs/accelerate/{profile}.yaml", "--num_processes", str(processes)]
-    address = ["--main_process_ip", "127.0.0.1", "--main_process_port", str(port)]
+    address = ["--main_process_ip", "127.0.0.1", "--main_process_port", str(free_port())]
     return [sys.executable, "-m", launcher, *config, *address, str(script)]
 
 
@@ -45,9 +47,3 @@ def execute(words, profile, timeout=300, on_gpus=False, **variables):
     """Run a command in the environment of a profile; returns the finished process."""
     how = {"cwd": ROOT, "capture_output": True, "text": True, "check": False, "timeout": timeout}
     return subprocess.run(words, env=environment(profile, on_gpus, **variables), **how)
-
-
-def launch(profile, run, *more, processes=2, script=TRAIN, timeout=300, **variables):
-    """Train in a run's folder; returns the finished process."""
-    words = [*command(profile, processes, script), *arguments(run, *more)]
-    return execute(words, profile, timeout, **variables)

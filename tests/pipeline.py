@@ -147,6 +147,11 @@ def options(folder, *more):
     ]
 
 
+# A drafter with MLA instead.
+WIDTHS = ["q_lora_rank=12", "kv_lora_rank=8", "qk_nope_head_dim=6", "qk_rope_head_dim=4", "v_head_dim=5"]
+MLA = [f"drafter.{one}" for one in ("architecture=mla", "num_key_value_heads=null", "head_dim=null", *WIDTHS)]
+
+
 def tiny_config(folder, *more):
     return load_config(options(folder, *more))
 

@@ -15,8 +15,20 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
+from accelerate.state import AcceleratorState, PartialState
 from forking import print_to, served
 from planting import instead_of, replaced
+from torch.nn import functional
+
+from eagle31_train import cli, order
+from eagle31_train.errors import Stopped, UserError
+from eagle31_train.model.loss import Objective
+from eagle31_train.store import StoreSplit
+from eagle31_train.store.codec import plain
+from train import launch, loop, optimizer, parallel, trainer
+from train.deadline import Deadline
+from train.parallel import Parallel, Replicated, Zero
 
 WHAT, RESULTS = "SEVERAL_TRAININGS", "SEVERAL_RESULTS"
 
@@ -58,7 +70,7 @@ def train(folder, trainings, profile="ddp", processes=2, timeout=600, on_gpus=Fa
 def launched(words, environment, output):
     """accelerate's launcher, except that ranks are forked instead of imported anew."""
     import deepspeed  # noqa: F401 (once for all ranks)
-    from accelerate.commands import launch
+    from accelerate.commands import launch as launcher
     from torch.distributed import run
 
     print_to(output)
@@ -70,14 +82,10 @@ def launched(words, environment, output):
         return replace(right(arguments)[0], start_method="fork"), main, ()
 
     with patch.object(run, "config_from_args", forking):
-        launch.launch_command(launch.launch_command_parser().parse_args(words))
+        launcher.launch_command(launcher.launch_command_parser().parse_args(words))
 
 
 def main():
-    import torch
-
-    from train import launch
-
     launch.PARENT = os.getppid()  # it may have been forked
     gc.disable()  # until all is imported
     rank, end = int(os.environ["RANK"]), torch.distributed.destroy_process_group
@@ -97,13 +105,6 @@ def main():
 
 def come_to(one):
     """What a training comes to; a crash ends the process, since others would wait for it."""
-    from accelerate.state import AcceleratorState
-    from torch.nn import functional
-
-    from eagle31_train import cli
-    from eagle31_train.errors import Stopped, UserError
-    from train import loop
-
     AcceleratorState._reset_state(True)
     variables = environment(one["profile"])
     with patch.dict(os.environ, variables, clear=True), pytest.MonkeyPatch.context() as patches:
@@ -124,7 +125,6 @@ def come_to(one):
 
 def environment(profile):
     """A process's environment under a profile, as accelerate's launcher makes it."""
-    import torch
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
@@ -160,7 +160,6 @@ def disturb(patch, stop_after=None, harm=(), eps=None):
 
 def watch(patch):
     """Keep NOW."""
-    from train import trainer
 
     @replaced(patch, trainer, "load")
     def counted(load, *arguments):
@@ -171,15 +170,12 @@ def watch(patch):
 
 def stop(patch, after):
     """Tell the training to stop once it does this step."""
-    from train.deadline import Deadline
-
     reason = property(lambda self: f"the test after step {after}" if after is not None and NOW[0] >= after else None)
     patch.setattr(Deadline, "reason", reason)
 
 
 def dampen(patch, eps):
     """AdamW divides by no less than this."""
-    from train import parallel
 
     @replaced(patch, parallel, "make_optimizer")
     def dampened(make, *arguments):
@@ -197,10 +193,6 @@ def harm(function):
 @harm
 def harm_sample(patch, index, value, split="train"):
     """The states of a sample are all this value as they are read, whichever rank reads it."""
-    import torch
-
-    from eagle31_train.store import StoreSplit
-    from eagle31_train.store.codec import plain
 
     @replaced(patch, StoreSplit, "read")
     def harmed(read, self, i, states=True):
@@ -225,7 +217,6 @@ def harm_weight(patch, rank, factor):
 @harm
 def harm_gradient(patch, steps, rank, value):
     """On one rank the loss of these steps is right, and the gradient of a norm's weight is this value."""
-    import torch
 
     class Harm(torch.autograd.Function):
         @staticmethod
@@ -241,10 +232,6 @@ def harm_gradient(patch, steps, rank, value):
 
 
 def _harm_forward(patch, steps, rank, harm):
-    from accelerate.state import PartialState
-
-    from eagle31_train.model.loss import Objective
-
     @replaced(patch, Objective, "forward")
     def harmed(forward, self, *arguments):
         loss, measured = forward(self, *arguments)
@@ -256,26 +243,18 @@ def _harm_forward(patch, steps, rank, harm):
 @harm
 def harm_exchange(patch):
     """DDP never exchanges gradients."""
-    from train.parallel import Replicated
-
     patch.setattr(Replicated, "micro_batch", lambda self, last: self.model.no_sync())
 
 
 @harm
 def harm_sharding(patch):
     """FSDP2 wraps nothing."""
-    from train import parallel
-
     patch.setattr(parallel, "fully_shard", lambda module, **_: module)
 
 
 @harm
 def harm_weights(patch, rank):
     """Steps of one rank do something that those of others do not."""
-    import torch
-
-    from train.parallel import Parallel, Zero
-
     for kind in (Parallel, Zero):
 
         @replaced(patch, kind, "update")
@@ -289,8 +268,6 @@ def harm_weights(patch, rank):
 @harm
 def harm_moments(patch):
     """What the optimizer knew of the steps before is not restored."""
-    from train.parallel import Parallel, Zero
-
     for kind in (Parallel, Zero):
         instead_of(kind, "set_moments")(lambda right, self, moments, updates: right(self, {}, updates))(patch)
 
@@ -298,9 +275,6 @@ def harm_moments(patch):
 @harm
 def harm_orthogonality(patch):
     """Muon makes what each of two ranks holds of a matrix orthogonal alone."""
-    import torch
-
-    from train import optimizer
 
     @replaced(patch, optimizer, "orthogonal")
     def alone(right, whole):
@@ -311,16 +285,12 @@ def harm_orthogonality(patch):
 def harm_options(patch, rank, option):
     """One rank is given another option."""
     if int(os.environ["RANK"]) == rank:
-        from eagle31_train import cli
-
         instead_of(cli, "load_config")(lambda load, words: load([*words, option]))(patch)
 
 
 @harm
 def absent(patch, steps):
     """No harm: these steps are in no schedule, and the others have the learning rates that they have anyway."""
-    from eagle31_train import order
-    from train import trainer
 
     @replaced(patch, order, "schedule")
     def shorter(schedule, *arguments):
@@ -335,7 +305,6 @@ def absent(patch, steps):
 @harm
 def harm_pairs(patch, steps):
     """These steps have nothing to train: the draft vocabulary holds no token, as they see it."""
-    from train import trainer
 
     @replaced(patch, trainer, "load")
     def emptied(load, split, schedule, done, t, seed, keep_mask, *more):

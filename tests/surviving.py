@@ -4,9 +4,9 @@ As a script, this module is train.py with the disturbance that the variable DIST
 """
 
 import ctypes
-import importlib
 import json
 import os
+import pkgutil
 import signal
 import subprocess
 import sys
@@ -16,23 +16,16 @@ from itertools import count
 from pathlib import Path
 from unittest.mock import patch
 
+import several
 from dying import Machine, running
 from forking import print_to, served
 from watching import noted, updates_of
 
+from eagle31_train import cli
 from eagle31_train.store.sealed import unseal
+from train import launch, loader, metrics
+from train.checkpoint import Saver
 
-# What a run with a checkpoint every other step calls, at least so often in four steps; and what it calls at its start.
-STEPS = (
-    ("train.loader.build_batch", 4),  # in another thread, ahead
-    ("train.trainer.accumulate", 4),
-    ("train.parallel.Parallel.update", 4),
-    ("train.metrics.append", 8),
-    ("train.trainer.take_snapshot", 2),
-    ("train.checkpoint.Saver.save", 2),
-    ("train.windows.Usage.release", 3),
-)
-START = ("train.prepare.claim", "train.tracking.record_launch", "train.checkpoint.load")
 TIMED = ("seconds", "waited", "files")  # a checkpoint's own manifest, which is listed, says seconds too
 STAGES = {"train": "train.loop.train", "extract": "eagle31_train.extract.extract"}
 
@@ -56,8 +49,6 @@ class InSaves(Machine):
 @contextmanager
 def saves_on(machine):
     """Every save of the block happens on this machine."""
-    from train.checkpoint import Saver
-
     original = Saver._save
 
     def save(self, *given):
@@ -72,16 +63,8 @@ def saves_on(machine):
 
 def find(path):
     """(object, name of its attribute) of a dotted path."""
-    *parts, name = path.split(".")
-    for split in range(len(parts), 0, -1):
-        try:
-            found = importlib.import_module(".".join(parts[:split]))
-        except ModuleNotFoundError:
-            continue
-        for part in parts[split:]:
-            found = getattr(found, part)
-        return found, name
-    raise AssertionError(path)
+    owner, _, name = path.rpartition(".")
+    return pkgutil.resolve_name(owner), name
 
 
 @contextmanager
@@ -103,6 +86,12 @@ def calling(path, action, when, number):
         yield
 
 
+def at_a_call(chosen, calls):
+    """A disturbance: death before or after one of these calls, each of which is made at least so often."""
+    path, most = chosen.choice(calls)
+    return {"kill_at": (path, chosen.choice(["before", "after"]), chosen.randint(1, most))}
+
+
 def die(*_):
     os.write(2, f"rank {os.environ.get('RANK', 0)} dies\n".encode())
     os.kill(os.getpid(), signal.SIGKILL)
@@ -111,8 +100,6 @@ def die(*_):
 @contextmanager
 def tearing(number):
     """Death in the middle of a row, after so many whole ones."""
-    from train import metrics
-
     original, calls = metrics.append, count(1)
 
     def append(rows, row):
@@ -131,15 +118,7 @@ def tell():
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def disturbances(
-    ledger=None,
-    kill_in_save=None,
-    kill_at=None,
-    kill_in_row=None,
-    grace=None,
-    tell_at=None,
-    victim=None,
-):
+def disturbances(ledger=None, kill_in_save=None, kill_at=None, kill_in_row=None, grace=None, tell_at=None, victim=None):
     """The patches, as one context each.
 
     Args:
@@ -163,8 +142,6 @@ def disturbances(
     if kill_in_row is not None:
         yield tearing(kill_in_row)
     if grace is not None:
-        from train import loader
-
         yield patch.object(loader, "GRACE", grace)
     if tell_at is not None and rank == str(tell_at[0]):
         yield calling("train.trainer.accumulate", tell, "before", tell_at[1])
@@ -173,13 +150,8 @@ def disturbances(
 # ---------------------------------------------------------------- children
 
 
-def training(arguments, output, **disturbance):
-    """Train in a child. What it prints is added to `output`."""
-    return working("train", arguments, output, **disturbance)
-
-
 def working(stage, arguments, output, **disturbance):
-    """A stage in a child, alike."""
+    """A stage in a child. What it prints is added to `output`."""
     output.touch()
     return served(child, stage, arguments, str(output), disturbance)
 
@@ -244,10 +216,6 @@ def lead(profile, arguments, output, how, disturbance):
 
 def take_part(profile, arguments, disturbance):
     """One rank, in the environment that accelerate's launcher makes of a profile."""
-    import several
-
-    from train import launch
-
     launch.PARENT = os.getppid()  # it was forked, with what its server had imported
     ctypes.CDLL(None).prctl(1, 0)  # PR_SET_PDEATHSIG: a command that torchrun starts outlives it, too
     sys.argv = ["train", *arguments]
@@ -256,13 +224,29 @@ def take_part(profile, arguments, disturbance):
 
 
 def main(disturbance, stage="train"):
-    from eagle31_train import cli
-
     owner, name = find(STAGES[stage])
     with ExitStack() as patches:
         for context in disturbances(**disturbance):
             patches.enter_context(context)
         cli.run(getattr(owner, name), "", tells="train.precision" if stage == "train" else "target.dtype")
+
+
+def ends_well(launch, output):
+    """Let a launch in a child come to its end; where it did not end well, say what it printed."""
+    with launch as process:
+        process.join()
+    assert process.exitcode == 0, output.read_text()[-3000:]
+
+
+def dies(launch, progress, chosen, output, **disturbance):
+    """A launch dies by a disturbance, or without one by a kill from outside, once it has got on a little."""
+    wanted = progress() + chosen.randint(1, 3)
+    with launch(**disturbance) as process:
+        if not disturbance:
+            wait_until(lambda: progress() >= wanted, process.is_alive)
+            process.kill()
+        process.join()
+    assert process.exitcode == -signal.SIGKILL, (disturbance, output.read_text()[-3000:])
 
 
 def wait_until(condition, alive):

@@ -1,4 +1,4 @@
-"""What training begins with when `train.init_from` is given, and published drafts to begin with."""
+"""What training begins with, fresh or by `train.init_from`, and published drafts to begin with."""
 
 import json
 import shutil
@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
-import torch
 from made import message_of
 from pipeline import VOCAB
 from safetensors.torch import load_file, save_file
@@ -17,26 +16,25 @@ from train import initial_weights
 from train.build import build_objective, shape_of
 
 
-def begin(run, init, *options):
-    """What training begins with: objective, store and the lines that were said."""
-    config = run.config(f"train.init_from={init}", *options)
-    store, lines = Store(run.folder / "run" / "store"), []
+def begin_fresh(run, *options, **states):
+    """(objective, store, draft vocabulary) of a run that is given nothing to begin with; `states`: what its store says
+    otherwise of the target's."""
+    config, store = run.config(*options), Store(run.folder / "run" / "store")
+    store.states.update(states)
     kept = vocab.read(config.data_folder / "vocab.safetensors")
-    shape = shape_of(config.drafter, store, kept)
-    objective = build_objective(config, shape, store, kept)
-    fresh = {name: tensor.clone() for name, tensor in objective.drafter.state_dict().items()}
-    source = initial_weights.open_source(config)
-    initial_weights.refuse_other_kind(source, shape, store)
+    return build_objective(config, shape_of(config.drafter, store, kept), store, kept), store, kept
+
+
+def begin(run, init, *options):
+    """What training begins with by `train.init_from`, and would begin with without it; the lines that were said."""
+    objective, store, kept = begin_fresh(run, *options)
+    drafter, lines = objective.drafter, []
+    fresh = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
+    source = initial_weights.open_source(run.config(f"train.init_from={init}", *options))
+    initial_weights.refuse_other_kind(source, drafter.shape, store)
     with patch.object(initial_weights, "say", lines.append):
-        initial_weights.copy_weights(source, kept, store, objective.drafter)
-    return SimpleNamespace(
-        objective=objective,
-        weights=objective.drafter.state_dict(),
-        fresh=fresh,
-        store=store,
-        said="\n".join(lines),
-        kept=torch.from_numpy(kept.t2d),
-    )
+        initial_weights.copy_weights(source, kept, store, drafter)
+    return SimpleNamespace(weights=drafter.state_dict(), fresh=fresh, store=store, said="\n".join(lines))
 
 
 def refusal(run, init, *options):

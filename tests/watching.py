@@ -8,13 +8,13 @@ from contextlib import contextmanager
 import pytest
 from planting import replaced
 
+from eagle31_train.store import StoreSplit
+from train import loader, prepare, trainer
+
 
 @contextmanager
 def noted(ledger):
     """Note the samples of each update where their documents are read, not where their order is worked out."""
-    from eagle31_train.store import StoreSplit
-    from train import loader, prepare, trainer
-
     reading, under_way = threading.local(), []
     with pytest.MonkeyPatch.context() as patch:
 

@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict, astuple
 
+import numpy as np
 import pytest
 import torch
 from datasets import DatasetDict
@@ -22,9 +23,6 @@ from eagle31_train.targets.pretrained import vocabulary_fingerprint
 def refused(folder, *more):
     """The one line of an extraction that is refused."""
     return message_of(extract, tiny_config(folder, *more))
-
-
-# ---------------------------------------------------------------- what is stored
 
 
 @pytest.mark.core
@@ -56,25 +54,23 @@ def test_every_sample_is_stored_with_the_states_and_choices_of_running_it_alone(
 
 
 def test_how_far_answers_are_the_targets_own_is_counted_and_said(run, capsys):
-    drafted = torch.arange(VOCAB) < 10
-    states = torch.zeros(5, 1, 4)
+    drafted, states = np.arange(VOCAB) < 10, torch.zeros(5, 1, 4)
+
+    def counted(top1, answers):
+        mask = torch.tensor([False, False, *[answers] * 3])
+        document = Document.of(torch.tensor([5, 6, 7, 8, 9]), mask, torch.tensor(top1), states, states[:, 0])
+        return Agreement.of(document, drafted)
+
     assert Agreement.of_all([]).lines() == []
     # Supervised are positions 1 to 3: the next token is the assistant's, and one comes before.
-    mask, top1 = torch.tensor([False, False, True, True, True]), torch.tensor([-1, 7, 30, 9, -1])
-    agreement = Agreement.of(
-        Document.of(torch.tensor([5, 6, 7, 8, 9]), mask, top1, states, states[:, 0]), drafted.numpy()
-    )
-    counts = [astuple(agreement)]
+    agreement = counted([-1, 7, 30, 9, -1], answers=True)
     assert (agreement.positions, agreement.own, agreement.outside, agreement.bare) == (3, 2, 1, 0)
     line, warning = agreement.lines()
     assert "write 66.7% of the 3 answer tokens; 33.3% of its choices" in line
     assert "can never be drafted" in warning
-    # One whose every choice is outside, and one without an answer.
-    for covered, choice in ((mask, 30), (torch.zeros(5, dtype=torch.bool), -1)):
-        top1 = torch.tensor([-1, choice, choice, choice, -1])
-        document = Document.of(torch.tensor([5, 6, 7, 8, 9]), covered, top1, states, states[:, 0])
-        counts.append(astuple(Agreement.of(document, drafted.numpy())))
-    assert Agreement.of_all(counts).lines()[1] == "extract: 2 of 3 conversations have nothing to train"
+    outside, unanswered = counted([-1, 30, 30, 30, -1], answers=True), counted([-1] * 5, answers=False)
+    lines = Agreement.of_all(map(astuple, (agreement, outside, unanswered))).lines()
+    assert lines[1] == "extract: 2 of 3 conversations have nothing to train"
     extract(tiny_config(run))
     said = capsys.readouterr().out
     assert "hardly its own answers" in said
@@ -83,9 +79,6 @@ def test_how_far_answers_are_the_targets_own_is_counted_and_said(run, capsys):
     (run / "run" / "store" / "manifest.json").unlink()
     extract(tiny_config(run))
     assert capsys.readouterr().out == said
-
-
-# ---------------------------------------------------------------- again, elsewhere, stopped
 
 
 def test_a_store_of_another_target_is_refused_or_replaced(run, tmp_path_factory):
@@ -147,22 +140,13 @@ def test_data_of_a_target_of_another_config_is_told_of(run, capsys):
         assert (change in capsys.readouterr().out) == told
 
 
-def test_each_kind_of_state_has_its_own_codec(tmp_path):
-    from pipeline import make_run, tiny_config
-
-    from eagle31_train.extract import extract
-    from eagle31_train.store import Store
-
-    make_run(tmp_path)
-    extract(tiny_config(tmp_path, "store.aux_codec=fp8", "store.last_codec=int8_channel"))
-    document = Store(tmp_path / "run" / "store").split("train").read(0)
+def test_each_kind_of_state_has_its_own_codec(run):
+    extract(tiny_config(run, "store.aux_codec=fp8", "store.last_codec=int8_channel"))
+    document = Store(run / "run" / "store").split("train").read(0)
     assert (document.aux.codec, document.last.codec) == ("fp8", "int8_channel")
 
 
 def test_bytes_per_token_are_those_of_the_shards(whole):
-    store = whole / "run" / "store"
-    shards = sum(file.stat().st_size for file in (store / "shards").glob("*.safetensors"))
-    opened = Store(store)
-    assert opened.manifest["bytes_per_token"] == shards / sum(
-        sum(opened.split(s).lengths) for s in ("train", "heldout")
-    )
+    folder = whole / "run" / "store"
+    shards, tokens = map(len, contents(folder / "shards").values()), sum(map(sum, LENGTHS.values()))
+    assert Store(folder).manifest["bytes_per_token"] == sum(shards) / tokens

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -162,14 +163,6 @@ def supervise_elsewhere(by):
     return plant
 
 
-def swapped(last, supervised):
-    rows, last = last[supervised], last.clone()
-    last[supervised] = (
-        rows[torch.arange(len(rows)).view(-1, 2).flip(1).flatten()] if len(rows) % 2 == 0 else rows.flip(0)
-    )
-    return last
-
-
 @instead_of(stage, "top1_of")
 def take_top1_of_the_neighbour(right, readout, last, loss_mask):
     top1, where = right(readout, last, loss_mask), loss_mask[1:].nonzero()[:, 0]
@@ -182,7 +175,7 @@ SELECTIONS = {
     "the rows before the supervised ones": of_rows(lambda last, _: last.roll(1, 0)),
     "positions after the supervised ones": supervise_elsewhere(1),
     "positions before the supervised ones": supervise_elsewhere(-1),
-    "rows swapped": of_rows(swapped),
+    "rows of other supervised positions": of_rows(lambda last, at: last.index_copy(0, at, last[at].roll(1, 0))),
     "top1 of the neighbour": take_top1_of_the_neighbour,
     "the state after the norm": of_rows(lambda last, _: wide_norm().model.norm(last)),  # top1 is of the right one
 }
@@ -279,14 +272,10 @@ def test_every_position_counts_alike(monkeypatch):
     assert gate._compare([range(30), range(10)], [torch.empty(30, 1), torch.empty(10, 1)]) == (0.75, 25.0)
 
 
-def test_the_rows_that_are_compared_are_spread_over_a_conversation(monkeypatch):
-    asked = []
-
-    def reference(tokens, positions):
-        asked.append(positions.tolist())
-        raise KeyboardInterrupt
-
+def test_the_rows_that_are_compared_are_spread_over_a_conversation():
+    reference = Mock(side_effect=KeyboardInterrupt)
     d = make_document(make_shape(), 257, torch.Generator().manual_seed(0), list(range(2, 257)))
     with pytest.raises(KeyboardInterrupt):
         Gate(SimpleNamespace(reference=reference), ExtractConfig(), 1).check([d])
-    assert (len(asked[0]), asked[0][0], asked[0][-1]) == (64, 1, 255)
+    positions = reference.call_args.args[1].tolist()
+    assert (len(positions), positions[0], positions[-1]) == (64, 1, 255)

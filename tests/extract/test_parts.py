@@ -71,9 +71,6 @@ def written(monkeypatch, stop_after=None):
     return names
 
 
-# ---------------------------------------------------------------- the store of one
-
-
 def test_parts_at_the_same_time_make_the_store_of_one(whole, tmp_path, command, capsys, monkeypatch):
     monkeypatch.setattr(console, "EVERY", 0.0)
     assert at_once(command(1, 2), command(0, 2)) == [None, None]
@@ -97,9 +94,6 @@ def test_stopped_parts_are_carried_on_by_any_number(whole, tmp_path, command, pa
     assert at_once(*[command(part, parts) for part in range(parts)]) == [None] * parts
     assert timeless(store_of(tmp_path)) == timeless(store_of(whole))
     assert all(file.stat().st_mtime_ns == at for file, at in committed.items()), "made again"
-
-
-# ---------------------------------------------------------------- mistakes
 
 
 def test_one_store_is_extracted_by_one_command_whatever_their_runs(whole, tmp_path, monkeypatch):

@@ -20,6 +20,13 @@ SLOTS = {
 }
 
 
+def problem_on_gpu(lengths, slots, *sizes):
+    """As `make` makes it, with scores of a model's size: softer than one key taking all."""
+    (q, *others), layout, direction = make((lengths, slots, *sizes, 0), torch.bfloat16)
+    tensors = [q * q.shape[-1] ** -0.5, *others]
+    return tensors, each_tensor(layout, lambda x: x.to("cuda")), direction.to("cuda")
+
+
 def moved(tensors, dtype):
     return [
         x.detach().to("cuda", dtype).requires_grad_() if isinstance(x, torch.Tensor) else moved(x, dtype)
@@ -34,9 +41,7 @@ def moved(tensors, dtype):
 @pytest.mark.parametrize("window", [None, 70, 2])
 def test_output_and_gradients_stay_within_the_rounding_of_16_bits(slots, d, dv, own, fused, dtype, window):
     """As on the CPU. The shorter window leaves all but own keys out."""
-    tensors, layout, direction = make((LENGTHS, SLOTS[slots], 2, 4, own, d, dv, 0), torch.bfloat16)
-    tensors = [tensors[0] * d**-0.5, *tensors[1:]]  # scores of a model's size: softer than one key taking all
-    layout, direction = each_tensor(layout, lambda x: x.to("cuda")), direction.to("cuda")
+    tensors, layout, direction = problem_on_gpu(LENGTHS, SLOTS[slots], 2, 4, own, d, dv)
     assert (layout.segments.key_rows is None) == (slots == "scattered")
     low, exact = moved(tensors, dtype), moved(tensors, torch.float64)
     assert context_attention.takes_flash(low[0], low[2])
@@ -68,9 +73,7 @@ def test_what_torch_can_switch_to_is_as_right(name, slots, d, dv, window):
 def test_runs_of_one_slot_with_shared_keys(lengths):
     """At one query per run the kernel would turn to an algorithm for decoding, were it told of no more than one."""
     slots = [sum(lengths[: i + 1]) - 1 for i in range(len(lengths))]  # each document's last position
-    tensors, layout, direction = make((lengths, slots, 2, 4, 3, 64, 64, 0), torch.bfloat16)
-    tensors = [tensors[0] / 8, *tensors[1:]]
-    layout, direction = each_tensor(layout, lambda x: x.to("cuda")), direction.to("cuda")
+    tensors, layout, direction = problem_on_gpu(lengths, slots, 2, 4, 3, 64, 64)
     ours = run(unrolled_attention, moved(tensors, torch.bfloat16), layout, direction)
     truth = run(dense_attention, moved(tensors, torch.float64), layout, direction.double())
     assert_within_16_bits(ours, truth)
@@ -80,15 +83,13 @@ def test_runs_of_one_slot_with_shared_keys(lengths):
 def test_many_slots_are_as_right_as_few(g):
     """Tens of thousands of slots: past 65,535 small products in one call, where kernels of some versions go wrong."""
     documents, length = 9000, 8
-    problem = ([length] * documents, list(range(documents * length)), g, 1, 3, 64, 64, 0)
-    tensors, layout, direction = make(problem, torch.bfloat16)
-    tensors = [tensors[0] / 8, *tensors[1:]]
-    layout = each_tensor(layout, lambda x: x.to("cuda"))
-    ours = run(unrolled_attention, moved(tensors, torch.bfloat16), layout, direction.to("cuda"))
+    slots = list(range(documents * length))
+    tensors, layout, direction = problem_on_gpu([length] * documents, slots, g, 1, 3, 64, 64)
+    ours = run(unrolled_attention, moved(tensors, torch.bfloat16), layout, direction)
     for first in (0, documents - 4):
         rows = slice(first * length, (first + 4) * length)
         some = [x[rows] if isinstance(x, torch.Tensor) else [y[rows] for y in x] for x in tensors]
         few = make_layout([(i * length, (i + 1) * length) for i in range(4)], torch.arange(4 * length))
         few = each_tensor(few, lambda x: x.to("cuda"))
-        truth = run(dense_attention, moved(some, torch.float64), few, direction[rows].to("cuda", torch.float64))
+        truth = run(dense_attention, moved(some, torch.float64), few, direction[rows].double())
         assert_within_16_bits([mine[rows] for mine in ours], truth)

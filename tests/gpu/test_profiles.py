@@ -4,7 +4,6 @@ One process where there is one GPU, two where there are more; FSDP2 needs two.
 """
 
 import json
-from types import SimpleNamespace
 
 import golden
 import pytest
@@ -20,40 +19,20 @@ KEPT = json.loads(golden.FILE.read_text())["losses"]
 TOLERANCE = {"no": 1e-4, "bf16": 1e-2}
 
 
-def run_in(folder, trainings):
-    """Launch them with as many processes as there are GPUs, two at most."""
-    return several.train(folder / "results", trainings, "ddp", min(GPUS, 2), on_gpus=True)
-
-
-def training(profile, run, *more, stop_after=None):
-    words = [*golden.OPTIONS, f"run_dir={run.folder}", *more]
-    return {"profile": profile, "options": words, "how": {"stop_after": stop_after}}
-
-
-def new_run(folder):
-    folder.mkdir()
-    return SimpleNamespace(folder=golden.make_run(folder))
-
-
-def rows(run):
-    return [json.loads(line) for line in (run.folder / "train" / "metrics.jsonl").read_text().splitlines()]
-
-
-def losses(run):
-    return [row["loss"] for row in rows(run) if "loss" in row]
+def rows(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 @pytest.mark.parametrize("precision", TOLERANCE)
 def test_a_relay_of_all_profiles_has_the_golden_losses(tmp_path, precision):
-    run, trainings = new_run(tmp_path / "run"), []
-    each = golden.STEPS // len(PROFILES)
+    words = [*golden.OPTIONS, f"run_dir={golden.make_run(tmp_path)}", f"train.precision={precision}"]
+    each, trainings = golden.STEPS // len(PROFILES), []
     for place, profile in enumerate(PROFILES, 1):
         stop = place * each if place < len(PROFILES) else None
-        trainings.append(training(profile, run, f"train.precision={precision}", stop_after=stop))
-    results = run_in(tmp_path, trainings)
+        trainings.append({"profile": profile, "options": words, "how": {"stop_after": stop}})
+    results = several.train(tmp_path / "results", trainings, "ddp", min(GPUS, 2), on_gpus=True)
     assert [ranks[0][0] for ranks in results] == ["stopped"] * (len(PROFILES) - 1) + ["done"]
-    assert losses(run) == pytest.approx(KEPT, rel=TOLERANCE[precision])
-    launches = [
-        json.loads(line)["facts"] for line in (run.folder / "train" / "launches.jsonl").read_text().splitlines()
-    ]
-    assert all(facts["device"].startswith("cuda") for facts in launches)
+    losses = [row["loss"] for row in rows(tmp_path / "train" / "metrics.jsonl") if "loss" in row]
+    assert losses == pytest.approx(KEPT, rel=TOLERANCE[precision])
+    launches = rows(tmp_path / "train" / "launches.jsonl")
+    assert all(launch["facts"]["device"].startswith("cuda") for launch in launches)

@@ -2,12 +2,11 @@
 
 import json
 import math
-import subprocess
 
 import pytest
 import torch
 from holding import SHAPE
-from launching import ROOT, command, environment
+from launching import ROOT, command, execute
 from plan_cases import LOGITS, SMALL_MLA, measure, objective_and_batch, shape_of
 
 from benchmarks.shapes import turns
@@ -95,15 +94,7 @@ HELD = {f"{p.name} {o}": (p, o) for o in ("adamw", "muon") for p in PROFILES if 
 def test_what_two_processes_hold_is_what_is_reckoned(profile, optimizer, tmp_path):
     """Weights, moments, flat copies and buckets, device and host together, after two steps: within 1 %."""
     launched = command(profile.name if profile.several else "one", 2, ROOT / "tests" / "holding.py")
-    done = subprocess.run(
-        [*launched, str(tmp_path), f"train.optimizer={optimizer}"],
-        cwd=ROOT,
-        env=environment(profile.name),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
+    done = execute([*launched, str(tmp_path), f"train.optimizer={optimizer}"], profile.name)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"held')))
 

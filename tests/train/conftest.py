@@ -20,10 +20,6 @@ from train.loop import train
 from train.metrics import Reporter
 
 
-def not_a_number(text):
-    raise AssertionError(f"{text} in metrics.jsonl")
-
-
 class Fitted:
     """A run folder; `fit` trains in it, the rest reads what it left."""
 
@@ -66,7 +62,7 @@ class Fitted:
 
     def rows(self):
         lines = (self.train / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line, parse_constant=not_a_number) for line in lines]
+        return [json.loads(line, parse_constant=pytest.fail) for line in lines]  # NaN, Infinity
 
     def losses(self):
         return [row["loss"] for row in self.rows() if "loss" in row]
@@ -84,8 +80,10 @@ class Fitted:
     def weights(self):
         return load_file(self.newest() / "model.safetensors")
 
-    def weights_of(self, step):
-        return load_file(self.checkpoints / f"step-{step:06d}" / "model.safetensors")
+    def at(self, step):
+        """Weights and moments of a checkpoint."""
+        folder = self.checkpoints / checkpoint.name_of(step)
+        return [load_file(folder / f"{name}.safetensors") for name in ("model", "optimizer")]
 
 
 @pytest.fixture(autouse=True)
@@ -94,6 +92,7 @@ def alone(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
+    AcceleratorState._reset_state(True)
     yield
     AcceleratorState._reset_state(True)
 

@@ -23,7 +23,6 @@ from eagle31_train.targets.hf import load_model
 from train import acceptance as during
 from train import checkpoint, prepare
 from train.acceptance import AcceptanceMeter
-from train.prepare import make_meter
 from train.trainer import State
 
 # ---------------------------------------------------------------- it is real decoding's
@@ -106,34 +105,38 @@ def test_what_training_reports_is_what_real_decoding_accepts(reported, mistake):
     assert (found[mistake] == expected) == (mistake is None)
 
 
-def test_the_weights_are_rounded_as_they_are_served(new_run, monkeypatch):
+def test_the_measured_drafter_is_the_one_that_stage_4_would_load(new_run, monkeypatch):
+    """Rounded to the dtype that the store names, run in `evaluate.dtype`, and with the target's own embedding, though
+    training's is rounded."""
     seen = []
 
     @replaced(monkeypatch, during, "reached")
     def looked_at(right, drafter, *rest):
         seen.append({name: tensor.clone() for name, tensor in drafter.state_dict().items()})
+        assert torch.equal(drafter.shared_embedding, store.target["embed_tokens"])
         return right(drafter, *rest)
 
-    monkeypatch.setattr(prepare, "check_store", lambda *_: None)
-
     @replaced(monkeypatch, AcceptanceMeter, "__init__")
-    def in_bf16(right, self, *given):
-        right(self, *given)
-        self.served_in = torch.bfloat16
+    def of_bf16(right, self, config, parallel, store, measured):
+        store.inputs["target"]["dtype"] = "bfloat16"
+        config.evaluate.dtype = "float64"
+        right(self, config, parallel, store, measured)
 
-    run = new_run().fit("train.max_steps=2")
+    run = new_run()
+    store = Store(run.folder / "run" / "store")
+    run.fit("train.max_steps=2", "train.precision=bf16")
     config = run.config()
     trained = DrafterCheckpoint.of_run(run.folder / "run", config.data_folder)
-    served = trained.load(CachedTarget(load_model(config.target), AUX), torch.bfloat16, torch.float32)
+    served = trained.load(CachedTarget(load_model(config.target), AUX), torch.bfloat16, torch.float64)
     assert_equal(seen[-1], served.state_dict())
-    assert not torch.equal(served.fc.weight, trained.tensors["fc.weight"]), "the rounding shows"
+    assert seen[-1]["fc.weight"].dtype == served.fc.weight.dtype == torch.float64
+    assert not torch.equal(served.fc.weight.float(), trained.tensors["fc.weight"]), "the rounding shows"
 
 
 # ---------------------------------------------------------------- what it chooses
 
-RECIPE = ["train.max_steps=10", "train.eval_every=2", "train.checkpoint_every=3", "train.keep_checkpoints=1"]
-RECIPE += ["train.eval_samples=2"]
-SCRIPT = {2: 1.1, 4: 1.5, 6: 1.3, 8: 1.5, 10: 1.4}
+RECIPE = ["train.eval_every=2", "train.checkpoint_every=4", "train.keep_checkpoints=1", "train.eval_samples=2"]
+SCRIPT = {2: 1.2, 4: 1.1, 6: 1.5, 8: 1.3, 10: 1.5, 12: 1.4}
 
 
 @pytest.fixture
@@ -149,67 +152,67 @@ def scripted(monkeypatch):
 @pytest.fixture
 def unchosen(scripted, by_one):
     """A run that leaves its last step, and has the one that is best."""
-    return by_one(*RECIPE, "train.checkpoint_every=4", "train.keep_checkpoints=9")
+    return by_one(*RECIPE, "train.checkpoint_every=2", "train.keep_checkpoints=9")
 
 
 def test_the_best_step_is_kept_and_is_what_the_run_leaves(unchosen, new_run, capsys):
     run = new_run().fit(*RECIPE, "train.keep_best=true")
-    assert "train: step 4 of 10 is kept, of the greatest acceptance length" in capsys.readouterr().out
-    assert run.saved() == [4, 10]
+    assert "train: step 6 of 12 is kept, of the greatest acceptance length" in capsys.readouterr().out
+    assert run.saved() == [6, 12]
     manifest = run.manifest()
-    assert manifest["checkpoint"] == "checkpoints/step-000004"
+    assert manifest["checkpoint"] == "checkpoints/step-000006"
     assert manifest["heldout"]["acceptance_length"] == 1.5
-    assert manifest["kept"] == {"step": 4, "acceptance_length": 1.5}
-    (row,) = [row for row in run.rows() if row["step"] == 4 and "heldout_loss" in row]
+    assert manifest["kept"] == {"step": 6, "acceptance_length": 1.5}
+    (row,) = [row for row in run.rows() if row["step"] == 6 and "heldout_loss" in row]
     assert manifest["heldout"]["loss"] == row["heldout_loss"]
     assert manifest["heldout"]["conversations"] == 2  # the last step's are of all
     left = DrafterCheckpoint.of_run(run.folder / "run", run.folder / "run" / "data")
-    assert left.folder == run.checkpoints / "step-000004"
-    assert unchosen.manifest()["checkpoint"] == "checkpoints/step-000010", "where nobody asks for the best"
-    assert_equal(run.weights(), unchosen.weights_of(4))
+    assert left.folder == run.checkpoints / "step-000006"
+    assert unchosen.manifest()["checkpoint"] == "checkpoints/step-000012", "where nobody asks for the best"
+    assert_equal(run.weights(), unchosen.at(6)[0])
 
-    again = new_run().stopped(5, *RECIPE, "train.keep_best=true")
-    assert again.saved() == [4, 5]
+    again = new_run().stopped(7, *RECIPE, "train.keep_best=true")
+    assert again.saved() == [6, 7]
     unfinished = DrafterCheckpoint.open(again.folder / "run", allow_unfinished=True)
     assert unfinished.measured_on == left.measured_on == manifest["measured_on"]
     again.fit(*RECIPE, "train.keep_best=true")
     assert again.rows() == run.rows()
-    assert again.saved() == [4, 10]
+    assert again.saved() == [6, 12]
     assert_equal(again.weights(), run.weights())
 
 
 @pytest.mark.usefixtures("scripted")
 def test_a_best_checkpoint_that_is_damaged_is_the_best_no_more(new_run, capsys):
-    run = new_run().stopped(5, *RECIPE, "train.keep_best=true")
-    flip_bit(run.checkpoints / "step-000004" / "model.safetensors")
+    run = new_run().stopped(7, *RECIPE, "train.keep_best=true")
+    flip_bit(run.checkpoints / "step-000006" / "model.safetensors")
     run.fit(*RECIPE, "train.keep_best=true")
     assert "the best checkpoint so far is missing or damaged: another one is the best now" in capsys.readouterr().out
-    assert run.manifest()["checkpoint"] == "checkpoints/step-000008"
+    assert run.manifest()["checkpoint"] == "checkpoints/step-000010"
 
 
 @pytest.mark.usefixtures("scripted")
 def test_a_best_step_that_could_not_be_written_is_not_left(new_run, monkeypatch, capsys):
-
     @replaced(monkeypatch, checkpoint, "_write")
     def write(right, snapshot, *rest):
-        if snapshot.step in (4, 8):
+        if snapshot.step == 6:
             raise OSError(28, "No space left on device")
         right(snapshot, *rest)
 
     run = new_run().fit(*RECIPE, "train.keep_best=true")
-    assert "step-000004 could not be written" in capsys.readouterr().out
-    # 1.1 at step 2 was the best that was written as such; the last has 1.4.
-    assert run.manifest()["checkpoint"] == "checkpoints/step-000010"
+    assert "step-000006 could not be written" in capsys.readouterr().out
+    # 1.2 at step 2 was the best that was written as such; the last has 1.4.
+    assert run.manifest()["checkpoint"] == "checkpoints/step-000012"
     assert run.manifest()["heldout"]["acceptance_length"] == 1.4
     assert "kept" not in run.manifest()
 
 
 def test_a_run_ends_where_acceptance_rises_no_more(unchosen, new_run, capsys):
+    """Only evaluations since the last rise count."""
     options = [*RECIPE, "train.early_stop=2"]
     run = new_run().fit(*options)
-    assert "step 8 is the last of 10: the acceptance length has not risen since step 4" in capsys.readouterr().out
+    assert "step 10 is the last of 12: the acceptance length has not risen since step 6" in capsys.readouterr().out
     manifest, rows = run.manifest(), run.rows()
-    assert (manifest["steps"], manifest["checkpoint"], rows[-1]["step"]) == (8, "checkpoints/step-000008", 8)
+    assert (manifest["steps"], manifest["checkpoint"], rows[-1]["step"]) == (10, "checkpoints/step-000010", 10)
     assert rows == unchosen.rows()[: len(rows)], "the learning rate is planned for all steps"
     run.fit(*options)
     assert "train: up to date" in capsys.readouterr().out
@@ -218,9 +221,6 @@ def test_a_run_ends_where_acceptance_rises_no_more(unchosen, new_run, capsys):
     run.fit(*options)
     assert run.rows() == rows
     assert run.manifest()["checkpoint"] == manifest["checkpoint"]
-
-
-# ---------------------------------------------------------------- where it cannot be measured
 
 
 def test_a_store_without_trajectories_trains_and_says_so(new_run, capsys):
@@ -246,46 +246,10 @@ def test_damaged_trajectories_are_refused(new_run):
     assert "trajectories.safetensors is not as it was written" in message_of(run)
 
 
-def test_only_evaluations_since_the_last_rise_count(new_run, monkeypatch):
-    script = {2: 1.1, 4: 1.0, 6: 1.5, 8: 1.3, 10: 1.2}
-    measure = lambda self: {"acceptance_length": script[self.parallel.updates], "acceptance_at_depth": [0.5]}  # noqa: E731
-    monkeypatch.setattr(AcceptanceMeter, "measure", measure)
-    assert new_run().fit(*RECIPE, "train.early_stop=2").manifest()["steps"] == 10
-
-
-def test_the_meter_reads_the_targets_embedding_where_trainings_own_is_rounded(new_run, monkeypatch):
-    made = []
-
-    @replaced(monkeypatch, AcceptanceMeter, "__init__")
-    def begun(right, self, *given):
-        right(self, *given)
-        made.append(self.drafter.shared_embedding)
-
-    run = new_run().fit("train.max_steps=1", "train.precision=bf16")
-    assert torch.equal(made[0], Store(run.folder / "run" / "store").target["embed_tokens"])
-
-
-def test_weights_are_rounded_to_the_dtype_that_the_store_names(new_run, monkeypatch):
-    made = []
-
-    @replaced(monkeypatch, AcceptanceMeter, "__init__")
-    def of_bf16(right, self, config, parallel, store, measured):
-        store.inputs["target"]["dtype"] = "bfloat16"
-        config.evaluate.dtype = "float64"
-        right(self, config, parallel, store, measured)
-        made.append((self.served_in, self.dtype))
-
-    new_run().fit("train.max_steps=1")
-    assert made == [(torch.bfloat16, torch.float64)]
-
-
-def test_prompts_that_an_earlier_store_was_measured_on_stay_known():
-    import train.prepare
-
+def test_prompts_that_an_earlier_store_was_measured_on_stay_known(monkeypatch):
     state, known = State(measured_on=["a", "b"]), SimpleNamespace(trajectories=[1], measured_on=["b", "c"], store=None)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train.prepare, "AcceptanceMeter", lambda *_: None)
-        make_meter(None, known, None, state)
+    monkeypatch.setattr(prepare, "AcceptanceMeter", lambda *_: None)
+    prepare.make_meter(None, known, None, state)
     assert state.measured_on == ["a", "b", "c"]
 
 

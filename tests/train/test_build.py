@@ -2,25 +2,21 @@
 
 import pytest
 import torch
+from warming import begin_fresh
 
 from eagle31_train import kernels
 from eagle31_train.checkpoint.contract import drafter_shape
 from eagle31_train.config import DrafterConfig, TrainConfig
 from eagle31_train.errors import UserError
-from eagle31_train.model import vocab
 from eagle31_train.model.drafter import Drafter
 from eagle31_train.model.layer import applied_to
-from eagle31_train.store import Store
-from train.build import build_objective, choose_kernels, first_norm, look_back, shape_of
+from train.build import choose_kernels, first_norm, look_back
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 def test_a_drafter_starts_as_an_unsure_copy_of_the_targets_last_layers(new_run):
-    run = new_run()
-    config, store = run.config(), Store(run.folder / "run" / "store")
-    kept = vocab.read(config.data_folder / "vocab.safetensors")
-    objective = build_objective(config, shape_of(config.drafter, store, kept), store, kept)
+    objective, store, kept = begin_fresh(new_run())
     drafter = objective.drafter
     rows = store.target["lm_head"][torch.from_numpy(kept.target_ids)]
     torch.testing.assert_close(drafter.lm_head.weight.data, rows.float())
@@ -29,8 +25,7 @@ def test_a_drafter_starts_as_an_unsure_copy_of_the_targets_last_layers(new_run):
     assert (last - torch.eye(len(last))).abs().max() < 0.05
     assert all(0 < other.abs().max() < 0.05 for other in others)
     states = torch.randn(3, store.states["hidden_size"])
-    store.states["soft_cap"] = 2.0  # as of a Gemma 2
-    capped = build_objective(config, shape_of(config.drafter, store, kept), store, kept).teacher
+    capped = begin_fresh(new_run(), soft_cap=2.0)[0].teacher  # as of a Gemma 2
     torch.testing.assert_close(capped.logits(states), 2 * (objective.teacher.logits(states) / 2).tanh())
 
 
@@ -68,17 +63,10 @@ def test_heads_of_a_parallel_drafter_begin_at_the_positions_that_its_mask_rows_m
             assert near > 0.9, "of 600 positions five have nearly all"
 
 
-def test_only_a_parallel_drafter_with_biases_looks_back(new_run):
-    run = new_run()
-    for options, looks in (
-        (["drafter.parallel=true", "drafter.attention_bias=true"], True),
-        (["drafter.parallel=true", "drafter.attention_bias=true", "drafter.qk_norm=true"], False),
-        (["drafter.attention_bias=true"], False),
-    ):
-        config, store = run.config(*options), Store(run.folder / "run" / "store")
-        kept = vocab.read(config.data_folder / "vocab.safetensors")
-        drafter = build_objective(config, shape_of(config.drafter, store, kept), store, kept).drafter
-        assert bool(drafter.midlayer.self_attn.q_proj.bias.any()) == looks
+@pytest.mark.parametrize(("options", "looks"), [(["parallel"], True), (["parallel", "qk_norm"], False), ([], False)])
+def test_only_a_parallel_drafter_with_biases_looks_back(new_run, options, looks):
+    drafter = begin_fresh(new_run(), *(f"drafter.{name}=true" for name in ("attention_bias", *options)))[0].drafter
+    assert drafter.midlayer.self_attn.q_proj.bias.any() == looks
 
 
 @pytest.mark.parametrize(
@@ -105,13 +93,8 @@ def test_kernels_are_fused_where_they_can_be(tiny, monkeypatch, device, capabili
 
 
 def test_fcs_first_weights_are_scaled_and_the_teachers_eps_is_the_targets(new_run):
-    run = new_run()
-    store = Store(run.folder / "run" / "store")
-    kept = vocab.read(run.config().data_folder / "vocab.safetensors")
-    made = {}
-    for scale in (1.0, 0.25):
-        config = run.config(f"train.fc_init_scale={scale}")
-        made[scale] = build_objective(config, shape_of(config.drafter, store, kept), store, kept)
-    torch.testing.assert_close(made[0.25].drafter.fc.weight, made[1.0].drafter.fc.weight / 4)
-    assert made[1.0].teacher.eps == store.states["norm"]["eps"] == 1e-6
-    assert made[1.0].drafter.shape.rms_norm_eps == 1e-5
+    usual, store, _ = begin_fresh(new_run())
+    smaller = begin_fresh(new_run(), "train.fc_init_scale=0.25")[0]
+    torch.testing.assert_close(smaller.drafter.fc.weight, usual.drafter.fc.weight / 4)
+    assert usual.teacher.eps == store.states["norm"]["eps"] == 1e-6
+    assert usual.drafter.shape.rms_norm_eps == 1e-5

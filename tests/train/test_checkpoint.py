@@ -5,12 +5,14 @@ import errno
 import os
 import shutil
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
 from conftest import make_shape
 from dying import Kill, Killed, Machine, running
 from pipeline import contents, flip_bit
+from safetensors.torch import save as serialized
 
 from eagle31_train import artifacts
 from eagle31_train.artifacts import checksum
@@ -31,18 +33,13 @@ SHAPE = make_shape(rope_scaling={"rope_type": "linear", "factor": 2.0})
 
 def snapshot(step, seed=None):
     """A snapshot of random values; those of other seeds are others, and the seed is the step unless said otherwise."""
-    generator = torch.Generator().manual_seed(step if seed is None else seed)
-    weights = {
-        "fc.weight": torch.randn(4, 12, generator=generator),
-        "norm.weight": torch.randn(4, generator=generator),
-    }
-    moments = {
-        f"{moment}.{name}": torch.randn(tensor.shape, generator=generator)
-        for moment in ("exp_avg", "exp_avg_sq")
-        for name, tensor in weights.items()
-    }
+    generator, sizes = torch.Generator().manual_seed(step if seed is None else seed), {"fc": (4, 12), "norm": (4,)}
+    weights, average, square = (
+        {f"{kind}{name}.weight": torch.randn(size, generator=generator) for name, size in sizes.items()}
+        for kind in ("", "exp_avg.", "exp_avg_sq.")
+    )
     extra = {"totals": {"tokens": step * 1000, "seconds": step / 3}, "tracker": {"wandb": "tiny-ä"}}
-    return Snapshot(step, weights, moments, SHAPE, extra)
+    return Snapshot(step, weights, average | square, SHAPE, extra)
 
 
 def saver(folder, keep=2, say=None, after=0):
@@ -69,19 +66,14 @@ def refuse(line):
     raise AssertionError(f"nothing was to be said, but: {line}")
 
 
-def bits(tensor):
-    return tensor.dtype, tensor.shape, tensor.contiguous().flatten().view(torch.uint8).tolist()
-
-
 def same(loaded, meant):
-    """Whether two of Snapshot and Loaded are equal, bit by bit."""
-    if loaded is None or (loaded.step, loaded.extra) != (meant.step, meant.extra):
-        return False
-    for part in ("weights", "moments"):
-        ours, theirs = getattr(loaded, part), getattr(meant, part)
-        if ours.keys() != theirs.keys() or any(bits(ours[name]) != bits(theirs[name]) for name in ours):
-            return False
-    return True
+    """Whether two snapshots are equal, bit by bit."""
+
+    def bits(one):
+        tensors = [{name: tensor.contiguous() for name, tensor in some.items()} for some in (one.weights, one.moments)]
+        return one.step, one.extra, *map(serialized, tensors)
+
+    return loaded is not None and bits(loaded) == bits(meant)
 
 
 def names(folder):
@@ -94,13 +86,8 @@ def step(folder, number):
 
 
 def failing(number):
-    def fail(*_, **__):
-        raise OSError(number, os.strerror(number))
-
-    return fail
-
-
-# ---------------------------------------------------------------- what it holds
+    """What fails with this error of the system, whatever it is given."""
+    return Mock(side_effect=OSError(number, os.strerror(number)))
 
 
 @pytest.mark.core
@@ -122,9 +109,6 @@ def test_a_snapshot_comes_back_bit_for_bit(tmp_path):
     }
 
 
-# ---------------------------------------------------------------- which one counts
-
-
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
     return save(tmp_path_factory.mktemp("two"), snapshot(1), snapshot(2))
@@ -132,10 +116,6 @@ def two(tmp_path_factory):
 
 def cut(file):
     os.truncate(file, file.stat().st_size // 2)
-
-
-def remove(file):
-    file.unlink()
 
 
 def test_a_checkpoint_that_cannot_be_read_is_passed_over_too(tmp_path, monkeypatch):
@@ -146,7 +126,7 @@ def test_a_checkpoint_that_cannot_be_read_is_passed_over_too(tmp_path, monkeypat
     assert ".safetensors cannot be read ([Errno 5] Input/output error)" in said[0]
 
 
-@pytest.mark.parametrize("harm", [flip_bit, cut, remove])
+@pytest.mark.parametrize("harm", [flip_bit, cut, os.remove])
 @pytest.mark.parametrize("name", FILES)
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(two, tmp_path, harm, name):
     folder, said = shutil.copytree(two, tmp_path / "copy"), []
@@ -170,9 +150,6 @@ def test_a_checkpoint_of_another_run_is_passed_over(two):
     assert "it is of a run of other inputs" in checkpoint.damage(step(two, 2), "e" * 16)
 
 
-# ---------------------------------------------------------------- how many are kept
-
-
 def test_a_damaged_checkpoint_does_not_count_among_the_kept(tmp_path):
     """Passed over as a run goes on, it must not take the place of the one that the run goes on from."""
     save(tmp_path, snapshot(2), snapshot(6))
@@ -187,9 +164,6 @@ def test_a_damaged_checkpoint_does_not_count_among_the_kept(tmp_path):
     ours.close()
     assert names(tmp_path) == ["step-000006", "step-000008"]
     assert same(newest(tmp_path), snapshot(8))
-
-
-# ---------------------------------------------------------------- a disk that fails
 
 
 def test_an_error_of_the_disk_is_said_in_one_line_and_the_next_save_tries_again(tmp_path, monkeypatch):
@@ -251,13 +225,13 @@ def state(request, tmp_path):
     return lambda: shutil.copytree(tmp_path / "before", tmp_path / str(next(numbers))), meant, before
 
 
-def go_on(folder, meant, machine, said=None):
+def go_on(folder, meant, machine):
     """What a run does: find the newest, save; returns the saver, or None if the process died."""
     try:
         with running(machine):
             found = checkpoint.newest(folder, FINGERPRINT, lambda _: None)
             after = checkpoint.step_of(found) if found else 0
-            ours = saver(folder, 2, [].append if said is None else said.append, after)
+            ours = saver(folder, 2, lambda _: None, after)
             ours.save(meant)
             ours.wait()
     except Killed:
@@ -272,31 +246,21 @@ def assert_whole(folder, meant, before):
     assert found is before is None or any(same(found, one) for one in (meant, before)), said
     assert go_on(folder, snapshot(9), Machine()) is not None
     assert same(newest(folder), snapshot(9))
-    assert not hidden(folder)
+    assert not [name for name in names(folder) if name.startswith(".")]
     if found is not None:  # two whole ones are kept
         assert checkpoint.damage(folder / checkpoint.name_of(found.step), FINGERPRINT) is None
     return found
 
 
-def hidden(folder):
-    return [name for name in names(folder) if name.startswith(".")]
-
-
-def operations(state):
-    """The names of the operations of a save that nothing happens to."""
-    copies, meant, _ = state
-    ours = go_on(copies(), meant, machine := Machine())
-    assert ours.committed.name == checkpoint.name_of(meant.step)
-    assert machine.count > 20
-    assert {"open", "write", "fsync", "os.rename", "os.mkdir"} <= set(machine.names)
-    return machine.names
-
-
 @pytest.mark.parametrize("state", STATES, indirect=True, ids=lambda state: state.__name__)
 def test_a_save_that_dies_at_any_operation_loses_nothing(state):
     copies, meant, before = state
+    ours = go_on(copies(), meant, undisturbed := Machine())
+    assert ours.committed.name == checkpoint.name_of(meant.step)
+    assert undisturbed.count > 20
+    assert {"open", "write", "fsync", "os.rename", "os.mkdir"} <= set(undisturbed.names)
     outcomes = set()
-    for at, _ in enumerate(operations(state)):
+    for at in range(undisturbed.count):
         folder = copies()
         assert go_on(folder, meant, Machine(at, Kill())) is None
         found = assert_whole(folder, meant, before)

@@ -37,9 +37,6 @@ def test_a_run_that_has_nothing_to_train_is_refused_before_its_first_step(new_ru
     run.fit("train.oov=keep", "train.max_steps=1", "overwrite=true")
 
 
-# ---------------------------------------------------------------- weights in the store
-
-
 @pytest.mark.parametrize("share", ["true", "false"])
 def test_a_padded_embedding_trains_what_the_same_without_padding_does(new_run, share):
     padded = new_run()

@@ -5,7 +5,6 @@ import json
 import golden
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 
 KEPT = json.loads(golden.FILE.read_text())["losses"]
 # One or two threads give the same bits. Other instruction sets (AVX-512, AVX2, SSE), kernels (oneDNN or not) and
@@ -13,26 +12,23 @@ KEPT = json.loads(golden.FILE.read_text())["losses"]
 TOLERANCE = 1e-5
 
 
-def train(folder, *options, monkeypatch):
+@pytest.fixture(autouse=True)
+def one_thread():
     before = torch.get_num_threads()
-    monkeypatch.setattr(golden, "OPTIONS", [*golden.OPTIONS, *options])
-    AcceleratorState._reset_state(True)
     torch.set_num_threads(1)
-    try:
-        return golden.losses(folder)
-    finally:
-        torch.set_num_threads(before)
+    yield
+    torch.set_num_threads(before)
 
 
-def test_the_losses_of_a_hundred_steps_are_the_golden_ones(tmp_path, monkeypatch):
+def test_the_losses_of_a_hundred_steps_are_the_golden_ones(tmp_path):
     """If they were meant to change: `python tests/golden.py` measures them anew."""
-    losses = train(tmp_path, monkeypatch=monkeypatch)
+    losses = golden.losses(tmp_path)
     assert len(losses) == len(KEPT) == golden.STEPS
     assert losses == pytest.approx(KEPT, rel=TOLERANCE)
     assert losses[-1] < losses[0] - 1, "and something was learnt: more than a nat"
 
 
 @pytest.mark.slow
-def test_a_ten_thousandth_of_the_learning_rate_is_noticed(tmp_path, monkeypatch):
-    losses = train(tmp_path, "train.lr=0.0020002", monkeypatch=monkeypatch)
+def test_a_ten_thousandth_of_the_learning_rate_is_noticed(tmp_path):
+    losses = golden.losses(tmp_path, "train.lr=0.0020002")
     assert losses != pytest.approx(KEPT, rel=TOLERANCE)

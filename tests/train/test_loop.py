@@ -41,9 +41,6 @@ def test_a_step_with_too_few_conversations_is_told(replicas, waits, capsys):
     assert ("a step has 2.3 conversations on average, and 3 processes" in capsys.readouterr().out) == waits
 
 
-# ---------------------------------------------------------------- what it leaves
-
-
 def test_the_manifest_names_a_checkpoint_with_exactly_the_drafters_tensors(new_run):
     run = new_run().fit("train.eval_every=5", "train.precision=bf16")
     manifest = run.manifest()
@@ -66,26 +63,16 @@ def test_the_manifest_names_a_checkpoint_with_exactly_the_drafters_tensors(new_r
     assert "lr: 0.01" in (run.train / "config.yaml").read_text()
 
 
-# ---------------------------------------------------------------- refused
-
-
-def test_a_store_of_other_data_is_refused(new_run):
-    run = new_run()
-    write_data(run.folder / "run", seed=1)
-    message = message_of(run)
-    assert message.startswith(f"{run.folder / 'run' / 'store'} was made from other data")
-    assert message.endswith("run `eagle31 extract` again with overwrite=true")
-    assert not run.train.exists()
-
-
-def test_where_data_dir_may_be_wrong_a_good_store_is_not_to_be_replaced(new_run):
+@pytest.mark.parametrize("given", [False, True])
+def test_a_store_of_other_data_is_refused(new_run, given):
+    """Where data_dir is given it may be wrong, and a good store is not to be replaced."""
     run, other = new_run(), new_run()
-    write_data(other.folder / "run", seed=1)
-    message = message_of(run, f"data_dir={other.folder / 'run' / 'data'}")
-    assert message.endswith(f": correct data_dir={other.folder / 'run' / 'data'}")
-
-
-# ---------------------------------------------------------------- arithmetic
+    write_data((other if given else run).folder / "run", seed=1)
+    data_dir = f"data_dir={other.folder / 'run' / 'data'}"
+    message = message_of(run, *[data_dir] * given)
+    assert message.startswith(f"{run.folder / 'run' / 'store'} was made from other data")
+    assert message.endswith(f": correct {data_dir}" if given else "run `eagle31 extract` again with overwrite=true")
+    assert not run.train.exists()
 
 
 def test_step_weights_are_gamma_to_the_k_over_the_count():

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from unittest.mock import patch
 
@@ -9,56 +10,34 @@ import pytest
 import torch
 from conftest import make_mla_shape, make_objective, make_shape
 
-from eagle31_train.config import DrafterShape, TrainConfig
+from eagle31_train.config import TrainConfig
 from train import optimizer
 from train.optimizer import make_optimizer
 
 T = TrainConfig(optimizer="muon", lr=0.01, weight_decay=0.1)
 
 
-def drafter_of(shape: DrafterShape, train_lm_head=True):
-    drafter = make_objective(shape, torch.float32).drafter
-    drafter.lm_head.weight.requires_grad_(train_lm_head)
-    return drafter
-
-
-def names_of(optimizer, drafter):
-    """The names of the parameters in each group: the maps, which decay, and the rest."""
-    names = {parameter: name for name, parameter in drafter.named_parameters()}
-    return [{names[parameter] for parameter in group["params"]} for group in optimizer.param_groups]
-
-
-# ---------------------------------------------------------------- who is updated by what
-
-
 LLAMA = {f"midlayer.self_attn.{x}_proj.weight" for x in "qkvo"}
 MLA = {f"midlayer.self_attn.{x}.weight" for x in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")}
+PARALLEL = {"parallel": True, "ptd_token_id": 1}
 MATRICES = {"fc.weight", *(f"midlayer.mlp.{x}_proj.weight" for x in ("gate", "up", "down"))}
 
 
 @pytest.mark.parametrize("own_embedding", [False, True])
 @pytest.mark.parametrize("train_lm_head", [False, True])
-@pytest.mark.parametrize(("make", "attention"), [(make_shape, LLAMA), (make_mla_shape, MLA)])
+@pytest.mark.parametrize(
+    ("make", "attention"), [(make_shape, LLAMA), (make_mla_shape, MLA), (partial(make_shape, **PARALLEL), LLAMA)]
+)
 @pytest.mark.parametrize("which", ["muon", "adamw"])
 def test_maps_decay_and_the_rest_does_not(make, attention, train_lm_head, own_embedding, which):
-    by_token = {"lm_head.weight": train_lm_head, "embed_tokens.weight": own_embedding}
-    drafter = drafter_of(make(share_embedding=not own_embedding), train_lm_head)
-    made = make_optimizer(drafter, replace(T, optimizer=which))
-    maps, rest = names_of(made, drafter)
-    assert maps == MATRICES | attention
-    norms = {name for name, parameter in drafter.named_parameters() if parameter.dim() == 1}
-    assert rest == norms | {n for n, trained in by_token.items() if trained}
-    assert [group["weight_decay"] for group in made.param_groups] == [0.1, 0.0]
-
-
-def test_mask_hidden_is_adamws_and_does_not_decay():
-    drafter = drafter_of(make_shape(parallel=True, ptd_token_id=1), True)
-    maps, rest = names_of(make_optimizer(drafter, T), drafter)
-    assert maps == MATRICES | LLAMA
-    assert {"lm_head.weight", "mask_hidden"} <= rest
-
-
-# ---------------------------------------------------------------- one update
+    """The rest: norms, mask_hidden, and of the head and the embedding what is trained."""
+    drafter = make_objective(make(share_embedding=not own_embedding), torch.float32).drafter
+    drafter.lm_head.weight.requires_grad_(train_lm_head)
+    names = {parameter: name for name, parameter in drafter.named_parameters() if parameter.requires_grad}
+    maps, rest = make_optimizer(drafter, replace(T, optimizer=which)).param_groups
+    assert {names[parameter] for parameter in maps["params"]} == MATRICES | attention
+    assert {names[parameter] for parameter in rest["params"]} == set(names.values()) - MATRICES - attention
+    assert (maps["weight_decay"], rest["weight_decay"]) == (0.1, 0.0)
 
 
 def update_of(weights, gradients, t):

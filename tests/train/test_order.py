@@ -27,10 +27,15 @@ from eagle31_train.store import Store, make_plan, shape_of
 from train import loader
 
 LENGTHS = st.lists(st.integers(1, 100), min_size=1, max_size=60)
-SEEDS = st.integers(0, 2**32)
 
 
-@given(LENGTHS, st.integers(0, 300), SEEDS, st.integers(0, 5))
+def loads_of(rank, ranks, split, batches, t, keep_mask, done=0):
+    """What a rank loads. Ranks are told apart by their accelerator alone, as in a real launch."""
+    accelerator = SimpleNamespace(process_index=rank, num_processes=ranks, device=torch.device("cpu"))
+    return loader.load(split, batches, done, t, 0, keep_mask, accelerator)
+
+
+@given(LENGTHS, st.integers(0, 300), st.integers(0, 2**32), st.integers(0, 5))
 def test_an_epoch_holds_every_sample_once_within_the_bound(lengths, room, seed, epoch):
     bound = max(lengths) + room
     batches = global_batches(lengths, bound, seed, epoch)
@@ -77,18 +82,19 @@ def test_shares_take_equally_long_by_what_is_trained_of_each_sample(slots, dealt
     assert sorted(map(sorted, share([0, 1, 2, 3], order.costs([100, 90, 80, 70], slots, 7), 2))) == dealt
 
 
+def slots_apart(split, batches, slots_per_batch):
+    """How many slots of a step one of two ranks has more than the other, on average."""
+    t, every = TrainConfig(num_workers=1, ttt_length=3, slots_per_batch=slots_per_batch), torch.ones(VOCAB) > 0
+    loads = [loads_of(rank, 2, split, batches, t, every) for rank in range(2)]
+    slots = [[len(one.micro_batches[0].batch.slot_rows) for one in of_rank] for of_rank in loads]
+    return np.abs(np.subtract(*slots)).mean()
+
+
 def test_a_step_that_trains_some_of_its_slots_is_dealt_by_those(split, monkeypatch):
     """They come in runs, so that of two conversations of one length one may have all of them: dealt by their means, two
     ranks are 9 slots apart."""
     monkeypatch.setattr(batch_module, "STRETCH", 8)
-    batches, t = schedule(SAMPLES, 200, 5, 9, None), TrainConfig(num_workers=1, ttt_length=3, slots_per_batch=40)
-    parts = {}
-    for rank in range(2):
-        accelerator = SimpleNamespace(process_index=rank, num_processes=2, device=torch.device("cpu"))
-        for batch in loader.load(split, batches, 0, t, 0, torch.ones(VOCAB, dtype=torch.bool), accelerator):
-            parts[batch.step, rank] = len(batch.micro_batches[0].batch.slot_rows)
-    apart = [abs(parts[step, 0] - parts[step, 1]) for step in range(1, len(batches) + 1)]
-    assert np.mean(apart) < 4
+    assert slots_apart(split, schedule(SAMPLES, 200, 5, 9, None), 40) < 4
 
 
 def test_prompts_that_follow_a_drawn_slot_do_not_count_as_slots():
@@ -97,20 +103,14 @@ def test_prompts_that_follow_a_drawn_slot_do_not_count_as_slots():
     sizes = [(int(random.integers(100, 400)), int(random.integers(20, 80))) for _ in range(32)]
     documents = [make_document(shape, p + a, generator, list(range(p, p + a))) for p, a in sizes]
     batches = [list(range(first, first + 8)) for first in range(0, 32, 8)]
-    t, slots = TrainConfig(num_workers=1, ttt_length=3, slots_per_batch=200), []
-    for rank in range(2):
-        accelerator = SimpleNamespace(process_index=rank, num_processes=2, device=torch.device("cpu"))
-        loaded = loader.load(Documents(documents), batches, 0, t, 0, torch.ones(50, dtype=torch.bool), accelerator)
-        slots.append([len(batch.micro_batches[0].batch.slot_rows) for batch in loaded])
-    assert np.mean(np.abs(np.subtract(*slots))) < 25
+    assert slots_apart(Documents(documents), batches, 200) < 25
 
 
-@pytest.mark.parametrize(("accumulation", "context", "tokens"), [(1, 1, 4096), (2, 4, 2048)])
-def test_1024_ranks_load_every_sample_of_as_many_steps_as_are_planned(monkeypatch, accumulation, context, tokens):
+def test_1024_ranks_load_every_sample_of_as_many_steps_as_are_planned(monkeypatch):
     """By the loader of each: every sample by as many ranks as share it, none lost or there twice."""
-    ranks = 1024
+    ranks, accumulation, context = 1024, 2, 4
     lengths = np.clip(np.random.default_rng(0).lognormal(7.3, 0.7, 6000), 16, 4096).astype(int).tolist()
-    budget = ranks * tokens
+    budget = ranks * 2048
     words = ["data.max_length=4096", f"train.batch_tokens={budget}", f"train.context_parallel={context}"]
     words += [f"train.gradient_accumulation_steps={accumulation}", f"plan.devices={ranks}"]
     words += [f"plan.sample_tokens={sum(lengths) // len(lengths)}", f"plan.tokens={sum(lengths)}"]
@@ -131,8 +131,7 @@ def test_1024_ranks_load_every_sample_of_as_many_steps_as_are_planned(monkeypatc
     t = TrainConfig(num_workers=1, gradient_accumulation_steps=accumulation, context_parallel=context)
     dealt = Counter()
     for rank in range(ranks):
-        accelerator = SimpleNamespace(process_index=rank, num_processes=ranks, device=torch.device("cpu"))
-        for load in loader.load(split, batches[:1], 0, t, 0, None, accelerator):
+        for load in loads_of(rank, ranks, split, batches[:1], t, None):
             dealt.update(i for micro in load.micro_batches if micro.real for i in micro.samples)
     assert dealt == dict.fromkeys(batches[0], context)
 
@@ -173,16 +172,10 @@ def by_one(split, batches):
 
 
 def load_on(split, batches, ranks, workers=1, done=0, until=None):
-    """What ranks load together, step by step: its number, the samples of each part, and N_k.
-
-    Ranks are told apart by their accelerator alone, as in a real launch.
-    """
-    t = TrainConfig(num_workers=workers, ttt_length=3)
-    kept = torch.arange(VOCAB) % 7 > 0
-    steps = []
+    """What ranks load together, step by step: its number, the samples of each part, and N_k."""
+    t, steps = TrainConfig(num_workers=workers, ttt_length=3), []
     for rank in range(ranks):
-        accelerator = SimpleNamespace(process_index=rank, num_processes=ranks, device=torch.device("cpu"))
-        loads = loader.load(split, batches, done, t, 0, kept, accelerator)
+        loads = loads_of(rank, ranks, split, batches, t, torch.arange(VOCAB) % 7 > 0, done)
         for place, batch in enumerate(islice(loads, None if until is None else until - done)):
             if not rank:
                 steps.append((batch.step, [], torch.zeros_like(batch.totals.packed)))

@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import guarding
 import pytest
 import several
-from pipeline import assert_close
-from safetensors.torch import load_file
+from pipeline import MLA, assert_close
 from several import training
 
 # A relay: one process stops after this step, then each profile goes on until its own, and one process ends the run.
@@ -23,9 +22,7 @@ CHOOSING = ["train.epochs=5", "train.eval_every=2", "train.keep_best=true", "tra
 SPLIT = ["train.batch_tokens=200", "train.max_steps=1"]
 OTHERS = ["train.weight_decay=0.1", "drafter.train_lm_head=false", "drafter.share_embedding=false", "train.max_steps=4"]
 
-MLA = ["drafter.architecture=mla", "drafter.num_key_value_heads=null", "drafter.head_dim=null"]
-MLA += ["drafter.q_lora_rank=12", "drafter.kv_lora_rank=8", "drafter.qk_nope_head_dim=6", "drafter.qk_rope_head_dim=4"]
-MLA += ["drafter.v_head_dim=5", "train.max_steps=4", "train.activation_checkpointing=true"]
+RECOMPUTED = [*MLA, "train.max_steps=4", "train.activation_checkpointing=true"]
 
 # Muon: a relay too. Five steps of Newton-Schulz stretch a small singular value by up to 3.4445^5 = 485, in bf16: where
 # sums over ranks flip a last bit of it, 2^-8, directions that hardly have a gradient may be others. In 12 steps that
@@ -35,6 +32,12 @@ MUON_RELAY = {"ddp": 4, "fsdp2": 6}
 
 # Two ranks share every conversation: a relay once more. ZeRO-3 is among what FURTHER has, which is slow.
 SHARING, SHARING_RELAY = ["train.context_parallel=2"], {"ddp": 4, "fsdp2": 6, "zero2": 8}
+# Name → profiles, options, and what two processes are given besides.
+RELAYS = {
+    "relay": (RELAY, RECIPE, SHARED),
+    "muon relay": (MUON_RELAY, MUON, SHARED),
+    "sharing relay": (SHARING_RELAY, RECIPE, SHARING),
+}
 
 
 def error(ours, theirs):
@@ -77,12 +80,10 @@ def launch_all(copy_of, folder, trainings, runs=None):
 def came(copy_of, tmp_path_factory):
     """The relay, and what two processes must not do."""
     folder = tmp_path_factory.mktemp("came")
-    runs = {name: copy_of(folder / name) for name in ("relay", "muon relay", "sharing relay")}
-    for name, run in runs.items():
-        run.stopped(FIRST, *(MUON if name == "muon relay" else RECIPE))
-    trainings = [("relay", profile, [*RECIPE, *SHARED], {"stop_after": stop}) for profile, stop in RELAY.items()]
-    trainings += [("muon relay", p, [*MUON, *SHARED], {"stop_after": stop}) for p, stop in MUON_RELAY.items()]
-    trainings += [("sharing relay", p, [*RECIPE, *SHARING], {"stop_after": n}) for p, n in SHARING_RELAY.items()]
+    runs, trainings = {}, []
+    for name, (profiles, recipe, shared) in RELAYS.items():
+        runs[name] = copy_of(folder / name).stopped(FIRST, *recipe)
+        trainings += [(name, profile, [*recipe, *shared], {"stop_after": n}) for profile, n in profiles.items()]
     trainings += [
         ("choosing", "fsdp2", CHOOSING, {}),
         ("three to share", "ddp", [*SPLIT, "train.context_parallel=3"], {}),
@@ -94,9 +95,8 @@ def came(copy_of, tmp_path_factory):
         *guarding.trainings("zero2"),
     ]
     result = launch_all(copy_of, folder, trainings, runs)
-    runs["relay"].fit(*RECIPE)
-    runs["sharing relay"].fit(*RECIPE)
-    runs["muon relay"].fit(*MUON)
+    for name, (_, recipe, _) in RELAYS.items():
+        runs[name].fit(*recipe)
     return result
 
 
@@ -127,18 +127,25 @@ def one(by_one):
 # ---------------------------------------------------------------- alike
 
 
-def test_a_relay_of_profiles_ends_where_one_process_does(came, one):
-    assert_relayed(came, "relay", len(RELAY), one)
+@pytest.mark.parametrize("name", ["relay", "sharing relay"])
+def test_a_relay_of_profiles_ends_where_one_process_does(came, one, name):
+    """Weights, moments and every metric of 20 steps, saved and restored by each profile in turn."""
+    assert_stopped_by_each(came, name)
+    relay = came.runs[name]
+    assert_close(relay.weights(), one.weights(), 5e-6)
+    assert error(relay.at(20)[1], one.at(20)[1]) < 1e-5
+    assert_same_rows(relay, one, 2e-6)
 
 
-def test_a_relay_of_ranks_that_share_conversations_ends_there_too(came, one):
-    assert_relayed(came, "sharing relay", len(SHARING_RELAY), one)
+def assert_stopped_by_each(came, name):
+    statuses = [[status for status, _ in ranks] for ranks in came.results[name]]
+    assert statuses == [["stopped"] * 2] * len(RELAYS[name][0])
 
 
 @pytest.mark.slow
 def test_two_groups_of_two_ranks_train_what_one_process_does(copy_of, by_one, tmp_path):
     """Documents are shared by twos, and spread over two groups of these; weights, over all four."""
-    cases = {"ddp": [*MLA, *SHARED], "fsdp2": OTHERS}
+    cases = {"ddp": [*RECOMPUTED, *SHARED], "fsdp2": OTHERS}
     runs = {profile: copy_of(tmp_path / profile) for profile in cases}
     trainings = [training(profile, runs[profile], *options, *SHARING) for profile, options in cases.items()]
     results = several.train(tmp_path / "results", trainings, processes=4)
@@ -160,20 +167,9 @@ def test_several_processes_end_early_and_keep_the_best_step_as_one_does(came, by
     assert_same_rows(run, one, 2e-6)
 
 
-def assert_relayed(came, name, length, one):
-    """Weights, moments and every metric of 20 steps, saved and restored by each profile in turn."""
-    assert [[status for status, _ in ranks] for ranks in came.results[name]] == [["stopped"] * 2] * length
-    relay = came.runs[name]
-    assert_close(relay.weights(), one.weights(), 5e-6)
-    moments = [load_file(run.newest() / "optimizer.safetensors") for run in (relay, one)]
-    assert error(*moments) < 1e-5
-    assert_same_rows(relay, one, 2e-6)
-
-
 @pytest.mark.slow
 def test_the_relay_would_notice_moments_that_are_not_restored(more, one):
-    found = [load_file(run.checkpoints / "step-000008" / "model.safetensors") for run in (more.runs["forgetful"], one)]
-    assert error(*found) > 1e-3
+    assert error(more.runs["forgetful"].at(8)[0], one.at(8)[0]) > 1e-3
     # And it is no other mistake: until the first profile was stopped all was well.
     for ours, theirs in list(zip(more.runs["forgetful"].rows(), one.rows(), strict=False))[:4]:
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-6)
@@ -181,7 +177,7 @@ def test_the_relay_would_notice_moments_that_are_not_restored(more, one):
 
 # AdamW makes much of MLA's gradients that are next to nothing, and each step moves weights by 1e-2: one weight of
 # 10,420 ended 8.7e-6 off (AMD Zen 4), no other 2e-6.
-FURTHER = {"others": (OTHERS, [], 5e-6), "mla": (MLA, [], 2e-5), "sharing mla": (MLA, SHARING, 5e-6)}
+FURTHER = {"others": (OTHERS, [], 5e-6), "mla": (RECOMPUTED, [], 2e-5), "sharing mla": (RECOMPUTED, SHARING, 5e-6)}
 
 
 @pytest.fixture(scope="module", params=FURTHER)
@@ -212,7 +208,7 @@ def muon(by_one):
 
 
 def test_muon_is_relayed_from_one_process_to_ddp_to_fsdp2_to_one_process(came, muon):
-    assert [[status for status, _ in ranks] for ranks in came.results["muon relay"]] == [["stopped"] * 2] * 2
+    assert_stopped_by_each(came, "muon relay")
     relay, (one, start) = came.runs["muon relay"], muon
     assert astray(relay, one, start) < NEAR
     assert_same_rows(relay, one, 1e-2, first=2e-6)
@@ -255,9 +251,6 @@ def test_processes_that_do_not_train_together_are_stopped_before_anything_is_sav
     assert first[0] == "refused"
     assert words in first[1]
     assert not list(came.runs[run].train.glob("checkpoints/step-*"))
-
-
-# ---------------------------------------------------------------- not finite, or nothing to train
 
 
 def test_what_one_rank_meets_stops_both_or_is_left_out_by_both(came, absent):

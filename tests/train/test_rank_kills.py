@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 import surviving
-from launching import ROOT, arguments, command, environment
-from pipeline import options
-from surviving import agent, differences, lines, ranks_of, wait_until
+from launching import ROOT, arguments, command, environment, free_port
+from surviving import agent, at_a_call, differences, ends_well, lines, ranks_of, wait_until
 
 STEPS = 80
 RECIPE = [f"train.max_steps={STEPS}", "train.epochs=1000", "train.eval_every=15", "train.checkpoint_every=2"]
@@ -27,35 +26,25 @@ IN_STEP = (
     ("train.trainer.take_snapshot", 2),
     ("train.windows.Usage.release", 3),
 )
-AT_START = ("launch_processes", "claim_folder", "restore", "make_meter")
+AT_START = tuple((f"train.prepare.{name}", 1) for name in ("launch_processes", "claim_folder", "restore", "make_meter"))
+SNAPSHOT = (("train.trainer.take_snapshot", 2),)  # while ranks send their parts to the first, which is to save them
+CALLS = {"step": IN_STEP, "start": AT_START, "snapshot": SNAPSHOT}
 WAYS = ["step"] * 6 + ["save"] * 4 + ["snapshot"] * 2 + ["start"] * 3 + ["outside"] * 5
 
 
 def choose(way, chosen):
     """(the rank that is killed, how it dies by itself)."""
-    victim, when = chosen.randrange(2), chosen.choice(["before", "after"])
-    match way:
-        case "step":
-            path, most = chosen.choice(IN_STEP)
-            return victim, {"kill_at": (path, when, chosen.randint(1, most))}
-        case "snapshot":  # while ranks send their parts to the first, which is to save them
-            return victim, {"kill_at": ("train.trainer.take_snapshot", when, chosen.randint(1, 2))}
-        case "save":  # the first writes alone, beside training
-            return 0, {"kill_in_save": chosen.randrange(40)}
-        case "start":
-            return victim, {"kill_at": (f"train.prepare.{chosen.choice(AT_START)}", when, 1)}
-    return victim, {}
+    if way == "save":  # the first writes alone, beside training
+        return 0, {"kill_in_save": chosen.randrange(40)}
+    return chosen.randrange(2), at_a_call(chosen, CALLS[way]) if way in CALLS else {}
 
 
 def launch(run, profile, output, **more):
-    arguments = options(run.folder, f"target.path={run.extracted / 'target'}", *RECIPE)
-    return agent(profile, arguments, output, ledger=str(run.folder / "ledger"), **more)
+    return agent(profile, arguments(run, *RECIPE), output, ledger=str(run.folder / "ledger"), **more)
 
 
 def finish(run, profile, output):
-    with launch(run, profile, output) as process:
-        process.join()
-    assert process.exitcode == 0, output.read_text()[-3000:]
+    ends_well(launch(run, profile, output), output)
     return run
 
 
@@ -198,12 +187,6 @@ def test_a_run_whose_launcher_is_killed_ten_times_ends_bit_for_bit_the_same(new_
 # ---------------------------------------------------------------- machines
 
 SECOND_DIES = ("step", "save", "start", "step")
-
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def listens(port):

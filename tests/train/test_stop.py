@@ -7,9 +7,9 @@ import signal
 from types import SimpleNamespace
 
 import pytest
-from launching import ROOT, arguments, command, environment, launch
+from launching import ROOT, arguments, command, environment, execute
 from pipeline import assert_close
-from surviving import calling, launched, lines, tell, training, wait_until
+from surviving import calling, launched, lines, tell, wait_until, working
 from watching import updates_of
 
 from eagle31_train.console import STOPPED
@@ -90,7 +90,7 @@ def test_a_run_that_waits_for_a_shard_is_ended_by_one_signal(new_run, tmp_path, 
     (run.folder / "run" / "store").rename(tmp_path / "store")
     monkeypatch.setattr(StoreWriter, "wait_for_quota", lambda self, shard, _: shard.number < 4)
     extract(run.config())
-    with training(arguments(run, *FOLLOW, "store.patience=100000"), output, grace=0.0) as process:
+    with working("train", arguments(run, *FOLLOW, "store.patience=100000"), output, grace=0.0) as process:
         wait_until(lambda: "waiting for shards/train-" in output.read_text(), process.is_alive)
         os.kill(process.pid, number)
         process.join()
@@ -106,7 +106,8 @@ def test_a_run_that_waits_for_a_shard_is_ended_by_one_signal(new_run, tmp_path, 
 def test_a_rank_that_is_told_to_stop_stops_the_other_after_the_same_step(new_run, whole):
     run = new_run()
     disturbance = {"ledger": str(run.folder / "ledger"), "tell_at": [1, 5]}
-    done = launch("ddp", run, *SHORT, script=ROOT / "tests" / "surviving.py", DISTURB=json.dumps(disturbance))
+    words = [*command("ddp", 2, ROOT / "tests" / "surviving.py"), *arguments(run, *SHORT)]
+    done = execute(words, "ddp", DISTURB=json.dumps(disturbance))
     assert done.returncode != 0
     assert stopped_after(run, done.stderr, "another rank") == 6
     assert {len(updates_of(run.folder / f"ledger.{rank}")) for rank in (0, 1)} == {6}
@@ -115,32 +116,32 @@ def test_a_rank_that_is_told_to_stop_stops_the_other_after_the_same_step(new_run
     assert_close(run.fit(*SHORT).weights(), whole.weights(), 1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("everybody", [False, True], ids=["the launcher", "everybody"])
-@pytest.mark.parametrize("profile", ["ddp", "zero2"])
-def test_a_launch_that_is_told_to_stop_saves(new_run, profile, everybody):
-    """The launcher alone, as Kubernetes does it, or every process, as Slurm does it."""
-    run = new_run()
-    with launched([*command(profile, 2), *arguments(run, *ENDLESS)], environment(profile)) as process:
+def told_to_stop(run, words, profile, kill=os.kill):
+    """A launch that is sent a SIGTERM after some steps, saves and leaves no process: its status, and what it said."""
+    with launched([*words, *arguments(run, *ENDLESS)], environment(profile)) as process:
         wait_until(lambda: lines(run.train / "metrics.jsonl") > 3, lambda: process.poll() is None)
-        (os.killpg if everybody else os.kill)(process.pid, signal.SIGTERM)
-        _, errors = process.communicate()
-        assert process.returncode != 0
-        assert stopped_after(run, errors, "SIGTERM") > 3
+        kill(process.pid, signal.SIGTERM)
+        _, said = process.communicate()
         with pytest.raises(ProcessLookupError):
             os.killpg(process.pid, 0)
+    assert stopped_after(run, said, "SIGTERM") > 3
+    return process.returncode, said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kill", [os.kill, os.killpg], ids=["the launcher", "everybody"])
+@pytest.mark.parametrize("profile", ["ddp", "zero2"])
+def test_a_launch_that_is_told_to_stop_saves(new_run, profile, kill):
+    """The launcher alone, as Kubernetes does it, or every process, as Slurm does it."""
+    status, _ = told_to_stop(new_run(), command(profile, 2), profile, kill)
+    assert status != 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("profile", "processes"), [("ddp", 2), ("zero2", 2), ("cpu", 1)])
 def test_our_launcher_lets_the_training_save_and_ends_as_it_does(new_run, profile, processes):
-    run = new_run()
     words = command(profile, processes, launcher="eagle31_train.launcher")
-    with launched([*words, *arguments(run, *ENDLESS)], environment(profile)) as process:
-        wait_until(lambda: lines(run.train / "metrics.jsonl") > 3, lambda: process.poll() is None)
-        process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate()
-    assert process.returncode == STOPPED
-    assert stopped_after(run, errors, "SIGTERM") > 3
-    assert "Traceback" not in errors
-    assert "exitcode" not in errors
+    status, said = told_to_stop(new_run(), words, profile)
+    assert status == STOPPED
+    assert "Traceback" not in said
+    assert "exitcode" not in said

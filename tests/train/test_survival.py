@@ -2,21 +2,20 @@
 
 import random
 import shutil
-import signal
 import threading
-from functools import cache
+from functools import cache, partial
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
-from pipeline import flip_bit, options
+from launching import arguments
 from planting import replaced
-from surviving import START, STEPS, InSaves, calling, differences, lines, saves_on, tell, training, wait_until
+from surviving import InSaves, at_a_call, calling, dies, differences, ends_well, lines, saves_on, tell, working
 from watching import noted
 
 from eagle31_train.errors import Stopped
-from train import checkpoint, metrics, parallel, trainer
+from train import metrics, parallel, trainer
 
 SHORT, STOPS, LONG = 18, (4, 9, 14), 200
 TENSORS = ("model.safetensors", "optimizer.safetensors")
@@ -51,9 +50,6 @@ def interrupted(run, step, *more):
         return run.interrupted(step, *recipe(SHORT), *more)
 
 
-# ---------------------------------------------------------------- stopped
-
-
 @pytest.mark.parametrize("more", [(), MUON], ids=["AdamW", "Muon"])
 def test_a_run_stopped_three_times_ends_bit_for_bit_the_same(new_run, whole, more):
     run = new_run()
@@ -82,11 +78,23 @@ def test_no_step_draws_from_a_global_generator(new_run, monkeypatch):
 
 # ---------------------------------------------------------------- killed
 
+# What a run with a checkpoint every other step calls, at least so often in four steps; and what it calls at its start.
+STEPS = (
+    ("train.loader.build_batch", 4),  # in another thread, ahead
+    ("train.trainer.accumulate", 4),
+    ("train.parallel.Parallel.update", 4),
+    ("train.metrics.append", 8),
+    ("train.trainer.take_snapshot", 2),
+    ("train.checkpoint.Saver.save", 2),
+    ("train.windows.Usage.release", 3),
+)
+START = (("train.prepare.claim", 1), ("train.tracking.record_launch", 1), ("train.checkpoint.load", 1))
 
-def start(run, steps, output, *more, **disturbance):
+
+def start(run, steps, output, **disturbance):
     """The run in a process of its own."""
-    arguments = options(run.folder, f"target.path={run.extracted / 'target'}", *recipe(steps), *more)
-    return training(arguments, output, ledger=str(run.folder / "ledger"), **disturbance)
+    words = arguments(run, *recipe(steps), "train.checkpoint_every=2")
+    return working("train", words, output, ledger=str(run.folder / "ledger"), **disturbance)
 
 
 @pytest.fixture(scope="module")
@@ -105,20 +113,12 @@ def survive(run, whole, steps, ways, seed, operations, output):
     No launch lives for more than four steps, so that there is something left to be killed.
     """
     assert 4 * len(ways) <= steps
-    chosen, ledger = random.Random(seed), run.folder / "ledger"
+    chosen, ledger, launch = random.Random(seed), run.folder / "ledger", partial(start, run, steps, output)
     chosen.shuffle(ways)
     for way in ways:
         disturbance = choose(way, chosen, operations, begun=bool(run.saved()))
-        wanted = lines(ledger) + chosen.randint(1, 3)
-        with start(run, steps, output, "train.checkpoint_every=2", **disturbance) as process:
-            if way == "outside":
-                wait_until(lambda wanted=wanted: lines(ledger) >= wanted, process.is_alive)
-                process.kill()
-            process.join()
-        assert process.exitcode == -signal.SIGKILL, (way, disturbance, output.read_text()[-3000:])
-    with start(run, steps, output, "train.checkpoint_every=2") as process:
-        process.join()
-    assert process.exitcode == 0, output.read_text()[-3000:]
+        dies(launch, partial(lines, ledger), chosen, output, **disturbance)
+    ends_well(launch(), output)
     assert not differences(run, whole(steps))
     assert lines(ledger) > steps, "no step was done twice: nothing was lost by a kill"
 
@@ -131,11 +131,9 @@ def choose(way, chosen, operations, begun):
         case "row":
             return {"kill_in_row": chosen.randint(1, 7)}
         case "step":
-            path, most = chosen.choice(STEPS)
-            return {"kill_at": (path, chosen.choice(["before", "after"]), chosen.randint(1, most))}
+            return at_a_call(chosen, STEPS)
         case "start":
-            path = chosen.choice(START if begun else START[:-1])
-            return {"kill_at": (path, chosen.choice(["before", "after"]), 1)}
+            return at_a_call(chosen, START if begun else START[:-1])
     return {}
 
 
@@ -149,9 +147,6 @@ def test_a_run_killed_in_a_save_in_a_row_and_from_outside_ends_bit_for_bit_the_s
 def test_a_run_killed_fifty_times_ends_bit_for_bit_the_same(new_run, whole, operations, tmp_path):
     ways = ["save"] * 20 + ["step"] * 12 + ["row"] * 4 + ["start"] * 4 + ["outside"] * 10
     survive(new_run(), whole, LONG, ways, 1, operations, tmp_path / "output")
-
-
-# ---------------------------------------------------------------- saved in the background
 
 
 def stop_after_a_slow_save(run):
@@ -230,24 +225,3 @@ def test_a_mistake_in_resuming_is_found(copy, whole, monkeypatch, owner, name, m
     different = differences(go_on(copy, SHORT, *MUON), whole(SHORT, *MUON))
     assert different >= found
     assert bool(different) == bool(found), different
-
-
-def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(copy, whole, capsys):
-    damaged, name = copy.checkpoints / "step-000015", "model.safetensors"
-    flip_bit(damaged / name)
-    go_on(copy, SHORT, *MUON)
-    printed = capsys.readouterr().out
-    (said,) = (line for line in printed.splitlines() if " is not used: " in line)
-    assert said.startswith(f"checkpoint {damaged} is not used: {damaged / name} ")
-    assert f"train: going on after step 10 ({copy.checkpoints / 'step-000010'})" in printed
-    assert not differences(copy, whole(SHORT, *MUON))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TENSORS)
-def test_a_damaged_checkpoint_that_were_used_would_be_seen(copy, whole, monkeypatch, name):
-    """What stands above would fail if damage were not looked for."""
-    file = copy.checkpoints / "step-000015" / name
-    flip_bit(file, file.stat().st_size // 8 * 4 + 3)  # of an exponent: the least of a moment, rounding may swallow
-    monkeypatch.setattr(checkpoint, "damage", lambda *_: None)
-    assert differences(go_on(copy, SHORT, *MUON), whole(SHORT, *MUON)) >= {name}

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,23 +16,19 @@ from train.metrics import Reporter
 
 @pytest.fixture
 def config(tmp_path):
+    """Of a run whose folder is tmp_path."""
     made = Config()
-    made.name, made.run_dir, made.train.wandb = "tiny", str(tmp_path / "run"), "disabled"
-    (tmp_path / "run" / "train").mkdir(parents=True)
+    made.name, made.run_dir, made.train.wandb = "tiny", str(tmp_path), "disabled"
+    (tmp_path / "train").mkdir()
     return made
 
 
-@pytest.fixture
-def folder(config, tmp_path):
-    return tmp_path / "run" / "train"
-
-
-def launch(config, folder, done, steps):
+def launch(config, done, steps):
     """One launch from its start to its end."""
     AcceleratorState._reset_state(True)
     accelerator = Accelerator(log_with=tracking.loggers(config) or None)
     tracking.start(accelerator, config, {"train": {"lr": 1.0}}, done)
-    reporter = Reporter(accelerator, folder, done, 100)
+    reporter = Reporter(accelerator, Path(config.run_dir) / "train", done, 100)
     for step in steps:
         reporter.log(step, {"loss": 100 * done + step, "prefix_at_depth": [0.5, 0.25], "oops": None})
         reporter.timing(step, {"seconds": 2.0, "aside": 1.5, "tokens": 10, "memory_bytes": None})
@@ -41,22 +38,22 @@ def launch(config, folder, done, steps):
     accelerator.end_training()
 
 
-def curves(folder):
+def curves(run):
     """Tag → (step, value) of every point that TensorBoard shows."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(folder / "tensorboard"))
+    events = EventAccumulator(str(run / "train" / "tensorboard"))
     events.Reload()
     return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
-def test_tensorboard_shows_every_step_once_after_a_resume(config, folder):
+def test_tensorboard_shows_every_step_once_after_a_resume(config, tmp_path):
     """A launch killed before its first checkpoint, one killed at step 20, and one that goes on after 10."""
     config.train.tensorboard = True
-    launch(config, folder, 0, steps=range(1, 4))
-    launch(config, folder, 0, steps=range(1, 21))
-    launch(config, folder, 10, steps=range(11, 15))
-    shown = curves(folder)
+    launch(config, 0, steps=range(1, 4))
+    launch(config, 0, steps=range(1, 21))
+    launch(config, 10, steps=range(11, 15))
+    shown = curves(tmp_path)
     assert shown["train/loss"] == [(step, step if step <= 10 else 1000 + step) for step in range(1, 15)]
     assert shown["heldout/acceptance_estimate"] == [(5, 5), (10, 10)]
     assert shown["train/prefix_at_depth/1"] == [(step, 0.25) for step in range(1, 15)]
@@ -71,9 +68,10 @@ def test_the_command_that_uploads_an_offline_run_can_be_pasted(config, tmp_path,
     assert shlex.split(capsys.readouterr().out)[-1].endswith("/it's (1)")
 
 
-def test_a_damaged_line_about_an_earlier_launch_stops_none(config, folder):
-    (folder / tracking.LAUNCHES).write_bytes(b"\xff\n")
+def test_a_damaged_line_about_an_earlier_launch_stops_none(config, tmp_path):
+    launches = tmp_path / "train" / tracking.LAUNCHES
+    launches.write_bytes(b"\xff\n")
     tracking.record_launch(config, {"steps": 3})
-    damaged, line = (folder / tracking.LAUNCHES).read_bytes().splitlines()
+    damaged, line = launches.read_bytes().splitlines()
     assert damaged == b"\xff"
     assert json.loads(line)["facts"] == {"steps": 3}

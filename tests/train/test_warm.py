@@ -13,7 +13,6 @@ import torch
 from conftest import make_document, make_mla_shape, make_shape
 from made import Split
 from pipeline import KEPT, VOCAB, assert_equal, message_of
-from safetensors.torch import load_file
 from transformers import LlamaConfig
 from warming import begin, edit, refusal, with_vocab
 
@@ -96,10 +95,9 @@ def test_a_lower_precision_is_widened_exactly(learnt, draft, new_run):
 def test_an_unfinished_run_gives_its_newest_checkpoint(learnt, copy_of, new_run, tmp_path):
     run = copy_of(tmp_path).fit("train.max_steps=4", "train.checkpoint_every=2")
     (run.train / "manifest.json").unlink()
-    kept = sorted(run.checkpoints.iterdir())
-    assert [path.name for path in kept] == ["step-000002", "step-000004"]
-    assert_equal(begin(new_run(), run.train).weights, load_file(kept[1] / "model.safetensors"))
-    assert_equal(begin(new_run(), kept[0]).weights, load_file(kept[0] / "model.safetensors"))
+    assert run.saved() == [2, 4]
+    assert_equal(begin(new_run(), run.train).weights, run.at(4)[0])
+    assert_equal(begin(new_run(), run.checkpoints / "step-000002").weights, run.at(2)[0])
 
 
 # ---------------------------------------------------------------- another vocabulary
@@ -133,9 +131,6 @@ def test_a_draft_without_an_lm_head_has_the_targets(draft, new_run):
     begun = begin(new_run(), draft(dict.fromkeys(["d2t", "t2d", "lm_head.weight"]), draft_vocab_size=None))
     assert torch.equal(begun.weights["lm_head.weight"], begun.store.target["lm_head"][torch.tensor(KEPT)])
     assert "shares the target's lm_head, from which its own starts" in begun.said
-
-
-# ---------------------------------------------------------------- EAGLE 3 goes on as 3.1
 
 
 def relative(g, reference):
@@ -233,9 +228,6 @@ def test_rope_is_compared_by_what_it_does(new_run, draft):
     assert "rope_scaling." in refusal(new_run(), shorter, here)
 
 
-# ---------------------------------------------------------------- the embedding
-
-
 def test_the_targets_embedding_may_be_there_and_another_may_not(new_run, learnt, draft):
     run = learnt()
     target = begin(new_run(), run.folder / "run").store.target["embed_tokens"]
@@ -254,41 +246,41 @@ def test_the_targets_embedding_may_be_there_and_another_may_not(new_run, learnt,
 # ---------------------------------------------------------------- a run goes on
 
 
-SHORT = ("train.max_steps=4", "train.checkpoint_every=2")
+@pytest.fixture
+def begun(draft, new_run):
+    """A run that began with a draft and was stopped; this draft, gone meanwhile; and the options to go on."""
+    source = draft()
+    words = ["train.max_steps=4", "train.checkpoint_every=2", f"train.init_from={source}"]
+    run = new_run().stopped(2, *words)
+    shutil.rmtree(source)
+    return run, source, words
 
 
 @pytest.mark.parametrize("left", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_other_weights_in_the_same_place_are_refused(new_run, draft, left):
-    source, other = draft(), draft({"norm.weight": torch.full((32,), 0.5)})
-    begun = new_run().stopped(2, *SHORT, f"train.init_from={source}")
+def test_other_weights_in_the_same_place_are_refused(begun, draft, left):
+    run, source, words = begun
     if not left:
-        shutil.rmtree(begun.checkpoints)
-    shutil.rmtree(source)
-    other.rename(source)
-    message = message_of(begun, *SHORT, f"train.init_from={source}")
-    assert "was made from other inputs (train.init_from: " in message
-    begun.fit(*SHORT, f"train.init_from={source}", "overwrite=true")
+        shutil.rmtree(run.checkpoints)
+    draft({"norm.weight": torch.full((32,), 0.5)}).rename(source)
+    assert "was made from other inputs (train.init_from: " in message_of(run, *words)
+    run.fit(*words, "overwrite=true")
 
 
-def test_first_weights_that_are_read_again_are_compared_again(new_run, draft, monkeypatch):
+def test_first_weights_that_are_read_again_are_compared_again(begun, draft, monkeypatch):
     """A run whose only checkpoint is damaged, and whose first weights are a repository that has changed."""
-    source = draft()
-    begun = new_run().stopped(2, *SHORT, f"train.init_from={source}")
-    (begun.checkpoints / "step-000002" / "model.safetensors").write_bytes(b"")
-    shutil.rmtree(source)
-    shutil.copytree(draft(rope_theta=5000, rope_parameters=None), source)
+    run, source, words = begun
+    (run.checkpoints / "step-000002" / "model.safetensors").write_bytes(b"")
+    draft(rope_theta=5000, rope_parameters=None).rename(source)
     monkeypatch.setattr(initial_weights, "goes_by_record", lambda _: True)
-    assert "(rope_theta: " in message_of(begun, *SHORT, f"train.init_from={source}")
+    assert "(rope_theta: " in message_of(run, *words)
 
 
-def test_a_run_that_goes_on_needs_its_first_weights_no_more(new_run, draft):
-    source = draft()
-    words = [*SHORT, f"train.init_from={source}", "overwrite=true"]
-    begun = new_run().stopped(2, *SHORT, f"train.init_from={source}")
-    shutil.rmtree(source)
-    assert str(source) in message_of(begun, *words, "train.lr=0.02"), "another run needs them, and replaces nothing"
-    begun.fit(*words)
-    assert begun.rows()[-1]["step"] == begun.manifest()["steps"]
+def test_a_run_that_goes_on_needs_its_first_weights_no_more(begun):
+    run, source, words = begun
+    words.append("overwrite=true")
+    assert str(source) in message_of(run, *words, "train.lr=0.02"), "another run needs them, and replaces nothing"
+    run.fit(*words)
+    assert run.rows()[-1]["step"] == run.manifest()["steps"]
 
 
 @pytest.mark.parametrize("name", ["fc_norm", "norm_output"])
