@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from eagle31_train.errors import UserError
+from eagle31_train.common.errors import UserError
 
 
 def run_main(main: Callable[[], None]) -> None:

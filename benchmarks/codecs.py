@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from benchmarks import machine, run_main
-from eagle31_train import artifacts
 from eagle31_train.api import OpenStore, open_store
-from eagle31_train.errors import UserError
+from eagle31_train.common import artifacts
+from eagle31_train.common.errors import UserError
 from eagle31_train.model.loss import Teacher
 from eagle31_train.store.codec import CODECS, encode
 

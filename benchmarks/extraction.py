@@ -29,10 +29,11 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from benchmarks import machine, run_main
-from eagle31_train import artifacts, cli
-from eagle31_train.allocator import keep_freed_memory
+from eagle31_train import cli
+from eagle31_train.common import artifacts
+from eagle31_train.common.allocator import keep_freed_memory
+from eagle31_train.common.errors import UserError
 from eagle31_train.config import Config
-from eagle31_train.errors import UserError
 from eagle31_train.reporting.markdown import grid
 from eagle31_train.store import PlannedShard, StoreWriter, make_plan, shape_of
 from eagle31_train.store.backends import open_storage

@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.shapes import GAMMA
+from eagle31_train.common.transfers import each_tensor
 from eagle31_train.config import DrafterShape, TrainConfig
 from eagle31_train.model import context_attention, rope
 from eagle31_train.model.batch import Batch, build_batch, choose_slots
@@ -38,7 +39,6 @@ from eagle31_train.model.drafter import Drafter
 from eagle31_train.model.loss import Objective, Teacher
 from eagle31_train.store.codec import CODECS, Encoded
 from eagle31_train.store.document import Document
-from eagle31_train.transfers import each_tensor
 from train.loader import MicroBatch, StepTotals
 from train.optimizer import make_optimizer
 from train.step import accumulate

@@ -18,8 +18,8 @@ from tqdm import tqdm
 from benchmarks import gpu_step, machine, run_main
 from benchmarks.gpu_step import GROUPS, VARIANTS
 from benchmarks.shapes import Case
-from eagle31_train import artifacts
-from eagle31_train.errors import UserError
+from eagle31_train.common import artifacts
+from eagle31_train.common.errors import UserError
 from eagle31_train.reporting.tables import aligned
 
 GIB = 2**30

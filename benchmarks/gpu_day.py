@@ -11,7 +11,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from benchmarks import machine
-from eagle31_train import artifacts
+from eagle31_train.common import artifacts
 
 TIMED_OUT = (124, 137)  # exit statuses of timeout(1)
 LAST = 20  # lines of a failed stage's log

@@ -18,9 +18,9 @@ from benchmarks import fake_cuda, run_main
 from benchmarks.fake_cuda import FLASH, PRODUCTS, Count, FakeStep, Options, Sums
 from benchmarks.gpu_step import drafter_of
 from benchmarks.shapes import Case
-from eagle31_train import artifacts
+from eagle31_train.common import artifacts
+from eagle31_train.common.errors import UserError
 from eagle31_train.config import DrafterShape
-from eagle31_train.errors import UserError
 from eagle31_train.model.packing import Layout
 from eagle31_train.planning.work import count_work, training_flops
 from eagle31_train.reporting.tables import aligned

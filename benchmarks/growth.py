@@ -21,7 +21,7 @@ from tqdm import tqdm
 from benchmarks import contenders, machine, plot, run_main
 from benchmarks.contenders.ours import Ours
 from benchmarks.shapes import Case, make_material, turns
-from eagle31_train import artifacts
+from eagle31_train.common import artifacts
 from eagle31_train.config import DrafterShape
 from eagle31_train.planning.work import count_work, training_flops
 from eagle31_train.reporting.tables import aligned

@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from benchmarks import run_main
-from eagle31_train import artifacts
+from eagle31_train.common import artifacts
 from eagle31_train.kernels import divergence, own_keys, rms_norm, swiglu, triton_kernels
 
 ARCHITECTURES = (80, 90, 100)  # Ampere, Hopper, Blackwell

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from eagle31_train import machine
+from eagle31_train.common import machine
 
 PACKAGES = ("torch", "transformers", "numpy", "speculators", "specforge", "triton", "safetensors", "xxhash", "datasets")
 

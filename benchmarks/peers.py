@@ -15,7 +15,7 @@ from tqdm import tqdm
 from benchmarks import contenders, machine, parity, plot, run_main
 from benchmarks.race import race
 from benchmarks.shapes import Case
-from eagle31_train import artifacts
+from eagle31_train.common import artifacts
 from eagle31_train.reporting.tables import aligned
 
 SHARES = (1.0, 0.5, 0.35, 0.25)

@@ -13,8 +13,8 @@ from typing import Any
 
 from benchmarks import peers, plot, run_main
 from benchmarks.speedrun.measure import KINDS
-from eagle31_train import artifacts
-from eagle31_train.errors import UserError
+from eagle31_train.common import artifacts
+from eagle31_train.common.errors import UserError
 from eagle31_train.reporting import figures
 from eagle31_train.reporting.evaluation_page import pictures
 

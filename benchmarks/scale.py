@@ -20,7 +20,7 @@ import torch
 from datasets import Dataset
 
 from benchmarks import machine, run_main
-from eagle31_train import artifacts, order
+from eagle31_train.common import artifacts, order
 from eagle31_train.config import TrainConfig
 from eagle31_train.store import Store, StoreSplit, StoreWriter, shard_plan
 from eagle31_train.store.backends import LocalStorage

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from eagle31_train.checkpoint.contract import weight_shapes
+from eagle31_train.common.errors import UserError
 from eagle31_train.config import DrafterShape
-from eagle31_train.errors import UserError
 from eagle31_train.store.document import Document
 
 GAMMA = 0.8  # weight of step k is GAMMA**k

@@ -13,9 +13,9 @@ from data_prep.client import Server
 from data_prep.dialogue import PromptTurn
 from data_prep.journal import Answer, Outcomes
 from data_prep.masks import to_message
-from eagle31_train import artifacts
+from eagle31_train.common import artifacts
+from eagle31_train.common.errors import Refused, UserError
 from eagle31_train.config import Config, SelfPromptsConfig
-from eagle31_train.errors import Refused, UserError
 from eagle31_train.rows.formats import Message, Row
 from eagle31_train.targets.chat import ChatTemplate
 

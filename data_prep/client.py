@@ -16,10 +16,10 @@ from contextlib import suppress
 from typing import Any
 
 from data_prep.journal import Answer
-from eagle31_train import foreign
-from eagle31_train.console import note
-from eagle31_train.errors import Refused, UserError
-from eagle31_train.foreign import Positions as Count
+from eagle31_train.common import foreign
+from eagle31_train.common.console import note
+from eagle31_train.common.errors import Refused, UserError
+from eagle31_train.common.foreign import Positions as Count
 from eagle31_train.rows.formats import Message, Tool, check_text, tool_calls
 from eagle31_train.targets.chat import ChatTemplate
 

@@ -18,9 +18,9 @@ from datasets import Dataset, Features, List, Value
 from numpy.typing import NDArray
 
 from data_prep.masks import Sample, samples
-from eagle31_train import artifacts
-from eagle31_train.console import Progress
-from eagle31_train.errors import Refused, UserError
+from eagle31_train.common import artifacts
+from eagle31_train.common.console import Progress
+from eagle31_train.common.errors import Refused, UserError
 from eagle31_train.rows.formats import Message, Row
 from eagle31_train.targets.chat import ChatTemplate
 

@@ -7,7 +7,7 @@ as the target's own answer calls the tools that they are results of.
 from dataclasses import dataclass
 from typing import Any
 
-from eagle31_train.errors import Refused
+from eagle31_train.common.errors import Refused
 from eagle31_train.rows.formats import Message, Tool
 from eagle31_train.targets.markup import HERMES, KIMI, PYTHON
 

@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from eagle31_train import artifacts, foreign, provenance
-from eagle31_train.errors import Refused, UserError
-from eagle31_train.locks import hold
+from eagle31_train import provenance
+from eagle31_train.common import artifacts, foreign
+from eagle31_train.common.errors import Refused, UserError
+from eagle31_train.common.locks import hold
 from eagle31_train.provenance import Provenance
 from eagle31_train.rows.formats import Message
 

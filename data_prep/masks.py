@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from eagle31_train.errors import Refused
+from eagle31_train.common.errors import Refused
 from eagle31_train.rows.formats import Message, Tool
 from eagle31_train.targets import markup
 from eagle31_train.targets.chat import ChatTemplate

@@ -14,10 +14,10 @@ from data_prep.dataset import check_shares, most_common, refusal
 from data_prep.dialogue import following, turns_of
 from data_prep.journal import Journal
 from data_prep.sources import Corpus
-from eagle31_train import artifacts
+from eagle31_train.common import artifacts
+from eagle31_train.common.console import Progress, note
+from eagle31_train.common.errors import Refused, UserError
 from eagle31_train.config import Config, GenerateConfig
-from eagle31_train.console import Progress, note
-from eagle31_train.errors import Refused, UserError
 from eagle31_train.provenance import LAYOUTS, Provenance
 from eagle31_train.targets.chat import ChatTemplate
 

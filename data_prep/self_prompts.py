@@ -18,10 +18,10 @@ from typing import Any
 from data_prep.answers import NO_CHARACTER, Job, Texts, engine, target_inputs
 from data_prep.journal import Answer, Journal, Outcomes
 from data_prep.sources import WRITTEN as OUTPUT
-from eagle31_train import artifacts
+from eagle31_train.common import artifacts
+from eagle31_train.common.console import Progress, note
+from eagle31_train.common.errors import Refused, UserError
 from eagle31_train.config import SELF, Config
-from eagle31_train.console import Progress, note
-from eagle31_train.errors import Refused, UserError
 from eagle31_train.provenance import Provenance
 from eagle31_train.rows.formats import Message, Row
 from eagle31_train.targets.chat import ChatTemplate

@@ -18,10 +18,10 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from eagle31_train import foreign
+from eagle31_train.common import foreign
+from eagle31_train.common.console import Progress
+from eagle31_train.common.errors import UserError
 from eagle31_train.config import FORMATS, SELF, Config, DataConfig, check_value
-from eagle31_train.console import Progress
-from eagle31_train.errors import UserError
 from eagle31_train.rows.files import File, open_files
 from eagle31_train.rows.formats import Row, parse
 

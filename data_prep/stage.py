@@ -15,11 +15,12 @@ from data_prep.masks import NO_ANSWER, samples
 from data_prep.regenerate import regenerate
 from data_prep.self_prompts import write_prompts
 from data_prep.sources import Corpus, Source, named
-from eagle31_train import artifacts, provenance
+from eagle31_train import provenance
+from eagle31_train.common import artifacts
+from eagle31_train.common.console import note, ranks
+from eagle31_train.common.errors import Refused, UserError
+from eagle31_train.common.locks import writing
 from eagle31_train.config import Config, DataConfig
-from eagle31_train.console import note, ranks
-from eagle31_train.errors import Refused, UserError
-from eagle31_train.locks import writing
 from eagle31_train.model import vocab
 from eagle31_train.reporting.tables import aligned
 from eagle31_train.rows.files import open_files

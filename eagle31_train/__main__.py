@@ -11,8 +11,8 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from eagle31_train.console import explained, note, tidy
-from eagle31_train.errors import UserError
+from eagle31_train.common.console import explained, note, tidy
+from eagle31_train.common.errors import UserError
 
 # Command → the module that is run, and what it does. The stages first, in their order.
 COMMANDS = {
@@ -53,7 +53,7 @@ def _run(command: str) -> None:
         Path.cwd()
     except FileNotFoundError:
         raise UserError("the folder that this was started in is gone: change into another") from None
-    from eagle31_train.locations import STAGES  # which asks for that folder, too
+    from eagle31_train.common.locations import STAGES  # which asks for that folder, too
 
     sys.argv = [f"eagle31 {command}", *sys.argv[2:]]
     sys.path.insert(0, str(STAGES))  # before a train.py or data_prep/ of the user's own

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.checkpoint.run_folder import option
+from eagle31_train.common.errors import Refused, UserError
 from eagle31_train.config import TargetConfig
-from eagle31_train.errors import Refused, UserError
 from eagle31_train.evaluation import decoding, intervals
 from eagle31_train.model.decode import DraftDecoder
 from eagle31_train.model.drafter import Drafter

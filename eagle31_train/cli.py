@@ -27,13 +27,13 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from eagle31_train import precision
-from eagle31_train.allocator import keep_freed_memory
 from eagle31_train.combinations import check_options
+from eagle31_train.common.allocator import keep_freed_memory
+from eagle31_train.common.console import Parser, explained, note, say, tidy
+from eagle31_train.common.errors import UserError
+from eagle31_train.common.locations import CONFIGS, project
 from eagle31_train.config import Config, check_value
-from eagle31_train.console import Parser, explained, note, say, tidy
 from eagle31_train.earlier import REMOVED, RENAMED
-from eagle31_train.errors import UserError
-from eagle31_train.locations import CONFIGS, project
 
 ANY = "+experiment=any"  # the recipe of a command line that names none
 GIVEN = "experiment=given"  # the recipe that was given as a file

@@ -1,7 +1,7 @@
 """Which options go together: a stage that needs to know, and whoever looks before any stage runs, ask the same."""
 
+from eagle31_train.common.errors import UserError
 from eagle31_train.config import Config, TrainConfig
-from eagle31_train.errors import UserError
 
 
 def check_options(config: Config) -> None:

@@ -26,17 +26,18 @@ from typing import Any
 
 import torch
 
-from eagle31_train import artifacts, cli, provenance
+from eagle31_train import cli, provenance
 from eagle31_train.checkpoint import hub, published
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint, split_name
 from eagle31_train.checkpoint.run_folder import is_export_of, read_export
+from eagle31_train.common import artifacts
+from eagle31_train.common.console import note
+from eagle31_train.common.errors import UserError
+from eagle31_train.common.locks import writing
 from eagle31_train.config import Config
-from eagle31_train.console import note
-from eagle31_train.errors import UserError
 from eagle31_train.evaluation.evaluating import evaluate
 from eagle31_train.evaluation.serving import measure_serving
 from eagle31_train.evaluation.serving.engine import check as check_serving
-from eagle31_train.locks import writing
 from eagle31_train.reporting import evaluation_page, recipe, tables
 from eagle31_train.reporting.markdown import public
 from eagle31_train.targets.hf import read_config

@@ -5,7 +5,7 @@ eval "$(eagle31 completion bash)"          in ~/.bashrc; zsh likewise
 
 from eagle31_train import cli
 from eagle31_train.__main__ import COMMANDS
-from eagle31_train.console import note, parser, tidy
+from eagle31_train.common.console import note, parser, tidy
 from eagle31_train.run import PROFILES, STAGES
 
 SCRIPT = """{zsh}_eagle31() {{

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from eagle31_train.errors import UserError
+from eagle31_train.common.errors import UserError
 
 DTYPES = ("bfloat16", "float16", "float32")
 CODECS = ("bf16", "int8_channel", "fp8", "int8", "int4")

@@ -16,18 +16,19 @@ import time
 from pathlib import Path
 from typing import Any
 
-from eagle31_train import artifacts, cli, provenance
+from eagle31_train import cli, provenance
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.checkpoint.run_folder import read_export
 from eagle31_train.checkpoint.smaller import served
+from eagle31_train.common import artifacts
+from eagle31_train.common.console import note
+from eagle31_train.common.errors import UserError
+from eagle31_train.common.locks import writing
 from eagle31_train.config import Config
-from eagle31_train.console import note
-from eagle31_train.errors import UserError
 from eagle31_train.evaluation import evaluating, perturb, results, workloads
 from eagle31_train.evaluation.serving import measure_serving
 from eagle31_train.evaluation.serving.engine import Installation, server_arguments, target_arguments
 from eagle31_train.evaluation.serving.engine import check as check_serving
-from eagle31_train.locks import writing
 from eagle31_train.provenance import Provenance
 from eagle31_train.reporting import evaluation_page, recipe, tables
 from eagle31_train.store import read_manifest

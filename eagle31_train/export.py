@@ -19,15 +19,16 @@ from typing import Any
 
 import torch
 
-from eagle31_train import artifacts, cli, provenance
+from eagle31_train import cli, provenance
 from eagle31_train.checkpoint import config_json, contract, hub, int8, published_config, run_folder
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.checkpoint.run_folder import CARD, EXPORT, EXPORTED, MODEL, TRAIN
 from eagle31_train.checkpoint.smaller import served
+from eagle31_train.common import artifacts
+from eagle31_train.common.console import note
+from eagle31_train.common.errors import UserError
+from eagle31_train.common.locks import writing
 from eagle31_train.config import Config, DrafterShape
-from eagle31_train.console import note
-from eagle31_train.errors import UserError
-from eagle31_train.locks import writing
 from eagle31_train.reporting import card, recipe
 from eagle31_train.store import read_manifest
 from eagle31_train.store.tensors import save_file

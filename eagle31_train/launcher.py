@@ -14,7 +14,7 @@ from subprocess import CalledProcessError
 
 import psutil
 
-from eagle31_train.console import note
+from eagle31_train.common.console import note
 
 
 def main() -> None:

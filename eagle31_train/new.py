@@ -6,10 +6,10 @@ eagle31 run +experiment=mine.yaml
 
 from pathlib import Path
 
-from eagle31_train import artifacts
-from eagle31_train.console import explained, note, parser, tidy
-from eagle31_train.errors import UserError
-from eagle31_train.locations import PACKAGE
+from eagle31_train.common import artifacts
+from eagle31_train.common.console import explained, note, parser, tidy
+from eagle31_train.common.errors import UserError
+from eagle31_train.common.locations import PACKAGE
 
 TEMPLATE = PACKAGE / "recipe.yaml"
 

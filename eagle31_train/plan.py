@@ -11,8 +11,8 @@ nothing is written.
 import sys
 
 from eagle31_train import cli
+from eagle31_train.common.console import note
 from eagle31_train.config import Config
-from eagle31_train.console import note
 
 
 def plan(config: Config) -> None:

@@ -10,12 +10,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from eagle31_train import artifacts
-from eagle31_train.artifacts import MANIFEST, describe_change, fingerprint, first_damaged, read_json
+from eagle31_train.common import artifacts
+from eagle31_train.common.artifacts import MANIFEST, describe_change, fingerprint, first_damaged, read_json
+from eagle31_train.common.console import note
+from eagle31_train.common.errors import UserError
 from eagle31_train.config import Config, TargetConfig
-from eagle31_train.console import note
 from eagle31_train.earlier import ADDED, RENAMED
-from eagle31_train.errors import UserError
 
 # Raise a number when the same inputs make another output. Outputs of a lower one are then no longer up to date.
 LAYOUTS = {

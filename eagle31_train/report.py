@@ -10,7 +10,7 @@ speed and the numbers at the end; it stands alone and can be mailed.
 from collections.abc import Sequence
 from pathlib import Path
 
-from eagle31_train.console import explained, note, parser, tidy
+from eagle31_train.common.console import explained, note, parser, tidy
 from eagle31_train.reporting.training_page import write
 
 

@@ -21,10 +21,10 @@ import yaml
 from eagle31_train import cli
 from eagle31_train.cli import ANY
 from eagle31_train.combinations import check_zero
+from eagle31_train.common.console import STOPPED, note
+from eagle31_train.common.errors import Stopped, UserError
+from eagle31_train.common.locations import CONFIGS
 from eagle31_train.config import SELF, Config, is_hub_id
-from eagle31_train.console import STOPPED, note
-from eagle31_train.errors import Stopped, UserError
-from eagle31_train.locations import CONFIGS
 
 STAGES = ("data", "extract", "train", "evaluate", "export", "summary")
 WRITTEN = ["regenerate=true", f"data.prompts={SELF}"]

@@ -6,12 +6,13 @@ eagle31 summary +experiment=smollm2
 from pathlib import Path
 from typing import Any
 
-from eagle31_train import artifacts, cli, provenance
+from eagle31_train import cli, provenance
 from eagle31_train.checkpoint import run_folder
 from eagle31_train.checkpoint.smaller import served
+from eagle31_train.common import artifacts
+from eagle31_train.common.console import note
+from eagle31_train.common.errors import UserError
 from eagle31_train.config import Config
-from eagle31_train.console import note
-from eagle31_train.errors import UserError
 from eagle31_train.evaluation.intervals import LEVEL, bracket
 from eagle31_train.reporting import recipe
 from eagle31_train.reporting.recipe import EVALUATE

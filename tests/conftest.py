@@ -211,7 +211,7 @@ def no_power_is_lost(monkeypatch):
 @pytest.fixture(scope="session")
 def real_target() -> Path:
     """SmolLM2-135M-Instruct, unpacked where `make demo` keeps it (20 s the first time, then nothing)."""
-    from eagle31_train.errors import UserError
+    from eagle31_train.common.errors import UserError
     from eagle31_train.targets import embedded
 
     embedded.OUT.parent.mkdir(exist_ok=True)

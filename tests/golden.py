@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from eagle31_train import artifacts
 from eagle31_train.cli import load_config
+from eagle31_train.common import artifacts
 from eagle31_train.model import vocab
 from eagle31_train.store import StoreWriter, make_plan, shape_of
 from eagle31_train.store.backends import LocalStorage

@@ -6,8 +6,8 @@ import torch
 from pipeline import assert_close, assert_equal
 from safetensors.torch import load_file
 
-from eagle31_train import order
-from eagle31_train.errors import UserError
+from eagle31_train.common import order
+from eagle31_train.common.errors import UserError
 from eagle31_train.store import Store
 
 NAN, INF = float("nan"), float("inf")

@@ -11,7 +11,7 @@ from conftest import make_document, make_shape
 from fsspec.implementations.memory import MemoryFileSystem
 from whole import encoded
 
-from eagle31_train.errors import UserError
+from eagle31_train.common.errors import UserError
 from eagle31_train.store import Store, StoreWriter, make_plan, shape_of
 from eagle31_train.store.__main__ import check
 from eagle31_train.store.backends import LocalStorage

@@ -12,7 +12,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from eagle31_train.errors import UserError
+from eagle31_train.common.errors import UserError
 
 ROOM = 2 << 30  # bytes that a case may take beyond what the process has
 SECONDS = 20  # of processor time that it may take

@@ -11,10 +11,10 @@ from datasets import Dataset, DatasetDict, Features, List, Value
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
-from eagle31_train import artifacts
-from eagle31_train.artifacts import checksum
 from eagle31_train.cli import load_config
-from eagle31_train.errors import UserError
+from eagle31_train.common import artifacts
+from eagle31_train.common.artifacts import checksum
+from eagle31_train.common.errors import UserError
 from eagle31_train.model import vocab
 from eagle31_train.store.format import SHARDS, TARGET, TARGET_LINE
 from eagle31_train.store.sealed import seal, unseal

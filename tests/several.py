@@ -21,8 +21,9 @@ from forking import print_to, served
 from planting import instead_of, replaced
 from torch.nn import functional
 
-from eagle31_train import cli, order
-from eagle31_train.errors import Stopped, UserError
+from eagle31_train import cli
+from eagle31_train.common import order
+from eagle31_train.common.errors import Stopped, UserError
 from eagle31_train.model.loss import Objective
 from eagle31_train.store import StoreSplit
 from eagle31_train.store.codec import plain

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 
 from eagle31_train.api import Speculator, open_store
-from eagle31_train.errors import UserError
+from eagle31_train.common.errors import UserError
 from eagle31_train.evaluation.decoding import Limits, decode_plain
 
 ROOT = Path(__file__).resolve().parent.parent

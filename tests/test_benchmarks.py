@@ -12,7 +12,7 @@ from benchmarks import codecs, contenders, gpu, scale
 from benchmarks import pictures as redrawn
 from benchmarks.shapes import Case, make_material, turns
 from eagle31_train.api import open_store
-from eagle31_train.errors import UserError
+from eagle31_train.common.errors import UserError
 from eagle31_train.model import drafter
 from eagle31_train.store.codec import CODECS
 

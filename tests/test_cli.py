@@ -13,11 +13,12 @@ import made
 import pytest
 
 from eagle31_train import __main__ as console_script
-from eagle31_train import artifacts, cli, completion, report
+from eagle31_train import cli, completion, report
 from eagle31_train import run as stages
 from eagle31_train.cli import load_config, run
+from eagle31_train.common import artifacts
+from eagle31_train.common.errors import Stopped, UserError
 from eagle31_train.earlier import RENAMED
-from eagle31_train.errors import Stopped, UserError
 from eagle31_train.store import __main__ as store
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -10,9 +10,10 @@ import pytest
 import torch
 from transformers.utils import logging
 
-from eagle31_train import console, new
-from eagle31_train.console import Progress, explained, note, tidy
-from eagle31_train.errors import UserError
+from eagle31_train import new
+from eagle31_train.common import console
+from eagle31_train.common.console import Progress, explained, note, tidy
+from eagle31_train.common.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -17,9 +17,9 @@ import pytest
 
 from eagle31_train import cli, new
 from eagle31_train.__main__ import COMMANDS
+from eagle31_train.common.errors import UserError
 from eagle31_train.compare import is_drafter
 from eagle31_train.earlier import RENAMED
-from eagle31_train.errors import UserError
 from eagle31_train.reporting.recipe import sglang_command
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from eagle31_train import locks
-from eagle31_train.errors import UserError
-from eagle31_train.locks import alone, users_of, writing
+from eagle31_train.common import locks
+from eagle31_train.common.errors import UserError
+from eagle31_train.common.locks import alone, users_of, writing
 
 ROOT = Path(__file__).resolve().parent.parent
 HOLDER = """
 import sys
 from pathlib import Path
-from eagle31_train.locks import alone
+from eagle31_train.common.locks import alone
 lock = Path(sys.argv[1]) / ".training"
 with alone(lock, "nobody") if sys.argv[2] == "0" else lock.open("a"):  # the first rank holds it, the others open it
     print(flush=True)

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from eagle31_train import artifacts, provenance
+from eagle31_train import provenance
 from eagle31_train.cli import load_config
+from eagle31_train.common import artifacts
+from eagle31_train.common.errors import UserError
 from eagle31_train.config import Config
-from eagle31_train.errors import UserError
 from eagle31_train.provenance import Provenance
 
 pytestmark = pytest.mark.core

@@ -12,8 +12,8 @@ from published_targets import FOLDER
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from eagle31_train import cli, launcher, new, run
+from eagle31_train.common.console import STOPPED
 from eagle31_train.config import Config, DataConfig, TargetConfig
-from eagle31_train.console import STOPPED
 
 
 @pytest.fixture

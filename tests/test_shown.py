@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from eagle31_train import shown
-from eagle31_train.console import Progress, explained, note, tidy
-from eagle31_train.errors import UserError
+from eagle31_train.common import shown
+from eagle31_train.common.console import Progress, explained, note, tidy
+from eagle31_train.common.errors import UserError
 from eagle31_train.reporting import html, markdown
 from eagle31_train.reporting.figures import Picture
 from eagle31_train.reporting.tables import Section, Table

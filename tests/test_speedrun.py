@@ -15,10 +15,10 @@ from benchmarks.speedrun import __main__ as speedrun
 from benchmarks.speedrun import job as jobs
 from benchmarks.speedrun import measure, peer_store, worker
 from benchmarks.speedrun.job import Clock, EnoughError, Job
-from eagle31_train import artifacts
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.cli import load_config
-from eagle31_train.errors import UserError
+from eagle31_train.common import artifacts
+from eagle31_train.common.errors import UserError
 from eagle31_train.evaluation.intervals import Estimate
 from eagle31_train.extract import extract
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle31_train import order
+from eagle31_train.common import order
 from eagle31_train.config import Config, TrainConfig
 from eagle31_train.evaluation.measurement import acceptance
 from eagle31_train.evaluation.trajectories import reached

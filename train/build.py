@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle31_train import artifacts
 from eagle31_train.checkpoint.contract import drafter_shape
+from eagle31_train.common import artifacts
+from eagle31_train.common.errors import UserError
 from eagle31_train.config import Config, DrafterConfig, DrafterShape, TrainConfig
-from eagle31_train.errors import UserError
 from eagle31_train.kernels import missing
 from eagle31_train.model.batch import has_pairs
 from eagle31_train.model.drafter import Drafter

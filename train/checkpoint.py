@@ -20,12 +20,12 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
-from eagle31_train import artifacts
-from eagle31_train.background import Background
 from eagle31_train.checkpoint import run_folder
 from eagle31_train.checkpoint.run_folder import MODEL, OPTIMIZER, SHAPE, in_order, name_of, sealed_manifest, step_of
+from eagle31_train.common import artifacts
+from eagle31_train.common.background import Background
+from eagle31_train.common.errors import UserError
 from eagle31_train.config import DrafterShape
-from eagle31_train.errors import UserError
 from eagle31_train.store.sealed import seal
 from eagle31_train.store.tensors import save_file
 

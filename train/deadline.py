@@ -7,7 +7,7 @@ import threading
 import time
 from typing import Any
 
-from eagle31_train.errors import Stopped, UserError
+from eagle31_train.common.errors import Stopped, UserError
 
 
 def parse_limit(text: str | None) -> float | None:

@@ -13,14 +13,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from eagle31_train import artifacts
 from eagle31_train.checkpoint import run_folder
 from eagle31_train.checkpoint.contract import REQUIRED
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint, split_name
 from eagle31_train.checkpoint.run_folder import CHECKPOINTS, RECORD
+from eagle31_train.common import artifacts
+from eagle31_train.common.console import say
+from eagle31_train.common.errors import UserError
 from eagle31_train.config import MLA_WIDTHS, Config, DrafterShape
-from eagle31_train.console import say
-from eagle31_train.errors import UserError
 from eagle31_train.model.drafter import Drafter
 from eagle31_train.model.norm import RMSNorm
 from eagle31_train.model.rope import Rope, rope_parameters

@@ -26,12 +26,13 @@ from accelerate.utils import (
     parse_flag_from_env,
 )
 
-from eagle31_train import PARENT, artifacts
+from eagle31_train import PARENT
 from eagle31_train.combinations import check_context_parallel, check_zero
+from eagle31_train.common import artifacts
+from eagle31_train.common.console import note, ranks, refuse_lone_process
+from eagle31_train.common.errors import SharedError, UserError
+from eagle31_train.common.locations import CONFIGS
 from eagle31_train.config import Config, TrainConfig
-from eagle31_train.console import note, ranks, refuse_lone_process
-from eagle31_train.errors import SharedError, UserError
-from eagle31_train.locations import CONFIGS
 from eagle31_train.precision import whole_float32
 from train import tracking
 

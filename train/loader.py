@@ -11,9 +11,9 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from eagle31_train import order
+from eagle31_train.common import order
+from eagle31_train.common.errors import Stopped
 from eagle31_train.config import TrainConfig
-from eagle31_train.errors import Stopped
 from eagle31_train.model.batch import Batch, build_batch, choose_slots
 from eagle31_train.model.context_parallel import Mesh
 from eagle31_train.store import StoreSplit

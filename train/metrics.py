@@ -10,8 +10,8 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from eagle31_train import artifacts, foreign
-from eagle31_train.console import Progress, note
+from eagle31_train.common import artifacts, foreign
+from eagle31_train.common.console import Progress, note
 
 METRICS, TIMINGS = "metrics.jsonl", "timings.jsonl"
 HELDOUT = "heldout_"  # how names of what was measured on the held-out split begin

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from eagle31_train.common.order import share
 from eagle31_train.config import TrainConfig
-from eagle31_train.order import share
 from eagle31_train.planning.work import NOT_MAPS, newton_schulz_flops
 
 ADAMW = ("exp_avg", "exp_avg_sq")  # its moments

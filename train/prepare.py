@@ -11,13 +11,14 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
-from eagle31_train import artifacts, locks, order, provenance
+from eagle31_train import provenance
 from eagle31_train.checkpoint.contract import unserved
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.checkpoint.run_folder import CHECKPOINTS, RECORD, in_order, name_of
+from eagle31_train.common import artifacts, locks, order
+from eagle31_train.common.console import note, say
+from eagle31_train.common.errors import UserError
 from eagle31_train.config import Config, byte_count
-from eagle31_train.console import note, say
-from eagle31_train.errors import UserError
 from eagle31_train.evaluation import trajectories
 from eagle31_train.evaluation.trajectories import digest
 from eagle31_train.model import vocab

@@ -26,11 +26,12 @@ import torch
 from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker, TensorBoardTracker
 
-from eagle31_train import artifacts, cli, locations, machine
+from eagle31_train import cli
 from eagle31_train.checkpoint.run_folder import CONFIG
+from eagle31_train.common import artifacts, locations, machine
+from eagle31_train.common.console import note
+from eagle31_train.common.errors import UserError
 from eagle31_train.config import Config
-from eagle31_train.console import note
-from eagle31_train.errors import UserError
 from train.metrics import plain
 
 LAUNCHES, TRACKERS = "launches.jsonl", "trackers.json"

@@ -10,11 +10,11 @@ from typing import Any, NoReturn
 
 import torch
 
-from eagle31_train import artifacts
 from eagle31_train.checkpoint.run_folder import CHECKPOINTS, name_of
+from eagle31_train.common import artifacts
+from eagle31_train.common.console import note, say
+from eagle31_train.common.errors import Stopped
 from eagle31_train.config import Config, DrafterShape
-from eagle31_train.console import note, say
-from eagle31_train.errors import Stopped
 from eagle31_train.evaluation.unrolled import Trajectory
 from eagle31_train.model.vocab import DraftVocab
 from eagle31_train.provenance import Provenance

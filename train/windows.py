@@ -8,7 +8,7 @@ from itertools import chain
 import numpy as np
 from accelerate import Accelerator
 
-from eagle31_train.errors import UserError
+from eagle31_train.common.errors import UserError
 from eagle31_train.store import PlannedShard, Store, StoreSplit
 from eagle31_train.store.stream import check_consumer, consume
 from train import launch

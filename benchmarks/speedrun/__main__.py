@@ -25,8 +25,9 @@ from benchmarks import run_main
 from benchmarks.pictures import draw_speedrun
 from benchmarks.speedrun import measure
 from benchmarks.speedrun.job import JOB, RESULT, Job
-from eagle31_train import artifacts, cli
-from eagle31_train.errors import UserError
+from eagle31_train import cli
+from eagle31_train.common import artifacts
+from eagle31_train.common.errors import UserError
 from eagle31_train.model import vocab
 from eagle31_train.store import Store
 from train.build import shape_of

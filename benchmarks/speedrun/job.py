@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from eagle31_train import artifacts
 from eagle31_train.checkpoint import config_json
+from eagle31_train.common import artifacts
 from eagle31_train.config import DrafterShape
 from eagle31_train.model.vocab import DraftVocab
 from eagle31_train.store.tensors import save_file

@@ -14,9 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.speedrun.job import DRAFTS, JOB, MADE_BY, RESULT, Job
-from eagle31_train import artifacts, cli, provenance
+from eagle31_train import cli, provenance
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
-from eagle31_train.errors import UserError
+from eagle31_train.common import artifacts
+from eagle31_train.common.errors import UserError
 from eagle31_train.evaluation import evaluating, intervals
 from eagle31_train.evaluation.intervals import Estimate
 from eagle31_train.evaluation.measurement import Measurement, rounds

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from benchmarks.speedrun.job import Clock, Job, write_draft
 from eagle31_train import cli
-from eagle31_train.errors import UserError
+from eagle31_train.common.errors import UserError
 from train.prepare import prepare
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eagle31_train.errors import UserError
+from eagle31_train.common.errors import UserError
 from eagle31_train.model.vocab import DraftVocab
 from eagle31_train.store import Store
 from eagle31_train.store.document import Document

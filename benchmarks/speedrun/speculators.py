@@ -24,7 +24,7 @@ from speculators.train.trainer import Trainer
 from benchmarks.contenders.llama import llama_config
 from benchmarks.speedrun import peer_store
 from benchmarks.speedrun.job import Clock, Job
-from eagle31_train.errors import UserError
+from eagle31_train.common.errors import UserError
 from eagle31_train.model import vocab
 from eagle31_train.store import Store
 

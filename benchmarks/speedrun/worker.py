@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks import machine, run_main
 from benchmarks.speedrun.job import RESULT, Clock, EnoughError, Job, flop_counter
-from eagle31_train import artifacts
+from eagle31_train.common import artifacts
 
 
 def run(job: Job) -> None:

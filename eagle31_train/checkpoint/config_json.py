@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from eagle31_train.checkpoint.contract import LAYER_IDS
+from eagle31_train.common.errors import UserError
 from eagle31_train.config import MLA_WIDTHS, DrafterShape
-from eagle31_train.errors import UserError
 
 Fields = Mapping[str, Any]
 # Kind of drafter → the name under which vLLM's registry finds it, and the model_type of its config.json. A qwen3 is a

@@ -12,8 +12,8 @@ from functools import lru_cache
 
 import torch
 
+from eagle31_train.common.errors import UserError
 from eagle31_train.config import MLA_WIDTHS, DrafterConfig, DrafterShape, check_value, mla_widths
-from eagle31_train.errors import UserError
 from eagle31_train.model.drafter import Drafter
 from eagle31_train.model.rope import check_rope, mla_factors, rope_parameters, stretched, table_end
 

@@ -16,12 +16,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from eagle31_train import artifacts, cli
+from eagle31_train import cli
 from eagle31_train.checkpoint import contract, hub, int8, published, run_folder
 from eagle31_train.checkpoint.published_config import COUNTED
 from eagle31_train.checkpoint.run_folder import CHECKPOINTS, MODEL, RECORD, SHAPE, TRAIN
+from eagle31_train.common import artifacts
+from eagle31_train.common.errors import UserError
 from eagle31_train.config import DrafterShape, TargetConfig, is_hub_id
-from eagle31_train.errors import UserError
 from eagle31_train.model.drafter import Drafter
 from eagle31_train.model.vocab import DraftVocab
 from eagle31_train.store import read_manifest

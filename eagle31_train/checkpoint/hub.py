@@ -6,8 +6,8 @@ from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
+from eagle31_train.common.errors import UserError
 from eagle31_train.config import Config
-from eagle31_train.errors import UserError
 
 # The hub's own errors are OSErrors or ValueErrors; the HTTP client's base error differs between hub versions.
 ERRORS: tuple[type[BaseException], ...] = (OSError, ValueError, *HfHubHTTPError.__bases__)

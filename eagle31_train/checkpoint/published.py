@@ -13,10 +13,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from eagle31_train import foreign
 from eagle31_train.checkpoint import config_json, contract, int8, published_config
+from eagle31_train.common import foreign
+from eagle31_train.common.errors import UserError
 from eagle31_train.config import DrafterShape
-from eagle31_train.errors import UserError
 from eagle31_train.model.vocab import DraftVocab
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"

@@ -6,7 +6,6 @@ from typing import Annotated, Any
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from eagle31_train import foreign
 from eagle31_train.checkpoint.config_json import (
     FULL,
     MLA_DEFAULTS,
@@ -19,9 +18,10 @@ from eagle31_train.checkpoint.config_json import (
 )
 from eagle31_train.checkpoint.contract import LAYER_IDS
 from eagle31_train.checkpoint.int8 import is_int8
+from eagle31_train.common import foreign
+from eagle31_train.common.errors import UserError
+from eagle31_train.common.foreign import Count, Positions, Scaling, Theta, Width
 from eagle31_train.config import DrafterShape, default_aux_layers
-from eagle31_train.errors import UserError
-from eagle31_train.foreign import Count, Positions, Scaling, Theta, Width
 
 # Other names of the same drafters there. Before the name of any other kind of model vLLM puts Eagle3 first:
 # LlamaForCausalLM, which drafters of EAGLE 1 and 2 carry too, is one of them.

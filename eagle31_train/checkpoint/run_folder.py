@@ -17,9 +17,9 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from torch import Tensor
 
-from eagle31_train import artifacts
+from eagle31_train.common import artifacts
+from eagle31_train.common.errors import UserError
 from eagle31_train.config import DrafterShape
-from eagle31_train.errors import UserError
 from eagle31_train.model import vocab
 from eagle31_train.model.vocab import DraftVocab
 from eagle31_train.store.sealed import DamagedError, unseal

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from eagle31_train import artifacts
 from eagle31_train.checkpoint import contract, int8
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
+from eagle31_train.common import artifacts
+from eagle31_train.common.console import note
+from eagle31_train.common.errors import UserError
 from eagle31_train.config import Config
-from eagle31_train.console import note
-from eagle31_train.errors import UserError
 from eagle31_train.model.vocab import DraftVocab, choose
 
 

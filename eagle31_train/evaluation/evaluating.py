@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from eagle31_train import artifacts, provenance
+from eagle31_train import provenance
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
+from eagle31_train.common import artifacts
+from eagle31_train.common.console import note
+from eagle31_train.common.errors import UserError
 from eagle31_train.config import Config, DrafterConfig, TrainConfig
-from eagle31_train.console import note
-from eagle31_train.errors import UserError
 from eagle31_train.evaluation.decoding import Limits
 from eagle31_train.evaluation.measurement import Measurement, machine, read_measurement, write_measurement
 from eagle31_train.evaluation.measuring import Candidate, Measurer

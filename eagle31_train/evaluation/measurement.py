@@ -11,9 +11,9 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field, TypeAdapter
 
-from eagle31_train import artifacts
-from eagle31_train.errors import UserError
-from eagle31_train.machine import processor
+from eagle31_train.common import artifacts
+from eagle31_train.common.errors import UserError
+from eagle31_train.common.machine import processor
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eagle31_train.common.console import Progress, note
+from eagle31_train.common.errors import UserError
 from eagle31_train.config import EvaluateConfig
-from eagle31_train.console import Progress, note
-from eagle31_train.errors import UserError
 from eagle31_train.evaluation.decoding import Decoded, Limits, decode_plain, decode_speculative
 from eagle31_train.evaluation.measurement import Counts, Measurement, machine, rounds
 from eagle31_train.evaluation.prompts import Prompt

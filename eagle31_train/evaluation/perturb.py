@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from eagle31_train.errors import Refused, UserError
+from eagle31_train.common.errors import Refused, UserError
 from eagle31_train.evaluation.prompts import Prompt
 from eagle31_train.rows.formats import Message
 from eagle31_train.targets.chat import ChatTemplate

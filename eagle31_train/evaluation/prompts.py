@@ -13,9 +13,9 @@ from typing import Annotated, Any
 from datasets import DatasetDict, load_dataset, load_from_disk
 from pydantic import Field
 
-from eagle31_train import foreign
+from eagle31_train.common import foreign
+from eagle31_train.common.errors import Refused, UserError, first_line
 from eagle31_train.config import is_hub_set
-from eagle31_train.errors import Refused, UserError, first_line
 from eagle31_train.rows.files import find_files, read
 from eagle31_train.rows.formats import Message, Tool, messages_of
 from eagle31_train.targets.chat import ChatTemplate

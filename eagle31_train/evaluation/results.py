@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eagle31_train.errors import UserError
+from eagle31_train.common.errors import UserError
 from eagle31_train.evaluation.intervals import Estimate, Interval, ratios
 from eagle31_train.evaluation.measurement import Counts, Drift, Measurement
 from eagle31_train.evaluation.repetition import by_repetition

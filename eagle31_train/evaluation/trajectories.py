@@ -21,9 +21,9 @@ from datasets import Dataset, DatasetDict
 from torch import Tensor
 
 from eagle31_train import provenance
+from eagle31_train.common.console import Progress, is_main, note
+from eagle31_train.common.errors import UserError
 from eagle31_train.config import Config
-from eagle31_train.console import Progress, is_main, note
-from eagle31_train.errors import UserError
 from eagle31_train.evaluation.decoding import Limits, decode_plain
 from eagle31_train.evaluation.measurement import rounds
 from eagle31_train.evaluation.prompts import Prompt, choose, prompt_of

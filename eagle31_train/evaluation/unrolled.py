@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from eagle31_train.common.transfers import each_tensor
 from eagle31_train.evaluation.measurement import Drift
 from eagle31_train.model.drafter import AttendingLayer, Drafter, Read, call
 from eagle31_train.model.layer import Layer, applied_to
 from eagle31_train.model.packing import Layout, make_layout
 from eagle31_train.store.codec import plain
-from eagle31_train.transfers import each_tensor
 
 SINKS = 4  # positions at the start of a sequence, which attention falls back upon
 SCORES = 2**24  # scores over the draft vocabulary that are held at once

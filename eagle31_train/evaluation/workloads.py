@@ -10,9 +10,9 @@ from typing import Any
 import pyarrow.compute as pc
 from datasets import Dataset, DatasetDict
 
-from eagle31_train import artifacts
+from eagle31_train.common import artifacts
+from eagle31_train.common.errors import Refused, UserError
 from eagle31_train.config import Config, is_hub_set
-from eagle31_train.errors import Refused, UserError
 from eagle31_train.evaluation import perturb
 from eagle31_train.evaluation.perturb import Context, Filler, Perturbation
 from eagle31_train.evaluation.prompts import Prompt, Suite, choose, from_heldout, from_suite, suite_of

@@ -5,7 +5,7 @@ The operators are there without Triton too: fake tensors, on which steps are cou
 
 import torch
 
-from eagle31_train.errors import first_line
+from eagle31_train.common.errors import first_line
 
 
 def missing(device: torch.device) -> str | None:

@@ -22,11 +22,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from eagle31_train.common.transfers import each_tensor
 from eagle31_train.model.context_parallel import Places, make_places, owners
 from eagle31_train.model.packing import Layout, make_layout
 from eagle31_train.store.codec import Encoded, concatenate
 from eagle31_train.store.document import Document
-from eagle31_train.transfers import each_tensor
 
 CHUNK = 32  # supervised positions per chunk: the loss takes whole chunks into a product, up to K * 32 rows each
 STRETCH = 32  # a subset of the slots consists of runs of this length: neighbours are cheap to attend together

@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.nn import attention
 from torch.nn import functional as F
 
+from eagle31_train.common.transfers import each_tensor
 from eagle31_train.config import DrafterShape, mla_widths
 from eagle31_train.model import context_attention
 from eagle31_train.model.attention import unrolled_attention
 from eagle31_train.model.packing import Layout, make_layout
-from eagle31_train.transfers import each_tensor
 
 NAMES = {9: ("FA3", "FA4"), 10: ("FA4",)}  # by the major number of the GPU's compute capability; the first that works
 NEAR = 0.02  # of the norm, by which two kernels in bf16 may differ: twice what each may be off

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from eagle31_train.common.errors import UserError
 from eagle31_train.config import DrafterShape, mla_widths
-from eagle31_train.errors import UserError
 
 ORIGINAL = "original_max_position_embeddings"
 _YARN = ({"factor", ORIGINAL}, {"beta_fast", "beta_slow", "mscale", "mscale_all_dim"})

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save
 
-from eagle31_train import foreign
-from eagle31_train.artifacts import write_bytes
-from eagle31_train.errors import UserError
+from eagle31_train.common import foreign
+from eagle31_train.common.artifacts import write_bytes
+from eagle31_train.common.errors import UserError
 
 
 @dataclass(frozen=True)

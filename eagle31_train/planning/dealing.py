@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from eagle31_train import order
+from eagle31_train.common import order
 from eagle31_train.config import TrainConfig
 from eagle31_train.planning.work import Work
 

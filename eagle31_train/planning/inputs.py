@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from eagle31_train import artifacts, provenance
+from eagle31_train import provenance
+from eagle31_train.common import artifacts
+from eagle31_train.common.errors import UserError, first_line
 from eagle31_train.config import SELF, Config
-from eagle31_train.errors import UserError, first_line
 from eagle31_train.planning.work import Work, add_up, count_work, made_mask
 from eagle31_train.rows.files import DAMAGE, count, find_files
 from eagle31_train.targets.chat import ChatTemplate

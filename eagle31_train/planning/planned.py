@@ -7,8 +7,8 @@ from functools import cached_property
 
 from eagle31_train.checkpoint.contract import weight_shapes
 from eagle31_train.combinations import check_context_parallel
+from eagle31_train.common.locations import CONFIGS
 from eagle31_train.config import Config, DrafterShape
-from eagle31_train.locations import CONFIGS
 from eagle31_train.planning import footprint, inputs
 from eagle31_train.planning.dealing import Dealt, deal
 from eagle31_train.planning.footprint import FP32, Activations, Memory, Profile, State

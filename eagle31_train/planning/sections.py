@@ -8,9 +8,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from eagle31_train import order
-from eagle31_train.artifacts import MANIFEST
 from eagle31_train.checkpoint.contract import weight_shapes
+from eagle31_train.common import order
+from eagle31_train.common.artifacts import MANIFEST
 from eagle31_train.planning.inputs import prompts_at_hand, writes_prompts
 from eagle31_train.planning.planned import Planned
 from eagle31_train.planning.work import newton_schulz_flops

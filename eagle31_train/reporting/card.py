@@ -13,13 +13,13 @@ from typing import Any
 
 from jinja2 import Environment
 
-from eagle31_train import artifacts
 from eagle31_train.checkpoint.config_json import MLA_DEFAULTS
 from eagle31_train.checkpoint.contract import caveats
+from eagle31_train.common import artifacts
+from eagle31_train.common.console import note
+from eagle31_train.common.errors import UserError
 from eagle31_train.config import Config, DrafterShape
-from eagle31_train.console import note
 from eagle31_train.earlier import RENAMED
-from eagle31_train.errors import UserError
 from eagle31_train.evaluation.intervals import bracket
 from eagle31_train.model.rope import target_positions
 from eagle31_train.reporting import tables

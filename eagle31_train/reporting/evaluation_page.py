@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from eagle31_train import artifacts
+from eagle31_train.common import artifacts
 from eagle31_train.evaluation.intervals import NOTHING, Interval
 from eagle31_train.reporting import figures, html, tables
 from eagle31_train.reporting.figures import ROW, Picture

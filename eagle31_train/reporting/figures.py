@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from eagle31_train import shown
+from eagle31_train.common import shown
 from eagle31_train.evaluation.intervals import Floats, Interval
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from jinja2 import Environment
 
-from eagle31_train import artifacts, shown
-from eagle31_train.console import Progress
+from eagle31_train.common import artifacts, shown
+from eagle31_train.common.console import Progress
 from eagle31_train.reporting.figures import Picture
 from eagle31_train.reporting.tables import Section
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from eagle31_train import locations, shown
+from eagle31_train.common import locations, shown
 
 # An absolute path in a text, which neither 3/4 nor https://… has, but file:///… does.
 _PATH = re.compile(r"(?:(?<=\bfile://)|(?<![\w./~\\-]))/(?!/)[^\s'\",;|<>(){}\[\]=]+")

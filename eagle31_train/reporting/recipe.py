@@ -12,8 +12,8 @@ from typing import Any
 from hydra.core.override_parser.types import Quote, QuotedString
 
 from eagle31_train import cli
+from eagle31_train.common.errors import UserError
 from eagle31_train.config import Config
-from eagle31_train.errors import UserError
 from eagle31_train.evaluation.serving.engine import fixed, flags, speculation, target_arguments
 from eagle31_train.reporting.markdown import public
 from eagle31_train.targets import embedded

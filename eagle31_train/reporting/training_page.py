@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from eagle31_train import artifacts, foreign
-from eagle31_train.errors import UserError
+from eagle31_train.common import artifacts, foreign
+from eagle31_train.common.errors import UserError
+from eagle31_train.common.locks import writing
 from eagle31_train.evaluation.intervals import Floats
-from eagle31_train.locks import writing
 from eagle31_train.reporting import figures, html
 from eagle31_train.reporting.figures import Picture
 from eagle31_train.reporting.tables import Section, Table

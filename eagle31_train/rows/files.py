@@ -17,10 +17,10 @@ import pyarrow.compute as pc
 from pyarrow import types
 from pyarrow.parquet import ParquetFile
 
-from eagle31_train import artifacts, foreign
+from eagle31_train.common import artifacts, foreign
+from eagle31_train.common.errors import UserError, first_line
+from eagle31_train.common.locations import matching
 from eagle31_train.config import ROW_FILES, is_hub_set
-from eagle31_train.errors import UserError, first_line
-from eagle31_train.locations import matching
 from eagle31_train.rows.formats import LIST_KEYS, detect
 
 ROWS_AT_ONCE = 1024  # of Parquet, decoded together

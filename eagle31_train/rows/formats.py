@@ -5,9 +5,9 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from eagle31_train import foreign
+from eagle31_train.common import foreign
+from eagle31_train.common.errors import Refused, UserError
 from eagle31_train.config import FORMATS
-from eagle31_train.errors import Refused, UserError
 
 LIST_KEYS = {"messages": "messages", "conversations": "sharegpt", "turns": "turns"}
 TEXT_KEYS = {"instruction": "alpaca", "prompt": "prompt"}

@@ -7,9 +7,9 @@ looks into a store.
 import os
 from typing import Any
 
-from eagle31_train import artifacts
+from eagle31_train.common import artifacts
+from eagle31_train.common.errors import UserError
 from eagle31_train.config import Config, byte_count
-from eagle31_train.errors import UserError
 from eagle31_train.store.backends import Storage, open_storage
 from eagle31_train.store.format import REMAKE, read_record
 from eagle31_train.store.head import finished

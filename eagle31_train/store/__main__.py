@@ -19,10 +19,10 @@ from typing import Any
 from safetensors.torch import load_file
 from tqdm import tqdm
 
-from eagle31_train import artifacts
+from eagle31_train.common import artifacts
+from eagle31_train.common.console import Progress, note, parser, tidy
+from eagle31_train.common.errors import UserError
 from eagle31_train.config import byte_count
-from eagle31_train.console import Progress, note, parser, tidy
-from eagle31_train.errors import UserError
 from eagle31_train.store import format as files
 from eagle31_train.store.backends import Storage, open_storage
 from eagle31_train.store.head import Head, Problem, big_files, damage_of, read_head

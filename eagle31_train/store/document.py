@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from numpy.typing import NDArray
 from torch import Tensor
 
+from eagle31_train.common.transfers import to_device
 from eagle31_train.store.codec import Encoded, plain
-from eagle31_train.transfers import to_device
 
 
 def supervised_positions(loss_mask: Tensor) -> Tensor:

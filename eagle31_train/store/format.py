@@ -26,8 +26,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import Field
 from typing_extensions import NotRequired, TypedDict
 
-from eagle31_train import artifacts, foreign
-from eagle31_train.foreign import Bytes, Count, Number, Positions, Width
+from eagle31_train.common import artifacts, foreign
+from eagle31_train.common.foreign import Bytes, Count, Number, Positions, Width
 from eagle31_train.store.backends import Storage
 from eagle31_train.store.sealed import DamagedError, seal, unseal
 

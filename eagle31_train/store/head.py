@@ -8,9 +8,9 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from eagle31_train import artifacts, foreign
-from eagle31_train.console import note
-from eagle31_train.errors import UserError
+from eagle31_train.common import artifacts, foreign
+from eagle31_train.common.console import note
+from eagle31_train.common.errors import UserError
 from eagle31_train.provenance import Provenance
 from eagle31_train.store import format as files
 from eagle31_train.store.backends import Storage

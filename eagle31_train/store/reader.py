@@ -12,8 +12,8 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
-from eagle31_train import artifacts
-from eagle31_train.errors import UserError
+from eagle31_train.common import artifacts
+from eagle31_train.common.errors import UserError
 from eagle31_train.store import format as files
 from eagle31_train.store.backends import Storage, open_storage
 from eagle31_train.store.document import Document

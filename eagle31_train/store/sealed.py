@@ -5,7 +5,7 @@ from typing import Any
 
 import xxhash
 
-from eagle31_train import foreign
+from eagle31_train.common import foreign
 
 CHECK = "check"
 

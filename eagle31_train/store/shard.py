@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from eagle31_train import foreign
+from eagle31_train.common import foreign
 from eagle31_train.store.backends import Storage
 from eagle31_train.store.codec import CODECS, Encoded, concatenate, plain
 from eagle31_train.store.document import Document, attended_positions, supervised_positions

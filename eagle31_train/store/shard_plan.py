@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 from pydantic import ConfigDict, Field, with_config
 from typing_extensions import TypedDict
 
-from eagle31_train import foreign
+from eagle31_train.common import foreign
 from eagle31_train.store.codec import CODECS
 from eagle31_train.store.document import attended_positions
 from eagle31_train.store.format import line_name

@@ -12,9 +12,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from eagle31_train import foreign
-from eagle31_train.console import note
-from eagle31_train.errors import UserError
+from eagle31_train.common import foreign
+from eagle31_train.common.console import note
+from eagle31_train.common.errors import UserError
 from eagle31_train.store.backends import Storage
 from eagle31_train.store.format import CONSUMED, REMAKE, STREAM, Bound, read_record
 from eagle31_train.store.sealed import DamagedError, seal

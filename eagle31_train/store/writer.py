@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from eagle31_train import artifacts
-from eagle31_train.console import Progress, note
-from eagle31_train.errors import UserError
+from eagle31_train.common import artifacts
+from eagle31_train.common.console import Progress, note
+from eagle31_train.common.errors import UserError
 from eagle31_train.provenance import REPLACE
 from eagle31_train.store import format as files
 from eagle31_train.store.backends import Storage

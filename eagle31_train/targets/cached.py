@@ -19,7 +19,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from eagle31_train.errors import UserError
+from eagle31_train.common.errors import UserError
 from eagle31_train.targets.description import RECURRENT, layer_types
 from eagle31_train.targets.hf import HiddenStateTarget, rope_by_length
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from eagle31_train import artifacts
+from eagle31_train.common import artifacts
+from eagle31_train.common.errors import Refused, UserError, first_line
 from eagle31_train.config import TargetConfig
-from eagle31_train.errors import Refused, UserError, first_line
 from eagle31_train.rows.formats import Message, Tool, arguments
 from eagle31_train.targets.chat_template import templates_of
 from eagle31_train.targets.markup import MARKUP, apart

@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from eagle31_train import foreign
+from eagle31_train.common import foreign
+from eagle31_train.common.errors import UserError
 from eagle31_train.config import TargetConfig
-from eagle31_train.errors import UserError
 
 MOST = 1 << 20  # bytes of a template: the longest in use have some 30,000
 SECONDS, MEMORY = 10.0, 1 << 30  # of one rendering of TRIED: bounds a thousand times what templates take

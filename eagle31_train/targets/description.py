@@ -13,10 +13,10 @@ from typing import Any
 from transformers import CONFIG_MAPPING, PretrainedConfig
 from typing_extensions import TypedDict
 
-from eagle31_train import artifacts, foreign
+from eagle31_train.common import artifacts, foreign
+from eagle31_train.common.errors import UserError, first_line
+from eagle31_train.common.foreign import Count, Number, Positions, Theta, Width
 from eagle31_train.config import MLA_WIDTHS, TargetConfig, default_aux_layers
-from eagle31_train.errors import UserError, first_line
-from eagle31_train.foreign import Count, Number, Positions, Theta, Width
 from eagle31_train.targets.pretrained import not_loaded, source
 
 # Kinds whose configuration is another's, under a name that transformers does not know.

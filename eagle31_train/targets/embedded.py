@@ -11,10 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle31_train import artifacts, locations
-from eagle31_train.console import Parser, explained, note, tidy
-from eagle31_train.errors import UserError, first_line
-from eagle31_train.locks import writing
+from eagle31_train.common import artifacts, locations
+from eagle31_train.common.console import Parser, explained, note, tidy
+from eagle31_train.common.errors import UserError, first_line
+from eagle31_train.common.locks import writing
 from eagle31_train.provenance import LAYOUTS, Provenance
 
 if TYPE_CHECKING:

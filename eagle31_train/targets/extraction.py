@@ -19,11 +19,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eagle31_train import provenance
-from eagle31_train.background import Background
+from eagle31_train.common.background import Background
+from eagle31_train.common.console import Progress, is_main, note, rank, ranks, refuse_lone_process
+from eagle31_train.common.errors import UserError
+from eagle31_train.common.locks import alone
+from eagle31_train.common.transfers import each_tensor, to_device, to_host
 from eagle31_train.config import Config, byte_count
-from eagle31_train.console import Progress, is_main, note, rank, ranks, refuse_lone_process
-from eagle31_train.errors import UserError
-from eagle31_train.locks import alone
 from eagle31_train.model import vocab
 from eagle31_train.provenance import Provenance
 from eagle31_train.store import Storage, StoreWriter, finished, make_plan, shape_of, storage_of
@@ -37,7 +38,6 @@ from eagle31_train.targets.hf import Engine, check_length, load_engine
 from eagle31_train.targets.pretrained import load_tokenizer, vocabulary_fingerprint
 from eagle31_train.targets.readout import Readout
 from eagle31_train.targets.vllm_engine import VllmEngine
-from eagle31_train.transfers import each_tensor, to_device, to_host
 
 LOGIT_ROWS = 512  # rows of [rows, V] logits alive at once
 FOREIGN = 0.5  # share of the answers' tokens that the target would write itself, below which it hardly wrote them

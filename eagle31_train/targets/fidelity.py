@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eagle31_train.common.errors import UserError
 from eagle31_train.config import ExtractConfig
-from eagle31_train.errors import UserError
 from eagle31_train.store.document import Document
 from eagle31_train.targets.hf import Engine, Reference
 

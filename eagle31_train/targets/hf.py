@@ -22,16 +22,16 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, masking_utils
 
+from eagle31_train.common.console import ranks
+from eagle31_train.common.errors import UserError
+from eagle31_train.common.transfers import to_device
 from eagle31_train.config import TargetConfig
-from eagle31_train.console import ranks
-from eagle31_train.errors import UserError
 from eagle31_train.model.rope import ORIGINAL, target_positions
 from eagle31_train.precision import whole_float32
 from eagle31_train.targets.description import pick_layers
 from eagle31_train.targets.packed_linear import pack_linears
 from eagle31_train.targets.pretrained import from_pretrained
 from eagle31_train.targets.readout import Readout, find_parts, readout_from_checkpoint, readout_of
-from eagle31_train.transfers import to_device
 
 LENGTH_ROPES = {"longrope", "dynamic", "su"}  # that follow the length of a batch
 BATCH_COST = 128  # padded tokens that one more batch must save; chosen, not measured

@@ -14,8 +14,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from eagle31_train import foreign
-from eagle31_train.errors import Refused
+from eagle31_train.common import foreign
+from eagle31_train.common.errors import Refused
 from eagle31_train.rows.formats import Message, arguments
 
 OPEN, CLOSE = "<think>", "</think>"

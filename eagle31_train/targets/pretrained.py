@@ -9,9 +9,9 @@ from huggingface_hub.utils import http_backoff, logging
 from safetensors import SafetensorError
 from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-from eagle31_train import artifacts, foreign
+from eagle31_train.common import artifacts, foreign
+from eagle31_train.common.errors import UserError, first_line
 from eagle31_train.config import TargetConfig
-from eagle31_train.errors import UserError, first_line
 
 EMBEDDED = "the embedded target is made by `python -m eagle31_train.targets.embedded`"
 ELSEWHERE = "give a local folder, or download it where there is a network and set HF_HOME to that cache"

@@ -16,9 +16,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from eagle31_train import foreign
+from eagle31_train.common import foreign
+from eagle31_train.common.errors import UserError, first_line
 from eagle31_train.config import TargetConfig
-from eagle31_train.errors import UserError, first_line
 from eagle31_train.model.linear import first_largest, soft_capped
 from eagle31_train.model.norm import rms_norm
 from eagle31_train.targets.description import read_raw

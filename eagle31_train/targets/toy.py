@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from torch import Generator, Tensor
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
-from eagle31_train import artifacts, locations
+from eagle31_train.common import artifacts, locations
 from eagle31_train.provenance import LAYOUTS
 from eagle31_train.targets.embedded import command, make_folder
 

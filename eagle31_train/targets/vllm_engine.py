@@ -19,9 +19,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from eagle31_train.common.console import ranks
+from eagle31_train.common.errors import UserError
 from eagle31_train.config import Config
-from eagle31_train.console import ranks
-from eagle31_train.errors import UserError
 from eagle31_train.targets.description import kinds, pick_layers, read_raw
 from eagle31_train.targets.hf import DTYPES, Reference, check_length, pick_device, positions
 from eagle31_train.targets.readout import readout_from_checkpoint

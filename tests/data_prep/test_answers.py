@@ -11,8 +11,8 @@ from data_prep.answers import BROKEN, Job, Local
 from data_prep.client import Server
 from data_prep.dialogue import turns_of
 from data_prep.masks import samples
+from eagle31_train.common.errors import Refused, UserError
 from eagle31_train.config import Config, TargetConfig
-from eagle31_train.errors import Refused, UserError
 from eagle31_train.rows.formats import Row
 from eagle31_train.targets.chat import ChatTemplate
 

@@ -11,7 +11,7 @@ import pytest
 from pyarrow import parquet
 
 from data_prep.sources import Source
-from eagle31_train.errors import UserError
+from eagle31_train.common.errors import UserError
 from eagle31_train.rows.files import open_files
 
 CHAT = [{"role": "user", "content": 'Which is "ü",\na or b?'}, {"role": "assistant", "content": "b 😀"}]

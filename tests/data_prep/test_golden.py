@@ -5,7 +5,7 @@ from families import FAMILIES, by_pieces, load, row_of
 
 from data_prep import masks
 from data_prep.masks import samples
-from eagle31_train.errors import Refused
+from eagle31_train.common.errors import Refused
 from eagle31_train.targets.chat import ChatTemplate
 
 CASES = [

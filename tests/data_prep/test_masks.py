@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerFast
 
 from data_prep import masks
 from data_prep.masks import one_sample, samples
+from eagle31_train.common.errors import Refused
 from eagle31_train.config import TargetConfig
-from eagle31_train.errors import Refused
 from eagle31_train.targets.chat import ChatTemplate
 
 ASK = {"role": "user", "content": "hello, how are you?"}

@@ -14,9 +14,9 @@ from data_prep.dataset import is_heldout, most_common
 from data_prep.journal import Journal
 from data_prep.regenerate import OUTPUT, regenerate
 from data_prep.stage import prepare
-from eagle31_train import artifacts
+from eagle31_train.common import artifacts
+from eagle31_train.common.errors import UserError
 from eagle31_train.config import Config, DataConfig, GenerateConfig, TargetConfig
-from eagle31_train.errors import UserError
 from eagle31_train.targets.chat import ChatTemplate
 
 JOURNAL, MANIFEST = f"{OUTPUT}.partial", "conversations.manifest.json"

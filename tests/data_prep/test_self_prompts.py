@@ -9,9 +9,9 @@ import pytest
 from data_prep.journal import Journal
 from data_prep.self_prompts import OUTPUT, user_stop, write_prompts
 from data_prep.stage import prepare
-from eagle31_train import console
 from eagle31_train.cli import load_config
-from eagle31_train.errors import UserError
+from eagle31_train.common import console
+from eagle31_train.common.errors import UserError
 from eagle31_train.targets.chat import ChatTemplate
 from eagle31_train.targets.generate import Generator
 

@@ -13,9 +13,9 @@ from families import write_rows
 from data_prep import stage
 from data_prep.dataset import _place, is_heldout
 from data_prep.stage import prepare
-from eagle31_train import artifacts
+from eagle31_train.common import artifacts
+from eagle31_train.common.errors import UserError
 from eagle31_train.config import Config, DataConfig, TargetConfig
-from eagle31_train.errors import UserError
 from eagle31_train.model import vocab
 from eagle31_train.targets.chat import ChatTemplate
 from eagle31_train.targets.pretrained import vocabulary_fingerprint

@@ -9,8 +9,8 @@ import pytest
 from families import FAMILIES, by_pieces, row_of
 
 from data_prep.masks import Tokens, samples
+from eagle31_train.common.errors import Refused
 from eagle31_train.config import TargetConfig
-from eagle31_train.errors import Refused
 from eagle31_train.targets.chat import ChatTemplate
 from eagle31_train.targets.pretrained import end_ids, load_tokenizer
 

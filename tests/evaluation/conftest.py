@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from talking import whole_words
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eagle31_train import artifacts, cli
+from eagle31_train import cli
+from eagle31_train.common import artifacts
 from eagle31_train.evaluation.decoding import Limits, decode_plain
 from eagle31_train.evaluation.measuring import Candidate
 from eagle31_train.evaluation.prompts import Prompt

@@ -11,9 +11,10 @@ import torch
 from families import write_rows
 from safetensors.torch import load_file, save_file
 
-from eagle31_train import artifacts, compare, evaluate, export
+from eagle31_train import compare, evaluate, export
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
-from eagle31_train.errors import UserError
+from eagle31_train.common import artifacts
+from eagle31_train.common.errors import UserError
 from eagle31_train.evaluation import evaluating, measuring
 from eagle31_train.model import vocab
 from eagle31_train.model.drafter import Drafter

@@ -8,7 +8,7 @@ import torch
 from configured import configured
 
 from eagle31_train import compare, provenance
-from eagle31_train.errors import UserError
+from eagle31_train.common.errors import UserError
 from eagle31_train.evaluation import evaluating
 from eagle31_train.evaluation.decoding import Limits
 from eagle31_train.evaluation.measurement import Counts, Drift, Measurement, machine

@@ -10,7 +10,7 @@ import torch
 from configured import configured
 from planting import instead_of, replaced
 
-from eagle31_train.errors import UserError
+from eagle31_train.common.errors import UserError
 from eagle31_train.evaluation import decoding, measuring
 from eagle31_train.evaluation.decoding import Limits, decode_plain
 from eagle31_train.evaluation.measurement import rounds

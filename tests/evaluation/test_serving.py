@@ -18,7 +18,7 @@ from configured import configured
 from made import message_of
 from safetensors.torch import save_file
 
-from eagle31_train.errors import UserError
+from eagle31_train.common.errors import UserError
 from eagle31_train.evaluation import serving
 from eagle31_train.evaluation.prompts import Prompt
 from eagle31_train.evaluation.serving import measure_serving, report, server

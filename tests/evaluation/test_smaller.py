@@ -16,11 +16,12 @@ from huggingface_hub import ModelCard
 from loopback_hub import problems_of, serving_hub
 from safetensors.torch import load_file
 
-from eagle31_train import artifacts, compare, evaluate, export, summary
+from eagle31_train import compare, evaluate, export, summary
 from eagle31_train.checkpoint import hub, int8
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.checkpoint.smaller import served, windowed
-from eagle31_train.errors import UserError
+from eagle31_train.common import artifacts
+from eagle31_train.common.errors import UserError
 from eagle31_train.evaluation.trajectories import digest
 from eagle31_train.evaluation.unrolled import turns, unroll
 from eagle31_train.model.linear import Linear

@@ -9,8 +9,8 @@ import torch
 from datasets import DatasetDict
 from pipeline import AUX, END, answered, contents, make_run, tiny_config, tiny_llama
 
-from eagle31_train import artifacts, console
-from eagle31_train.errors import UserError
+from eagle31_train.common import artifacts, console
+from eagle31_train.common.errors import UserError
 from eagle31_train.evaluation import trajectories
 from eagle31_train.evaluation.prompts import Prompt
 from eagle31_train.evaluation.trajectories import choose_prompts, read

@@ -8,8 +8,8 @@ from families import write_rows
 from talking import make_tokenizer
 
 from eagle31_train.cli import CONFIGS, load_config
+from eagle31_train.common.errors import UserError
 from eagle31_train.config import is_hub_set
-from eagle31_train.errors import UserError
 from eagle31_train.evaluation import evaluating
 from eagle31_train.evaluation.prompts import Prompt, choose, suite_of
 from eagle31_train.evaluation.trajectories import digest

@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 from sample_results import measured
 from spelling import random_tensors
 
-from eagle31_train import artifacts, export
+from eagle31_train import export
 from eagle31_train.checkpoint import run_folder
 from eagle31_train.cli import load_config
+from eagle31_train.common import artifacts
 from eagle31_train.config import Config, DrafterShape
 from eagle31_train.evaluation.measurement import Counts
 from eagle31_train.evaluation.results import summarise

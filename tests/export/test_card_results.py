@@ -6,7 +6,8 @@ import pytest
 import torch
 from sample_results import serving
 
-from eagle31_train import artifacts, export
+from eagle31_train import export
+from eagle31_train.common import artifacts
 
 SERVING = serving()
 

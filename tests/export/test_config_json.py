@@ -13,7 +13,7 @@ from transformers import DeepseekV2Config, DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding
 
 from eagle31_train.checkpoint import config_json, contract, published_config
-from eagle31_train.errors import UserError
+from eagle31_train.common.errors import UserError
 from eagle31_train.model.rope import Rope
 
 STORED = Path(__file__).parent.parent / "fixtures" / "v68c343f"

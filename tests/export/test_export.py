@@ -13,12 +13,13 @@ from plan_cases import shape_of
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from eagle31_train import artifacts, cli, export
+from eagle31_train import cli, export
 from eagle31_train.checkpoint import config_json
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.checkpoint.run_folder import CONFIG, training_of_export
+from eagle31_train.common import artifacts
+from eagle31_train.common.errors import UserError
 from eagle31_train.config import DrafterConfig
-from eagle31_train.errors import UserError
 from eagle31_train.model import vocab
 from eagle31_train.targets.derive import complete
 from eagle31_train.targets.description import TargetDescription

@@ -7,7 +7,7 @@ from loopback_hub import serving_hub
 
 from eagle31_train.checkpoint import hub as checkpoint_hub
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
-from eagle31_train.errors import UserError
+from eagle31_train.common.errors import UserError
 from eagle31_train.export import export
 
 

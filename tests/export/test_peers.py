@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
-from eagle31_train.errors import UserError
+from eagle31_train.common.errors import UserError
 from eagle31_train.model.batch import build_batch
 from eagle31_train.store.document import Document
 

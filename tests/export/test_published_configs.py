@@ -9,7 +9,7 @@ import pytest
 
 from eagle31_train import compare
 from eagle31_train.checkpoint import contract, published_config
-from eagle31_train.errors import UserError
+from eagle31_train.common.errors import UserError
 
 LINES = (Path(__file__).parent.parent / "fixtures" / "published_configs.jsonl").read_text().splitlines()
 FOUND = [json.loads(line) for line in LINES]

@@ -15,7 +15,7 @@ from spelling import random_tensors
 from eagle31_train import export
 from eagle31_train.checkpoint import contract
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
-from eagle31_train.errors import UserError
+from eagle31_train.common.errors import UserError
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 TARGET = {

@@ -13,8 +13,8 @@ from planting import instead_of
 from random_targets import SIZES, randomised
 from transformers import Gemma2Config, Gemma2ForCausalLM, GemmaConfig, GemmaForCausalLM
 
+from eagle31_train.common.errors import UserError
 from eagle31_train.config import ExtractConfig
-from eagle31_train.errors import UserError
 from eagle31_train.store import document as documents
 from eagle31_train.store.document import Document, supervised_positions
 from eagle31_train.store.shard_plan import PlannedShard, Shape

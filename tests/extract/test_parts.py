@@ -10,8 +10,8 @@ from made import message_of
 from pipeline import contents, make_run, options
 from planting import replaced
 
-from eagle31_train import console
 from eagle31_train.cli import load_config
+from eagle31_train.common import console
 from eagle31_train.store import StoreWriter, shard, stream
 from eagle31_train.store.backends import LocalStorage
 from eagle31_train.store.sealed import seal

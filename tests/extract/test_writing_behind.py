@@ -9,7 +9,7 @@ from made import Made, message_of
 from pipeline import contents, tiny_config
 from planting import replaced
 
-from eagle31_train.errors import UserError
+from eagle31_train.common.errors import UserError
 from eagle31_train.store import StoreWriter
 from eagle31_train.targets import extraction as stage
 from eagle31_train.targets.extraction import Arriving, extract

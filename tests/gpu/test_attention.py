@@ -8,10 +8,10 @@ from model.test_attention import assert_within_16_bits, make, run
 from reference import dense_attention
 from torch.nn import attention
 
+from eagle31_train.common.transfers import each_tensor
 from eagle31_train.model import context_attention, flash
 from eagle31_train.model.attention import unrolled_attention
 from eagle31_train.model.packing import make_layout
-from eagle31_train.transfers import each_tensor
 
 LENGTHS = [300, 1, 450, 260]
 SLOTS = {

@@ -11,10 +11,10 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from conftest import kept_mask, make_document, make_mla_shape, make_objective, make_shape
 
+from eagle31_train.common.transfers import each_tensor
 from eagle31_train.config import TrainConfig
 from eagle31_train.model.batch import build_batch
 from eagle31_train.model.loss import add_product
-from eagle31_train.transfers import each_tensor
 from train import step as arithmetic
 from train.loader import MicroBatch, StepTotals
 from train.metrics import fetch

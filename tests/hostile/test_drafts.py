@@ -15,7 +15,7 @@ from spelling import speculators
 from eagle31_train.checkpoint import contract
 from eagle31_train.checkpoint.config_json import config_json
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
-from eagle31_train.errors import UserError
+from eagle31_train.common.errors import UserError
 from eagle31_train.model import vocab
 
 SIZES = {"aux_layers": [1, 2], "vocab_size": 40, "draft_vocab_size": 12}

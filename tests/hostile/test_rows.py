@@ -13,8 +13,8 @@ from talking import make_template
 
 from data_prep.masks import samples
 from data_prep.sources import Source
+from eagle31_train.common.errors import Refused, UserError
 from eagle31_train.config import FORMATS
-from eagle31_train.errors import Refused, UserError
 from eagle31_train.evaluation import prompts
 from eagle31_train.rows import files
 from eagle31_train.rows.files import open_files

@@ -12,7 +12,7 @@ from talking import make_tokenizer
 from data_prep import client
 from data_prep.client import Server
 from data_prep.masks import samples
-from eagle31_train.errors import Refused, UserError
+from eagle31_train.common.errors import Refused, UserError
 from eagle31_train.targets.chat import ChatTemplate
 
 CALL = {"id": "c", "type": "function", "function": {"name": "find", "arguments": '{"a": 1}'}}

@@ -11,9 +11,9 @@ from made import VOCAB, Made, problems
 from mutating import UNREADABLE, cases, documents, outcome, spoil, torn
 from pipeline import reseal
 
-from eagle31_train import order
-from eagle31_train.artifacts import MANIFEST
-from eagle31_train.errors import UserError
+from eagle31_train.common import order
+from eagle31_train.common.artifacts import MANIFEST
+from eagle31_train.common.errors import UserError
 from eagle31_train.store import Store, stream
 from eagle31_train.store.__main__ import _describe, check
 from eagle31_train.store.backends import LocalStorage, open_storage

@@ -15,8 +15,8 @@ from published_targets import FOLDER
 from talking import make_tokenizer
 
 from eagle31_train.cli import load_config
+from eagle31_train.common.errors import Refused, UserError
 from eagle31_train.config import TargetConfig
-from eagle31_train.errors import Refused, UserError
 from eagle31_train.targets import chat_template
 from eagle31_train.targets.chat import ChatTemplate
 from eagle31_train.targets.derive import planned_drafter

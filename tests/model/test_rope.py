@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from eagle31_train.checkpoint.config_json import config_json, rope_scaling
 from eagle31_train.checkpoint.contract import check_shape, weight_shapes
 from eagle31_train.checkpoint.published_config import shape_from_config
-from eagle31_train.errors import UserError
+from eagle31_train.common.errors import UserError
 from eagle31_train.model.layer import LatentAttention
 from eagle31_train.model.rope import Rope
 

@@ -3,8 +3,8 @@
 import pytest
 
 from eagle31_train.checkpoint.contract import drafter_shape
+from eagle31_train.common.errors import UserError
 from eagle31_train.config import DrafterConfig
-from eagle31_train.errors import UserError
 
 LLAMA = {"intermediate_size": 8, "num_attention_heads": 6}
 LLAMA |= {"rms_norm_eps": 1e-5, "rope_theta": 1e4, "max_position_embeddings": 2048}

@@ -18,7 +18,8 @@ from published_targets import recipe
 from safetensors.torch import load_file
 from talking import make_tokenizer
 
-from eagle31_train import cli, order
+from eagle31_train import cli
+from eagle31_train.common import order
 from eagle31_train.model.drafter import Drafter
 from eagle31_train.plan import plan
 from eagle31_train.planning import sections

@@ -10,8 +10,8 @@ from dying import Kill, Killed, Machine, running
 from made import Made, problems, read_whole, right_so_far
 from pipeline import contents, flip_bit
 
-from eagle31_train import artifacts
-from eagle31_train.errors import UserError
+from eagle31_train.common import artifacts
+from eagle31_train.common.errors import UserError
 from eagle31_train.store.format import SHARDS, STREAM, TARGET_LINE
 
 MADE = Made({"train": [9, 4, 1, 12, 6, 8, 11], "heldout": [5, 7, 3]}, 64, "fp8", "int8")

@@ -9,8 +9,8 @@ from pipeline import reseal
 from safetensors.torch import load_file
 from whole import encode
 
-from eagle31_train import artifacts
-from eagle31_train.errors import UserError
+from eagle31_train.common import artifacts
+from eagle31_train.common.errors import UserError
 from eagle31_train.store import Store
 from eagle31_train.store.codec import CODECS
 from eagle31_train.store.format import TARGET, TRAJECTORIES, TRAJECTORIES_LINE

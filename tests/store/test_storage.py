@@ -14,9 +14,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 from made import memory, message_of
 from s3fs.errors import translate_boto_error
 
-from eagle31_train import artifacts
-from eagle31_train.errors import UserError
-from eagle31_train.locks import alone
+from eagle31_train.common import artifacts
+from eagle31_train.common.errors import UserError
+from eagle31_train.common.locks import alone
 from eagle31_train.store.backends import RemoteStorage, open_storage
 
 CACHE = 4096 * 16

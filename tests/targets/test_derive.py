@@ -13,8 +13,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from eagle31_train.cli import load_config
+from eagle31_train.common.errors import UserError
 from eagle31_train.config import DrafterConfig, TargetConfig, TrainConfig
-from eagle31_train.errors import UserError
 from eagle31_train.planning.inputs import count_parameters, weight_bytes
 from eagle31_train.targets.derive import complete, derive, learning_rate, planned_drafter
 from eagle31_train.targets.description import (

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from eagle31_train.errors import UserError
+from eagle31_train.common.errors import UserError
 from eagle31_train.targets import embedded
 
 

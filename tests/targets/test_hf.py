@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from eagle31_train.common.errors import UserError
 from eagle31_train.config import Config, ExtractConfig, TargetConfig
-from eagle31_train.errors import UserError
 from eagle31_train.targets import description, hf, pretrained, vllm_engine
 from eagle31_train.targets.description import describe_target
 from eagle31_train.targets.hf import (

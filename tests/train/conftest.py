@@ -14,7 +14,7 @@ from accelerate.state import AcceleratorState
 from pipeline import tiny_config
 from safetensors.torch import load_file
 
-from eagle31_train.errors import Stopped
+from eagle31_train.common.errors import Stopped
 from train import checkpoint
 from train.loop import train
 from train.metrics import Reporter

@@ -6,8 +6,8 @@ from warming import begin_fresh
 
 from eagle31_train import kernels
 from eagle31_train.checkpoint.contract import drafter_shape
+from eagle31_train.common.errors import UserError
 from eagle31_train.config import DrafterConfig, TrainConfig
-from eagle31_train.errors import UserError
 from eagle31_train.model.drafter import Drafter
 from eagle31_train.model.layer import applied_to
 from train.build import choose_kernels, first_norm, look_back

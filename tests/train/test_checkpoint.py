@@ -14,9 +14,9 @@ from dying import Kill, Killed, Machine, running
 from pipeline import contents, flip_bit
 from safetensors.torch import save as serialized
 
-from eagle31_train import artifacts
-from eagle31_train.artifacts import checksum
-from eagle31_train.errors import UserError
+from eagle31_train.common import artifacts
+from eagle31_train.common.artifacts import checksum
+from eagle31_train.common.errors import UserError
 from eagle31_train.store import tensors as store_tensors
 from eagle31_train.store.sealed import unseal
 from train import checkpoint

@@ -7,7 +7,7 @@ import pytest
 from pipeline import assert_equal, contents, flip_bit, message_of
 from surviving import timeless
 
-from eagle31_train import locks
+from eagle31_train.common import locks
 from eagle31_train.targets import derive
 from train import trainer
 from train.prepare import LOCK

@@ -47,7 +47,7 @@ CALLED = {
         ("eagle31_train.store.writer.StoreWriter.wait_for_quota", 2),
         ("eagle31_train.store.writer.write_shard", 2),
         ("eagle31_train.store.writer.StoreWriter._commit", 2),
-        ("eagle31_train.artifacts.commit", 2),
+        ("eagle31_train.common.artifacts.commit", 2),
     ),
 }
 WAYS = {"train": ["call"] * 14 + ["save"] * 6 + ["outside"] * 5, "extract": ["call"] * 19 + ["outside"] * 6}

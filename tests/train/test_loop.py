@@ -8,8 +8,8 @@ import pytest
 import torch
 from pipeline import assert_equal, message_of, write_data
 
-from eagle31_train import artifacts
 from eagle31_train.checkpoint import contract
+from eagle31_train.common import artifacts
 from eagle31_train.config import DrafterShape, TrainConfig
 from eagle31_train.store import Store
 from train.metrics import heldout_text, summarise

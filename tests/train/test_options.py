@@ -9,7 +9,7 @@ import torch
 from conftest import kept_mask, make_objective
 from planting import replaced
 
-from eagle31_train import order
+from eagle31_train.common import order
 from eagle31_train.config import TrainConfig
 from eagle31_train.model import vocab
 from eagle31_train.model.batch import build_batch

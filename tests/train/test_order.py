@@ -17,11 +17,11 @@ from planting import instead_of
 from published_targets import recipe
 from whole import Whole
 
-from eagle31_train import order
 from eagle31_train.cli import load_config
+from eagle31_train.common import order
+from eagle31_train.common.order import PACKED, global_batches, schedule, share
 from eagle31_train.config import TrainConfig
 from eagle31_train.model import batch as batch_module
-from eagle31_train.order import PACKED, global_batches, schedule, share
 from eagle31_train.planning.planned import reckon
 from eagle31_train.store import Store, make_plan, shape_of
 from train import loader

@@ -10,7 +10,7 @@ from flaky import FAULTS, flaky
 from pipeline import assert_equal, make_run, tiny_config
 from safetensors.torch import load_file
 
-from eagle31_train.errors import UserError
+from eagle31_train.common.errors import UserError
 from eagle31_train.extract import extract
 from eagle31_train.store import Store, storage_of
 from eagle31_train.store.backends import remote

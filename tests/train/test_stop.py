@@ -12,8 +12,8 @@ from pipeline import assert_close
 from surviving import calling, launched, lines, tell, wait_until, working
 from watching import updates_of
 
-from eagle31_train.console import STOPPED
-from eagle31_train.errors import Stopped
+from eagle31_train.common.console import STOPPED
+from eagle31_train.common.errors import Stopped
 from eagle31_train.extract import extract
 from eagle31_train.store.writer import StoreWriter
 from train import deadline

@@ -14,7 +14,7 @@ from planting import replaced
 from surviving import InSaves, at_a_call, calling, dies, differences, ends_well, lines, saves_on, tell, working
 from watching import noted
 
-from eagle31_train.errors import Stopped
+from eagle31_train.common.errors import Stopped
 from train import metrics, parallel, trainer
 
 SHORT, STOPS, LONG = 18, (4, 9, 14), 200

@@ -16,7 +16,7 @@ from pipeline import KEPT, VOCAB, assert_equal, message_of
 from transformers import LlamaConfig
 from warming import begin, edit, refusal, with_vocab
 
-from eagle31_train import artifacts
+from eagle31_train.common import artifacts
 from eagle31_train.export import export
 from eagle31_train.model.norm import RMSNorm
 from eagle31_train.targets.description import description_of

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle31_train.order import global_batches, schedule
+from eagle31_train.common.order import global_batches, schedule
 from eagle31_train.store.shard_plan import PlannedShard
 from train import launch, windows
 

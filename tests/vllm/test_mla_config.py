@@ -11,7 +11,7 @@ from transformers import DeepseekV3Config
 
 from eagle31_train.checkpoint import config_json, contract, published_config
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
-from eagle31_train.errors import UserError
+from eagle31_train.common.errors import UserError
 from eagle31_train.model.layer import LatentAttention
 
 pytestmark = pytest.mark.vllm

@@ -9,11 +9,12 @@ from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle31_train import artifacts, provenance
+from eagle31_train import provenance
 from eagle31_train.checkpoint.published import drafts_in_parallel
+from eagle31_train.common import artifacts
+from eagle31_train.common.console import Progress, note
+from eagle31_train.common.errors import UserError
 from eagle31_train.config import Config
-from eagle31_train.console import Progress, note
-from eagle31_train.errors import UserError
 from eagle31_train.evaluation.measurement import read_checked, write_checked
 from eagle31_train.evaluation.serving import report
 from eagle31_train.evaluation.serving.engine import DRAFTED, RANGES, Installation, fixed, flags, server_arguments

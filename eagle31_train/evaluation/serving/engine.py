@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from eagle31_train.checkpoint.published import drafts_in_parallel
+from eagle31_train.common.errors import UserError
 from eagle31_train.config import Config
-from eagle31_train.errors import UserError
 from eagle31_train.evaluation.measurement import machine
 from eagle31_train.evaluation.serving.server import ENVIRONMENT
 from eagle31_train.targets.description import class_without_eagle3

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from eagle31_train.errors import UserError
+from eagle31_train.common.errors import UserError
 from eagle31_train.evaluation.intervals import Estimate, Interval, bracket, ratios
 from eagle31_train.evaluation.measurement import acceptance
 from eagle31_train.evaluation.serving.engine import DRAFTED, RANGES

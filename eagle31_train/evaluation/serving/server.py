@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eagle31_train import artifacts
-from eagle31_train.errors import UserError
+from eagle31_train.common import artifacts
+from eagle31_train.common.errors import UserError
 
 MODULE = "vllm.entrypoints.openai.api_server"
 START_SECONDS = 3600.0  # a very large target loads and compiles for most of an hour

@@ -13,7 +13,7 @@ from pathlib import Path
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from eagle31_train.errors import UserError
+from eagle31_train.common.errors import UserError
 from eagle31_train.store.backends.base import LocalStorage, Storage
 from eagle31_train.store.backends.remote import RemoteStorage, describe
 

@@ -10,8 +10,8 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from eagle31_train import artifacts, foreign
-from eagle31_train.errors import UserError
+from eagle31_train.common import artifacts, foreign
+from eagle31_train.common.errors import UserError
 
 T = TypeVar("T")
 MOST = 1 << 32  # bytes of a small file: the plan of a hundred million samples

@@ -24,8 +24,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from eagle31_train import artifacts
-from eagle31_train.errors import UserError
+from eagle31_train.common import artifacts
+from eagle31_train.common.errors import UserError
 from eagle31_train.store.backends.base import Storage
 
 STORE = re.compile(r"store-[0-9a-f]{16}")  # nothing else in the folder is ever counted or removed

@@ -10,9 +10,9 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
-from eagle31_train import artifacts
-from eagle31_train.console import note
-from eagle31_train.errors import UserError
+from eagle31_train.common import artifacts
+from eagle31_train.common.console import note
+from eagle31_train.common.errors import UserError
 from eagle31_train.store.backends.base import FULL, visible
 from eagle31_train.store.backends.cache import CachedStorage
 

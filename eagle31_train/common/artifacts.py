@@ -15,8 +15,8 @@ from typing import Any
 
 import xxhash
 
-from eagle31_train import foreign
-from eagle31_train.errors import UserError
+from eagle31_train.common import foreign
+from eagle31_train.common.errors import UserError
 
 MANIFEST = "manifest.json"
 LARGE, SAMPLES, BLOCK = 1 << 30, 256, 1 << 18  # see `weights_fingerprint`

@@ -7,8 +7,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from eagle31_train.artifacts import make_folder
-from eagle31_train.errors import UserError
+from eagle31_train.common.artifacts import make_folder
+from eagle31_train.common.errors import UserError
 
 
 def hold(file: IO[Any], who: str, instead: str = "name=… or run_dir=…") -> None:

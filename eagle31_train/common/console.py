@@ -15,8 +15,8 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from eagle31_train import shown
-from eagle31_train.errors import SharedError, Stopped, UserError
+from eagle31_train.common import shown
+from eagle31_train.common.errors import SharedError, Stopped, UserError
 
 EVERY = 30.0  # seconds between two lines of a log
 LINE = "{desc}: {percentage:.0f} %, {n_fmt} of {total_fmt}, {rate_fmt}, {remaining} left{postfix}"

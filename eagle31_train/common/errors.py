@@ -1,6 +1,6 @@
 """How a stage ends early: what the user can mend, and a stop that the user asked for."""
 
-from eagle31_train import shown
+from eagle31_train.common import shown
 
 
 class UserError(ValueError):

@@ -3,7 +3,7 @@
 import glob
 from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parent
+PACKAGE = Path(__file__).resolve().parent.parent
 ROOT = PACKAGE.parent  # of a checkout, or site-packages
 IN_CHECKOUT = not (PACKAGE / "configs").is_dir()
 CONFIGS = ROOT / "configs" if IN_CHECKOUT else PACKAGE / "configs"
