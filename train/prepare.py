@@ -100,7 +100,7 @@ def complete_drafter(config: Config, source: DrafterCheckpoint | None) -> Config
         inputs = artifacts.Record(artifacts.read_json(record, "train.py")["inputs"], record, "train.py")
         begun = inputs["drafter"]
         if config.train.lr is None and not config.overwrite:  # what is chosen for a width may change
-            config = replace(config, train=replace(config.train, lr=inputs["train"]["lr"]))
+            config = replace(config, train=replace(config.train, lr=inputs["train"].get("lr")))
     elif source is not None:
         begun = {name: getattr(source.shape, name) for name in initial_weights.FOLLOWED}
     return complete(config, provenance.read_data(config).get("target"), begun)
