@@ -230,7 +230,7 @@ class TrainConfig:
     context_parallel: int = opt(1, "ranks that share the tokens of each conversation, for very long ones", at_least=1)
     slots_per_batch: int | None = opt(None, "random slots per optimizer step, unbiased; default: all", at_least=1)
     optimizer: str = opt("adamw", "adamw, or muon on the matrices (one process, DDP, FSDP2)", choices=("adamw", "muon"))
-    lr: float | None = opt(1e-4, "peak learning rate; null: by optimizer and the drafter's width", above=0)
+    lr: float | None = opt(1e-4, "peak learning rate; null: the optimizer's for the drafter's width", above=0)
     warmup_ratio: float = opt(0.05, "share of the steps that warm up", at_least=0, at_most=1)
     min_lr_ratio: float = opt(0.1, "the cosine ends at this share of lr", at_least=0, at_most=1)
     weight_decay: float = opt(0.0, "of linear layers, but lm_head", at_least=0)

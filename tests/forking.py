@@ -2,6 +2,7 @@
 process of tests once these are collected. In neither has torch worked, so they may use threads."""
 
 import gc
+import logging
 import multiprocessing
 import os
 import signal
@@ -54,6 +55,11 @@ def _leading(function, *arguments):
 
 
 def print_to(output):
+    """Libraries log there too: what they were imported with is closed, and its number may be another file's by now."""
     sys.stdout = sys.stderr = Path(output).open("a", buffering=1)  # noqa: SIM115 (as long as the process lives)
     for number in (1, 2):
         os.dup2(sys.stdout.fileno(), number)
+    for logger in map(logging.getLogger, [None, *logging.root.manager.loggerDict]):
+        for handler in logger.handlers:
+            if isinstance(handler, logging.StreamHandler):
+                handler.setStream(sys.stderr)

@@ -16,9 +16,12 @@ ADAMW_LR, MUON_LR, MUON_WIDTH = 1e-4, 3e-3, 576  # the drafter's width at which 
 
 
 def complete(config: Config, described: Mapping[str, Any] | None, begun: Mapping[str, Any] | None = None) -> Config:
-    """The configuration with a drafter and a learning rate of which nothing is left open that the target decides,
-    `described` as stage 1's manifest has it, else by its config.json. begun: the options of a drafter that training
-    goes on with."""
+    """Fill in every option that the target decides: the drafter's shape and, if null, the learning rate.
+
+    Args:
+        described: the target, as stage 1's manifest has it; without it its config.json is read.
+        begun: the drafter's options of a run that training goes on with.
+    """
     options = config.drafter
     if begun is not None:
         values = {name: value for name, value in begun.items() if getattr(options, name, 0) is None}
@@ -30,13 +33,13 @@ def complete(config: Config, described: Mapping[str, Any] | None, begun: Mapping
         target = TargetDescription(**described) if described else describe_target(config.target)
         options, _ = derive(options, target)
         if train.lr is None:
-            train = replace(train, lr=learning_rate(train.optimizer, options.hidden_size or target.hidden_size))
+            train = replace(train, lr=peak_learning_rate(train.optimizer, options.hidden_size or target.hidden_size))
     return replace(config, drafter=options, train=train)
 
 
-def learning_rate(optimizer: str, width: int) -> float:
-    """The peak rate of a drafter `width` wide, of two digits. A step of Muon changes a matrix by a largest singular
-    value of rate × √(its longer side): the rate falls with the width, so that all widths change alike."""
+def peak_learning_rate(optimizer: str, width: int) -> float:
+    """The default of a drafter of hidden size `width`, in two digits. The spectral norm of Muon's update is 0.2 · lr ·
+    √(longer side), so its rate falls with √width; AdamW's is the same for all."""
     rate = MUON_LR * math.sqrt(MUON_WIDTH / max(width, MUON_WIDTH)) if optimizer == "muon" else ADAMW_LR
     return float(f"{rate:.2g}")
 
@@ -52,8 +55,9 @@ def planned_drafter(config: Config, target: TargetDescription, draft_vocab_size:
     window = window_caveat(shape, target.sliding_window, positions)
     first = _row("aux_layers", ", ".join(map(str, layers)), source)
     if config.train.lr is None:
-        rate = learning_rate(config.train.optimizer, shape.hidden_size)
-        rows.append(_row("train.lr", rate, f"{config.train.optimizer}'s at the drafter's width, {shape.hidden_size:,}"))
+        optimizer, width = config.train.optimizer, shape.hidden_size
+        of_width = f" for a drafter {width:,} wide" if optimizer == "muon" else ""
+        rows.append(_row("train.lr", peak_learning_rate(optimizer, width), f"{optimizer}'s default{of_width}"))
     return shape, [first, *rows, *(f"  {caveat}" for caveat in window)]
 
 

@@ -16,7 +16,7 @@ from eagle31_train.cli import load_config
 from eagle31_train.common.errors import UserError
 from eagle31_train.config import DrafterConfig, TargetConfig, TrainConfig
 from eagle31_train.planning.inputs import count_parameters, weight_bytes
-from eagle31_train.targets.derive import complete, derive, learning_rate, planned_drafter
+from eagle31_train.targets.derive import complete, derive, peak_learning_rate, planned_drafter
 from eagle31_train.targets.description import (
     NO_EAGLE3,
     NO_PARTS,
@@ -200,10 +200,10 @@ def test_a_training_that_goes_on_keeps_what_it_was_begun_with():
 
 @pytest.mark.parametrize(("width", "rate"), [(64, 3e-3), (576, 3e-3), (2048, 1.6e-3), (4096, 1.1e-3), (7168, 8.5e-4)])
 def test_an_open_learning_rate_changes_a_matrix_of_any_width_alike(width, rate):
-    assert learning_rate("muon", width) == rate
+    assert peak_learning_rate("muon", width) == rate
     if width >= 576:  # a step's largest singular value is 0.2 · rate · √width
         assert rate * width**0.5 == pytest.approx(3e-3 * 576**0.5, rel=0.03)
-    assert learning_rate("adamw", width) == 1e-4
+    assert peak_learning_rate("adamw", width) == 1e-4
 
 
 def test_an_open_learning_rate_is_of_the_drafters_width_and_shown():
@@ -213,7 +213,7 @@ def test_an_open_learning_rate_is_of_the_drafters_width_and_shown():
     assert [complete(config, None).train.lr for config in configs] == [1.3e-3, 3e-3, 2e-3]
     tables = [planned_drafter(config, describe_target(config.target), 1000)[1] for config in configs[::2]]
     assert [re.findall(r"train\.lr +(\S+) +(.*)", "\n".join(rows)) for rows in tables] == [
-        [("0.0013", "muon's at the drafter's width, 2,880")],
+        [("0.0013", "muon's default for a drafter 2,880 wide")],
         [],
     ]
 
