@@ -203,7 +203,7 @@ class DrafterConfig:
     rope_theta: float | None = opt(None, "the drafter's own RoPE base; default: the target's", above=0)
     rope_scaling: dict[str, Any] = opt({}, "its own RoPE scaling; default: the target's, or none with rope_theta")
     max_position_embeddings: int | None = opt(
-        None, "longest context where vLLM's V1 runner (CPUs) drafts, export may raise it; default: target's", above=0
+        None, "longest context for drafting (vLLM's V1 runner, CPUs); export may raise it; default: target's", above=0
     )
     share_embedding: bool = opt(True, "embed_tokens is the target's, frozen, and left out of the checkpoint")
     train_lm_head: bool = opt(True, "fit lm_head (it starts from the target's rows)")
@@ -221,7 +221,9 @@ class TrainConfig:
     gamma: float = opt(0.8, "weight of step k is gamma**k", above=0)
     loss: str = opt("kl", "kl or ce (same gradients; kl is zero for a perfect drafter)", choices=("kl", "ce"))
     lk: float = opt(0.0, "share of the LK loss, -log sum(min(p, q)); the rest is train.loss", at_least=0, at_most=1)
-    oov: str = opt("mask", "slots whose arg-max the draft vocabulary lacks", choices=("mask", "keep"))
+    oov: str = opt(
+        "mask", "pairs whose target arg-max the draft vocabulary lacks: leave out or keep", choices=("mask", "keep")
+    )
     epochs: int = opt(1, "passes over the training split", at_least=1)
     max_steps: int | None = opt(None, "stop after this many optimizer steps", at_least=1)
     batch_tokens: int = opt(4096, "tokens of one optimizer step over all ranks; no sample is longer", at_least=1)
@@ -237,7 +239,9 @@ class TrainConfig:
     betas: list[float] = opt([0.9, 0.95], "AdamW's", at_least=0, below=1)
     max_grad_norm: float = opt(0.5, "largest gradient norm", above=0, finite=False)
     precision: str = opt("auto", "bf16 (fp32 weights), no (fp32); auto: the faster one", choices=("auto", "bf16", "no"))
-    fc_init_scale: float = opt(1.0, "scales fc's first weights; without fc_norm: 1 / RMS of the last state", above=0)
+    fc_init_scale: float = opt(
+        1.0, "scales fc's first weights; without fc_norm: 1 / RMS of the last auxiliary state", above=0
+    )
     init_from: str | None = opt(None, "begin with the weights of a run, or an EAGLE 3 draft (folder, hub id)")
     init_revision: str | None = opt(None, "hub revision of init_from")
     num_workers: int = opt(1, "threads that read steps ahead of the training; 0 reads them in turn", at_least=0)
@@ -259,7 +263,7 @@ class TrainConfig:
 
 @dataclass
 class EvaluateConfig:
-    prompts: str | None = opt(None, "prompts to decode: JSONL file or glob; default: the held-out split")
+    prompts: str | None = opt(None, "prompts to decode: file, folder, glob or hub id; default: the held-out split")
     suites: dict[str, Any] = opt({}, "more prompts: evaluate.suites.NAME={path: FILE or hub id}, or +suite=[mt_bench]")
     perturbations: list[str] = opt([], "every set once more under each of these: no_template, context_2, …")
     num_prompts: int = opt(20, "prompts of each workload", at_least=1)
