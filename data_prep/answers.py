@@ -192,10 +192,10 @@ class Remote:
                 except CancelledError:
                     continue
                 except UserError as error:
-                    failed = failed or error
-                    self.server.given_up = True
-                    for other in futures:
-                        other.cancel()  # not by the pool's shutdown: as_completed would wait for them
+                    if failed is None:
+                        failed, self.server.given_up = error, True
+                        for other in futures:
+                            other.cancel()  # not by the pool's shutdown: as_completed would wait for them
         finally:
             # Ctrl-C must not wait for thousands of requests still queued.
             pool.shutdown(wait=False, cancel_futures=True)

@@ -28,6 +28,7 @@ LETTER = 64  # bytes of an answer for each of its tokens, and more than any of t
 TRIES = 5
 BUSY = (408, 409, 425, 429, 500, 502, 503, 504)  # asked again
 REFUSED = (400, 413, 422)  # this request's fault: a prompt past the context, or a filter's objection
+FAILURES = 8  # requests in a row, all tries of which a server that has answered others ends with HTTP 500
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
@@ -50,6 +51,7 @@ class Server:
         self.url = f"{self.base}/chat/completions"
         self.model, self.template, self.max_tokens, self.top_p = model, template, max_tokens, top_p
         self.given_up = False  # nothing is repeated any more
+        self.failures = FAILURES  # in a row; as many at first, so that a server must have answered before it may fail
         self.doubts: set[str] = set()  # what was said, once each, of answers that may be another target's
         # A server says nothing until an answer is whole, and a long thought at a busy one may take hours.
         self.timeout = max(600.0, self.max_tokens / SLOWEST)
@@ -112,7 +114,9 @@ class Server:
                     break
                 time.sleep(min(30.0, 2.0 ** (attempt - 1)))
             try:
-                return self._post(url, body)
+                answer = self._post(url, body)
+                self.failures = 0
+                return answer
             except urllib.error.HTTPError as error:
                 problem = f"HTTP {error.code}"
                 with suppress(OSError, http.client.HTTPException):
@@ -128,6 +132,9 @@ class Server:
             except ValueError:  # whose text would show the key
                 problem = "HTTP cannot carry its address, or the key in OPENAI_API_KEY"
                 break
+        if problem.startswith("HTTP 500") and self.failures < FAILURES:  # some servers fail on some prompts, each time
+            self.failures += 1
+            raise Refused(f"the server fails on it: {problem}")
         raise UserError(f"{url} gives no answer ({problem}): check data.generate.server and .model")
 
     def _post(self, url: str, body: dict[str, Any]) -> bytes:

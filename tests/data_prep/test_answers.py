@@ -10,6 +10,7 @@ from data_prep import client
 from data_prep.answers import BROKEN, Job, Local
 from data_prep.client import Server
 from data_prep.dialogue import turns_of
+from data_prep.journal import Answer
 from data_prep.masks import samples
 from eagle31_train.common.errors import Refused, UserError
 from eagle31_train.config import Config, TargetConfig
@@ -50,6 +51,23 @@ def test_request_and_reply(server, chatml, monkeypatch):
     assert server.bodies == [body] * 4
     # Nothing comes before an answer is whole; a wait that ends sooner would end the run, at each try again.
     assert [Server(server.url, "m", chatml, tokens).timeout for tokens in (512, 16384)] == [600, 8192]
+
+
+def test_a_server_that_fails_on_some_prompts_each_time_is_asked_the_others(server, chatml, monkeypatch):
+    monkeypatch.setattr(client.time, "sleep", lambda _: None)
+    asking, answers = Server(server.url, "m", chatml, 7), server.reply
+    outcomes = []
+
+    def ask_it(fails):
+        server.reply = (lambda _: (500, b"broken")) if fails else answers
+        try:
+            outcomes.append(type(asking.answer([ASK], 0.5, 11)))
+        except (UserError, Refused) as error:
+            outcomes.append(type(error))
+
+    for fails in [True, False, True, False, *[True] * (client.FAILURES + 1)]:
+        ask_it(fails)
+    assert outcomes == [UserError, Answer, Refused, Answer, *[Refused] * client.FAILURES, UserError]
 
 
 def test_a_server_that_renders_other_prompts_is_named(server, chatml, capsys):
