@@ -2,14 +2,15 @@
 store need not be at hand as a whole: not in the cache of a remote one, nor on the disk of one that is still being
 written."""
 
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Iterator, Sequence
+from itertools import islice
 
 import numpy as np
 from accelerate import Accelerator
 
 from eagle31_train.common.errors import UserError
 from eagle31_train.store import PlannedShard, Store, StoreSplit
+from eagle31_train.store.backends import Use
 from eagle31_train.store.stream import check_consumer, consume
 from train import launch
 
@@ -71,22 +72,24 @@ class Usage:
         self._last_use = np.zeros(len(split.shards), dtype=np.int64)
         for step, batch in enumerate(schedule, 1):
             self._last_use[self._owner[batch]] = step
-        ends = np.cumsum([len(window) for window in windows])[:-1]
+        sizes = [len(window) for window in windows]
+        self._window = np.repeat(np.arange(len(windows), dtype=np.int32), sizes)  # of each shard
+        ends = np.cumsum(sizes)[:-1]
         self._window_ends = {int(last.max(initial=0)) for last in np.split(self._last_use, ends)}
 
     def begin(self, done: int, remove: bool, ended: bool = False) -> None:
         """Before the step after `done`: `release` what earlier runs used up, fetch ahead what later steps need. A
         UserError if that was removed, by another training or before a checkpoint that is damaged now."""
         store = self._store
-        needed = self.needed_after(done)
-        if gone := set(check_consumer(store.storage, store.fingerprint, self._fingerprint).shards) & set(needed):
+        gone = set(check_consumer(store.storage, store.fingerprint, self._fingerprint).shards)
+        if gone and (gone := gone & {use.name for use in self.uses_after(done)}):
             raise UserError(
                 f"{len(gone)} shards of {store.location} that the steps after {done} need were used up and removed: "
                 "restore the later checkpoint of this run, which is missing or damaged, or begin again without store "
                 "and training"
             )
         if not store.follow:
-            store.storage.prefetch(needed)
+            store.storage.prefetch(self.uses_after(done))
         self.release(done, remove, ended)
 
     def frees_shards(self, step: int, accelerator: Accelerator) -> bool:
@@ -104,10 +107,17 @@ class Usage:
         if remove and bounded(store):
             consume(store.storage, store.fingerprint, shards, self._fingerprint, ended or step == len(self._schedule))
 
-    def needed_after(self, step: int) -> dict[str, int]:
-        """The shards that later steps read, in the order of first use, with the bytes that they take at most."""
-        later = dict.fromkeys(chain.from_iterable(self._owner[batch].tolist() for batch in self._schedule[step:]))
-        return {self._shards[i].name: self._shards[i].bytes for i in later}
+    def uses_after(self, step: int) -> Iterator[Use]:
+        """The shards that later steps read, each at the first step of its window that reads it: again in every pass,
+        since it may have left the cache."""
+        window, seen = -1, set[int]()
+        for turn, batch in enumerate(islice(self._schedule, step, None), step + 1):
+            for i in self._owner[batch].tolist():
+                if self._window[i] != window:  # a step keeps to one
+                    window, seen = self._window[i], set()
+                if i not in seen:
+                    seen.add(i)
+                    yield Use(turn, self._shards[i].name, self._shards[i].bytes)
 
     def used_up(self, step: int) -> list[PlannedShard]:
         """The shards that no later step reads, in order."""

@@ -4,7 +4,6 @@ The files are described in `format.py`. Reading starts at `reader.py`, writing a
 looks into a store.
 """
 
-import os
 from typing import Any
 
 from eagle31_train.common import artifacts
@@ -23,8 +22,7 @@ __all__ = ["PlannedShard", "Store", "StoreSplit", "StoreWriter", "finished", "ma
 
 def storage_of(config: Config) -> Storage:
     most = byte_count(config.store.cache_bytes, "store.cache_bytes")
-    sharers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # processes of this machine that use the cache
-    return open_storage(config.store_location, config.cache_folder, most, sharers)
+    return open_storage(config.store_location, config.cache_folder, most)
 
 
 def read_manifest(config: Config) -> dict[str, Any] | None:

@@ -24,7 +24,7 @@ from eagle31_train.common.console import Progress, note, parser, tidy
 from eagle31_train.common.errors import UserError
 from eagle31_train.config import byte_count
 from eagle31_train.store import format as files
-from eagle31_train.store.backends import Storage, open_storage
+from eagle31_train.store.backends import Storage, Use, open_storage
 from eagle31_train.store.head import Head, Problem, big_files, damage_of, read_head
 from eagle31_train.store.shard import ContentError, open_shard
 from eagle31_train.store.shard_plan import Plan, shape_of
@@ -88,10 +88,10 @@ def _shards(head: Head, plan: Plan, provenance: dict[str, Any], checked: Counter
     gone = {name for name in head.consumed if storage.size(name) is None}
     checked["consumed"] = len(gone)
     shards = [shard for shard in plan.shards if shard.name in head.lines and shard.name not in gone]
-    sizes = {shard.name: head.lines[shard.name].size for shard in shards}
-    storage.prefetch(sizes)
-    with Progress(total=sum(sizes.values()), unit="B", unit_scale=True, desc="verify", leave=False) as bar:
-        for shard in shards:
+    uses = [Use(turn, shard.name, head.lines[shard.name].size) for turn, shard in enumerate(shards)]
+    storage.prefetch(uses)
+    with Progress(total=sum(use.bytes for use in uses), unit="B", unit_scale=True, desc="verify", leave=False) as bar:
+        for turn, shard in enumerate(shards):
             line, where = head.lines[shard.name], f"{storage.location}/{shard.name}"
             try:
                 file = open_shard(storage, line, plan.lengths_of(shard), shape, states["vocab_size"])
@@ -107,6 +107,7 @@ def _shards(head: Head, plan: Plan, provenance: dict[str, Any], checked: Counter
                     yield Problem(f"{where} ({shard.samples()}) is missing")
             except ContentError as error:
                 yield Problem(f"{where} ({shard.samples()}) {error}", shard.name)
+            storage.passed(turn)
             bar.update(line.size)
 
 

@@ -141,10 +141,8 @@ class Store:
         line, lengths = self._lines[shard.name], self.plan.lengths_of(shard)
         where = f"{self.location}/{shard.name} ({shard.samples()})"
         try:
-            if self.storage.remote:  # what a copy holds is compared whenever it is opened
-                return open_shard(self.storage, line, lengths, self.shape, self.states["vocab_size"])
-            status = self.storage.local(shard.name).stat()
-            version = status.st_ino, status.st_mtime_ns  # others, if it was replaced since
+            status = self.storage.opened(shard.name, Path.stat)
+            version = status.st_ino, status.st_mtime_ns  # others, if it was replaced or fetched anew since
             known = self._verified.get(shard.name) == version
             file = open_shard(self.storage, line, lengths, self.shape, self.states["vocab_size"], known)
             self._verified[shard.name] = version

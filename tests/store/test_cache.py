@@ -13,6 +13,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from made import memory, message_of
 
+from eagle31_train.store.backends import Use
 from eagle31_train.store.backends.cache import PART
 from eagle31_train.store.backends.remote import RemoteStorage
 
@@ -118,14 +119,14 @@ def test_the_quota_holds_at_every_moment(fs, open_cache, tmp_path):
 
     def read(storage, order):
         for start in range(0, len(order), 10):
-            storage.prefetch({name: len(contents[name]) for name in order[start:]})
+            storage.prefetch(Use(i, name, len(contents[name])) for i, name in enumerate(order[start:]))
             for name in order[start : start + 10]:
                 assert storage.opened(name, Path.read_bytes) == contents[name]
                 fs.watch()
 
     orders = [random.Random(i).choices("abcdefghijkl", k=40) for i in range(2)]
     with ThreadPoolExecutor() as pool:
-        list(pool.map(read, [open_cache(400, sharers=2) for _ in orders], orders))
+        list(pool.map(read, [open_cache(400) for _ in orders], orders))
     assert over == []
 
 
@@ -181,7 +182,7 @@ def test_prefetch_keeps_order_and_bound(fs, open_cache):
     used = 0
     ahead = []
     fs.watch = lambda: ahead.append(len(fs.fetched) - used)
-    storage.prefetch(dict.fromkeys(names, 100))
+    storage.prefetch(Use(i, name, 100) for i, name in enumerate(names))
     for i, name in enumerate(names):
         fs.wait(lambda fs, i=i: len(fs.finished) >= min(i + 3, 10))
         assert sorted(fs.finished) == names[: i + 3]  # in their order, but for the two that are fetched at a time
@@ -189,4 +190,22 @@ def test_prefetch_keeps_order_and_bound(fs, open_cache):
         used += 1  # before the storage may know of it
         assert storage.local(name).read_bytes() == name.encode() * 100
     assert sorted(fs.fetched) == names  # each of them once
-    assert open_cache(600, sharers=3).ahead == 100
+
+
+def test_what_other_processes_read_does_not_stop_the_look_ahead(fs, open_cache):
+    storage, names = open_cache(600), list("abcdefghij")
+    storage.prefetch(Use(i // 2, name, 100) for i, name in enumerate(names))
+    for turn in range(5):
+        fs.wait(lambda fs, turn=turn: len(fs.finished) >= min(2 * turn + 3, 10))
+        storage.local(names[2 * turn])  # and not the other one
+        storage.passed(turn)
+    assert sorted(fs.fetched) == names
+
+
+def test_what_had_its_turn_is_not_fetched_ahead_any_more(fs, open_cache):
+    storage = open_cache(200)
+    storage.prefetch(Use(i, name, 100) for i, name in enumerate("abcd"))
+    fs.wait(lambda fs: fs.finished == ["a"])
+    storage.passed(2)
+    fs.wait(lambda fs: "d" in fs.finished)
+    assert fs.fetched in (["a", "d"], ["a", "b", "d"])  # another may have been under way

@@ -15,6 +15,7 @@ from pipeline import contents, flip_bit
 from planting import replaced
 from safetensors.torch import load_file
 
+from eagle31_train.common import artifacts
 from eagle31_train.provenance import Provenance
 from eagle31_train.store import Store, finished, make_plan, shape_of, stream, writer
 from eagle31_train.store.__main__ import check, main
@@ -114,6 +115,24 @@ def bucket(tmp_path):
     yield storage
     storage.fs.rm("/bucket", recursive=True)
     storage.close()
+
+
+def test_a_copy_is_compared_once_and_again_when_it_is_fetched_anew(bucket, monkeypatch):
+    compared, right = [], artifacts.checksum
+    store = Store(bucket)
+    shard = store.split("train").shards[0]
+
+    def opened():
+        store.release([shard])
+        compared.clear()
+        store.open(shard)
+        return len(compared)
+
+    monkeypatch.setattr(artifacts, "checksum", lambda *given: compared.append(given) or right(*given))
+    first = opened()
+    assert (first, opened()) == (1, 0)
+    bucket.forget(shard.name)
+    assert opened() == 1
 
 
 def test_a_copy_that_is_damaged_on_its_way_is_fetched_again_or_named(bucket, monkeypatch):

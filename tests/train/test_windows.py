@@ -63,12 +63,33 @@ def test_a_shard_is_used_up_when_no_later_step_reads_it_and_not_before(lengths, 
         later = {split.shard_of(i) for batch in batches[step:] for i in batch}
         sooner = {split.shard_of(i) for batch in batches[:step] for i in batch}
         assert set(usage.used_up(step)) == sooner - later
-        assert set(usage.needed_after(step)) == {shard.name for shard in later}
+        assert {use.name for use in usage.uses_after(step)} == {shard.name for shard in later}
         if epochs == 1 and usage.frees_shards(step, ALONE):
             assert {split.shard_of(i) for i in (batches[step - 1] if step else [])} <= set(usage.used_up(step))
     ends = [step for step in range(len(batches) + 1) if usage.frees_shards(step, ALONE)]
     if most is None:
         assert ends[-1] == len(batches)
+
+
+@given(LENGTHS, st.integers(1, 5), st.integers(1, 200), st.integers(1, 3))
+def test_a_shard_is_fetched_ahead_in_every_pass_for_the_first_step_that_reads_it(lengths, per_shard, tokens, epochs):
+    split = split_of(lengths, per_shard)
+    cut = windows.cut(split, tokens)
+    batches = schedule(lengths, 60, 1, epochs, None, windows.samples(cut))
+    usage = windows.Usage(SimpleNamespace(follow=False), split, batches, cut, "")
+    owner = {shard: number for number, window in enumerate(cut) for shard in window}
+    read = [[split.shard_of(i) for i in batch] for batch in batches]
+    turns = [owner[shards[0]] for shards in read]
+    begins = [i for i in range(len(turns)) if i == 0 or turns[i] != turns[i - 1]]  # of each window, in each pass
+    expected = []
+    for begin, end in zip(begins, [*begins[1:], len(turns)], strict=True):
+        first = {}
+        for step in range(begin, end):
+            for shard in read[step]:
+                first.setdefault(shard, step + 1)
+        expected += [(step, shard.name, shard.bytes) for shard, step in first.items()]
+    assert list(usage.uses_after(0)) == expected
+    assert list(usage.uses_after(len(batches))) == []
 
 
 @pytest.fixture

@@ -14,13 +14,13 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from eagle31_train.common.errors import UserError
-from eagle31_train.store.backends.base import LocalStorage, Storage
+from eagle31_train.store.backends.base import LocalStorage, Storage, Use
 from eagle31_train.store.backends.remote import RemoteStorage, describe
 
-__all__ = ["LocalStorage", "RemoteStorage", "Storage", "open_storage"]
+__all__ = ["LocalStorage", "RemoteStorage", "Storage", "Use", "open_storage"]
 
 
-def open_storage(location: str, cache_dir: Path, cache_bytes: int, sharers: int = 1) -> Storage:
+def open_storage(location: str, cache_dir: Path, cache_bytes: int) -> Storage:
     """The storage at a local path, a `file://` URL, or any other URL that fsspec has a driver for; the other arguments
     are `RemoteStorage`'s. UserError for a driver that is not there, and an address that cannot be reached or listed."""
     protocol, separator, rest = location.partition("://")
@@ -36,6 +36,6 @@ def open_storage(location: str, cache_dir: Path, cache_bytes: int, sharers: int 
     except (ImportError, OSError, ValueError, TypeError) as error:
         advice = f"correct the address, or install the package of fsspec's driver for {protocol}://"
         raise UserError(f"{location} cannot be opened ({describe(error)}): {advice}") from None
-    storage = RemoteStorage(location, fs, str(root), Path(cache_dir).expanduser(), cache_bytes, sharers)
+    storage = RemoteStorage(location, fs, str(root), Path(cache_dir).expanduser(), cache_bytes)
     storage.names("")  # what is wrong with credentials or bucket is said now, not after an hour's work
     return storage

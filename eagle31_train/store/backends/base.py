@@ -5,10 +5,10 @@ import os
 import shutil
 import stat
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from eagle31_train.common import artifacts, foreign
 from eagle31_train.common.errors import UserError
@@ -16,6 +16,14 @@ from eagle31_train.common.errors import UserError
 T = TypeVar("T")
 MOST = 1 << 32  # bytes of a small file: the plan of a hundred million samples
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})  # this machine's disk, or a quota on it
+
+
+class Use(NamedTuple):
+    """That a file is going to be read."""
+
+    turn: int  # when, counted upwards
+    name: str
+    bytes: int  # that it takes at most
 
 
 class Storage(ABC):
@@ -87,8 +95,11 @@ class Storage(ABC):
     def forget(self, name: str) -> None:  # noqa: B027
         """Drop the copy of a file in a cache, or in the kernel's memory, so that it is read where it lies."""
 
-    def prefetch(self, sizes: Mapping[str, int]) -> None:  # noqa: B027
-        """Fetch these, given with their bytes, in this order in the background; and no others any more."""
+    def prefetch(self, uses: Iterable[Use]) -> None:  # noqa: B027
+        """Fetch these in the background, in this order and ahead of their turns; and no others any more."""
+
+    def passed(self, turn: int) -> None:  # noqa: B027
+        """All that is read up to this turn has been read, here or by other processes: fetch none of it ahead."""
 
     def close(self) -> None:  # noqa: B027
         """Stop fetching in the background."""

@@ -20,13 +20,13 @@ import re
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from eagle31_train.common import artifacts
 from eagle31_train.common.errors import UserError
-from eagle31_train.store.backends.base import Storage
+from eagle31_train.store.backends.base import Storage, Use
 
 STORE = re.compile(r"store-[0-9a-f]{16}")  # nothing else in the folder is ever counted or removed
 PART = re.compile(r"\.(?P<name>.+)\.(?P<bytes>\d+)\.part")
@@ -43,21 +43,23 @@ class CachedStorage(Storage):
         base: the folder that the bound holds for; several stores may share it.
         key: 16 hex digits that stand for the store.
         limit: bytes that all files of all stores under `base` may take.
-        sharers: how many processes of this machine prefetch into `base`; each takes its part of the look-ahead.
     """
 
     remote = True
 
-    def __init__(self, base: Path, key: str, limit: int, sharers: int) -> None:
+    def __init__(self, base: Path, key: str, limit: int) -> None:
         self.base, self.folder, self.limit = base, base / f"store-{key}", limit
-        # The other half is for what is being read, and for files that are fetched on demand.
-        self.ahead = limit // 2 // sharers
+        # The other half is for what is being read, and for files that are fetched on demand. Processes that train
+        # together read alike, so they look ahead to the same files.
+        self.ahead = limit // 2
         self._sizes: dict[str, int] = {}
-        # `_changed` guards what follows, files with their bytes: `_queue` are to be prefetched, in this order; `_ready`
-        # are prefetched, or under way, and not yet used.
+        # `_changed` guards what follows: `_head` is to be prefetched next, then `_uses`; `_ready` are prefetched, or
+        # under way, and not yet used; all that had its turn up to `_turn` was.
         self._changed = threading.Condition()
-        self._queue: dict[str, int] = {}
-        self._ready: dict[str, int] = {}
+        self._uses: Iterator[Use] = iter(())
+        self._head: Use | None = None
+        self._ready: dict[str, Use] = {}
+        self._turn = -1
         self._stopped = False
         self._workers = [threading.Thread(target=self._work, daemon=True) for _ in range(THREADS)]
         with self._explained():
@@ -70,9 +72,6 @@ class CachedStorage(Storage):
     def local(self, name: str) -> Path:
         """The file on this machine, fetched if it is not there with its right size. FileNotFoundError if it is absent
         where it comes from; UserError if it does not fit, or fetching failed."""
-        with self._changed:  # sooner here than there
-            self._queue.pop(name, None)
-            self._changed.notify_all()
         try:
             while not self._obtain(name):
                 time.sleep(POLL)  # another thread or process fetches it, or what is in the way will be done soon
@@ -159,7 +158,7 @@ class CachedStorage(Storage):
                 elif path.is_file():
                     status = path.stat()
                     if not path.name.startswith("."):
-                        files.append((status.st_mtime_ns, status.st_size, path))
+                        files.append((status.st_atime_ns, status.st_size, path))
                     elif time.time() - status.st_mtime > ABANDONED:
                         path.unlink()
                     else:
@@ -180,18 +179,30 @@ class CachedStorage(Storage):
 
     # ---------------------------------------------------------------- ahead of use
 
-    def prefetch(self, sizes: Mapping[str, int]) -> None:
-        """Fetch these, given with the bytes that they take at most, in order in the background, and no others any more:
-        no more than `ahead` bytes, or one file, that are not yet used. What is not obtained is left to `local`."""
+    def prefetch(self, uses: Iterable[Use]) -> None:
+        """See `Storage.prefetch`: no more than `ahead` bytes, or one file, that are not yet used. What is not obtained
+        is left to `local`."""
         with self._changed:
             if self._stopped:
                 return
-            self._queue = dict(sizes)
-            self._ready.clear()
-            self._changed.notify_all()
+            self._uses, self._ready, self._turn = iter(uses), {}, -1
+            self._advance()
             for worker in self._workers:
                 if worker.ident is None:
                     worker.start()
+
+    def passed(self, turn: int) -> None:
+        with self._changed:
+            self._turn = max(self._turn, turn)
+            self._ready = {name: use for name, use in self._ready.items() if use.turn > self._turn}
+            if self._head is not None and self._head.turn <= self._turn:
+                self._advance()
+            self._changed.notify_all()
+
+    def _advance(self) -> None:
+        """Find the next file to prefetch; whoever calls holds `_changed`."""
+        self._head = next((use for use in self._uses if use.turn > self._turn), None)
+        self._changed.notify_all()
 
     def close(self) -> None:
         with self._changed:
@@ -216,20 +227,19 @@ class CachedStorage(Storage):
                 self._used(name)
 
     def _next(self) -> str | None:
-        """Wait for the head of the queue to fit into the look-ahead, and take it; None: closed."""
+        """Wait for the next file to fit into the look-ahead, and take it; None: closed."""
 
         def fits() -> bool:
-            free = self.ahead - sum(self._ready.values())
-            head = next(iter(self._queue.values()), None)
-            return self._stopped or (head is not None and (not self._ready or head <= free))
+            free = self.ahead - sum(use.bytes for use in self._ready.values())
+            return self._stopped or (self._head is not None and (not self._ready or self._head.bytes <= free))
 
         with self._changed:
             self._changed.wait_for(fits)
-            if self._stopped:
+            if self._stopped or self._head is None:
                 return None
-            name = next(iter(self._queue))
-            self._ready[name] = self._queue.pop(name)
-            return name
+            use = self._ready[self._head.name] = self._head
+            self._advance()
+            return use.name
 
 
 def _holds(path: Path, size: int) -> bool:
@@ -242,13 +252,13 @@ def _holds(path: Path, size: int) -> bool:
 
 
 def _touch(path: Path) -> None:
+    """Note that a file is used. Its time of change stays: by it readers know a copy that they have checked."""
     # Not utime's own "now": that is the kernel's coarse clock, too coarse to tell two uses apart.
-    now = time.time_ns()
-    os.utime(path, ns=(now, now))
+    os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
 
 
 def _abandoned(part: Path) -> bool:
-    with part.open("rb") as file:
+    with part.open("rb+") as file:  # NFS locks exclusively only what may be written
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

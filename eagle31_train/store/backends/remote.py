@@ -26,12 +26,12 @@ NO_BUCKET = re.compile(r"NoSuchBucket|bucket does not exist", re.IGNORECASE)
 class RemoteStorage(CachedStorage):
     """A folder `root` of any fsspec file system, an instance of our own, with a bounded cache on this machine."""
 
-    def __init__(self, location: str, fs: Any, root: str, cache_dir: Path, cache_bytes: int, sharers: int = 1) -> None:
+    def __init__(self, location: str, fs: Any, root: str, cache_dir: Path, cache_bytes: int) -> None:
         # fsspec remembers listings; what another process has just written would be missing from them.
         fs.dircache.use_listings_cache = False
         self.location, self.fs, self.root = location.rstrip("/"), fs, root.rstrip("/")
         key = artifacts.fingerprint(fs.unstrip_protocol(self.root))
-        super().__init__(cache_dir, key, cache_bytes, sharers)
+        super().__init__(cache_dir, key, cache_bytes)
         self._reached = False  # whether there was a call before, which is the first to find a wrong address
 
     def read(self, name: str) -> bytes:
