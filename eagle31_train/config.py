@@ -221,9 +221,7 @@ class TrainConfig:
     gamma: float = opt(0.8, "weight of step k is gamma**k", above=0)
     loss: str = opt("kl", "kl or ce (same gradients; kl is zero for a perfect drafter)", choices=("kl", "ce"))
     lk: float = opt(0.0, "share of the LK loss, -log sum(min(p, q)); the rest is train.loss", at_least=0, at_most=1)
-    oov: str = opt(
-        "mask", "pairs whose target arg-max the draft vocabulary lacks: leave out or keep", choices=("mask", "keep")
-    )
+    oov: str = opt("mask", "pairs whose arg-max the draft vocabulary lacks: leave out, keep", choices=("mask", "keep"))
     epochs: int = opt(1, "passes over the training split", at_least=1)
     max_steps: int | None = opt(None, "stop after this many optimizer steps", at_least=1)
     batch_tokens: int = opt(4096, "tokens of one optimizer step over all ranks; no sample is longer", at_least=1)
@@ -235,13 +233,11 @@ class TrainConfig:
     lr: float | None = opt(1e-4, "peak learning rate; null: the optimizer's for the drafter's width", above=0)
     warmup_ratio: float = opt(0.05, "share of the steps that warm up", at_least=0, at_most=1)
     min_lr_ratio: float = opt(0.1, "the cosine ends at this share of lr", at_least=0, at_most=1)
-    weight_decay: float = opt(0.0, "of linear layers, but lm_head", at_least=0)
+    weight_decay: float | None = opt(0.0, "of linear layers, but lm_head; null: by rate and steps", at_least=0)
     betas: list[float] = opt([0.9, 0.95], "AdamW's", at_least=0, below=1)
     max_grad_norm: float = opt(0.5, "largest gradient norm", above=0, finite=False)
     precision: str = opt("auto", "bf16 (fp32 weights), no (fp32); auto: the faster one", choices=("auto", "bf16", "no"))
-    fc_init_scale: float = opt(
-        1.0, "scales fc's first weights; without fc_norm: 1 / RMS of the last auxiliary state", above=0
-    )
+    fc_init_scale: float = opt(1.0, "scales fc's first weights; EAGLE 3: 1 / RMS of the last aux state", above=0)
     init_from: str | None = opt(None, "begin with the weights of a run, or an EAGLE 3 draft (folder, hub id)")
     init_revision: str | None = opt(None, "hub revision of init_from")
     num_workers: int = opt(1, "threads that read steps ahead of the training; 0 reads them in turn", at_least=0)

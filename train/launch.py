@@ -79,6 +79,10 @@ def make_accelerator(config: Config, folder: Path) -> Accelerator:
     return accelerator
 
 
+def spans_machines() -> bool:
+    return ranks() > int(os.environ.get("LOCAL_WORLD_SIZE") or ranks())
+
+
 def check_environment(t: TrainConfig) -> None:
     """Raise a UserError for what a launch's environment asks for and this trainer would not do, or does otherwise."""
     asked = os.environ.get

@@ -144,7 +144,8 @@ def make_optimizer(module: nn.Module, t: TrainConfig) -> Optimizer:
     lm_head and an embedding, which begin as the target's rows and should stay near them."""
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     maps = {n: p for n, p in trained.items() if p.dim() == 2 and not set(NOT_MAPS) & set(n.split("."))}
-    assert t.lr is not None  # `targets.derive.complete` gives one
+    assert t.lr is not None  # `prepare` gives them
+    assert t.weight_decay is not None
     groups = [{"params": [p for name, p in trained.items() if name not in maps], "weight_decay": 0.0}]
     if t.optimizer == "adamw":
         groups.insert(0, {"params": list(maps.values()), "weight_decay": t.weight_decay})

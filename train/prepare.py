@@ -25,7 +25,7 @@ from eagle31_train.model import vocab
 from eagle31_train.provenance import Provenance
 from eagle31_train.store import Store, storage_of
 from eagle31_train.store.stream import check_consumer
-from eagle31_train.targets.derive import complete
+from eagle31_train.targets.derive import complete, default_weight_decay
 from train import checkpoint, initial_weights, launch, tracking, windows
 from train.acceptance import AcceptanceMeter
 from train.build import build_objective, check_pairs, check_samples, check_store, choose_kernels, shape_of
@@ -47,17 +47,15 @@ def prepare(config: Config, resources: ExitStack) -> Trainer | None:
     source = initial_weights.open_source(config)
     config = complete_drafter(config, source)
     data = read_inputs(config, source, deadline, resources)
+    config = replace(config, train=data.train)
     accelerator = launch_processes(config, data)
     if claim_folder(config, data, accelerator, resources):
         say(f"train: up to date ({folder})")
         return None
-    schedule = order.schedule(
-        data.train_split.lengths, t.batch_tokens, config.seed, t.epochs, t.max_steps, windows.samples(data.windows)
-    )
-    tell_of_waiting(schedule, accelerator.num_processes // t.context_parallel)
+    tell_of_waiting(data.schedule, accelerator.num_processes // t.context_parallel)
     state, parallel = restore(config, data, accelerator, deadline)
-    main, steps = accelerator.is_main_process, len(schedule)
-    usage = windows.Usage(data.store, data.train_split, schedule, data.windows, data.made_from.fingerprint)
+    main, steps = accelerator.is_main_process, len(data.schedule)
+    usage = windows.Usage(data.store, data.train_split, data.schedule, data.windows, data.made_from.fingerprint)
     usage.begin(state.step, remove=main, ended=state.stale(t.early_stop))
     data.store.wait_for(data.heldout.shards, deadline.pause)  # here, and not between the exchanges of an evaluation
     tracking.start(accelerator, config, data.made_from.inputs, state.step)
@@ -76,7 +74,7 @@ def prepare(config: Config, resources: ExitStack) -> Trainer | None:
     saver = Saver(folder / CHECKPOINTS, data.made_from.fingerprint, t.keep_checkpoints, say, state.step, best)
     resources.callback(saver.close)  # never in the middle of a save
     meter = make_meter(config, data, parallel, state)
-    return Trainer(config, data, folder, schedule, parallel, usage, state, reporter, saver, deadline, meter)
+    return Trainer(config, data, folder, parallel, usage, state, reporter, saver, deadline, meter)
 
 
 def tell_of_waiting(schedule: list[list[int]], replicas: int) -> None:
@@ -94,13 +92,15 @@ def tell_of_waiting(schedule: list[list[int]], replicas: int) -> None:
 
 def complete_drafter(config: Config, source: DrafterCheckpoint | None) -> Config:
     """With every open option of the drafter, and an open learning rate, as in the run's record, in the initial weights,
-    or by the target."""
+    or by the target; with an open weight decay as in the record."""
     record, begun = Path(config.run_dir) / "train" / RECORD, None
     if record.is_file() and (not config.overwrite or initial_weights.goes_by_record(config)):
         inputs = artifacts.Record(artifacts.read_json(record, "train.py")["inputs"], record, "train.py")
         begun = inputs["drafter"]
-        if config.train.lr is None and not config.overwrite:  # what is chosen for a width may change
-            config = replace(config, train=replace(config.train, lr=inputs["train"].get("lr")))
+        if not config.overwrite:  # what other versions choose may differ
+            open_ones = [name for name in ("lr", "weight_decay") if getattr(config.train, name) is None]
+            values = {name: inputs["train"].get(name) for name in open_ones}
+            config = replace(config, train=replace(config.train, **values))
     elif source is not None:
         begun = {name: getattr(source.shape, name) for name in initial_weights.FOLLOWED}
     return complete(config, provenance.read_data(config).get("target"), begun)
@@ -113,6 +113,11 @@ def read_inputs(config: Config, source: DrafterCheckpoint | None, deadline: Dead
     store = resources.enter_context(closing(Store(storage_of(config), follow, patience, deadline.pause)))
     data = provenance.read_data(config)
     check_store(store, data, config)
+    if store.storage.remote and config.store.cache_dir is None and launch.spans_machines():
+        raise UserError(
+            "several machines train, and the cache of the store would lie in run_dir, which they share: set "
+            "store.cache_dir=… to a folder on each machine's own disk"
+        )
     vocab_file = data_dir / "vocab.safetensors"
     draft_vocab = vocab.read(vocab_file)
     start = initial_weights.identity(config, source)
@@ -129,13 +134,20 @@ def read_inputs(config: Config, source: DrafterCheckpoint | None, deadline: Dead
             "trajectories to measure it on: leave them out, or remove its manifest.json and run `eagle31 extract` with "
             "extract.trajectories above 0, which makes no shard again"
         )
+    check_samples(train_split, t.batch_tokens)
+    schedule = order.schedule(
+        train_split.lengths, t.batch_tokens, config.seed, t.epochs, t.max_steps, windows.samples(cut)
+    )
+    if t.weight_decay is None:
+        assert t.lr is not None  # `complete_drafter` gives one
+        t = replace(t, weight_decay=default_weight_decay(t.optimizer, t.lr, len(schedule)))
+        config = replace(config, train=t)
     vocab_sha = artifacts.file_sha256(vocab_file)
     chosen_on = measured_on if by_acceptance else None
     made_from = provenance.of_training(config, store.fingerprint, store.inputs["data"], vocab_sha, start, chosen_on)
     shape = shape_of(config.drafter, store, draft_vocab)
     if shape.parallel and t.ttt_length == 1:
         raise UserError("drafter.parallel=true learns nothing with train.ttt_length=1: give the draft's length")
-    check_samples(train_split, t.batch_tokens)
     if not begun(Path(config.run_dir) / "train", made_from):
         if source := source or initial_weights.open_source(config, needed=True):
             initial_weights.refuse_other_kind(source, shape, store)
@@ -149,6 +161,8 @@ def read_inputs(config: Config, source: DrafterCheckpoint | None, deadline: Dead
         train_split=train_split,
         heldout=store.split("heldout"),
         windows=cut,
+        schedule=schedule,
+        train=t,
         trajectories=measured,
         measured_on=measured_on,
     )

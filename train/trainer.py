@@ -14,7 +14,7 @@ from eagle31_train.checkpoint.run_folder import CHECKPOINTS, name_of
 from eagle31_train.common import artifacts
 from eagle31_train.common.console import note, say
 from eagle31_train.common.errors import Stopped
-from eagle31_train.config import Config, DrafterShape
+from eagle31_train.config import Config, DrafterShape, TrainConfig
 from eagle31_train.evaluation.unrolled import Trajectory
 from eagle31_train.model.vocab import DraftVocab
 from eagle31_train.provenance import Provenance
@@ -74,6 +74,8 @@ class Inputs:
     train_split: StoreSplit
     heldout: StoreSplit
     windows: list[Window]
+    schedule: list[list[int]]  # the samples of every step
+    train: TrainConfig  # with nothing left open
     trajectories: list[Trajectory]  # what acceptance is measured on; may be none
     measured_on: list[str]  # their prompts, by `trajectories.digest`
 
@@ -85,7 +87,6 @@ class Trainer:
     config: Config
     data: Inputs
     folder: Path  # run_dir/train
-    schedule: list[list[int]]  # the samples of every step
     parallel: Parallel
     usage: Usage
     state: State
@@ -96,6 +97,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.t, self.heldout, self.accelerator = self.config.train, self.data.heldout, self.parallel.accelerator
+        self.schedule = self.data.schedule
         self.keep_mask = torch.from_numpy(self.data.draft_vocab.t2d)  # [V] bool
         self.first_step = self.state.step + 1
         # It ends with the schedule, or earlier (`train.early_stop`).

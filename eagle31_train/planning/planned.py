@@ -16,7 +16,7 @@ from eagle31_train.planning.inputs import Data, Target
 from eagle31_train.planning.work import NOT_MAPS, extraction_flops, training_flops
 from eagle31_train.store.codec import CODECS
 from eagle31_train.store.shard_plan import TOKEN_BYTES, Shape
-from eagle31_train.targets.derive import complete, planned_drafter
+from eagle31_train.targets.derive import complete, default_weight_decay, planned_drafter, row
 
 OF_USE = 0.75  # share of the target's own prompts that are: 24 of 32 of SmolLM2-135M, docs/log.md
 CACHE_BYTES = 2  # of a value of the KV cache
@@ -219,4 +219,9 @@ def reckon(config: Config) -> tuple[Planned, list[str]]:
     target, data = inputs.read_target(config), inputs.read_data(config)
     V = target.description.vocab_size
     shape, rows = planned_drafter(config, target.description, min(V, data.vocabulary or V))
-    return Planned(complete(config, asdict(target.description)), target, shape, data), rows
+    plan = Planned(complete(config, asdict(target.description)), target, shape, data)
+    t = plan.config.train
+    if t.weight_decay is None and t.lr is not None:
+        decay = default_weight_decay(t.optimizer, t.lr, plan.steps)
+        rows.append(row("train.weight_decay", decay, f"{t.optimizer}'s default for {plan.steps:,} steps"))
+    return plan, rows

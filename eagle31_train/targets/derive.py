@@ -13,6 +13,7 @@ from eagle31_train.targets.description import TargetDescription, describe_target
 # Options of which another value than the target's makes a drafter that reads its states at a loss.
 CONTRADICTIONS = {*REQUIRED, "num_key_value_heads", "head_dim", "rope_scaling"} - {"intermediate_size"}
 ADAMW_LR, MUON_LR, MUON_WIDTH = 1e-4, 3e-3, 576  # the drafter's width at which Muon's rate was measured
+SHRINKAGE = 1.62  # lr · weight decay · steps that suited Muon in trainings of several lengths (docs/launch.md)
 
 
 def complete(config: Config, described: Mapping[str, Any] | None, begun: Mapping[str, Any] | None = None) -> Config:
@@ -44,6 +45,12 @@ def peak_learning_rate(optimizer: str, width: int) -> float:
     return float(f"{rate:.2g}")
 
 
+def default_weight_decay(optimizer: str, lr: float, steps: int) -> float:
+    """The default of a training of so many steps, in two digits. Over all its steps Muon's weights shrink alike,
+    whatever their number; AdamW's do not shrink."""
+    return float(f"{SHRINKAGE / (lr * steps):.2g}") if optimizer == "muon" else 0.0
+
+
 def planned_drafter(config: Config, target: TargetDescription, draft_vocab_size: int) -> tuple[DrafterShape, list[str]]:
     """The drafter that a configuration makes for a target, and the table of where its options are from; UserError for
     auxiliary layers that the target does not have, or a drafter that vLLM could not serve."""
@@ -53,11 +60,11 @@ def planned_drafter(config: Config, target: TargetDescription, draft_vocab_size:
     source = f"of {target.num_hidden_layers}" + ("" if config.target.aux_layers else ", by default")
     positions = target_positions(target.max_position_embeddings, target.model_type, [target.rope_scaling])
     window = window_caveat(shape, target.sliding_window, positions)
-    first = _row("aux_layers", ", ".join(map(str, layers)), source)
+    first = row("aux_layers", ", ".join(map(str, layers)), source)
     if config.train.lr is None:
         optimizer, width = config.train.optimizer, shape.hidden_size
         of_width = f" for a drafter {width:,} wide" if optimizer == "muon" else ""
-        rows.append(_row("train.lr", peak_learning_rate(optimizer, width), f"{optimizer}'s default{of_width}"))
+        rows.append(row("train.lr", peak_learning_rate(optimizer, width), f"{optimizer}'s default{of_width}"))
     return shape, [first, *rows, *(f"  {caveat}" for caveat in window)]
 
 
@@ -83,14 +90,14 @@ def derive(options: DrafterConfig, target: TargetDescription) -> tuple[DrafterCo
         given = getattr(options, name)
         if given is None:
             filled[name] = value
-            rows.append(_row(name, value, f"the target's {source}"))
+            rows.append(row(name, value, f"the target's {source}"))
         elif name == "rope_scaling" and completes:
             filled[name] = value | given
             but = f", but {_shown(given)}" if given else ""
-            rows.append(_row(name, filled[name], f"the target's {source}{but}"))
+            rows.append(row(name, filled[name], f"the target's {source}{but}"))
         else:
             differs = name in CONTRADICTIONS and given != value
-            rows.append(_row(name, given, f"given, UNLIKE the target's {_shown(value)}" if differs else "given"))
+            rows.append(row(name, given, f"given, UNLIKE the target's {_shown(value)}" if differs else "given"))
     return replace(options, **filled), rows
 
 
@@ -107,7 +114,7 @@ def _scaling(architecture: str, target: TargetDescription) -> tuple[dict[str, An
     return {"rope_type": kind, **taken}, "rope_scaling"
 
 
-def _row(name: str, value: Any, source: str) -> str:
+def row(name: str, value: Any, source: str) -> str:
     return f"  {name:<23}  {_shown(value):<22}  {source}"
 
 

@@ -16,7 +16,7 @@ from eagle31_train.cli import load_config
 from eagle31_train.common.errors import UserError
 from eagle31_train.config import DrafterConfig, TargetConfig, TrainConfig
 from eagle31_train.planning.inputs import count_parameters, weight_bytes
-from eagle31_train.targets.derive import complete, derive, peak_learning_rate, planned_drafter
+from eagle31_train.targets.derive import complete, default_weight_decay, derive, peak_learning_rate, planned_drafter
 from eagle31_train.targets.description import (
     NO_EAGLE3,
     NO_PARTS,
@@ -204,6 +204,12 @@ def test_an_open_learning_rate_changes_a_matrix_of_any_width_alike(width, rate):
     if width >= 576:  # a step's largest singular value is 0.2 · rate · √width
         assert rate * width**0.5 == pytest.approx(3e-3 * 576**0.5, rel=0.03)
     assert peak_learning_rate("adamw", width) == 1e-4
+
+
+def test_an_open_weight_decay_shrinks_trainings_of_any_length_alike():
+    assert default_weight_decay("muon", 3e-3, 540) == 1.0  # the demo's, where it was measured
+    assert default_weight_decay("muon", 3e-3, 1200) == 0.45
+    assert default_weight_decay("adamw", 1e-4, 540) == 0.0
 
 
 def test_an_open_learning_rate_is_of_the_drafters_width_and_shown():

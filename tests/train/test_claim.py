@@ -61,16 +61,23 @@ def test_the_same_command_trains_only_what_a_finished_run_lacks(new_run, monkeyp
     assert happens is not leave or contents(run.train) == before
 
 
-def test_a_run_of_an_open_learning_rate_goes_on_with_that_which_it_was_begun_with(new_run, monkeypatch):
-    run = new_run().fit(*SHORT, "train.lr=null")
-    rate = run.manifest()["inputs"]["train"]["lr"]
-    assert rate == derive.ADAMW_LR
-    monkeypatch.setattr(derive, "ADAMW_LR", 2 * rate)
+def test_a_run_of_open_rates_goes_on_with_those_that_it_was_begun_with(new_run, monkeypatch):
+    options = *SHORT, "train.optimizer=muon", "train.lr=null", "train.weight_decay=null"
+    run = new_run().fit(*options)
+
+    def rates():
+        manifest = run.manifest()
+        return [manifest["inputs"]["train"][name] for name in ("lr", "weight_decay")], manifest["steps"]
+
+    (rate, decay), steps = rates()
+    assert rate == derive.MUON_LR
+    assert decay == pytest.approx(1.62 / (rate * steps), rel=0.01)
+    monkeypatch.setattr(derive, "MUON_LR", rate / 2)
     remove_manifest(run)
-    run.fit(*SHORT, "train.lr=null")
-    assert run.manifest()["inputs"]["train"]["lr"] == rate
-    run.fit(*SHORT, "train.lr=null", "overwrite=true")
-    assert run.manifest()["inputs"]["train"]["lr"] == 2 * rate
+    run.fit(*options)
+    assert rates()[0] == [rate, decay]
+    run.fit(*options, "overwrite=true")
+    assert rates()[0] == [rate / 2, pytest.approx(2 * decay, rel=0.02)]
 
 
 @pytest.mark.parametrize("finished", [True, False])

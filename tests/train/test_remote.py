@@ -74,6 +74,10 @@ def test_a_bucket_of_which_every_third_answer_fails_is_extracted_into_and_traine
         UserError, match=r"store.cache_bytes=9,000 cannot hold two windows .* lower train.window_tokens"
     ):
         loop.train(tiny_config(made, *MORE, f"store_dir={URL}", "store.cache_bytes=9000", "name=small"))
+    for name, value in {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=r"several machines train, .* set store.cache_dir=…"):
+        loop.train(config)
 
 
 @pytest.mark.usefixtures("s3_environment", "s3")
