@@ -110,13 +110,14 @@ def read_data(config: Config, whole: bool = False) -> dict[str, Any]:
 
 def recorded(section: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Options under the names that they had before RENAMED; those of ADDED only with another value than there."""
-    old_names = {new: old for old, new in RENAMED.items()}
     named = {f"{section}.{name}": value for name, value in options.items()}
-    return {
-        old_names.get(name, name).split(".")[-1]: value
-        for name, value in named.items()
-        if name not in ADDED or value != ADDED[name]
-    }
+    kept = {name: value for name, value in named.items() if name not in ADDED or value != ADDED[name]}
+    return {recorded_name(name): value for name, value in kept.items()}
+
+
+def recorded_name(option: str) -> str:
+    """What an option, such as train.fc_init_scale, is called in records."""
+    return next((old for old, new in RENAMED.items() if new == option), option).split(".")[-1]
 
 
 # ---------------------------------------------------------------- what each stage's output depends on

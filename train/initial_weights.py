@@ -45,7 +45,7 @@ def open_source(config: Config, needed: bool = False) -> DrafterCheckpoint | Non
         if t.init_revision is not None:
             raise UserError(f"train.init_revision={t.init_revision} is of nothing: set train.init_from to a hub id")
         return None
-    if t.fc_init_scale != 1:
+    if t.fc_init_scale not in (None, 1):
         raise UserError(f"train.fc_init_scale={t.fc_init_scale} is for fresh weights: leave it or train.init_from out")
     if goes_by_record(config) and not needed:
         return None

@@ -115,7 +115,7 @@ def load(
             chosen = None if subset is None else subset.of([samples.index(i) for i in mine])
             batch = build_batch(split.read_all(mine), t.ttt_length, keep_mask, t.oov, chosen, mesh.part)
             micro_batches.append(MicroBatch(batch.pinned() if pin else batch, mine, bool(part)))
-        split.store.storage.passed(step)
+        split.passed(step)
         pairs = torch.stack([micro.batch.population * micro.real for micro in micro_batches]).sum(0)
         packed = torch.cat([pairs, pairs.new_zeros(1)])
         return micro_batches, StepTotals(packed.pin_memory() if pin else packed)

@@ -28,13 +28,14 @@ from eagle31_train.store.stream import check_consumer
 from eagle31_train.targets.derive import complete, default_weight_decay
 from train import checkpoint, initial_weights, launch, tracking, windows
 from train.acceptance import AcceptanceMeter
-from train.build import build_objective, check_pairs, check_samples, check_store, choose_kernels, shape_of
+from train.build import build_objective, check_pairs, check_samples, check_store, choose_kernels, fc_scale, shape_of
 from train.checkpoint import Saver
 from train.deadline import Deadline, parse_limit
 from train.metrics import Reporter
 from train.parallel import Parallel, parallelise
 from train.trainer import Inputs, State, Trainer
 
+OPEN = ("lr", "weight_decay", "fc_init_scale")  # options of training that may be null
 LOCK = ".training"  # beside train/, which may be replaced as a whole
 
 
@@ -92,14 +93,14 @@ def tell_of_waiting(schedule: list[list[int]], replicas: int) -> None:
 
 def complete_drafter(config: Config, source: DrafterCheckpoint | None) -> Config:
     """With every open option of the drafter, and an open learning rate, as in the run's record, in the initial weights,
-    or by the target; with an open weight decay as in the record."""
+    or by the target; what else is open of training as in the record."""
     record, begun = Path(config.run_dir) / "train" / RECORD, None
     if record.is_file() and (not config.overwrite or initial_weights.goes_by_record(config)):
         inputs = artifacts.Record(artifacts.read_json(record, "train.py")["inputs"], record, "train.py")
         begun = inputs["drafter"]
         if not config.overwrite:  # what other versions choose may differ
-            open_ones = [name for name in ("lr", "weight_decay") if getattr(config.train, name) is None]
-            values = {name: inputs["train"].get(name) for name in open_ones}
+            names = [name for name in OPEN if getattr(config.train, name) is None]
+            values = {name: inputs["train"].get(provenance.recorded_name(f"train.{name}")) for name in names}
             config = replace(config, train=replace(config.train, **values))
     elif source is not None:
         begun = {name: getattr(source.shape, name) for name in initial_weights.FOLLOWED}
@@ -141,7 +142,12 @@ def read_inputs(config: Config, source: DrafterCheckpoint | None, deadline: Dead
     if t.weight_decay is None:
         assert t.lr is not None  # `complete_drafter` gives one
         t = replace(t, weight_decay=default_weight_decay(t.optimizer, t.lr, len(schedule)))
-        config = replace(config, train=t)
+    if t.fc_init_scale is None:
+        normed = config.drafter.fc_norm or config.drafter.norm_before_fc
+        if not (normed or t.init_from):
+            store.wait_for([train_split.shard_of(0)], deadline.pause)
+        t = replace(t, fc_init_scale=1.0 if normed or t.init_from else fc_scale(train_split))
+    config = replace(config, train=t)
     vocab_sha = artifacts.file_sha256(vocab_file)
     chosen_on = measured_on if by_acceptance else None
     made_from = provenance.of_training(config, store.fingerprint, store.inputs["data"], vocab_sha, start, chosen_on)

@@ -195,6 +195,10 @@ class StoreSplit:
         """Return once all of these samples can be read; at once in a complete store."""
         self.store.wait_for(dict.fromkeys(self.shard_of(index) for index in indices))
 
+    def passed(self, step: int) -> None:
+        """What steps up to this one read has been read: none of it is fetched ahead any more."""
+        self.store.storage.passed(step)
+
     def read(self, index: int, states: bool = True) -> Document:
         """One sample, with the states that are needed (see `Document`), mapped from the file until they are used."""
         shard = self.shard_of(index)

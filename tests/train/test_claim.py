@@ -1,6 +1,7 @@
 """A run's folder is one process's at a time and holds one run, which the same command finishes and never repeats."""
 
 import shutil
+import statistics
 from pathlib import Path
 
 import pytest
@@ -8,10 +9,12 @@ from pipeline import assert_equal, contents, flip_bit, message_of
 from surviving import timeless
 
 from eagle31_train.common import locks
+from eagle31_train.store import Store
 from eagle31_train.targets import derive
 from train import trainer
 from train.prepare import LOCK
 
+EAGLE3, BEFORE = ("drafter.fc_norm=false", "drafter.norm_output=false"), "drafter.norm_before_fc=true"
 SHORT = ["train.max_steps=3", "train.checkpoint_every=2"]
 
 
@@ -78,6 +81,15 @@ def test_a_run_of_open_rates_goes_on_with_those_that_it_was_begun_with(new_run, 
     assert rates()[0] == [rate, decay]
     run.fit(*options, "overwrite=true")
     assert rates()[0] == [rate / 2, pytest.approx(2 * decay, rel=0.02)]
+
+
+@pytest.mark.parametrize(("options", "normed"), [((), True), (EAGLE3, False), ((*EAGLE3, BEFORE), True)])
+def test_fc_begins_as_if_the_states_that_it_reads_without_a_norm_had_one(new_run, options, normed):
+    run = new_run().fit(*SHORT, *options)
+    scale = run.manifest()["inputs"]["train"]["fc_start"]
+    states = Store(Path(run.folder, "run", "store")).split("train").read(0).aux.decode()[:, -1].double()
+    sizes = [1.0] if normed else [float(state @ state / len(state)) ** 0.5 for state in states]
+    assert scale * statistics.median_low(sizes) == pytest.approx(1, rel=0.06)
 
 
 @pytest.mark.parametrize("finished", [True, False])

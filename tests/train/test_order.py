@@ -124,7 +124,7 @@ def test_1024_ranks_load_every_sample_of_as_many_steps_as_are_planned(monkeypatc
     def sizes(indices):
         return [lengths[i] for i in indices], [lengths[i] * (i % 4) // 4 for i in indices]
 
-    split = SimpleNamespace(lengths=lengths, sizes=sizes, wait_for=lambda _: None, read_all=list)
+    split = SimpleNamespace(lengths=lengths, sizes=sizes, wait_for=lambda _: None, passed=lambda _: None, read_all=list)
     once = cache(share)  # all ranks are given the same
     monkeypatch.setattr(order, "share", lambda batch, costs, parts: once(tuple(batch), tuple(costs), parts))
     monkeypatch.setattr(loader, "build_batch", stub)
