@@ -43,7 +43,8 @@ NAMES += ["a,b", " a  b ", "1e3", "true", "a#b!c;d&e<f>`g`|^", "range(1,2)", "ba
 
 
 def test_any_name_is_taken_as_it_is_without_quotes():
-    options = cli.OPTIONS.items()
+    read = ("train.time_limit", "store.cache_bytes", "store.max_bytes")  # as times and sizes
+    options = [(name, option) for name, option in cli.OPTIONS.items() if name not in read]
     text = [name for name, (kind, at) in options if kind in (str, str | None) and not at.metadata["choices"]]
     assert {"name", "run_dir", "data.prompts", "target.path", "store.cache_dir"} <= set(text)
     given = dict(zip(text, [*NAMES, *NAMES], strict=False))
