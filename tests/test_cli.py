@@ -171,10 +171,13 @@ def test_a_recipe_or_run_that_is_here_is_named(tmp_path, monkeypatch):
     )
     saved = Path("runs/qwen/train/config.yaml")
     saved.parent.mkdir(parents=True)
+    Path("mine.yaml").write_text("name: mine")
+    assert message_of("+experiment=mine.yaml") == "no value for target.path: set target.path in mine.yaml"
     saved.write_text(cli.to_yaml(load_config(["target.path=x", "name=qwen"])))
     assert message_of("name=qwen").endswith(f"give the run's own options, +experiment={saved}")
     assert load_config([f"+experiment={saved}"]).target.path == "x"
 
+    assert message_of("runs/qwen") == f"'runs/qwen' is a run: give its options, +experiment={saved}"
 
 def test_an_old_name_is_understood_and_says_the_new_one(monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(RENAMED, "train.rate", "train.lr")
