@@ -233,6 +233,8 @@ def _set(config: DictConfig, override: str) -> None:
     try:  # `{}` empties a free-form option; other mappings are merged
         OmegaConf.update(config, key, parsed, merge=parsed != {}, force_add=True)
     except OmegaConfBaseException as error:
+        if not free and "list[" in str(OPTIONS[key][0]) and not isinstance(parsed, list):
+            raise UserError(f"{key} is a list: write '{key}=[{value}]'") from None
         raise UserError(f"{override}: {str(error).splitlines()[0]}") from None
 
 

@@ -146,6 +146,8 @@ def test_a_free_form_option_is_emptied():
         ("+target=zzz", "no configs/target/zzz.yaml (there are kimi, kimi_k25, kimi_toy, "),
         ("train.lr", "'train.lr' is not of the form key=value"),
         ("train.lr=fast", "train.lr=fast: Value 'fast' of type 'str' could not be converted to Float"),
+        ("train.betas=0.9", "train.betas is a list: write 'train.betas=[0.9]'"),
+        ("target.aux_layers=3", "target.aux_layers is a list: write 'target.aux_layers=[3]'"),
         ("train.betas=[0.9", "'train.betas=[0.9' cannot be read"),
         ("data.sources.en={path: a=b}", "'data.sources.en={path: a=b}' cannot be read"),
         ("name=", "name= is empty: give name=… a value"),
