@@ -171,15 +171,15 @@ def test_a_recipe_or_run_that_is_here_is_named(tmp_path, monkeypatch):
     assert message_of("+experiment=mine") == (
         "no configs/experiment/mine.yaml: for the file here give +experiment=mine.yaml"
     )
-    saved = Path("runs/qwen/train/config.yaml")
-    saved.parent.mkdir(parents=True)
     Path("mine.yaml").write_text("name: mine")
     assert message_of("+experiment=mine.yaml") == "no value for target.path: set target.path in mine.yaml"
+    saved = Path("runs/qwen/train/config.yaml")
+    saved.parent.mkdir(parents=True)
     saved.write_text(cli.to_yaml(load_config(["target.path=x", "name=qwen"])))
     assert message_of("name=qwen").endswith(f"give the run's own options, +experiment={saved}")
+    assert message_of("runs/qwen") == f"'runs/qwen' is a run: give its options, +experiment={saved}"
     assert load_config([f"+experiment={saved}"]).target.path == "x"
 
-    assert message_of("runs/qwen") == f"'runs/qwen' is a run: give its options, +experiment={saved}"
 
 def test_an_old_name_is_understood_and_says_the_new_one(monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(RENAMED, "train.rate", "train.lr")
@@ -274,17 +274,19 @@ def test_each_command_completes_what_it_takes(capsys):
     """The last of the words, by bash."""
     completion.main(["bash"])
     shell = capsys.readouterr().out
-    complete = 'COMP_WORDS=("$@"); COMP_CWORD=$(($#-1)); _eagle31; printf "%s\\n" "${COMPREPLY[@]}"'
+    line = 'COMP_LINE="$*"; COMP_POINT=${#COMP_LINE}; COMP_WORDS=("$@"); COMP_CWORD=$(($#-1))'
+    complete = line + '; _eagle31; printf "%s\\n" "${COMPREPLY[@]}"'
     for words, wanted in {
         "run --p": ["--profile"],
         "run --from ": list(stages.STAGES),
         "run --profile zero3": ["zero3", "zero3_offload"],
-        "compare a +suite=mt": ["+suite=mt_bench"],
-        "evaluate train.lr=": ["train.lr="],
+        "compare a +suite=mt": ["mt_bench"],  # bash itself divides words at =
+        "evaluate train.bet": ["train.betas="],
         "store ": ["verify", "info"],
     }.items():
         command = ["bash", "-c", f"{shell}\n{complete}", "bash", "eagle31", *words.split(" ")]
         assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() == wanted, words
+    assert "COMP_WORDBREAKS=" not in shell, "it is other programs', too"
 
 
 @pytest.mark.parametrize(("command", "main"), [("store", store.main), ("report", report.main)])
