@@ -32,8 +32,7 @@ def regenerate(config: Config, template: ChatTemplate) -> tuple[Path, dict[str, 
         samples = f"data.generate.samples={generate.samples} at temperature 0 would repeat one answer"
         raise UserError(f"{samples}: set data.generate.temperature above 0")
     corpus = Corpus.open(config, "prompts")
-    settings = _settings(config, template)
-    made_from = Provenance({**settings, **_prompts(corpus)})
+    settings, made_from = _settings(config, template), of_answers(config, template, corpus)
     journal = Journal(output)
     if journal.finished(made_from, config.overwrite):
         note(f"answers: {output} is up to date")
@@ -65,6 +64,11 @@ def regenerate(config: Config, template: ChatTemplate) -> tuple[Path, dict[str, 
     if ended:
         note(f"answers: {len(ended)} conversations end before their prompts do ({most_common(ended)})")
     return output, manifest
+
+
+def of_answers(config: Config, template: ChatTemplate, corpus: Corpus) -> Provenance:
+    """What answers depend on. corpus: the prompts."""
+    return Provenance({**_settings(config, template), **_prompts(corpus)})
 
 
 def _prompts(corpus: Corpus) -> dict[str, Any]:

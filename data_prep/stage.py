@@ -11,8 +11,9 @@ import numpy as np
 from datasets import DatasetDict
 
 from data_prep.dataset import Collected, collect, most_common
+from data_prep.journal import Journal
 from data_prep.masks import NO_ANSWER, samples
-from data_prep.regenerate import regenerate
+from data_prep.regenerate import OUTPUT, of_answers, regenerate
 from data_prep.self_prompts import write_prompts
 from data_prep.sources import Corpus, Source, named
 from eagle31_train import provenance
@@ -67,11 +68,17 @@ def prepare(config: Config) -> None:
     if data.conversations is not None and data.prompts is not None:
         read = "prompts" if config.regenerate else "conversations"
         note(f"data: reading data.{read}={getattr(data, read)}, since regenerate={config.regenerate}")
+    ours = (folder / artifacts.MANIFEST).is_file()
+    answered = Journal(Path(config.run_dir) / OUTPUT).manifest.is_file()
+    if config.regenerate and config.data_dir and ours and not answered and not config.overwrite:
+        # Another run's: its prompts are not asked again, for answers that would be refused or thrown away.
+        made_from = provenance.of_data(config, _rows_of(folder, config, template), template.fingerprints(), vocab_size)
+        if provenance.up_to_date(folder, made_from, config.overwrite):
+            _record_target(folder, target)
+            return
     corpus, answers = _open(config, template)
     made_from = provenance.of_data(config, corpus.inputs(), template.fingerprints(), vocab_size)
-    ours = (folder / artifacts.MANIFEST).is_file()
     if provenance.up_to_date(folder, made_from, config.overwrite):
-        note(f"data: {folder} is up to date")
         _record_target(folder, target)
         return
     if not ours and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -104,6 +111,7 @@ def prepare(config: Config) -> None:
 
 def _record_target(folder: Path, target: TargetDescription) -> None:
     """Training derives the drafter of what stands here: a target whose config.json was corrected since is recorded."""
+    note(f"data: {folder} is up to date")
     manifest = artifacts.read_json(folder / artifacts.MANIFEST, "eagle31 data")
     if change := changed_since(manifest.get("target") or {}, target):
         note(f"data: its target is another since, and recorded anew ({change})")
@@ -125,6 +133,18 @@ def check_maskable(template: ChatTemplate) -> None:
         f"under the chat template of {template.name} no answer can be learnt from ({'; '.join(sorted(reasons))}): "
         "give one that fits as target.chat_template"
     )
+
+
+def _rows_of(folder: Path, config: Config, template: ChatTemplate) -> dict[str, Any]:
+    """What a data set of another run was made of, if it was answers; UserError: to other prompts, or in another way,
+    as far as that run's records lie beside it."""
+    sources = provenance.read_data(config).get("inputs", {}).get("sources")
+    beside = Journal(folder.parent / OUTPUT).manifest
+    if beside.is_file() and not config.data.writes_prompts:  # of which the file is not written yet
+        record = artifacts.read_json(beside, provenance.DATA)
+        of_answers(config, template, Corpus.open(config, "prompts")).refuse_other(folder, record, False)
+    answers = isinstance(sources, list) and [file for file, _ in sources] == [OUTPUT]
+    return {"sources": sources if answers else "the target's answers", "format": "messages"}
 
 
 def _open(config: Config, template: ChatTemplate) -> tuple[Corpus, dict[str, Any]]:

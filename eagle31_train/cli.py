@@ -60,6 +60,7 @@ def load_config(
     if twice := [f"{old} is called {new} now" for old, new in RENAMED.items() if {old, new} <= keys]:
         raise UserError(f"{twice[0]}: give it once")
     groups = [word for word in overrides if (CONFIGS / _key(word)).is_dir()]
+    recipe = next((word.partition("=")[2] for word in groups if _key(word) == "experiment"), "")
     try:
         checked = tuple(_checked_group(word, folders) for word in groups)
         shipped = saved is None and config_dir is None and GIVEN not in checked
@@ -67,9 +68,8 @@ def load_config(
         for word in overrides:
             if word not in groups:
                 _set(composed, word)
-        config = _to_config(composed)
+        config = _to_config(composed, recipe)
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
-        recipe = next((word.partition("=")[2] for word in groups if _key(word) == "experiment"), "")
         raise UserError(_explain(error).replace("'experiment/given'", recipe)) from None
     if resolve:
         precision.resolve(config)
@@ -175,7 +175,7 @@ def _say_new_name(old: str) -> None:
     say(f"{old} is {now}", error=True)
 
 
-def _to_config(composed: DictConfig) -> Config:
+def _to_config(composed: DictConfig, recipe: str) -> Config:
     if OmegaConf.is_missing(composed, "name"):  # OmegaConf stumbles over run_dir, which is made of it
         unknown = OmegaConf.is_missing(composed.target, "path")
         composed.name = "unnamed" if unknown else Path(composed.target.path).name.lower()
@@ -184,6 +184,8 @@ def _to_config(composed: DictConfig) -> Config:
         remedy = f"give {missing[0]}=…, or a recipe that has it, +experiment=NAME of {recipes}"
         if (saved := Path(composed.run_dir) / "train" / "config.yaml").is_file():
             remedy = f"give the run's own options, +experiment={saved}"
+        elif Path(recipe).is_file():
+            remedy = f"set {missing[0]} in {recipe}"
         raise UserError(f"no value for {', '.join(missing)}: {remedy}")
     config = OmegaConf.to_object(composed)
     assert isinstance(config, Config)
@@ -204,6 +206,8 @@ def _refuse_empty(option: str, value: Any) -> None:
 def _set(config: DictConfig, override: str) -> None:
     """Change one option as `key=value` says, or remove the free-form one of `~key`; UserError where it is none."""
     key, (_, equals, value) = _key(override), override.partition("=")
+    if (saved := Path(override, "train", "config.yaml")).is_file():
+        raise UserError(f"{override!r} is a run: give its options, +experiment={saved}")
     if not key or (not equals and not override.startswith("~")):
         raise UserError(f"{override!r} is not of the form key=value, such as target.path=Qwen/Qwen3-8B")
     if key in RENAMED or key in REMOVED:
@@ -229,6 +233,8 @@ def _set(config: DictConfig, override: str) -> None:
     try:  # `{}` empties a free-form option; other mappings are merged
         OmegaConf.update(config, key, parsed, merge=parsed != {}, force_add=True)
     except OmegaConfBaseException as error:
+        if not free and "list[" in str(OPTIONS[key][0]) and not isinstance(parsed, list):
+            raise UserError(f"{key} is a list: write '{key}=[{value}]'") from None
         raise UserError(f"{override}: {str(error).splitlines()[0]}") from None
 
 

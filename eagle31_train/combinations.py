@@ -1,15 +1,19 @@
 """Which options go together: a stage that needs to know, and whoever looks before any stage runs, ask the same."""
 
 from eagle31_train.common.errors import UserError
-from eagle31_train.config import Config, TrainConfig
+from eagle31_train.config import Config, TrainConfig, byte_count, parse_limit
 
 
 def check_options(config: Config) -> None:
-    """UserError for options that contradict each other on any machine."""
+    """UserError for options that contradict each other, or say nothing, on any machine."""
     if config.name == "plain":
         raise UserError("name=plain is what decoding without a drafter is called: choose another")
     if len(config.train.betas) != 2:
         raise UserError(f"train.betas={config.train.betas} must be two numbers, of AdamW's two moments")
+    parse_limit(config.train.time_limit)
+    for name in ("cache_bytes", "max_bytes"):
+        if (text := getattr(config.store, name)) is not None:
+            byte_count(text, f"store.{name}")
     data = config.data
     if data.rows is not None and all(source is None for source in data.sources.values()):
         raise UserError(f"data.rows={data.rows} mixes data.sources: give data.sources.NAME.path, or leave it out")
@@ -24,6 +28,15 @@ def check_zero(t: TrainConfig) -> None:
         raise UserError(
             "train.optimizer=muon needs whole matrices, which DeepSpeed cuts up: launch with ddp or fsdp2, or give "
             "train.optimizer=adamw with its own train.lr"
+        )
+
+
+def check_longest(row: str, tokens: int, batch_tokens: int) -> None:
+    """UserError if the longest conversation, called `row`, fits in no batch of the training."""
+    if tokens > batch_tokens:
+        raise UserError(
+            f"{row} has {tokens} tokens: set train.batch_tokens={tokens} or more, or make data and store with "
+            f"data.max_length={batch_tokens}"
         )
 
 

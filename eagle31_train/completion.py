@@ -9,7 +9,7 @@ from eagle31_train.common.console import note, parser, tidy
 from eagle31_train.run import PROFILES, STAGES
 
 SCRIPT = """{zsh}_eagle31() {{
-  local word="${{COMP_WORDS[COMP_CWORD]}}" before="${{COMP_WORDS[COMP_CWORD-1]}}" words
+  local word="${{COMP_LINE:0:COMP_POINT}}" before="${{COMP_WORDS[COMP_CWORD-1]}}" words; word="${{word##* }}"
   if [ "$COMP_CWORD" -eq 1 ]; then words="{commands}"
   else case "${{COMP_WORDS[1]}} $before" in
 {cases}
@@ -17,8 +17,8 @@ SCRIPT = """{zsh}_eagle31() {{
   esac; fi
   if [ "$COMP_CWORD" -gt 1 ]; then compopt -o nospace 2>/dev/null; fi
   COMPREPLY=($(compgen -W "$words" -- "$word"))
+  COMPREPLY=("${{COMPREPLY[@]#${{word%${{word##*[ $COMP_WORDBREAKS]}}}}}}")  # bash replaces what follows = alone
 }}
-COMP_WORDBREAKS="${{COMP_WORDBREAKS//=/}}"
 complete -o default -F _eagle31 eagle31"""
 COMMON = "--help --cfg --config-dir"
 # By command and the word before, as patterns of the shell; the first that fits. All others take options of a recipe.

@@ -408,6 +408,18 @@ def byte_count(text: str, option: str) -> int:
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
 
+def parse_limit(text: str | None) -> float | None:
+    """Seconds from "3h50m", "90m", "30s" or "2d"; None for no limit. A UserError if it is no such time."""
+    if text is None:
+        return None
+    parts = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", text.replace(" ", ""))
+    days, hours, minutes, seconds = (int(part or 0) for part in parts.groups()) if parts else (0, 0, 0, 0)
+    total = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    if not total:
+        raise UserError(f"train.time_limit={text} is no time: write it like 3h50m, 90m or 30s")
+    return float(total)
+
+
 MLA_WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # and q_lora_rank, or none
 
 

@@ -20,7 +20,8 @@ import yaml
 
 from eagle31_train import cli
 from eagle31_train.cli import ANY
-from eagle31_train.combinations import check_zero
+from eagle31_train.combinations import check_longest, check_zero
+from eagle31_train.common.artifacts import MANIFEST
 from eagle31_train.common.console import STOPPED, note
 from eagle31_train.common.errors import Stopped, UserError
 from eagle31_train.common.locations import CONFIGS
@@ -56,6 +57,11 @@ def run(config: Config, overrides: list[str], first: str, last: str, profile: st
         environment["ACCELERATE_USE_CPU"] = "true"
     for number, stage in enumerate(stages):
         note(f"run: {stage}")
+        if stage == "extract" and "train" in stages and (config.data_folder / MANIFEST).is_file():
+            from eagle31_train.evaluation.workloads import longest_sample  # seconds
+
+            longest = longest_sample(config.data_folder / "dataset")
+            check_longest(f"a conversation in {config.data_folder}", longest, config.train.batch_tokens)
         early = ["push=false"] * (stage == "export" and "export" in stages[number + 1 :])
         status = finished([*command(stage, config, profile), *overrides, *early], environment)
         if status == STOPPED:
@@ -84,6 +90,14 @@ def check_inputs(config: Config, stages: list[str]) -> None:
         from eagle31_train.evaluation import workloads  # seconds
 
         workloads.inputs(config)
+    if "evaluate" in stages and options.backend == "vllm":
+        from eagle31_train.evaluation.serving import engine  # likewise, and vLLM's own torch
+
+        engine.check(config)
+    if {"extract", "evaluate"} & set(stages) and config.target.device not in ("auto", "cpu"):
+        from eagle31_train.targets.hf import pick_device  # likewise
+
+        pick_device(config.target.device)
     if "export" in stages:
         hub.check(config)
     begun = (Path(config.run_dir) / "train" / "inputs.json").is_file()  # and goes on without its first weights
@@ -91,7 +105,8 @@ def check_inputs(config: Config, stages: list[str]) -> None:
     folders += [("comparisons", one) for one in config.comparisons] * ("export" in stages)
     for option, folder in folders:
         place = folder if Path(folder).exists() else folder.rpartition("@")[0] or folder  # DRAFT@outputs
-        if not Path(place).exists() and not is_hub_id(place):
+        owner = place.partition("/")[0]
+        if not Path(place).exists() and (owner == "runs" or Path(owner).is_dir() or not is_hub_id(place)):
             raise UserError(f"{option}={folder} does not exist: give its folder")
 
 

@@ -43,7 +43,8 @@ NAMES += ["a,b", " a  b ", "1e3", "true", "a#b!c;d&e<f>`g`|^", "range(1,2)", "ba
 
 
 def test_any_name_is_taken_as_it_is_without_quotes():
-    options = cli.OPTIONS.items()
+    read = ("train.time_limit", "store.cache_bytes", "store.max_bytes")  # as times and sizes
+    options = [(name, option) for name, option in cli.OPTIONS.items() if name not in read]
     text = [name for name, (kind, at) in options if kind in (str, str | None) and not at.metadata["choices"]]
     assert {"name", "run_dir", "data.prompts", "target.path", "store.cache_dir"} <= set(text)
     given = dict(zip(text, [*NAMES, *NAMES], strict=False))
@@ -145,6 +146,8 @@ def test_a_free_form_option_is_emptied():
         ("+target=zzz", "no configs/target/zzz.yaml (there are kimi, kimi_k25, kimi_toy, "),
         ("train.lr", "'train.lr' is not of the form key=value"),
         ("train.lr=fast", "train.lr=fast: Value 'fast' of type 'str' could not be converted to Float"),
+        ("train.betas=0.9", "train.betas is a list: write 'train.betas=[0.9]'"),
+        ("target.aux_layers=3", "target.aux_layers is a list: write 'target.aux_layers=[3]'"),
         ("train.betas=[0.9", "'train.betas=[0.9' cannot be read"),
         ("data.sources.en={path: a=b}", "'data.sources.en={path: a=b}' cannot be read"),
         ("name=", "name= is empty: give name=… a value"),
@@ -168,10 +171,13 @@ def test_a_recipe_or_run_that_is_here_is_named(tmp_path, monkeypatch):
     assert message_of("+experiment=mine") == (
         "no configs/experiment/mine.yaml: for the file here give +experiment=mine.yaml"
     )
+    Path("mine.yaml").write_text("name: mine")
+    assert message_of("+experiment=mine.yaml") == "no value for target.path: set target.path in mine.yaml"
     saved = Path("runs/qwen/train/config.yaml")
     saved.parent.mkdir(parents=True)
     saved.write_text(cli.to_yaml(load_config(["target.path=x", "name=qwen"])))
     assert message_of("name=qwen").endswith(f"give the run's own options, +experiment={saved}")
+    assert message_of("runs/qwen") == f"'runs/qwen' is a run: give its options, +experiment={saved}"
     assert load_config([f"+experiment={saved}"]).target.path == "x"
 
 
@@ -268,17 +274,19 @@ def test_each_command_completes_what_it_takes(capsys):
     """The last of the words, by bash."""
     completion.main(["bash"])
     shell = capsys.readouterr().out
-    complete = 'COMP_WORDS=("$@"); COMP_CWORD=$(($#-1)); _eagle31; printf "%s\\n" "${COMPREPLY[@]}"'
+    line = 'COMP_LINE="$*"; COMP_POINT=${#COMP_LINE}; COMP_WORDS=("$@"); COMP_CWORD=$(($#-1))'
+    complete = line + '; _eagle31; printf "%s\\n" "${COMPREPLY[@]}"'
     for words, wanted in {
         "run --p": ["--profile"],
         "run --from ": list(stages.STAGES),
         "run --profile zero3": ["zero3", "zero3_offload"],
-        "compare a +suite=mt": ["+suite=mt_bench"],
-        "evaluate train.lr=": ["train.lr="],
+        "compare a +suite=mt": ["mt_bench"],  # bash itself divides words at =
+        "evaluate train.bet": ["train.betas="],
         "store ": ["verify", "info"],
     }.items():
         command = ["bash", "-c", f"{shell}\n{complete}", "bash", "eagle31", *words.split(" ")]
         assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() == wanted, words
+    assert "COMP_WORDBREAKS=" not in shell, "it is other programs', too"
 
 
 @pytest.mark.parametrize(("command", "main"), [("store", store.main), ("report", report.main)])

@@ -8,6 +8,8 @@ from subprocess import CalledProcessError
 from types import SimpleNamespace
 
 import pytest
+import torch
+from datasets import Dataset
 from published_targets import FOLDER
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
@@ -72,6 +74,13 @@ REFUSED = [  # what is asked, what is said, and up to or from where it would be 
     ("evaluate.prompts=nowhere.jsonl", "evaluate.prompts=nowhere.jsonl is missing", "--until train"),
     ("comparisons=[./nowhere]", "comparisons=./nowhere does not exist", ""),
     ("train.init_from=./nowhere", "train.init_from=./nowhere does not exist", ""),
+    ("train.init_from=runs/nowhere", "train.init_from=runs/nowhere does not exist", ""),
+    ("comparisons=[tests/nowhere]", "comparisons=tests/nowhere does not exist", ""),  # a folder's, and no owner's
+    ("train.time_limit=10", "train.time_limit=10 is no time", ""),
+    ("store.cache_bytes=lots", "store.cache_bytes=lots is no number of bytes", ""),
+    ("store.max_bytes=lots", "store.max_bytes=lots is no number of bytes", ""),
+    ("evaluate.backend=vllm evaluate.vllm_python=nowhere", "=nowhere cannot import vLLM", "--until train"),
+    ("target.device=cuda", "target.device=cuda: there is no CUDA device here", "--until data"),
     ("train.betas=[0.9]", "must be two numbers", ""),
     ("evaluate.num_speculative_tokens=9", "must be num_speculative_tokens=9 or more", ""),
     ("--profile zero2", "train.optimizer=muon needs whole matrices", "train.optimizer=adamw"),
@@ -96,6 +105,17 @@ def test_what_is_there_or_was_needed_at_the_start_alone_is_not_refused(started, 
     assert started("+experiment=smollm2", "train.init_from=./gone", f"run_dir={tmp_path / 'run'}")
 
 
+def test_a_conversation_that_fits_in_no_batch_is_refused_before_extraction(started, tmp_path, capsys):
+    Dataset.from_dict({"input_ids": [[1] * 95, [1] * 5]}).save_to_disk(tmp_path / "data" / "dataset" / "train")
+    (tmp_path / "data" / "manifest.json").write_text("{}")
+    words = ["+experiment=smollm2", f"run_dir={tmp_path}", "--from", "extract"]
+    with pytest.raises(SystemExit):
+        started(*words, "train.batch_tokens=94")
+    assert "has 95 tokens: set train.batch_tokens=95 or more" in capsys.readouterr().err
+    assert started(*words, "train.batch_tokens=95")
+    assert started(*words, "train.batch_tokens=94", "--until", "extract")
+
+
 @pytest.mark.parametrize(
     ("first", "last", "between"),
     [
@@ -106,7 +126,8 @@ def test_what_is_there_or_was_needed_at_the_start_alone_is_not_refused(started, 
         ("data", "train", ["data", "extract", "train"]),
     ],
 )
-def test_vllm_serves_what_was_exported_before(started, first, last, between):
+def test_vllm_serves_what_was_exported_before(started, monkeypatch, first, last, between):
+    monkeypatch.setattr("eagle31_train.evaluation.serving.engine.check", lambda _: None)
     commands = started("+experiment=smollm2", "evaluate.backend=vllm", "--from", first, "--until", last)
     names = {*run.STAGES, "push=false"}
     assert [" ".join(word for word in words if word in names) for words in commands] == between
@@ -137,6 +158,8 @@ WHOLE = ("target.device_map=auto", "target.device=cuda:1", "extract.engine=vllm"
 )
 def test_a_stage_is_launched_on_all_gpus_that_it_can_use(started, monkeypatch, capsys, stage, options, profile):
     monkeypatch.setattr(run, "launch_profile", lambda: ("ddp", 4))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     (words,) = started("+experiment=smollm2", "--from", stage, "--until", stage, *options.split())
     assert "--profile" not in words
     assert words[words.index(stage) + 1] == "+experiment=smollm2"

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from eagle31_train.checkpoint.contract import drafter_shape
+from eagle31_train.combinations import check_longest
 from eagle31_train.common import artifacts
 from eagle31_train.common.errors import UserError
 from eagle31_train.config import Config, DrafterConfig, DrafterShape, TrainConfig
@@ -43,11 +44,9 @@ def check_samples(split: StoreSplit, batch_tokens: int) -> None:
     """Raise a UserError for a training split without a sample, or with one that is longer than `batch_tokens`."""
     if not len(split):
         raise UserError(f"{split.store.location} holds no sample to train on: run `eagle31 data` with more data")
-    if (longest := max(split.lengths)) > batch_tokens:
-        raise UserError(
-            f"row {split.lengths.index(longest)} of the train split in {split.store.location} has {longest} tokens: "
-            f"set train.batch_tokens={longest} or more, or make data and store with data.max_length={batch_tokens}"
-        )
+    longest = max(split.lengths)
+    row = f"row {split.lengths.index(longest)} of the train split in {split.store.location}"
+    check_longest(row, longest, batch_tokens)
 
 
 def check_pairs(split: StoreSplit, vocab: DraftVocab, oov: str) -> None:

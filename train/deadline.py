@@ -1,25 +1,12 @@
 """When a run is told to stop: by SIGTERM, as a cluster does, or by its own time limit."""
 
 import math
-import re
 import signal
 import threading
 import time
 from typing import Any
 
-from eagle31_train.common.errors import Stopped, UserError
-
-
-def parse_limit(text: str | None) -> float | None:
-    """Seconds from "3h50m", "90m", "30s" or "2d"; None for no limit. A UserError if it is no such time."""
-    if text is None:
-        return None
-    parts = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", text.replace(" ", ""))
-    days, hours, minutes, seconds = (int(part or 0) for part in parts.groups()) if parts else (0, 0, 0, 0)
-    total = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
-    if not total:
-        raise UserError(f"train.time_limit={text} is no time: write it like 3h50m, 90m or 30s")
-    return float(total)
+from eagle31_train.common.errors import Stopped
 
 
 class Deadline:

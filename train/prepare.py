@@ -18,7 +18,7 @@ from eagle31_train.checkpoint.run_folder import CHECKPOINTS, RECORD, in_order, n
 from eagle31_train.common import artifacts, locks, order
 from eagle31_train.common.console import note, say
 from eagle31_train.common.errors import UserError
-from eagle31_train.config import Config, byte_count
+from eagle31_train.config import Config, byte_count, parse_limit
 from eagle31_train.evaluation import trajectories
 from eagle31_train.evaluation.trajectories import digest
 from eagle31_train.model import vocab
@@ -30,7 +30,7 @@ from train import checkpoint, initial_weights, launch, tracking, windows
 from train.acceptance import AcceptanceMeter
 from train.build import build_objective, check_pairs, check_samples, check_store, choose_kernels, fc_scale, shape_of
 from train.checkpoint import Saver
-from train.deadline import Deadline, parse_limit
+from train.deadline import Deadline
 from train.metrics import Reporter
 from train.parallel import Parallel, parallelise
 from train.trainer import Inputs, State, Trainer

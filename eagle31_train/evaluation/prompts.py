@@ -100,6 +100,9 @@ def choose(prompts: list[Prompt], count: int, longest: int) -> tuple[list[Prompt
                 chosen[tuple(prompt.ids)] = prompt
                 waiting.append(source)
                 break
+    if longest < 1:
+        room = "evaluate.max_new_tokens leaves no prompt room in the positions of target and drafter"
+        raise UserError(f"{room}: lower it by {1 - longest} or more")
     if not chosen:
         raise UserError(f"none of {len(prompts)} prompts has at most {longest} tokens: lower evaluate.max_new_tokens")
     return list(chosen.values()), too_long

@@ -20,6 +20,7 @@ GIB = 2**30
 # in pinned blocks of twice their size at most.
 SHARDS = 1 + 2 * 2
 BUSY = 0.9  # share of the devices' time below which the plan says that they wait
+MACHINE = 8  # devices that one is taken to have at most, all of which `eagle31 run` uses
 SPARE = 0.9  # of a device's memory may be planned for: contexts, communication and fragments take the rest
 PARTS = {"fc": "fc, fc_norm", "self_attn": "attention", "mlp": "mlp", "lm_head": "lm_head", "embed_tokens": "embedding"}
 MORE = [
@@ -173,13 +174,15 @@ def which(plan: Planned) -> list[str]:
         for profile in simplest:
             peaks.append(variant.memory(profile).peak / GIB)
             if peaks[-1] <= SPARE * p.device_gib:
-                count = ["--num_processes", str(p.devices)] if profile.several else []
                 given, asked = (vars(one.config.train) for one in (plan, variant))
                 options = [f"train.{name}={value}".lower() for name, value in asked.items() if value != given[name]]
+                launch = [f"eagle31 run --profile {profile.name}"]
+                if p.devices > MACHINE:
+                    launch = [f"accelerate launch --config_file configs/accelerate/{profile.name}.yaml"]
+                    options = ["--num_processes", str(p.devices), "train.py", *options]
                 return [
                     f"WHICH PROFILE   {profile.name}: {peaks[-1]:.1f} of {p.device_gib:g} GiB, a tenth stays free",
-                    f"  accelerate launch --config_file configs/accelerate/{profile.name}.yaml \\",
-                    f"      {' '.join([*count, 'train.py', *options])} …",
+                    "  " + " \\\n      ".join([*launch, *([" ".join(options)] if options else [])]) + " …",
                 ]
     return [
         f"WHICH PROFILE   none leaves a tenth of {p.device_gib:g} GiB free; the least takes {min(peaks):.1f}.",

@@ -52,6 +52,8 @@ def pick_device(name: str) -> torch.device:
             return device
     except (RuntimeError, AssertionError, NotImplementedError):
         raise UserError(f"target.device={name} is no device here: use cpu, cuda, cuda:N or auto") from None
+    if not count:
+        raise UserError(f"target.device={name}: there is no CUDA device here: use cpu or auto")
     # A launcher may show each process one device, its own: then all may name the same.
     shared = device.index is not None and ranks() > 1 and count > 1
     if device.index is None and ranks() > 1:

@@ -1,6 +1,7 @@
 """Regeneration: in rounds, resumable, by the target in process or by a server, with thoughts and tools."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -151,6 +152,25 @@ def test_finished_answers_are_not_made_again_and_not_replaced_unasked(config, tm
     with pytest.raises(UserError, match="move it away, or overwrite=true"):
         run(config)
     assert output.read_text() == "mine\n"
+
+
+def test_for_the_data_of_another_run_no_prompt_is_answered_anew(config, tmp_path, monkeypatch, capsys):
+    prepare(config)
+    monkeypatch.setattr(Local, "answers", lambda *_: pytest.fail("asked"))
+    other = replace(config, name="other", run_dir=str(tmp_path / "other"), data_dir=str(tmp_path / "run" / "data"))
+    prepare(other)
+    assert capsys.readouterr().out.endswith(f"{other.data_dir} is up to date\n")
+    (more := tmp_path / "more").mkdir()
+    changed = {"max_length": replace(config.data, max_length=64)}
+    changed["prompts.prompts.jsonl"] = replace(config.data, prompts=write_rows(more / "prompts.jsonl", PROMPTS[:2]))
+    changed["max_new_tokens"] = replace(config.data, generate=GenerateConfig(max_new_tokens=5))
+    for what, data in changed.items():
+        with pytest.raises(UserError, match=rf"run/data was made from other inputs \({what}: "):
+            prepare(replace(other, data=data))
+    (tmp_path / "run" / MANIFEST).unlink()  # the data set alone is there, and its own records decide
+    prepare(other)
+    with pytest.raises(UserError, match="max_length: "):
+        prepare(replace(other, data=changed["max_length"]))
 
 
 def test_the_journal_is_of_one_run_at_a_time(tmp_path):

@@ -161,6 +161,13 @@ def test_sources_take_turns(given, count, chosen, too_long):
     assert (" ".join(prompt.id for prompt in prompts), " ".join(longer)) == (chosen, too_long)
 
 
+def test_an_answer_longer_than_all_positions_is_told_from_long_prompts():
+    with pytest.raises(UserError, match=r"max_new_tokens leaves no prompt room in .*: lower it by 4233 or more"):
+        choose(of("a1"), 1, -4232)
+    with pytest.raises(UserError, match="none of 1 prompts has at most 1 tokens"):
+        choose(of("a11"), 1, 1)
+
+
 def test_each_set_as_it_is_and_under_each_perturbation(place):
     file = place.write("more.jsonl", {"prompt": "hello"}, {"prompt": "world"})
     found = place.workloads(

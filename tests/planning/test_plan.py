@@ -97,9 +97,8 @@ def test_the_simplest_profile_that_fits_is_named(capsys):
 
 def test_smaller_micro_batches_are_advised_first_then_recomputation_then_devices_that_share_them(capsys):
     def advised(gib):
-        return re.search(
-            r"train.py(.*) …|none leaves", printed(capsys, *recipe("llama31_8b"), f"plan.device_gib={gib}")
-        )
+        shown = printed(capsys, *recipe("llama31_8b"), f"plan.device_gib={gib}")
+        return re.search(r"--profile \w+(?: \\\n     )?(.*) …|none leaves", shown)
 
     plan = planned(*recipe("llama31_8b"))
     least = [min(v.memory(p).peak for p in PROFILES[1:]) for v in sections._variants(plan)]
@@ -137,7 +136,9 @@ def test_with_devices_that_share_a_conversation_a_longer_one_fits_and_one_alone_
     shown = printed(capsys, *long, "train.context_parallel=2")
     assert f"tokens, each shared by 2 devices; gpu: one device alone, {131072:,}." in shown
     shown = printed(capsys, *long, "plan.device_gib=40")
-    assert re.search(r"WHICH PROFILE.*\n.*\n.* train.context_parallel=\d.* …", shown)
+    assert re.search(r"WHICH PROFILE.*\n  eagle31 run --profile \w+ \\\n.* train.context_parallel=\d.* …", shown)
+    assert printed(capsys, *recipe("llama31_8b")).endswith("  eagle31 run --profile ddp …\n")
+    assert "accelerate launch --config_file" in printed(capsys, *recipe("llama31_8b"), "plan.devices=16")
     assert "context_parallel=3 does not divide" in message_of(planned, *long, "train.context_parallel=3")
 
 
