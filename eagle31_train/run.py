@@ -105,8 +105,7 @@ def check_inputs(config: Config, stages: list[str]) -> None:
     folders += [("comparisons", one) for one in config.comparisons] * ("export" in stages)
     for option, folder in folders:
         place = folder if Path(folder).exists() else folder.rpartition("@")[0] or folder  # DRAFT@outputs
-        owner = place.partition("/")[0]
-        if not Path(place).exists() and (owner == "runs" or Path(owner).is_dir() or not is_hub_id(place)):
+        if not Path(place).exists() and (place.startswith("runs/") or not is_hub_id(place)):
             raise UserError(f"{option}={folder} does not exist: give its folder")
 
 

@@ -75,7 +75,7 @@ REFUSED = [  # what is asked, what is said, and up to or from where it would be 
     ("comparisons=[./nowhere]", "comparisons=./nowhere does not exist", ""),
     ("train.init_from=./nowhere", "train.init_from=./nowhere does not exist", ""),
     ("train.init_from=runs/nowhere", "train.init_from=runs/nowhere does not exist", ""),
-    ("comparisons=[tests/nowhere]", "comparisons=tests/nowhere does not exist", ""),  # a folder's, and no owner's
+    ("comparisons=[runs/nowhere]", "comparisons=runs/nowhere does not exist", ""),
     ("train.time_limit=10", "train.time_limit=10 is no time", ""),
     ("store.cache_bytes=lots", "store.cache_bytes=lots is no number of bytes", ""),
     ("store.max_bytes=lots", "store.max_bytes=lots is no number of bytes", ""),
