@@ -48,13 +48,14 @@ class Estimate:
         return Estimate(values, draws, np.minimum(self.prompts, other.prompts))
 
     def intervals(self) -> list[Interval]:
-        """[value, low, high] of each; fewer than FEWEST prompts have no interval, nothing counted no value."""
+        """[value, low, high] of each. Fewer than FEWEST prompts have no interval, nor have prompts that are all alike:
+        their draws are equal, however far others would be. Nothing counted has no value."""
         intervals: list[Interval] = []
         for value, draws, prompts in zip(self.values.tolist(), self.draws.T, self.prompts.tolist(), strict=True):
             finite = draws[np.isfinite(draws)]
             if not np.isfinite(value):
                 intervals.append(NOTHING)
-            elif prompts < FEWEST or not len(finite):
+            elif prompts < FEWEST or not len(finite) or finite.min() == finite.max():
                 intervals.append([value, None, None])
             else:
                 tail = tail_of(prompts)
