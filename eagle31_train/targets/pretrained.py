@@ -32,14 +32,20 @@ def from_pretrained(kind: Any, target: TargetConfig, **options: Any) -> Any:
 
 
 def load_tokenizer(target: TargetConfig) -> Any:
-    """The target's tokenizer; UserError if there is none, or it does not encode and decode a word."""
+    """The target's tokenizer; UserError if there is none, where transformers makes one up of special tokens alone, or
+    it does not encode and decode a word."""
     tokenizer = from_pretrained(AutoTokenizer, target)
     try:
         for special in (False, True):
             tokenizer.decode(tokenizer.encode("Hello", add_special_tokens=special))
         tokenizer.convert_ids_to_tokens(tokenizer.all_special_ids)
+        made_up = len(tokenizer) <= len(tokenizer.all_special_ids)
     except Exception as error:  # settings that nobody looked at until now
         raise not_loaded(target, error) from None
+    if made_up:
+        raise UserError(
+            f"target.path={target.path} holds no tokenizer files: copy tokenizer.json and others there"
+        )
     return tokenizer
 
 
