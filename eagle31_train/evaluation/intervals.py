@@ -23,6 +23,7 @@ Interval = list[float | None]  # value, low, high; None where there is none
 NOTHING: Interval = [None, None, None]
 LEVEL, RESAMPLES, SEED = 0.95, 2000, 0
 FEWEST = 5  # prompts; of 2, 3 and 4 the range, which no resample leaves, holds the true value in 49, 76 and 87 %
+ROUNDING = 1e-12  # of a value: draws that are no farther apart are equal
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Estimate:
             finite = draws[np.isfinite(draws)]
             if not np.isfinite(value):
                 intervals.append(NOTHING)
-            elif prompts < FEWEST or not len(finite) or finite.min() == finite.max():
+            elif prompts < FEWEST or not len(finite) or np.ptp(finite) <= ROUNDING * abs(value):
                 intervals.append([value, None, None])
             else:
                 tail = tail_of(prompts)

@@ -214,7 +214,8 @@ def test_what_cannot_be_told_is_not_told():
     assert (some / nothing).intervals() == [[None, None, None]]
     assert ratios([[1], [2], [3], [4]], [1] * 4).intervals() == [[2.5, None, None]]  # resamples of few stay too near
     alike, other = ratios([[8]] * 6, [7] * 6), ratios([[1]] * 6, [1] * 6)  # and those of one kind say nothing of others
-    for one in (alike, alike - other, alike / other):
+    rounded = ratios([[0.1 * slots] for slots in range(3, 9)], list(range(3, 9)))  # means over slots, all 0.1
+    for one in (alike, alike - other, alike / other, rounded):
         assert [each[1:] for each in one.intervals()] == [[None, None]]
     # Some resamples hold the last prompt alone.
     (interval,) = ratios([[1], [2], [1], [2], [2], [5]], [1, 1, 1, 1, 1, 0]).intervals()
