@@ -43,9 +43,7 @@ def load_tokenizer(target: TargetConfig) -> Any:
     except Exception as error:  # settings that nobody looked at until now
         raise not_loaded(target, error) from None
     if made_up:
-        raise UserError(
-            f"target.path={target.path} holds no tokenizer files: copy tokenizer.json and others there"
-        )
+        raise UserError(f"target.path={target.path} holds no tokenizer files: copy tokenizer.json and others there")
     return tokenizer
 
 
