@@ -7,6 +7,7 @@ a list of its files. Nothing else counts as finished.
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -249,5 +250,10 @@ def describe_change(old: dict[str, Any], new: dict[str, Any], prefix: str = "") 
             if inner := describe_change(before, after, f"{prefix}{key}."):
                 changes.append(inner)
         elif before != after:
-            changes.append(f"{prefix}{key}: {before} there, {after} here")
+            changes.append(f"{prefix}{key}: {_brief(before)} there, {_brief(after)} here")
     return "; ".join(changes)
+
+
+def _brief(value: Any) -> Any:
+    """Of a hash as many digits as tell it from another."""
+    return f"{value[:12]}…" if isinstance(value, str) and re.fullmatch(r"[0-9a-f]{32,}", value) else value
