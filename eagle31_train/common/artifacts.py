@@ -36,14 +36,17 @@ def explained(doing: str, remedy: str) -> Iterator[None]:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and those above it, unless it is there; UserError where none can be, as under /proc."""
+    """Make a folder and those above it, unless it is there; UserError where none can be, as under /proc, or in
+    the place of a file."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except FileNotFoundError:  # what that says is of the folder above; other errors are `console.explained`'s
         raise UserError(f"{path} cannot be made there: choose another folder") from None
-    except FileExistsError:
+    except (FileExistsError, NotADirectoryError):
         refuse_dead_link(path)
-        raise
+        if not (files := [one for one in (path, *path.parents) if one.is_file()]):
+            raise
+        raise UserError(f"{files[0]} is a file, and no folder can be made there: choose another place") from None
 
 
 def refuse_dead_link(folder: Path) -> None:

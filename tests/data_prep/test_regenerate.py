@@ -138,7 +138,9 @@ def test_finished_answers_are_not_made_again_and_not_replaced_unasked(config, tm
         assert not journal.exists()
         assert "up to date" in capsys.readouterr().out
         config.data.generate.max_new_tokens = 5
-        with pytest.raises(UserError, match=r"conversations\.jsonl was made .*max_new_tokens: 6 there, 5 here.*overwrite=true"):
+        with pytest.raises(
+            UserError, match=r"tions\.jsonl was made .*max_new_tokens: 6 there, 5 here.*overwrite=true"
+        ):
             run(config)
     config.data.generate.max_new_tokens = 6
     output.write_text("spoilt")
