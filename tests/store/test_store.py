@@ -208,7 +208,9 @@ def test_a_store_with_what_is_somebody_elses_is_not_removed(store, bucket, remot
 def test_a_folder_of_another_stage_is_no_damaged_store(capsys, folder):
     run = Path(__file__).parents[1] / "fixtures" / "v68c343f" / "run"
     assert main(["verify", str(run / folder)]) == 2
-    assert capsys.readouterr().err == f"error: there is no store in {run / folder}: give {run / 'store'}\n"
+    said = f"there is no store in {run / folder}: give {run / 'store'}"
+    assert capsys.readouterr().err == f"error: {said}\n"
+    assert read_whole(run / folder)[1] == said
 
 
 def test_what_is_removed_is_made_anew_and_nothing_else(store, capsys):
