@@ -113,6 +113,7 @@ def test_what_cannot_be_decoded_is_said(speculator):
         ([speculator.target.embedding.weight.shape[0]], 3, 4, "the prompt has token"),
         ([-1], 3, 4, "the prompt has token"),
         ([5, {"role": "user", "content": "x"}], 3, 4, "no mixture"),
+        ([{"role": "user"}], 3, 4, "cannot be rendered: a user turn without text"),
         ("why", 0, 4, "there must be one"),
         ("why", 3, 0, "there must be one"),
     ]:
