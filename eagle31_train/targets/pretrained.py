@@ -1,5 +1,6 @@
 """What transformers loads by `target.path`: how, and what is said where it cannot. Imports no torch."""
 
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,9 @@ def load_tokenizer(target: TargetConfig) -> Any:
 
 def source(target: TargetConfig) -> dict[str, Any]:
     """What transformers needs to find a file of target.path: of a hub id only what is in the hub's cache, where the hub
-    is out of reach. UserError for a folder that is not there, before it is looked for on the hub."""
+    is out of reach. UserError for a file, and for a folder that is not there, before it is looked for on the hub."""
+    if Path(target.path).is_file():
+        raise UserError(f"target.path={target.path} is a file: give its folder")
     if not Path(target.path).exists() and target.path.startswith(("/", ".", "~", "models/")):
         remedy = EMBEDDED if target.path.startswith("models/SmolLM2") else "give a folder (~ is not read), or a hub id"
         raise UserError(f"target.path={target.path} does not exist: {remedy}")
@@ -96,6 +99,8 @@ def not_loaded(target: TargetConfig, error: Exception) -> UserError:
             f"target.path={target.path}: there is no such folder here, the hub cannot be asked ({why}), and its cache "
             f"lacks the target, or part of it: {ELSEWHERE}"
         )
+    elif not Path(target.path).exists() and re.search(r"\bgated\b|\b40[13] Client Error", f"{error} {error.__cause__}"):
+        advice = "check its name; ask for access on its page, then `hf auth login`, or set HF_TOKEN"
     else:
         here = "" if Path(target.path).exists() else "there is no such folder here; "
         advice = f"{here}give a folder in transformers format, or a hub id"
