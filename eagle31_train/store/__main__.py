@@ -163,8 +163,8 @@ def _verify(storage: Storage, remove: bool) -> int:
             storage.remove(name)
         note(f"removed: {len(damaged)} files; {files.REMAKE}")
     elif problems:
-        remove = f"remove what is damaged by `eagle31 store verify {storage.location} --remove`, then "
-        note((remove if any(problem.file for problem in problems) else "") + files.REMAKE)
+        advice = f"remove what is damaged by `eagle31 store verify {storage.location} --remove`, then "
+        note((advice if any(problem.file for problem in problems) else "") + files.REMAKE)
     return 1 if problems else 0
 
 

@@ -222,6 +222,8 @@ def test_what_is_removed_is_made_anew_and_nothing_else(store, capsys):
     (store / "shards.jsonl").write_bytes(b"".join([lines[0], *lines[2:]]))
     assert main(["verify", str(store), "--remove"]) == 1
     assert "\nremoved: 2 files; " in capsys.readouterr().out
+    assert main(["verify", str(store)]) == 1
+    assert "--remove" not in capsys.readouterr().out  # what is missing need not be removed
     MADE.write(store)
     assert contents(store) == whole
 
