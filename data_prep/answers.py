@@ -128,6 +128,10 @@ class Local:
         for index, ids, reason in self.generator.answer([requests[key] for key in order], self.at_once, *how):
             yield order[index], ids, reason
 
+    def load(self) -> None:
+        """Begin with what takes time before the first answer."""
+        _ = self.generator
+
     @cached_property
     def generator(self) -> Any:
         from eagle31_train.targets.generate import Generator
@@ -162,6 +166,9 @@ class Remote:
         model = generate.model or config.target.path
         self.server = Server(generate.server, model, template, generate.max_new_tokens, generate.top_p)
         self.at_once = generate.concurrency
+
+    def load(self) -> None:
+        """Nothing: the server has its target."""
 
     def answers(self, jobs: dict[str, Job]) -> Outcomes:
         """The next answer of each conversation; UserError where no prompt will fare better."""

@@ -112,6 +112,7 @@ class Server:
             if attempt:
                 if self.given_up:
                     break
+                self._doubt(f"{url} gives no answer ({problem}): asking again, {TRIES} times in all", kind="again")
                 time.sleep(min(30.0, 2.0 ** (attempt - 1)))
             try:
                 answer = self._post(url, body)

@@ -124,7 +124,7 @@ def answer_all(
     jobs: list[Job], journal: Journal, settings: dict[str, Any], config: Config, template: ChatTemplate
 ) -> None:
     """Bring every job to its end, or to its refusal, turn by turn, taking from the journal what it has."""
-    target, new_tokens = engine(config, template), 0
+    target, new_tokens, loaded = engine(config, template), 0, False
     with Progress(total=sum(len(j.turns) for j in jobs), desc="answers", unit="answer") as bar:
         for turn in range(max(len(job.turns) for job in jobs)):
             waiting: dict[str, Job] = {}
@@ -137,6 +137,10 @@ def answer_all(
                     bar.total -= len(job.turns) - turn
             new = waiting.keys() - journal.answers.keys()
             bar.initial += len(waiting) - len(new)  # the rate is that of this run alone
+            if new and not loaded:
+                target.load()
+                bar.unpause()  # and loading is no part of it
+                loaded = True
             for key, outcome in journal.outcomes(waiting, target.answers):
                 if isinstance(outcome, Refused):
                     waiting[key].stop(str(outcome))

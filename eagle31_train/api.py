@@ -26,6 +26,7 @@ from eagle31_train.evaluation import decoding, intervals
 from eagle31_train.model.decode import DraftDecoder
 from eagle31_train.model.drafter import Drafter
 from eagle31_train.model.rope import stretched
+from eagle31_train.rows.formats import messages_of
 from eagle31_train.store import Store
 from eagle31_train.store.backends import open_storage
 from eagle31_train.store.reader import StoreSplit
@@ -213,7 +214,7 @@ class Speculator:
         if not all(isinstance(one, dict) for one in given):
             raise UserError("a prompt is a text, a list of messages, or a list of token ids, and no mixture of these")
         try:
-            return self.template.prompt_ids(given)
+            return self.template.prompt_ids(messages_of({"messages": given}, "messages"))
         except Refused as error:
             raise UserError(f"the prompt cannot be rendered: {error}") from None
 

@@ -85,7 +85,9 @@ def whole(folder: Path, record_path: Path, provenance: Provenance, overwrite: bo
     if not record_path.is_file():
         return False
     record = read_json(record_path, made_by)
-    output = folder if record_path.name == MANIFEST else record_path.with_suffix("")
+    output = folder
+    if record_path.name != MANIFEST:  # the record of X.jsonl is X.manifest.json, that of a folder X is X.json
+        output = record_path.with_name(record_path.name.replace(".manifest.json", ".jsonl").removesuffix(".json"))
     provenance.refuse_other(output, record, overwrite)
     if record.get("fingerprint") != provenance.fingerprint:
         return False

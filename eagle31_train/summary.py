@@ -69,7 +69,7 @@ def _decoded(manifest: dict[str, Any]) -> dict[str, str]:
     workload, depth = result["workloads"][0], str(result["draft_tokens"])
     (numbers,), (plain, speculative) = workload["drafters"].values(), workload["tokens_per_second"].values()
     interval = numbers["by_depth"][depth]["acceptance_length"]
-    certainty = f"{LEVEL:.0%} interval" if interval[1] is not None else "no interval: too few prompts or drafts"
+    certainty = f"{LEVEL:.0%} interval" if interval[1] is not None else "no interval: too few prompts, or all alike"
     lengths = {name: of["by_depth"][depth]["acceptance_length"][0] for name, of in numbers["by_source"].items()}
     timed = workload.get("timed")  # which earlier ones lack
     of = ""

@@ -243,8 +243,10 @@ def test_a_command_waits_for_no_library_before_its_options_are_read(module):
 
 ENDINGS = [
     (UserError("the file is missing: make it"), 2, "error: the file is missing: make it"),
-    (OSError(errno.ENOSPC, "No space", "/some/file"), 2, "make room"),
-    (NotADirectoryError(errno.ENOTDIR, "Not a directory", "/x"), 2, "or correct the option"),
+    (OSError(errno.ENOSPC, "No space", "/some/file"), 2, "error: /some/file cannot be used (No space): make room"),
+    (OSError(errno.ENOSPC, "No space"), 2, "error: [Errno 28] No space: make room"),
+    (OSError(errno.EROFS, "Read-only", "/x"), 2, "error: /x cannot be used (Read-only): choose another place"),
+    (NotADirectoryError(errno.ENOTDIR, "Not a directory", "/x"), 2, "(Not a directory): correct the option or perm"),
     (Stopped("saved after step 3"), 75, "saved after step 3"),
     (KeyboardInterrupt(), 130, "stopped; the same command goes on from here"),
 ]
@@ -262,12 +264,20 @@ def test_how_a_stage_ends_is_one_line_and_a_status(capsys, error, status, words)
     assert words in line
 
 
-def test_a_run_where_no_folder_can_be_made_is_one_line(capsys):
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("/proc/none", "/proc/none cannot be made there: choose another folder"),
+        (__file__, f"{__file__} is a file, and no folder can be made there: choose another place"),
+        (f"{__file__}/run", f"{__file__} is a file, and no folder can be made there: choose another place"),
+    ],
+)
+def test_a_run_where_no_folder_can_be_made_is_one_line(capsys, place, said):
     with pytest.raises(SystemExit) as stopped:
-        run(lambda config: artifacts.make_folder(Path(config.run_dir)), "A stage.", [RECIPE, "run_dir=/proc/none"])
+        run(lambda config: artifacts.make_folder(Path(config.run_dir)), "A stage.", [RECIPE, f"run_dir={place}"])
     assert stopped.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "/proc/none cannot be made there" in line
+    assert line == f"error: {said}"
 
 
 def test_each_command_completes_what_it_takes(capsys):

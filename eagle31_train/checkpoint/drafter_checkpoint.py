@@ -217,7 +217,9 @@ class DrafterCheckpoint:
             weights = artifacts.weights_fingerprint(target.path)
             same = (trained_for["weights"], trained_for["revision"]) == (weights, target.revision)
         if not same:
-            other = f"another {trained_for['name']} than target.path={target.path}"
+            other = f"{trained_for['name']}, and target.path is {target.path}"
+            if trained_for["name"] == target.name:
+                other = f"another {target.name} than target.path={target.path}"
             raise UserError(f"{self.where} was trained for {other}: give the target of training, or another run")
 
     def check_fits(self, target: LoadedTarget) -> None:

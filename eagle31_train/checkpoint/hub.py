@@ -6,7 +6,7 @@ from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from eagle31_train.common.errors import UserError
+from eagle31_train.common.errors import UserError, first_line
 from eagle31_train.config import Config
 
 # The hub's own errors are OSErrors or ValueErrors; the HTTP client's base error differs between hub versions.
@@ -22,7 +22,9 @@ def fetch(repo: str, revision: str | None) -> Path:
         return Path(snapshot_download(repo, revision=revision, allow_patterns=WANTED))
     except ERRORS as error:
         advice = "check the name, the revision, the network and, for a private repository, HF_TOKEN"
-        raise UserError(f"{repo} is no folder here, and cannot be had from the hub ({error}): {advice}") from None
+        raise UserError(
+            f"{repo} is no folder here, and cannot be had from the hub ({first_line(error)}): {advice}"
+        ) from None
 
 
 def check(config: Config) -> None:

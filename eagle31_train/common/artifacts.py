@@ -7,6 +7,7 @@ a list of its files. Nothing else counts as finished.
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -35,14 +36,17 @@ def explained(doing: str, remedy: str) -> Iterator[None]:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and those above it, unless it is there; UserError where none can be, as under /proc."""
+    """Make a folder and those above it, unless it is there; UserError where none can be, as under /proc, or in
+    the place of a file."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except FileNotFoundError:  # what that says is of the folder above; other errors are `console.explained`'s
         raise UserError(f"{path} cannot be made there: choose another folder") from None
-    except FileExistsError:
+    except (FileExistsError, NotADirectoryError):
         refuse_dead_link(path)
-        raise
+        if not (files := [one for one in (path, *path.parents) if one.is_file()]):
+            raise
+        raise UserError(f"{files[0]} is a file, and no folder can be made there: choose another place") from None
 
 
 def refuse_dead_link(folder: Path) -> None:
@@ -249,5 +253,10 @@ def describe_change(old: dict[str, Any], new: dict[str, Any], prefix: str = "") 
             if inner := describe_change(before, after, f"{prefix}{key}."):
                 changes.append(inner)
         elif before != after:
-            changes.append(f"{prefix}{key}: {before} there, {after} here")
+            changes.append(f"{prefix}{key}: {_brief(before)} there, {_brief(after)} here")
     return "; ".join(changes)
+
+
+def _brief(value: Any) -> Any:
+    """Of a hash as many digits as tell it from another."""
+    return f"{value[:12]}…" if isinstance(value, str) and re.fullmatch(r"[0-9a-f]{32,}", value) else value

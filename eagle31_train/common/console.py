@@ -29,8 +29,9 @@ BARS = {  # of libraries: the module and function that turn them off, and the va
 
 
 # What a user can mend: no room, and a path that leads where it cannot be used.
-MENDABLE = {errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG}
-MENDABLE |= {errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP}
+REMEDIES = {errno.ENOSPC: "make room", errno.EDQUOT: "make room", errno.EROFS: "choose another place"}
+CORRECTED = (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ELOOP)
+REMEDIES |= dict.fromkeys(CORRECTED, "correct the option or permissions")
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again later
 
 
@@ -91,9 +92,10 @@ def explained() -> Iterator[None]:
             _say_once(f"error: {error}")
         raise SystemExit(2) from None
     except OSError as error:
-        if error.errno not in MENDABLE:
+        if error.errno not in REMEDIES:
             raise
-        _say_once(f"error: {shown.line(error)}: make room, or correct the option or permissions")
+        what = f"{error.filename} cannot be used ({error.strerror})" if error.filename else error
+        _say_once(f"error: {shown.line(what)}: {REMEDIES[error.errno]}")
         raise SystemExit(2) from None
     except RuntimeError as error:
         if type(error).__name__ != "OutOfMemoryError":  # torch's, which need not be imported here

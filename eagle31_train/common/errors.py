@@ -22,7 +22,7 @@ class Refused(Exception):  # noqa: N818 (one of many is left out, and the run go
     """Why a row, a prompt or an answer is of no use; the same text for like cases, which are counted."""
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """The first line of an error's message that says something, with the one that it announces by a colon."""
     first, *more = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return " ".join([first, *more[:1]]) if first.endswith(":") else first

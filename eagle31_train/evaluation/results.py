@@ -144,7 +144,7 @@ def _numbers(trainings: Trainings, depths: Sequence[int]) -> dict[str, Any]:
     reached = {depth: _reached(trainings, depth) for depth in depths}
     by_depth = {
         str(depth): {
-            "acceptance_length": _uncertain(length, 1, depth + 1),
+            "acceptance_length": length,
             "drafts": int(reached[depth][:, 0].sum()),
             "accepted_per_position": reached[depth][:, 1:].sum(0).tolist(),
         }
@@ -155,15 +155,9 @@ def _numbers(trainings: Trainings, depths: Sequence[int]) -> dict[str, Any]:
         "prompts": len(trainings[0]),
         "generated_tokens": sum(each.tokens for one in trainings for each in one),
         "by_depth": by_depth,
-        "cumulative": [_uncertain(share, 0, 1) for share in ratios(deepest[:, 1:], deepest[:, 0]).intervals()],
-        "conditional": [_uncertain(share, 0, 1) for share in ratios(deepest[:, 1:], deepest[:, :-1]).intervals()],
+        "cumulative": ratios(deepest[:, 1:], deepest[:, 0]).intervals(),
+        "conditional": ratios(deepest[:, 1:], deepest[:, :-1]).intervals(),
     }
-
-
-def _uncertain(interval: Interval, least: int, most: int) -> Interval:
-    """The interval, without bounds if the value is the least or the most possible: all resamples are equal then."""
-    value, *_ = interval
-    return [value, None, None] if value in (least, most) else interval
 
 
 def acceptance_lengths(trainings: Trainings, depths: Sequence[int]) -> Estimate:

@@ -6,7 +6,7 @@ they stay as they are.
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from eagle31_train.common import artifacts
-from eagle31_train.evaluation.intervals import NOTHING, Interval
+from eagle31_train.evaluation.intervals import LEVEL, NOTHING, Interval
 from eagle31_train.reporting import figures, html, tables
 from eagle31_train.reporting.figures import ROW, Picture
 from eagle31_train.reporting.tables import ALL, SERVING, Section
@@ -29,6 +29,7 @@ Result = dict[str, Any]
 Curves = dict[str, list[Interval]]  # by drafter
 Rows = dict[str, dict[str, Interval]]  # by row, then by drafter
 WIDE = 0.5  # a share whose interval is wider is not worth a point
+INTERVALS = f"{LEVEL * 100:.0f} % intervals"
 KINDS = ("sink", "prompt", "verified", "own")
 
 
@@ -122,7 +123,12 @@ def _curves(workload: Result, name: str, title: str, across: str, curves: Curves
         figures.whole_numbers(axes, across)
 
     section, drafters = workload["name"], list(workload["drafters"])
-    return Picture(f"{slug(section)}-{name}", section, title, draw, f"{section} · 95 % intervals shaded")
+    remark = f"{section} · {INTERVALS} shaded" if _have_intervals(curves.values()) else section
+    return Picture(f"{slug(section)}-{name}", section, title, draw, remark)
+
+
+def _have_intervals(curves: Iterable[Iterable[Interval]]) -> bool:
+    return any(low is not None for intervals in curves for _, low, _ in intervals)
 
 
 def _acceptance(workload: Result) -> Iterator[Picture]:
@@ -185,6 +191,7 @@ def _attention(measures: Curves, axes: "Axes") -> None:
 def _overview(result: Result) -> Iterator[Picture]:
     """A row for each workload, with an interval for each drafter."""
     names, depth, workloads = result["drafters"], str(result["draft_tokens"]), result["workloads"]
+    at = f", at {tables.count(result['draft_tokens'], 'draft token')}"
     lengths, kept, own = Rows(), Rows(), Rows()
     ratios: dict[str, Rows] = {name: {} for name in names[1:]}
     for one in workloads:
@@ -195,16 +202,16 @@ def _overview(result: Result) -> Iterator[Picture]:
         for name, of in one["differences"].items():
             ratios[name][row] = {name: of[depth]["ratio"]}
     charts = [
-        ("acceptance", "Acceptance length", LENGTH, lengths),
-        ("kept", "Kept of the plain form's acceptance length", KEPT, kept),
-        ("own", "Attention on its own drafts at the last step", SHARE, own),
+        ("acceptance", f"Acceptance length{at}", LENGTH, lengths),
+        ("kept", f"Kept of the plain form's acceptance length{at}", KEPT, kept),
+        ("own", "Attention on its own drafts at the last draft step", SHARE, own),
     ]
     for name, rows in ratios.items():
-        title = f"Acceptance length of {name}, times that of {names[0]}"
+        title = f"Acceptance length of {name}, times that of {names[0]}{at}"
         charts.append((f"gain-{slug(name)}", title, RATIO, rows))
     for chart, title, kind, rows in charts:
         if rows := {row: intervals for row, intervals in rows.items() if intervals}:
-            yield _forest(f"workloads-{chart}", ALL, f"{title}, at {depth} draft tokens", rows, names, kind)
+            yield _forest(f"workloads-{chart}", ALL, title, rows, names, kind)
 
 
 def _serving(serving: Result) -> Iterator[Picture]:
@@ -239,4 +246,6 @@ def _forest(
         axes.set_xlim(left=left)
 
     height = 1.1 + ROW * max(len(rows) * (1 + len(shown)) / 2, 2)
-    return Picture(name, section, title, draw, "95 % intervals", height)
+    return Picture(
+        name, section, title, draw, INTERVALS if _have_intervals(row.values() for row in rows.values()) else "", height
+    )

@@ -185,7 +185,7 @@ def _draw(plot: Plot, history: History, axes: "Axes") -> None:
     table = history.metrics
     if plot.section == MACHINE:
         values = history.timings[plot.column] / (GIB if plot.name == "memory" else history.busy)
-        figures.noisy(axes, history.timings.steps, values, "mean", "C0", plot.form)
+        figures.noisy(axes, history.timings.steps, values, "at the end", "C0", plot.form)
     elif depths := table.depths(plot.column):
         colours = colormaps["viridis"](np.linspace(0, 0.85, len(depths)))
         for depth, (column, colour) in enumerate(zip(depths, colours, strict=True), 1):

@@ -81,6 +81,8 @@ def _numbered(
         remedy = "mend it, or copy the file anew"
         if isinstance(where, Path) and kind_of(where) not in READERS:
             remedy = f"it was read as JSON lines, since its name ends in none of {', '.join(READERS)}"
+        if isinstance(error, UnicodeDecodeError):
+            remedy = "save it as UTF-8"
         raise UserError(f"{where}:{place.number} cannot be read ({first_line(error)}): {remedy}") from None
 
 

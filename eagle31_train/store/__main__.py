@@ -25,7 +25,7 @@ from eagle31_train.common.errors import UserError
 from eagle31_train.config import byte_count
 from eagle31_train.store import format as files
 from eagle31_train.store.backends import Storage, Use, open_storage
-from eagle31_train.store.head import Head, Problem, big_files, damage_of, read_head
+from eagle31_train.store.head import Head, Problem, big_files, damage_of, near, read_head
 from eagle31_train.store.shard import ContentError, open_shard
 from eagle31_train.store.shard_plan import Plan, shape_of
 from eagle31_train.store.stream import read_consumed
@@ -37,9 +37,7 @@ def inspect(storage: Storage) -> tuple[Head, list[Problem]]:
     head, problems = read_head(storage, every_line=True)
     nothing = head.manifest is head.provenance is None and storage.size(files.PROVENANCE) is None
     if nothing and not storage.names("shards"):  # a plan alone is none yet
-        folder = Path(storage.location)
-        near = [one for one in (folder / "store", folder.parent / "store") if (one / files.PROVENANCE).is_file()]
-        remedy = f"give {near[0]}" if near else "correct the address"
+        remedy = f"give {there}" if (there := near(storage)) else "correct the address"
         raise UserError(f"there is no store in {storage.location}: {remedy}")
     if head.manifest is None and storage.size(files.SHARDS) is not None and storage.size(artifacts.MANIFEST) is None:
         problems.append(Problem(f"{storage.location}/{artifacts.MANIFEST} is missing, though all shards were there"))
@@ -166,7 +164,8 @@ def _verify(storage: Storage, remove: bool) -> int:
             storage.remove(name)
         note(f"removed: {len(damaged)} files; {files.REMAKE}")
     elif problems:
-        note(f"remove what is damaged by `eagle31 store verify {storage.location} --remove`, then {files.REMAKE}")
+        advice = f"remove what is damaged by `eagle31 store verify {storage.location} --remove`, then "
+        note((advice if any(problem.file for problem in problems) else "") + files.REMAKE)
     return 1 if problems else 0
 
 

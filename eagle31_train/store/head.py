@@ -42,6 +42,15 @@ class Head:
     consumed: set[str] = field(default_factory=set)
 
 
+def near(storage: Storage) -> Path | None:
+    """The store of the run that a folder without one belongs to, or is."""
+    if storage.size(files.PROVENANCE) is not None:
+        return None
+    folder = Path(storage.location)
+    places = (folder / "store", folder.parent / "store")
+    return next((place for place in places if (place / files.PROVENANCE).is_file()), None)
+
+
 def read_head(storage: Storage, every_line: bool = False) -> tuple[Head, list[Problem]]:
     """The small files, and what is wrong with them; missing files are not. every_line: also those that have files of
     their own, as many as there are shards, while a store is written."""

@@ -17,7 +17,7 @@ from eagle31_train.common.errors import UserError
 from eagle31_train.store import format as files
 from eagle31_train.store.backends import Storage, open_storage
 from eagle31_train.store.document import Document
-from eagle31_train.store.head import damage_of, read_head, read_lines
+from eagle31_train.store.head import damage_of, near, read_head, read_lines
 from eagle31_train.store.shard import ContentError, ShardFile, open_shard
 from eagle31_train.store.shard_plan import PlannedShard, shape_of
 from eagle31_train.store.stream import Pause, read_bound, read_consumed, wait
@@ -45,6 +45,8 @@ class Store:
         self.location = self.storage.location
         self.follow, self.patience = follow, patience
         head, problems = read_head(self.storage)
+        if head.manifest is None and not follow and (there := near(self.storage)):
+            raise UserError(f"there is no store in {self.location}: give {there}")
         if head.manifest is None and not problems:
             if not follow:
                 begun = self.storage.size(files.PROVENANCE) is not None

@@ -1,5 +1,6 @@
 """What transformers loads by `target.path`: how, and what is said where it cannot. Imports no torch."""
 
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,20 +33,26 @@ def from_pretrained(kind: Any, target: TargetConfig, **options: Any) -> Any:
 
 
 def load_tokenizer(target: TargetConfig) -> Any:
-    """The target's tokenizer; UserError if there is none, or it does not encode and decode a word."""
+    """The target's tokenizer; UserError if there is none, where transformers makes one up of special tokens alone, or
+    it does not encode and decode a word."""
     tokenizer = from_pretrained(AutoTokenizer, target)
     try:
         for special in (False, True):
             tokenizer.decode(tokenizer.encode("Hello", add_special_tokens=special))
         tokenizer.convert_ids_to_tokens(tokenizer.all_special_ids)
+        made_up = len(tokenizer) <= len(tokenizer.all_special_ids)
     except Exception as error:  # settings that nobody looked at until now
         raise not_loaded(target, error) from None
+    if made_up:
+        raise UserError(f"target.path={target.path} holds no tokenizer files: copy tokenizer.json and others there")
     return tokenizer
 
 
 def source(target: TargetConfig) -> dict[str, Any]:
     """What transformers needs to find a file of target.path: of a hub id only what is in the hub's cache, where the hub
-    is out of reach. UserError for a folder that is not there, before it is looked for on the hub."""
+    is out of reach. UserError for a file, and for a folder that is not there, before it is looked for on the hub."""
+    if Path(target.path).is_file():
+        raise UserError(f"target.path={target.path} is a file: give its folder")
     if not Path(target.path).exists() and target.path.startswith(("/", ".", "~", "models/")):
         remedy = EMBEDDED if target.path.startswith("models/SmolLM2") else "give a folder (~ is not read), or a hub id"
         raise UserError(f"target.path={target.path} does not exist: {remedy}")
@@ -92,6 +99,8 @@ def not_loaded(target: TargetConfig, error: Exception) -> UserError:
             f"target.path={target.path}: there is no such folder here, the hub cannot be asked ({why}), and its cache "
             f"lacks the target, or part of it: {ELSEWHERE}"
         )
+    elif not Path(target.path).exists() and re.search(r"\bgated\b|\b40[13] Client Error", f"{error} {error.__cause__}"):
+        advice = "check its name; ask for access on its page, then `hf auth login`, or set HF_TOKEN"
     else:
         here = "" if Path(target.path).exists() else "there is no such folder here; "
         advice = f"{here}give a folder in transformers format, or a hub id"

@@ -38,7 +38,7 @@ def ask(server, template, messages=(ASK,), tools=None):
     return Server(server.url, "m", template, max_tokens=7, top_p=0.9).answer(list(messages), 0.5, 11, tools)
 
 
-def test_request_and_reply(server, chatml, monkeypatch):
+def test_request_and_reply(server, chatml, monkeypatch, capsys):
     waits = []
     monkeypatch.setattr(client.time, "sleep", waits.append)
     failures, reply = [503, 429, 500], server.reply
@@ -47,6 +47,8 @@ def test_request_and_reply(server, chatml, monkeypatch):
     message = {"role": "assistant", "content": "answer to hi", "tokens": 3}
     assert (answer.message, answer.finish_reason, answer.tokens) == (message, "stop", 3)
     assert waits == [1.0, 2.0, 4.0]
+    (said,) = capsys.readouterr().err.splitlines()  # once, since it may be waited for
+    assert said.endswith("gives no answer (HTTP 503 busy): asking again, 5 times in all")
     body = {"model": "m", "messages": [ASK], "temperature": 0.5, "top_p": 0.9, "max_tokens": 7, "seed": 11}
     assert server.bodies == [body] * 4
     # Nothing comes before an answer is whole; a wait that ends sooner would end the run, at each try again.

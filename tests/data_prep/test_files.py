@@ -102,7 +102,7 @@ def test_rows_of_csv_are_known_by_their_first_line(tmp_path):
         ("a.csv", b"prompt;id\nq;1\n", "a.csv:2: no known format (has prompt;id)"),
         ("a.csv", b"prompt,prompt\nq,1\n", "a.csv:1 cannot be read (it names a column twice"),
         ("a.csv", b'prompt\nq\n"r"s\n', "a.csv:3 cannot be read"),
-        ("a.csv", "prompt\nq\nGrün\n".encode("latin-1"), "a.csv:3 cannot be read ('utf-8' codec"),
+        ("a.csv", "prompt\nq\nGrün\n".encode("latin-1"), "invalid start byte): save it as UTF-8"),
         ("a.csv", b"messages\n[]\n[{'role': 'user'}]\n", "a.csv:3 cannot be read (the cell of messages is not JSON"),
         ("a.parquet", b"PAR1 and nothing more", "a.parquet:1 cannot be read"),
         ("a.jsonl.gz", b'{"prompt": "a"}\n', "a.jsonl.gz:1 cannot be read"),

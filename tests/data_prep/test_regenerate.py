@@ -139,7 +139,7 @@ def test_finished_answers_are_not_made_again_and_not_replaced_unasked(config, tm
         assert not journal.exists()
         assert "up to date" in capsys.readouterr().out
         config.data.generate.max_new_tokens = 5
-        with pytest.raises(UserError, match=r"max_new_tokens: 6 there, 5 here.*overwrite=true"):
+        with pytest.raises(UserError, match=r"tions\.jsonl was made .*max_new_tokens: 6 there, 5 here.*overwrite=true"):
             run(config)
     config.data.generate.max_new_tokens = 6
     output.write_text("spoilt")
@@ -171,6 +171,16 @@ def test_for_the_data_of_another_run_no_prompt_is_answered_anew(config, tmp_path
     prepare(other)
     with pytest.raises(UserError, match="max_length: "):
         prepare(replace(other, data=changed["max_length"]))
+
+
+def test_the_rate_of_answers_begins_after_the_target_is_loaded(config, monkeypatch):
+    done, load = [], Local.load
+    monkeypatch.setattr(Local, "load", lambda self: (load(self), done.append("loaded")))
+    monkeypatch.setattr(module.Progress, "unpause", lambda self: done.append("begun"))
+    run(config)
+    assert done == ["loaded", "begun"]
+    run(config)  # for answers that are there nothing is loaded
+    assert len(done) == 2
 
 
 def test_the_journal_is_of_one_run_at_a_time(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 from families import FAMILIES, by_pieces, row_of
 
 from data_prep.masks import Tokens, samples
-from eagle31_train.common.errors import Refused
+from eagle31_train.common.errors import Refused, UserError
 from eagle31_train.config import TargetConfig
 from eagle31_train.targets.chat import ChatTemplate
 from eagle31_train.targets.pretrained import end_ids, load_tokenizer
@@ -73,6 +73,13 @@ def test_a_place_between_markers_is_found_or_refused(template, monkeypatch):
     monkeypatch.setattr(ChatTemplate, "encode", lambda self, text: encode(self, text.replace("好", "")))
     with pytest.raises(Refused, match="does not give back the text"):
         Tokens(template, "<|im_end|>你好")
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
+def test_a_tokenizer_that_transformers_makes_up_is_none(tmp_path, kind):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    with pytest.raises(UserError, match="holds no tokenizer files: copy"):
+        load_tokenizer(TargetConfig(path=str(tmp_path)))
 
 
 @pytest.mark.parametrize("config", [{"eos_token_id": [5, 7]}, {"text_config": {"eos_token_id": 7}}])

@@ -153,7 +153,7 @@ def a_record_without(name, key):
         (a_record_without("data/manifest.json", "dataset_fingerprint"), "seed=0", r"damaged \(it has no dataset_"),
         (a_record_without("train/manifest.json", "inputs"), "seed=0", r"manifest.json is damaged \(it has no inputs"),
         (another_vocabulary, "seed=0", "is not the vocabulary that the drafter was trained with"),
-        (another_target, "seed=0", "was trained for another some/target than"),
+        (another_target, "seed=0", "was trained for some/target, and target.path is "),
         (other_data, "seed=0", "is not the data that the drafter was trained on"),
         # The drafter's positions end at 128, before the target's 256.
         (lambda run: None, "evaluate.max_new_tokens=118 evaluate.max_speculative_tokens=3", "has at most 2 tokens"),

@@ -258,7 +258,7 @@ def test_the_card_tells_of_the_smaller_drafter_alone(run, capsys):
     capsys.readouterr()
     summary.summarise(run.config(*SMALL))  # the run has no store, as after a training that wanted no more of it
     told = capsys.readouterr().out
-    assert "bonus token included (no interval: too few prompts or drafts)" in told
+    assert "bonus token included (no interval: too few prompts, or all alike)" in told
     assert "in 7 steps, of which step 5 is kept" in told
     with pytest.raises(UserError, match="smaller than what was trained"):  # a comparison serves what it measures
         compare.exported(str(run.folder))

@@ -120,6 +120,15 @@ def test_a_position_that_a_single_draft_reached_has_no_point(whole):
         assert len(drawn(own, "heldout-conditional").lines[0].get_xdata()) == points
 
 
+def test_titles_and_remarks_say_what_is_drawn(whole):
+    by_name = {picture.name: picture for picture in pictures(whole)}
+    assert by_name["workloads-acceptance"].title == "Acceptance length, at 3 draft tokens"
+    assert by_name["workloads-own"].title == "Attention on its own drafts at the last draft step"
+    assert by_name["heldout-acceptance"].remark == "heldout · 95 % intervals shaded"
+    assert by_name["heldout-entropy"].remark == "heldout"  # that of all prompts is the same
+    assert [by_name[name].remark for name in ("workloads-acceptance", "workloads-own")] == ["95 % intervals", ""]
+
+
 def test_every_curve_looks_otherwise():
     looks = [(index % 6, figures.marker(index)) for index in range(36)]
     assert len(set(looks)) == 36

@@ -227,7 +227,9 @@ def test_a_store_with_what_is_somebody_elses_is_not_removed(store, bucket, remot
 def test_a_folder_of_another_stage_is_no_damaged_store(capsys, folder):
     run = Path(__file__).parents[1] / "fixtures" / "v68c343f" / "run"
     assert main(["verify", str(run / folder)]) == 2
-    assert capsys.readouterr().err == f"error: there is no store in {run / folder}: give {run / 'store'}\n"
+    said = f"there is no store in {run / folder}: give {run / 'store'}"
+    assert capsys.readouterr().err == f"error: {said}\n"
+    assert read_whole(run / folder)[1] == said
 
 
 def test_what_is_removed_is_made_anew_and_nothing_else(store, capsys):
@@ -239,6 +241,8 @@ def test_what_is_removed_is_made_anew_and_nothing_else(store, capsys):
     (store / "shards.jsonl").write_bytes(b"".join([lines[0], *lines[2:]]))
     assert main(["verify", str(store), "--remove"]) == 1
     assert "\nremoved: 2 files; " in capsys.readouterr().out
+    assert main(["verify", str(store)]) == 1
+    assert "--remove" not in capsys.readouterr().out  # what is missing need not be removed
     MADE.write(store)
     assert contents(store) == whole
 

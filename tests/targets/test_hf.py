@@ -307,6 +307,27 @@ def test_a_hub_out_of_reach_is_said_once(monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize(
+    ("said", "cause", "advice"),
+    [
+        ("You are trying to access a gated repo.", None, "ask for access on its page, then `hf auth login`, or set HF"),
+        ("some/target is not a folder", "401 Client Error", "ask for access on its page"),
+        ("There was a specific connection error: 403 Client Error", None, "ask for access on its page"),
+        ("401 tokens", None, "there is no such folder here; give a folder"),
+    ],
+)
+def test_a_target_that_the_hub_does_not_give_to_all_is_asked_for(monkeypatch, said, cause, advice):
+    monkeypatch.setattr(pretrained, "out_of_reach", lambda target: None)
+    error = OSError(said)
+    error.__cause__ = cause and OSError(cause)
+    assert advice in str(pretrained.not_loaded(TargetConfig(path="some/target"), error))
+
+
+def test_a_file_is_no_target():
+    with pytest.raises(UserError, match="is a file: give its folder"):
+        describe_target(TargetConfig(path=__file__))
+
+
 def test_a_final_norm_without_a_weight_is_refused():
     sizes = {name: value for name, value in SIZES.items() if name != "head_dim"}
     with pytest.raises(UserError, match=r"final norm \(OlmoLayerNorm\) has no weight"):
