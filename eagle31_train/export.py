@@ -71,7 +71,9 @@ def export(config: Config) -> None:
     if provenance.whole(run, run / EXPORTED, made_from, config.overwrite, EXPORT):
         note("export: up to date")
     else:
-        text = card.render(trained_by(config, data), shape, checkpoint.manifest, data, results)
+        text = card.render(
+            trained_by(config, data, checkpoint.manifest["steps"]), shape, checkpoint.manifest, data, results
+        )
         with writing(run / "export"):
             write(checkpoint, shape, config, text, results, theirs)
             ours = (file for file in (run / "export").rglob("*") if file.is_file())
@@ -92,9 +94,9 @@ def export(config: Config) -> None:
         note("  " + recipe.sglang_command(config, drafter, shape.sliding_window))
 
 
-def trained_by(config: Config, data: Mapping[str, Any] | None) -> Config:
-    """These options, but for those that the training was given: the card's commands are to repeat it. What the target
-    (of stage 1's manifest) decides by itself stays open, and positions are the export's."""
+def trained_by(config: Config, data: Mapping[str, Any] | None, steps: int) -> Config:
+    """These options, but for those that the training of so many steps was given: the card's commands are to repeat it.
+    What target (of stage 1's manifest) and training decide by themselves stays open, and positions are the export's."""
     run = Path(config.run_dir)
     if not (saved := run / "train" / run_folder.CONFIG).is_file():
         return config
@@ -104,11 +106,17 @@ def trained_by(config: Config, data: Mapping[str, Any] | None) -> Config:
     trained = dataclasses.replace(config, target=target, **{name: getattr(then, name) for name in names})
     decided = config
     if described := (data or {}).get("target"):
-        from eagle31_train.targets.derive import complete  # imports transformers
+        from eagle31_train.targets.derive import complete, default_weight_decay  # imports transformers
 
-        decided = complete(config, described)
-    if then.train.lr == decided.train.lr:
-        trained.train = dataclasses.replace(then.train, lr=config.train.lr)
+        decided, t = complete(config, described), then.train
+        rules = {"lr": decided.train.lr}
+        if t.lr is not None:
+            rules["weight_decay"] = default_weight_decay(t.optimizer, t.lr, steps)
+        if then.drafter.fc_norm or then.drafter.norm_before_fc:
+            rules["fc_init_scale"] = 1.0
+        for name, value in rules.items():
+            if getattr(config.train, name) is None and getattr(t, name) == value:
+                setattr(t, name, None)
     options = {name: value for name, value in vars(then.drafter).items() if value != getattr(decided.drafter, name)}
     options.pop("max_position_embeddings", None)
     trained.drafter = dataclasses.replace(config.drafter, **options)

@@ -21,7 +21,7 @@ from eagle31_train.common import artifacts
 from eagle31_train.common.errors import UserError
 from eagle31_train.config import DrafterConfig
 from eagle31_train.model import vocab
-from eagle31_train.targets.derive import complete
+from eagle31_train.targets.derive import complete, default_weight_decay
 from eagle31_train.targets.description import TargetDescription
 
 
@@ -93,13 +93,18 @@ def test_the_card_repeats_the_drafter_that_was_trained(run):
     described = asdict(TargetDescription("llama", 16, 40, 4, 32, 2, 1, 8, 1e-5, 1e4, {}, 128))
     manifest = run.folder / "data" / "manifest.json"
     artifacts.write_json(manifest, {**json.loads(manifest.read_text()), "target": described})
-    given = run.config("drafter.train_lm_head=false", "drafter.norm_before_residual=true", "drafter.rms_norm_eps=1e-6")
-    (run.folder / "train" / CONFIG).write_text(cli.to_yaml(complete(given, described)))
-    export.export(run.config("drafter.train_lm_head=true"))
+    left_open = ["train.optimizer=muon", "train.lr=null", "train.weight_decay=null"]
+    others = ["drafter.train_lm_head=false", "drafter.norm_before_residual=true", "drafter.rms_norm_eps=1e-6"]
+    then = complete(run.config(*left_open, *others), described)
+    decay = default_weight_decay("muon", then.train.lr, 7)
+    then = replace(then, train=replace(then.train, weight_decay=decay, fc_init_scale=1.0))
+    (run.folder / "train" / CONFIG).write_text(cli.to_yaml(then))
+    export.export(run.config(*left_open, "drafter.train_lm_head=true"))
     repeat = run.exported()[2].split("eagle31 train ")[1].splitlines()[0].split()
     for option in ("train_lm_head=false", "norm_before_residual=true", "rms_norm_eps=1e-06"):
         assert f"drafter.{option}" in repeat
-    assert not [word for word in repeat if word.startswith(("drafter.intermediate_size", "train.lr"))]
+    decided = ("drafter.intermediate_size", "train.lr", "train.weight_decay", "train.fc_init_scale")
+    assert not [word for word in repeat if word.startswith(decided) and not word.endswith("=null")]
 
 
 def test_a_licence_is_on_the_card_and_files_of_others_stay(run):
