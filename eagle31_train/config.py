@@ -233,7 +233,7 @@ class TrainConfig:
     lr: float | None = opt(1e-4, "peak learning rate; null: the optimizer's for the drafter's width", above=0)
     warmup_ratio: float = opt(0.05, "share of the steps that warm up", at_least=0, at_most=1)
     min_lr_ratio: float = opt(0.1, "the cosine ends at this share of lr", at_least=0, at_most=1)
-    weight_decay: float | None = opt(0.0, "of linear layers, but lm_head; null: by rate and steps", at_least=0)
+    weight_decay: float | None = opt(0.0, "of linear layers, but lm_head; null: by width and steps", at_least=0)
     betas: list[float] = opt([0.9, 0.95], "AdamW's", at_least=0, below=1)
     max_grad_norm: float = opt(0.5, "largest gradient norm", above=0, finite=False)
     precision: str = opt("auto", "bf16 (fp32 weights), no (fp32); auto: the faster one", choices=("auto", "bf16", "no"))

@@ -72,7 +72,7 @@ def export(config: Config) -> None:
         note("export: up to date")
     else:
         text = card.render(
-            trained_by(config, data, checkpoint.manifest["steps"]), shape, checkpoint.manifest, data, results
+            trained_by(config, data, shape, checkpoint.manifest["steps"]), shape, checkpoint.manifest, data, results
         )
         with writing(run / "export"):
             write(checkpoint, shape, config, text, results, theirs)
@@ -94,7 +94,7 @@ def export(config: Config) -> None:
         note("  " + recipe.sglang_command(config, drafter, shape.sliding_window))
 
 
-def trained_by(config: Config, data: Mapping[str, Any] | None, steps: int) -> Config:
+def trained_by(config: Config, data: Mapping[str, Any] | None, shape: DrafterShape, steps: int) -> Config:
     """These options, but for those that the training of so many steps was given: the card's commands are to repeat it.
     What target (of stage 1's manifest) and training decide by themselves stays open, and positions are the export's."""
     run = Path(config.run_dir)
@@ -110,8 +110,7 @@ def trained_by(config: Config, data: Mapping[str, Any] | None, steps: int) -> Co
 
         decided, t = complete(config, described), then.train
         rules = {"lr": decided.train.lr}
-        if t.lr is not None:
-            rules["weight_decay"] = default_weight_decay(t.optimizer, t.lr, steps)
+        rules["weight_decay"] = default_weight_decay(t.optimizer, shape.hidden_size, steps)
         if then.drafter.fc_norm or then.drafter.norm_before_fc:
             rules["fc_init_scale"] = 1.0
         for name, value in rules.items():

@@ -139,9 +139,9 @@ def read_inputs(config: Config, source: DrafterCheckpoint | None, deadline: Dead
     schedule = order.schedule(
         train_split.lengths, t.batch_tokens, config.seed, t.epochs, t.max_steps, windows.samples(cut)
     )
+    shape = shape_of(config.drafter, store, draft_vocab)
     if t.weight_decay is None:
-        assert t.lr is not None  # `complete_drafter` gives one
-        t = replace(t, weight_decay=default_weight_decay(t.optimizer, t.lr, len(schedule)))
+        t = replace(t, weight_decay=default_weight_decay(t.optimizer, shape.hidden_size, len(schedule)))
     if t.fc_init_scale is None:
         normed = config.drafter.fc_norm or config.drafter.norm_before_fc
         if not (normed or t.init_from):
@@ -151,7 +151,6 @@ def read_inputs(config: Config, source: DrafterCheckpoint | None, deadline: Dead
     vocab_sha = artifacts.file_sha256(vocab_file)
     chosen_on = measured_on if by_acceptance else None
     made_from = provenance.of_training(config, store.fingerprint, store.inputs["data"], vocab_sha, start, chosen_on)
-    shape = shape_of(config.drafter, store, draft_vocab)
     if shape.parallel and t.ttt_length == 1:
         raise UserError("drafter.parallel=true learns nothing with train.ttt_length=1: give the draft's length")
     if not begun(Path(config.run_dir) / "train", made_from):

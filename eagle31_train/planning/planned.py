@@ -221,7 +221,7 @@ def reckon(config: Config) -> tuple[Planned, list[str]]:
     shape, rows = planned_drafter(config, target.description, min(V, data.vocabulary or V))
     plan = Planned(complete(config, asdict(target.description)), target, shape, data)
     t = plan.config.train
-    if t.weight_decay is None and t.lr is not None:
-        decay = default_weight_decay(t.optimizer, t.lr, plan.steps)
+    if t.weight_decay is None:
+        decay = default_weight_decay(t.optimizer, shape.hidden_size, plan.steps)
         rows.append(row("train.weight_decay", decay, f"{t.optimizer}'s default for {plan.steps:,} steps"))
     return plan, rows

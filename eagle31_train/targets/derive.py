@@ -13,7 +13,9 @@ from eagle31_train.targets.description import TargetDescription, describe_target
 # Options of which another value than the target's makes a drafter that reads its states at a loss.
 CONTRADICTIONS = {*REQUIRED, "num_key_value_heads", "head_dim", "rope_scaling"} - {"intermediate_size"}
 ADAMW_LR, MUON_LR, MUON_WIDTH = 1e-4, 3e-3, 576  # the drafter's width at which Muon's rate was measured
-SHRINKAGE = 1.62  # lr · weight decay · steps that suited Muon in trainings of several lengths (docs/launch.md)
+# Muon's rate · weight decay · steps that suited trainings of several lengths, and the steps of a short one, below which
+# the decay is as there: docs/launch.md.
+SHRINKAGE, SHORT = 1.62, 540
 
 
 def complete(config: Config, described: Mapping[str, Any] | None, begun: Mapping[str, Any] | None = None) -> Config:
@@ -45,10 +47,12 @@ def peak_learning_rate(optimizer: str, width: int) -> float:
     return float(f"{rate:.2g}")
 
 
-def default_weight_decay(optimizer: str, lr: float, steps: int) -> float:
-    """The default of a training of so many steps, in two digits. Over all its steps Muon's weights shrink alike,
-    whatever their number; AdamW's do not shrink."""
-    return float(f"{SHRINKAGE / (lr * steps):.2g}") if optimizer == "muon" else 0.0
+def default_weight_decay(optimizer: str, width: int, steps: int) -> float:
+    """The default of a training of so many steps, in two digits. At Muon's default rate weights shrink alike over
+    trainings of any length but short ones, and at a lower rate by less; AdamW's do not shrink."""
+    if optimizer != "muon":
+        return 0.0
+    return float(f"{SHRINKAGE / (peak_learning_rate(optimizer, width) * max(steps, SHORT)):.2g}")
 
 
 def planned_drafter(config: Config, target: TargetDescription, draft_vocab_size: int) -> tuple[DrafterShape, list[str]]:

@@ -299,7 +299,7 @@ def test_a_speedup_is_paired_by_prompt():
     counted = Counter({f"{report.PER_POSITION}[0]": 0.0, report.DRAFTS: 0.0})
     slow = [replace(one, prompt=one.prompt + 2 * copy) for copy in range(3) for one in ANSWERS]
     row = report.row("ours", 3, 2, faster(2, slow), counted, slow, slow)
-    assert row["speedup"] == pytest.approx([2.0, 2.0, 2.0])
+    assert row["speedup"] == [pytest.approx(2.0), None, None]  # all alike
     assert row["per_user"][1] < row["per_user"][0] < row["per_user"][2]
     assert row["acceptance"]["acceptance_length"] is None
 

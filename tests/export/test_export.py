@@ -96,7 +96,7 @@ def test_the_card_repeats_the_drafter_that_was_trained(run):
     left_open = ["train.optimizer=muon", "train.lr=null", "train.weight_decay=null"]
     others = ["drafter.train_lm_head=false", "drafter.norm_before_residual=true", "drafter.rms_norm_eps=1e-6"]
     then = complete(run.config(*left_open, *others), described)
-    decay = default_weight_decay("muon", then.train.lr, 7)
+    decay = default_weight_decay("muon", 16, 7)
     then = replace(then, train=replace(then.train, weight_decay=decay, fc_init_scale=1.0))
     (run.folder / "train" / CONFIG).write_text(cli.to_yaml(then))
     export.export(run.config(*left_open, "drafter.train_lm_head=true"))

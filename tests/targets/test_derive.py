@@ -207,9 +207,10 @@ def test_an_open_learning_rate_changes_a_matrix_of_any_width_alike(width, rate):
 
 
 def test_an_open_weight_decay_shrinks_trainings_of_any_length_alike():
-    assert default_weight_decay("muon", 3e-3, 540) == 1.0  # the demo's, where it was measured
-    assert default_weight_decay("muon", 3e-3, 1200) == 0.45
-    assert default_weight_decay("adamw", 1e-4, 540) == 0.0
+    assert default_weight_decay("muon", 576, 540) == default_weight_decay("muon", 576, 8) == 1.0
+    assert default_weight_decay("muon", 576, 1200) == 0.45
+    assert default_weight_decay("muon", 4096, 1200) == 1.2
+    assert default_weight_decay("adamw", 576, 540) == 0.0
 
 
 def test_an_open_learning_rate_is_of_the_drafters_width_and_shown():
