@@ -112,7 +112,7 @@ def gain(_: Path) -> None:
 
 def speedrun(_: Path) -> None:
     """Acceptance length over minutes of training, of every contender as its authors have it and at its best."""
-    draw_speedrun(read("speedrun"), README)
+    draw_speedrun(read("speedrun-long"), README)
 
 
 def draw_speedrun(result: dict[str, Any], folder: Path) -> None:
@@ -128,10 +128,7 @@ def draw_speedrun(result: dict[str, Any], folder: Path) -> None:
                         minutes = [point["minutes"] for point in row["points"]]
                         colour = RACE[row["contender"]][theme]
                         axes.fill_between(minutes, low, high, color=colour, alpha=0.15, linewidth=0)
-                        line, label = (
-                            "o-" if default else "o--",
-                            row["contender"] + ("" if default else ", one try of its sweep"),
-                        )
+                        line, label = "o-" if default else "o--", " ".join([row["contender"], *row["options"]])
                         axes.plot(minutes, values, line, color=colour, linewidth=2, markersize=4, label=label)
                 for level in map(float, result["levels"]):
                     axes.axhline(level, color=lines, linewidth=0.8)
@@ -206,8 +203,7 @@ DRAWN: dict[str, Callable[[Path], None]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    kept = [name for name in DRAWN if name != "speedrun" or (RESULTS / "speedrun.json").is_file()]
-    parser.add_argument("names", nargs="*", default=kept, metavar="NAME", help=f"{', '.join(DRAWN)} [all]")
+    parser.add_argument("names", nargs="*", default=DRAWN, metavar="NAME", help=f"{', '.join(DRAWN)} [all]")
     for name in parser.parse_args().names:
         draw(name)
 
