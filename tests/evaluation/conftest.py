@@ -164,6 +164,7 @@ class TinyRun:
             "fingerprint": "e" * 16,
             "inputs": {"store": "f" * 16, "data": trained_on, "vocab": known},
             "checkpoint": "checkpoints/step-000007",
+            "steps": 7,
             "files": artifacts.list_files(folder, self.weights.parent.iterdir()),
         }
         artifacts.write_json(folder / "manifest.json", manifest | more)
