@@ -48,11 +48,11 @@ RUNS = {
     "Llama": ("SmolLM2", SMOLLM2),
     "Llama, tied embeddings": ("llama-tied", FAMILY),
     "Llama, int8": ("llama-tied", [*FAMILY, "export_weights=int8"]),
-    # Of this seed's prompts some have a draft that one position of the window decides.
+    # Of these seeds' prompts some have a draft that one position of the window decides.
     "Llama, a window, biases": ("llama-tied", [*FAMILY, *WINDOW, "drafter.mlp_bias=true", "seed=1"]),
     "Qwen3, two layers, a window, self-describing": ("qwen3", [*FAMILY, *DEEP, "export_format=speculators"]),
     "Llama, parallel": ("llama-tied", [*FAMILY, "drafter.parallel=true", "train.ttt_length=5"]),
-    "Qwen3, parallel, two layers": ("qwen3", [*FAMILY, *DEEP, "drafter.parallel=true", "train.ttt_length=5"]),
+    "Qwen3, parallel, two layers": ("qwen3", [*FAMILY, *DEEP, "drafter.parallel=true", "train.ttt_length=5", "seed=2"]),
     "MLA": ("toy", TOY),
     "MLA, EAGLE 3, pruned": ("toy", [*TOY, *EAGLE_3, "data.draft_vocab_size=120"]),
 }
