@@ -50,7 +50,7 @@ class CachedStorage(Storage):
     def __init__(self, base: Path, key: str, limit: int) -> None:
         self.base, self.folder, self.limit = base, base / f"store-{key}", limit
         # The other half is for what is being read, and for files that are fetched on demand. Processes that train
-        # together read alike, so they look ahead to the same files.
+        # together look ahead to the same files, and count those that others fetch.
         self.ahead = limit // 2
         self._sizes: dict[str, int] = {}
         # `_changed` guards what follows: `_head` is to be prefetched next, then `_uses`; `_ready` are prefetched, or
@@ -220,10 +220,8 @@ class CachedStorage(Storage):
     def _work(self) -> None:
         while (name := self._next()) is not None:
             try:
-                obtained = self._obtain(name)
+                self._obtain(name)  # or another process does, ahead of its use and of ours
             except Exception:  # `local` tries again, and raises it
-                obtained = False
-            if not obtained:
                 self._used(name)
 
     def _next(self) -> str | None:
