@@ -393,6 +393,11 @@ class DrafterShape:
     qk_rope_head_dim: int | None = None
     v_head_dim: int | None = None
 
+    @property
+    def norms_states(self) -> bool:
+        """Whether fc reads the target's auxiliary states behind a norm."""
+        return self.fc_norm or self.norm_before_fc
+
 
 def default_aux_layers(layers: int) -> list[int]:
     """vLLM's choice for a target of N layers: 2, N//2, N-3."""

@@ -109,9 +109,9 @@ def trained_by(config: Config, data: Mapping[str, Any] | None, shape: DrafterSha
         from eagle31_train.targets.derive import complete, default_weight_decay  # imports transformers
 
         decided, t = complete(config, described), then.train
-        rules = {"lr": decided.train.lr}
-        rules["weight_decay"] = default_weight_decay(t.optimizer, shape.hidden_size, steps)
-        if then.drafter.fc_norm or then.drafter.norm_before_fc:
+        decay = default_weight_decay(t.optimizer, shape.hidden_size, steps)
+        rules = {"lr": decided.train.lr, "weight_decay": decay}
+        if shape.norms_states:
             rules["fc_init_scale"] = 1.0
         for name, value in rules.items():
             if getattr(config.train, name) is None and getattr(t, name) == value:

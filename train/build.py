@@ -101,8 +101,10 @@ def build_objective(config: Config, shape: DrafterShape, store: Store, vocab: Dr
 
 
 def fc_scale(split: StoreSplit) -> float:
-    """`train.fc_init_scale` for a fc that reads states without a norm, in two digits: one over the RMS of the last
-    auxiliary state, of the median position of the first conversation. (The first position's is often huge.)"""
+    """`train.fc_init_scale` of an fc without a norm before it: 1 / RMS of the last auxiliary state, to two digits.
+
+    The RMS is the median over the positions of the first conversation; that of the first position is often huge.
+    """
     last = split.read(0).aux.decode()[:, -1].double()  # [N, H]
     return float(f"{last.square().mean(-1).rsqrt().median():.2g}")
 

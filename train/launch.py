@@ -80,6 +80,7 @@ def make_accelerator(config: Config, folder: Path) -> Accelerator:
 
 
 def spans_machines() -> bool:
+    """Whether the launch has processes on more than one machine."""
     return ranks() > int(os.environ.get("LOCAL_WORLD_SIZE") or ranks())
 
 

@@ -18,12 +18,12 @@ from eagle31_train.checkpoint.run_folder import CHECKPOINTS, RECORD, in_order, n
 from eagle31_train.common import artifacts, locks, order
 from eagle31_train.common.console import note, say
 from eagle31_train.common.errors import UserError
-from eagle31_train.config import Config, byte_count, parse_limit
+from eagle31_train.config import Config, DrafterShape, TrainConfig, byte_count, parse_limit
 from eagle31_train.evaluation import trajectories
 from eagle31_train.evaluation.trajectories import digest
 from eagle31_train.model import vocab
 from eagle31_train.provenance import Provenance
-from eagle31_train.store import Store, storage_of
+from eagle31_train.store import Store, StoreSplit, storage_of
 from eagle31_train.store.stream import check_consumer
 from eagle31_train.targets.derive import complete, default_weight_decay
 from train import checkpoint, initial_weights, launch, tracking, windows
@@ -140,13 +140,7 @@ def read_inputs(config: Config, source: DrafterCheckpoint | None, deadline: Dead
         train_split.lengths, t.batch_tokens, config.seed, t.epochs, t.max_steps, windows.samples(cut)
     )
     shape = shape_of(config.drafter, store, draft_vocab)
-    if t.weight_decay is None:
-        t = replace(t, weight_decay=default_weight_decay(t.optimizer, shape.hidden_size, len(schedule)))
-    if t.fc_init_scale is None:
-        normed = config.drafter.fc_norm or config.drafter.norm_before_fc
-        if not (normed or t.init_from):
-            store.wait_for([train_split.shard_of(0)], deadline.pause)
-        t = replace(t, fc_init_scale=1.0 if normed or t.init_from else fc_scale(train_split))
+    t = complete_training(t, shape, len(schedule), train_split, deadline)
     config = replace(config, train=t)
     vocab_sha = artifacts.file_sha256(vocab_file)
     chosen_on = measured_on if by_acceptance else None
@@ -171,6 +165,21 @@ def read_inputs(config: Config, source: DrafterCheckpoint | None, deadline: Dead
         trajectories=measured,
         measured_on=measured_on,
     )
+
+
+def complete_training(
+    t: TrainConfig, shape: DrafterShape, steps: int, split: StoreSplit, deadline: Deadline
+) -> TrainConfig:
+    """With an open weight decay by width and steps, and an open scale of fc by the stored states that it reads."""
+    if t.weight_decay is None:
+        t = replace(t, weight_decay=default_weight_decay(t.optimizer, shape.hidden_size, steps))
+    if t.fc_init_scale is None:
+        scale = 1.0
+        if not shape.norms_states and t.init_from is None:
+            split.store.wait_for([split.shard_of(0)], deadline.pause)
+            scale = fc_scale(split)
+        t = replace(t, fc_init_scale=scale)
+    return t
 
 
 # ---------------------------------------------------------------- processes, and the run's folder

@@ -73,7 +73,7 @@ def activations(shape: DrafterShape, work: Work, step: Step) -> Activations:
     # but of those that work is repeated with.
     entering = shape.hidden_size * (w.query_in + w.key_in)
     everything = sum(sizes.values())
-    fused = sizes["fc.weight"] * (shape.fc_norm or shape.norm_before_fc)  # without one nothing goes back through fc
+    fused = sizes["fc.weight"] * shape.norms_states  # without one nothing goes back through fc
     cast = 2 * entering + fused if step.recompute else everything - sizes["fc.weight"] + fused
     S, K = work.slots[0], work.ttt_length
     outputs = S * K * shape.hidden_size

@@ -161,7 +161,7 @@ def training_flops(shape: DrafterShape, work: Work, train_lm_head: bool = True) 
         everywhere = min(everywhere, work.positions * window)
     key_up, query_up = (a * b for a, b in (w.key_up, w.query_up))
     return {
-        "fc": fc * (3 if shape.fc_norm or shape.norm_before_fc else 2),
+        "fc": fc * (3 if shape.norms_states else 2),
         "keys, values": 3 * 2 * ((keyed + work.positions) * D * w.key_in + keyed * key_up),
         "queries": 3 * 2 * ((asked - masked + embedded) * D * w.query_in + asked * query_up),
         "attention": 3 * 2 * (L * seen + below * (everywhere - first)) * (w.queries + w.out),

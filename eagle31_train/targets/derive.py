@@ -13,8 +13,8 @@ from eagle31_train.targets.description import TargetDescription, describe_target
 # Options of which another value than the target's makes a drafter that reads its states at a loss.
 CONTRADICTIONS = {*REQUIRED, "num_key_value_heads", "head_dim", "rope_scaling"} - {"intermediate_size"}
 ADAMW_LR, MUON_LR, MUON_WIDTH = 1e-4, 3e-3, 576  # the drafter's width at which Muon's rate was measured
-# Muon's rate · weight decay · steps that suited trainings of several lengths, and the steps of a short one, below which
-# the decay is as there: docs/launch.md.
+# Muon's rate · weight decay · steps that suited trainings of 540 and 1,334 steps. Shorter ones decay as that of 540:
+# docs/launch.md.
 SHRINKAGE, SHORT = 1.62, 540
 
 
@@ -48,8 +48,11 @@ def peak_learning_rate(optimizer: str, width: int) -> float:
 
 
 def default_weight_decay(optimizer: str, width: int, steps: int) -> float:
-    """The default of a training of so many steps, in two digits. At Muon's default rate weights shrink alike over
-    trainings of any length but short ones, and at a lower rate by less; AdamW's do not shrink."""
+    """The default for a training of `steps`, to two digits; AdamW's is 0.
+
+    At Muon's default rate it shrinks weights by the same factor in trainings of any length but short ones, and by less
+    at a lower rate.
+    """
     if optimizer != "muon":
         return 0.0
     return float(f"{SHRINKAGE / (peak_learning_rate(optimizer, width) * max(steps, SHORT)):.2g}")

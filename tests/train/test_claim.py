@@ -11,7 +11,7 @@ from surviving import timeless
 from eagle31_train.common import locks
 from eagle31_train.store import Store
 from eagle31_train.targets import derive
-from train import trainer
+from train import prepare, trainer
 from train.prepare import LOCK
 
 EAGLE3, BEFORE = ("drafter.fc_norm=false", "drafter.norm_output=false"), "drafter.norm_before_fc=true"
@@ -82,9 +82,12 @@ def test_a_run_of_open_rates_goes_on_with_those_that_it_was_begun_with(new_run, 
 
 
 @pytest.mark.parametrize(("options", "normed"), [((), True), (EAGLE3, False), ((*EAGLE3, BEFORE), True)])
-def test_fc_begins_as_if_the_states_that_it_reads_without_a_norm_had_one(new_run, options, normed):
+def test_fc_begins_as_if_the_states_that_it_reads_without_a_norm_had_one(new_run, monkeypatch, options, normed):
     run = new_run().fit(*SHORT, *options)
     scale = run.manifest()["inputs"]["train"]["fc_start"]
+    monkeypatch.setattr(prepare, "fc_scale", lambda _: 9.0)
+    remove_manifest(run)
+    assert run.fit(*SHORT, *options).manifest()["inputs"]["train"]["fc_start"] == scale  # a run goes on with its own
     states = Store(Path(run.folder, "run", "store")).split("train").read(0).aux.decode()[:, -1].double()
     sizes = [1.0] if normed else [float(state @ state / len(state)) ** 0.5 for state in states]
     assert scale * statistics.median_low(sizes) == pytest.approx(1, rel=0.06)

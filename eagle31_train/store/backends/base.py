@@ -99,7 +99,7 @@ class Storage(ABC):
         """Fetch these in the background, in this order and ahead of their turns; and no others any more."""
 
     def passed(self, turn: int) -> None:  # noqa: B027
-        """All that is read up to this turn has been read, here or by other processes: fetch none of it ahead."""
+        """All that is due up to this turn has been read, here or by other processes: fetch none of it ahead."""
 
     def close(self) -> None:  # noqa: B027
         """Stop fetching in the background."""
