@@ -53,7 +53,7 @@ class CachedStorage(Storage):
         # together look ahead to the same files, and count those that others fetch.
         self.ahead = limit // 2
         self._sizes: dict[str, int] = {}
-        # `_changed` guards what follows. `_head` is prefetched next, then `_uses`. `_ready` are prefetched or under way,
+        # `_changed` guards what follows. `_head` is prefetched next, then `_uses`. `_ready` are prefetched or under way
         # and not yet used. All that is due up to `_turn` has been read.
         self._changed = threading.Condition()
         self._uses: Iterator[Use] = iter(())
