@@ -51,8 +51,8 @@ def run(config: Config, overrides: list[str], first: str, last: str, profile: st
     if not config.data.given:
         note("run: no prompts are given (data.prompts=FILE): the target writes them itself, data.prompts=self")
         overrides = [*overrides, *WRITTEN]
-    environment = {"OMP_NUM_THREADS": str(os.cpu_count() or 1), "OMP_WAIT_POLICY": "PASSIVE", **os.environ}
-    environment.setdefault("TOKENIZERS_PARALLELISM", "false")
+    environment = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false", **os.environ}
+    cores = len(os.sched_getaffinity(0))  # of the job; os.cpu_count is the machine's
     if profile == "cpu":
         environment["ACCELERATE_USE_CPU"] = "true"
     for number, stage in enumerate(stages):
@@ -63,7 +63,9 @@ def run(config: Config, overrides: list[str], first: str, last: str, profile: st
             longest = longest_sample(config.data_folder / "dataset")
             check_longest(f"a conversation in {config.data_folder}", longest, config.train.batch_tokens)
         early = ["push=false"] * (stage == "export" and "export" in stages[number + 1 :])
-        status = finished([*command(stage, config, profile), *overrides, *early], environment)
+        words, processes = command(stage, config, profile)
+        threads = {"OMP_NUM_THREADS": str(max(1, cores // processes))}
+        status = finished([*words, *overrides, *early], threads | environment)
         if status == STOPPED:
             raise Stopped(f"run: {stage} was stopped and saved; the same command goes on from there")
         if status == 128 + signal.SIGTERM:  # outside of training there is nothing to save
@@ -144,28 +146,29 @@ def finished(words: list[str], environment: dict[str, str]) -> int:
             signal.signal(signal.SIGTERM, before)
 
 
-def command(stage: str, config: Config, profile: str | None = None) -> list[str]:
-    """The words that start a stage, without its options; extraction and training on all devices of this machine."""
+def command(stage: str, config: Config, profile: str | None = None) -> tuple[list[str], int]:
+    """The words that start a stage, without its options, and how many processes that are; extraction and training on
+    all devices of this machine."""
     script = Path(sys.executable).with_name("eagle31")
     program = [str(script)] if script.is_file() else ["-m", "eagle31_train"]
     alone = [sys.executable, *program, stage]
     if stage not in ("extract", "train"):
-        return alone
+        return alone, 1
     fitting, devices = launch_profile()
     if stage == "train":
         profile = profile or fitting
     elif config.extract.engine == "vllm" or config.target.device_map or config.target.device != "auto":
-        return alone  # one process has the whole target
+        return alone, 1  # one process has the whole target
     else:
         profile = fitting
     processes = 1 if profile in ALONE else max(1, devices)
     where = "the CPU" if profile == "cpu" or not devices else f"{processes} GPU{'s' * (processes > 1)}"
     note(f"run: training on {where}, profile {profile}" if stage == "train" else f"run: extracting on {where}")
     if profile in ALONE:  # needs no launcher, which takes seconds
-        return alone
+        return alone, 1
     launch = [sys.executable, "-m", "eagle31_train.launcher"]
     launch += ["--config_file", str(CONFIGS / "accelerate" / f"{profile}.yaml"), "--num_processes", str(processes)]
-    return [*launch, *(["--module", "eagle31_train"] if program[0] == "-m" else program), stage]
+    return [*launch, *(["--module", "eagle31_train"] if program[0] == "-m" else program), stage], processes
 
 
 def launch_profile() -> tuple[str, int]:

@@ -66,6 +66,7 @@ def test_a_job_is_queued_again_after_a_stop_or_an_accident_and_not_after_a_mista
     if finished:
         (run / "manifest.json").touch()
     variables = {"PATH": f"{tmp_path}/venv/bin:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a"}
+    variables["SLURM_CPUS_PER_TASK"] = "64"
     done = subprocess.run(
         ["bash", "train.sbatch"], cwd=tmp_path, env=variables, capture_output=True, text=True, check=False
     )

@@ -22,10 +22,17 @@ from eagle31_train.config import Config, DataConfig, TargetConfig
 def started(monkeypatch):
     """The commands that a run starts, none of which is run."""
     commands = []
-    monkeypatch.setattr(run, "finished", lambda words, _: commands.append(words) or 0)
+
+    def finished(words, environment):
+        commands.append(words)
+        call.threads.append(environment["OMP_NUM_THREADS"])
+        return 0
+
+    monkeypatch.setattr(run, "finished", finished)
 
     def call(*words):
         commands.clear()
+        call.threads = []
         monkeypatch.setattr(sys, "argv", ["eagle31 run", *words])
         run.main()
         return commands
@@ -160,8 +167,11 @@ def test_a_stage_is_launched_on_all_gpus_that_it_can_use(started, monkeypatch, c
     monkeypatch.setattr(run, "launch_profile", lambda: ("ddp", 4))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(run.os, "sched_getaffinity", lambda _: range(24))
     (words,) = started("+experiment=smollm2", "--from", stage, "--until", stage, *options.split())
     assert "--profile" not in words
+    assert started.threads == ["6" if profile else "24"], "processes share the job's cores"
     assert words[words.index(stage) + 1] == "+experiment=smollm2"
     assert ("eagle31_train.launcher" in words) == ("--num_processes" in words) == (profile is not None)
     if profile:
@@ -232,7 +242,7 @@ def test_a_sigterm_is_passed_on_to_the_stage(monkeypatch):
 
 
 def test_a_killed_stage_is_said_and_its_status_is_a_shells(monkeypatch, capsys):
-    monkeypatch.setattr(run, "command", lambda *_: [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])
+    monkeypatch.setattr(run, "command", lambda *_: ([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], 1))
     config = Config(name="run", target=TargetConfig(path="target"), data=DataConfig(prompts="self"))
     with pytest.raises(SystemExit) as stopped:
         run.run(config, [], "extract", "train")

@@ -81,7 +81,13 @@ def make_accelerator(config: Config, folder: Path) -> Accelerator:
 
 def spans_machines() -> bool:
     """Whether the launch has processes on more than one machine."""
-    return ranks() > int(os.environ.get("LOCAL_WORLD_SIZE") or ranks())
+    return ranks() > (ranks_here() or ranks())
+
+
+def ranks_here() -> int | None:
+    """Processes of the launch on this machine, if it says: torchrun's name for it, or DeepSpeed's."""
+    count = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
+    return int(count) if count else None
 
 
 def check_environment(t: TrainConfig) -> None:
@@ -89,7 +95,7 @@ def check_environment(t: TrainConfig) -> None:
     asked = os.environ.get
     refuse_lone_process()
     on_gpus = torch.cuda.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU")
-    if on_gpus and (here := int(asked("LOCAL_WORLD_SIZE", "1"))) > (gpus := torch.cuda.device_count()):
+    if on_gpus and (here := ranks_here() or 1) > (gpus := torch.cuda.device_count()):
         raise UserError(f"{here} processes were launched on a machine with {gpus} GPUs: launch --num_processes {gpus}")
     if parse_flag_from_env("ACCELERATE_USE_FSDP"):
         if asked("FSDP_VERSION", "1") != "2":

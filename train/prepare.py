@@ -144,12 +144,16 @@ def read_inputs(config: Config, source: DrafterCheckpoint | None, deadline: Dead
     config = replace(config, train=t)
     vocab_sha = artifacts.file_sha256(vocab_file)
     chosen_on = measured_on if by_acceptance else None
-    made_from = provenance.of_training(config, store.fingerprint, store.inputs["data"], vocab_sha, start, chosen_on)
+    inputs = (config, store.fingerprint, store.inputs["data"], vocab_sha)
+    made_from = provenance.of_training(*inputs, start, chosen_on)
     if shape.parallel and t.ttt_length == 1:
         raise UserError("drafter.parallel=true learns nothing with train.ttt_length=1: give the draft's length")
     if not begun(Path(config.run_dir) / "train", made_from):
         if source := source or initial_weights.open_source(config, needed=True):
             initial_weights.refuse_other_kind(source, shape, store)
+            made_from = provenance.of_training(
+                *inputs, source.initial_identity, chosen_on
+            )  # no longer the recorded ones
         if store.manifest is not None and not windows.bounded(store):  # else it would be waited for, or used up
             check_pairs(train_split, draft_vocab, t.oov)
     return Inputs(

@@ -160,6 +160,9 @@ def drafter_shape(
     if missing := [name for name in REQUIRED if getattr(d, name) is None]:
         raise UserError(f"drafter.{missing[0]} is open: it follows from the target's config.json, or is given")
     D, heads = d.hidden_size or hidden_size, d.num_attention_heads or 0
+    if not d.train_lm_head and hidden_size != D:  # it would be a random one that stays
+        wide = f"the target's {hidden_size}-wide rows, and the drafter is {D} wide"
+        raise UserError(f"drafter.train_lm_head=false keeps {wide}: leave it out")
     if d.architecture == "mla":
         _, nope, rope, _ = mla_widths(d)
         keys, width = heads, nope + rope

@@ -13,7 +13,7 @@ from eagle31_train.common.console import note
 from eagle31_train.common.errors import UserError
 from eagle31_train.provenance import Provenance
 from eagle31_train.store import format as files
-from eagle31_train.store.backends import Storage
+from eagle31_train.store.backends import Storage, at_once
 from eagle31_train.store.format import ContentError, Line
 from eagle31_train.store.sealed import DamagedError
 from eagle31_train.store.shard_plan import Plan, PlannedShard
@@ -89,15 +89,17 @@ def read_lines(
     storage: Storage, plan: Plan, shards: Sequence[PlannedShard], store: str
 ) -> tuple[dict[str, Line], list[Problem]]:
     """The lines of these shards that are there, in files of their own or merged (then of all), and what is damaged."""
-    lines: dict[str, Line] = {}
-    problems: list[Problem] = []
-    there = set(storage.names("shards")) if len(shards) > 1 else {shard.line for shard in shards}
-    for shard in shards:
+
+    def read(shard: PlannedShard) -> Line | Problem | None:
         try:
-            if shard.line in there and (line := files.read_line(storage, shard.name, store)) is not None:
-                lines[shard.name] = line
+            return files.read_line(storage, shard.name, store)
         except DamagedError as error:
-            problems.append(Problem(f"{error}, of {shard.samples()}", shard.line))
+            return Problem(f"{error}, of {shard.samples()}", shard.line)
+
+    there = set(storage.names("shards")) if len(shards) > 1 else {shard.line for shard in shards}
+    results = at_once(read, [shard for shard in shards if shard.line in there])
+    lines = {line.name: line for line in results if isinstance(line, Line)}
+    problems = [problem for problem in results if isinstance(problem, Problem)]
     # Merged ones last: the first process may be merging them just now, and removes the others then.
     where = f"{storage.location}/{files.SHARDS}"
     try:

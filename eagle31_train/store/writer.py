@@ -11,7 +11,7 @@ from eagle31_train.common.console import Progress, note
 from eagle31_train.common.errors import UserError
 from eagle31_train.provenance import REPLACE
 from eagle31_train.store import format as files
-from eagle31_train.store.backends import Storage
+from eagle31_train.store.backends import Storage, at_once
 from eagle31_train.store.document import Document
 from eagle31_train.store.format import Line
 from eagle31_train.store.head import damage_of, read_lines
@@ -203,8 +203,7 @@ class StoreWriter:
         lines = self.gather()
         assert lines is not None, "a store that is not complete cannot be finished"
         self.storage.write(files.SHARDS, b"".join(line.sealed() for line in lines))
-        for shard in self.plan.shards:  # now that their lines stand elsewhere
-            self.storage.remove(shard.line)
+        at_once(self.storage.remove, [shard.line for shard in self.plan.shards])  # their lines stand elsewhere now
         self.storage.remove(files.STREAM)
         small = [files.PROVENANCE, files.PLAN, files.SHARDS, files.TARGET_LINE]
         contents = {name: self.storage.read(name) for name in small}

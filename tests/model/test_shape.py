@@ -31,6 +31,12 @@ REFUSED = {
     "drafter.head_dim=3 ": {**LLAMA, "num_attention_heads": 8},
     "drafter.kv_lora_rank": {**LLAMA, "kv_lora_rank": 8},
     "drafter.hidden_size=12": {**LLAMA, "hidden_size": 12},
+    "drafter.train_lm_head=false keeps the target's 24-wide rows, and the drafter is 12 wide": {
+        **LLAMA,
+        "hidden_size": 12,
+        "share_embedding": False,
+        "train_lm_head": False,
+    },
     "drafter.architecture=mla needs drafter.v_head_dim": {**MLA, "v_head_dim": None},
     "drafter.v_head_dim=0": {**MLA, "v_head_dim": 0},
     "drafter.q_lora_rank=0": {**MLA, "q_lora_rank": 0},

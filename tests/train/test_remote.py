@@ -74,10 +74,12 @@ def test_a_bucket_of_which_every_third_answer_fails_is_extracted_into_and_traine
         UserError, match=r"store.cache_bytes=9,000 cannot hold two windows .* lower train.window_tokens"
     ):
         loop.train(tiny_config(made, *MORE, f"store_dir={URL}", "store.cache_bytes=9000", "name=small"))
-    for name, value in {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=r"several machines train, .* set store.cache_dir=…"):
-        loop.train(config)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for launcher_says in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):  # torchrun, DeepSpeed
+        with monkeypatch.context() as patch:
+            patch.setenv(launcher_says, "2")
+            with pytest.raises(UserError, match=r"several machines train, .* set store.cache_dir=…"):
+                loop.train(config)
 
 
 @pytest.mark.usefixtures("s3_environment", "s3")

@@ -275,6 +275,16 @@ def test_first_weights_that_are_read_again_are_compared_again(begun, draft, monk
     assert "(rope_theta: " in message_of(run, *words)
 
 
+def test_a_run_that_begins_anew_records_the_weights_that_it_reads(begun, draft, monkeypatch):
+    run, source, words = begun
+    before = initial_weights.identity(run.config(*words), None)
+    draft({"norm.weight": torch.full((32,), 0.5)}).rename(source)
+    monkeypatch.setattr(initial_weights, "goes_by_record", lambda _: True)
+    run.fit(*words, "train.lr=0.02", "overwrite=true")
+    now = run.manifest()["inputs"]["train"]["init_from"]
+    assert now == initial_weights.open_source(run.config(*words), needed=True).initial_identity != before
+
+
 def test_a_run_that_goes_on_needs_its_first_weights_no_more(begun):
     run, source, words = begun
     words.append("overwrite=true")

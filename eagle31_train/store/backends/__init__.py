@@ -14,10 +14,10 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from eagle31_train.common.errors import UserError
-from eagle31_train.store.backends.base import LocalStorage, Storage, Use
+from eagle31_train.store.backends.base import LocalStorage, Storage, Use, at_once
 from eagle31_train.store.backends.remote import RemoteStorage, describe
 
-__all__ = ["LocalStorage", "RemoteStorage", "Storage", "Use", "open_storage"]
+__all__ = ["LocalStorage", "RemoteStorage", "Storage", "Use", "at_once", "open_storage"]
 
 
 def open_storage(location: str, cache_dir: Path, cache_bytes: int) -> Storage:
