@@ -25,7 +25,8 @@ from eagle31_train.targets.chat import ChatTemplate
 
 SLOWEST = 2  # tokens a second that a server is waited for
 LETTER = 64  # bytes of an answer for each of its tokens, and more than any of them takes as JSON
-TRIES = 5
+TRIES = 8  # a minute and a half of waits
+LONGEST_WAIT = 300.0  # seconds, however long a server asks to be left alone
 BUSY = (408, 409, 425, 429, 500, 502, 503, 504)  # asked again
 REFUSED = (400, 413, 422)  # this request's fault: a prompt past the context, or a filter's objection
 FAILURES = 8  # requests in a row, all tries of which a server that has answered others ends with HTTP 500
@@ -107,19 +108,22 @@ class Server:
 
     def _ask(self, url: str, body: dict[str, Any]) -> bytes:
         """Ask, with retries and back-off where the server is busy or away."""
-        problem = ""
+        problem, wait = "", 0.0
         for attempt in range(TRIES):
             if attempt:
                 if self.given_up:
                     break
                 self._doubt(f"{url} gives no answer ({problem}): asking again, {TRIES} times in all", kind="again")
-                time.sleep(min(30.0, 2.0 ** (attempt - 1)))
+                time.sleep(max(wait, min(30.0, 2.0 ** (attempt - 1))))
+                wait = 0.0
             try:
                 answer = self._post(url, body)
                 self.failures = 0
                 return answer
             except urllib.error.HTTPError as error:
                 problem = f"HTTP {error.code}"
+                asked = error.headers.get("Retry-After") or ""  # seconds, or a date
+                wait = min(float(asked), LONGEST_WAIT) if asked.isdecimal() else 0.0
                 with suppress(OSError, http.client.HTTPException):
                     problem += f" {' '.join(error.read(1000).decode(errors='replace').split())[:200]}"
                 if error.code in REFUSED:
@@ -152,6 +156,8 @@ class Server:
                     raise UserError(f"{url} answers without end (more than {most:,} bytes): see to the server")
                 if time.monotonic() > until:  # a byte now and then, and no timeout of the socket's
                     raise TimeoutError("timed out")
+            if response.length:  # read1 takes the end of the connection for that of the answer
+                raise http.client.IncompleteRead(bytes(content), response.length)
         return bytes(content)
 
     def _read(self, content: bytes) -> tuple[Answer, int, str]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.checkpoint.run_folder import option
 from eagle31_train.common.errors import Refused, UserError
-from eagle31_train.config import TargetConfig
+from eagle31_train.config import TargetConfig, check_value
 from eagle31_train.evaluation import decoding, intervals
 from eagle31_train.model.decode import DraftDecoder
 from eagle31_train.model.drafter import Drafter
@@ -137,6 +137,7 @@ class Speculator:
         Raises:
             UserError: one of them cannot be read, or they do not belong together.
         """
+        check_value("dtype", dtype, {"choices": DTYPES})
         config = TargetConfig(path=target, dtype=dtype, device=device, **options)
         checkpoint = DrafterCheckpoint.open(drafter, target_layers=lambda: read_config(config).num_hidden_layers)
         checkpoint.check_target(config)

@@ -21,6 +21,7 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,10 @@ Named = dict[str, list[str]]  # a drafter's name → its trainings
 
 def main(argv: list[str] | None = None) -> None:
     words = sys.argv[1:] if argv is None else argv
-    given = [word for word in words if not word.startswith(("-", "+", "~")) and is_drafter(word)]
+    folders = [after for word, after in pairwise(words) if word == "--config-dir"]
+    given = [
+        word for word in words if not word.startswith(("-", "+", "~")) and is_drafter(word) and word not in folders
+    ]
     options = [word for word in words if word not in given]
     if len(given) < 2 and not any(word.startswith("-") for word in words):  # --help wants none
         note("error: give two drafters or more: eagle31 compare runs/a runs/b", error=True)

@@ -10,7 +10,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any
 
-from datasets import DatasetDict, load_dataset, load_from_disk
+from datasets import DatasetDict, get_dataset_split_names, load_dataset, load_from_disk
 from pydantic import Field
 
 from eagle31_train.common import foreign
@@ -160,7 +160,8 @@ def from_suite(name: str, suite: Suite, option: str, template: ChatTemplate) -> 
 
 def _rows(name: str, suite: Suite, option: str) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
     """Of each row: where it stands, an id and a source in case that it has none, and its columns."""
-    if not Path(suite.path).is_dir() and not is_hub_set(suite.path):
+    folder = Path(suite.path).is_dir() and (option != "evaluate.prompts" or _is_saved(suite.path))
+    if not folder and not is_hub_set(suite.path):
         for _, file in find_files(suite.path, option):
             for number, row in read(file):
                 if not isinstance(row, dict):
@@ -180,7 +181,11 @@ def _dataset(suite: Suite, subset: str | None, option: str) -> Any:
         if _is_saved(suite.path):
             saved = load_from_disk(suite.path)
             return saved[suite.split] if isinstance(saved, DatasetDict) else saved
-        return load_dataset(suite.path, subset, split=suite.split, revision=suite.revision)
+        split = suite.split
+        if option == "evaluate.prompts":  # which names no split
+            splits = get_dataset_split_names(suite.path, subset, revision=suite.revision)
+            split = splits[0] if len(splits) == 1 else split
+        return load_dataset(suite.path, subset, split=split, revision=suite.revision)
     except Exception as error:
         # The hub's client raises a dozen unrelated types: no network, no such set, split or permission.
         at = f"{option}={suite.path} ({', '.join(filter(None, [subset, suite.split]))})"
@@ -213,7 +218,8 @@ def _messages(prompt: str | None, row: dict[str, Any], where: str) -> tuple[list
         said = messages_of({"prompt": value, "system": system}, "prompt")
     except Refused as error:
         raise UserError(f"{where} has a message that cannot be read ({error}): mend or remove it") from None
-    return list(takewhile(lambda message: message["role"] != "assistant", said)), turns
+    first = list(takewhile(lambda message: message["role"] != "assistant", said))
+    return first, max(turns, sum(message["role"] == "user" for message in said[len(first) :]) + 1)
 
 
 def _rendered(

@@ -20,6 +20,7 @@ from eagle31_train.targets.description import (
     EXPERTS,
     TargetDescription,
     description_of,
+    most,
     read_raw,
     text_config,
     whole_config,
@@ -116,7 +117,7 @@ def count_parameters(text: Any, whole: Any = None) -> Parameters | None:
     if config is not text:
         count = {name: size for name, size in count.items() if not any(part in name for part in VISION)}
     experts = sum(size for name, size in count.items() if ".experts." in name)
-    chosen, of = (next((n for key in keys if (n := getattr(text, key, None))), 1) for keys in (CHOSEN, EXPERTS))
+    chosen, of = (next((n for key in keys if (n := most(getattr(text, key, None)))), 1) for keys in (CHOSEN, EXPERTS))
     return Parameters(sum(count.values()) - experts, experts, chosen / of)
 
 

@@ -46,6 +46,8 @@ def parse(value: Any, form: str, where: str, default_id: str) -> Row:
         raise UserError(f"{where}: no known format (has {keys[:200]}): {needs}")
     # Further samples of one prompt share its id; "#1" tells them apart.
     sample = value.get("sample") or 0
+    if isinstance(sample, str) and sample.isdecimal():  # CSV has text only
+        sample = int(sample)
     if not isinstance(sample, int):
         raise UserError(f"{where}: sample is no number: which answer to its prompt a row has, from 0")
     given = value.get("id")
@@ -100,7 +102,8 @@ def messages_of(value: dict[str, Any], form: str) -> list[Message]:
     elif form == "sharegpt":
         messages = _from_list(value["conversations"], "conversations")
     elif form == "alpaca":
-        parts = [value["instruction"], *([value["input"]] if value.get("input") else [])]
+        about = value.get("input") or value.get("context")  # Dolly's name for it
+        parts = [value["instruction"], *([about] if about else [])]
         if not all(isinstance(part, str) for part in parts):
             raise Refused("an instruction or input without text")
         messages = [_message("user", "\n\n".join(part for part in parts if part), {})]

@@ -49,8 +49,11 @@ RECURRENT = {"linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding"}
 EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
 CHOSEN = ("num_experts_per_tok", "experts_per_token", "moe_topk")
 EXPERT_WIDTH = ("moe_intermediate_size", "intermediate_size")
-SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")  # each as wide as the others,
-SHARED_WIDTH = ("shared_expert_intermediate_size", "shared_intermediate_size")  # or one of a width of its own
+SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert")  # each as
+SHARED_WIDTH = (
+    "shared_expert_intermediate_size",
+    "shared_intermediate_size",
+)  # wide as the others, or one of a width of its own
 DENSE = ("first_k_dense_replace", "mlp_only_layers", "num_dense_layers", "moe_layer_start_index")  # layers without any
 # Of what transformers makes a list, or a module, for each; and more than any model has.
 MOST = {
@@ -66,17 +69,18 @@ class _Raw(TypedDict, total=False):
     quantization_config: dict[str, Any] | None
 
 
-COUNTS = ["num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", *EXPERTS, *SHARED]
-COUNTS += ["num_experts_per_tok", "experts_per_token", "decoder_sparse_step"]
+COUNTS = ["num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", *EXPERTS]
+COUNTS += ["decoder_sparse_step"]
 COUNTS += ["first_k_dense_replace", "num_dense_layers"]
 WIDTHS = ["hidden_size", "vocab_size", "q_lora_rank", *MLA_WIDTHS, *SHARED_WIDTH]
 TYPES: dict[str, Any] = {  # of what is read of transformers' configuration
     **dict.fromkeys(COUNTS, Count),
     **dict.fromkeys(WIDTHS, Width),
-    **dict.fromkeys(EXPERT_WIDTH, Width | list[Width]),  # of each layer
+    **dict.fromkeys(EXPERT_WIDTH, Width | list[Width]),  # lists are of each layer (Hunyuan-A13B)
+    **dict.fromkeys([*CHOSEN, *SHARED], Count | list[Count]),
     **dict.fromkeys(["rms_norm_eps", "norm_eps"], Number),
     **dict.fromkeys(["rope_scaling", "rope_parameters"], dict[str, Any]),
-    **dict.fromkeys(["moe_topk", "moe_layer_start_index"], Count | list[Count]),
+    "moe_layer_start_index": Count | list[Count],
     "mlp_only_layers": list[Count],
     **dict.fromkeys(["layer_types", "mlp_layer_types"], list[str]),
     "max_position_embeddings": Positions,
@@ -211,7 +215,7 @@ def description_of(raw: dict[str, Any], text: Any, where: str) -> TargetDescript
         raise UserError(f"{where} is a {raw['model_type']}, for which no drafter is made here: {reads}, and {why}")
 
     def size(name: str, *others: str) -> int:
-        value = next((v for key in (name, *others) if isinstance(v := getattr(text, key, None), int)), None)
+        value = next((v for key in (name, *others) if isinstance(v := most(getattr(text, key, None)), int)), None)
         if value is None or value < 1:
             raise UserError(f"{where}: its config.json does not say {name}, which a drafter needs")
         return value
@@ -263,6 +267,11 @@ def _checked(text: Any, where: str) -> SimpleNamespace:
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
     return checked
+
+
+def most(value: Any) -> Any:
+    """The greatest of what a configuration gives layer by layer; any other value as it is."""
+    return max(value) if isinstance(value, list) and value else value
 
 
 def _mlp_width(text: Any, size: Any) -> tuple[int, str]:

@@ -4,7 +4,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from answering import completion
+from answering import answering, completion
 
 from data_prep import client
 from data_prep.answers import BROKEN, Job, Local
@@ -48,11 +48,30 @@ def test_request_and_reply(server, chatml, monkeypatch, capsys):
     assert (answer.message, answer.finish_reason, answer.tokens) == (message, "stop", 3)
     assert waits == [1.0, 2.0, 4.0]
     (said,) = capsys.readouterr().err.splitlines()  # once, since it may be waited for
-    assert said.endswith("gives no answer (HTTP 503 busy): asking again, 5 times in all")
+    assert said.endswith("gives no answer (HTTP 503 busy): asking again, 8 times in all")
     body = {"model": "m", "messages": [ASK], "temperature": 0.5, "top_p": 0.9, "max_tokens": 7, "seed": 11}
     assert server.bodies == [body] * 4
     # Nothing comes before an answer is whole; a wait that ends sooner would end the run, at each try again.
     assert [Server(server.url, "m", chatml, tokens).timeout for tokens in (512, 16384)] == [600, 8192]
+
+
+def test_an_answer_cut_short_is_asked_again_and_a_server_waited_for_as_long_as_it_asks(chatml, monkeypatch):
+    waits, (_, content) = [], completion("answer")
+    monkeypatch.setattr(client.time, "sleep", waits.append)
+    replies = [
+        (200, content[:20], {"Content_Length": str(len(content))}),
+        (429, b"", {"Retry_After": "7"}),
+        (503, b"", {"Retry_After": "99999"}),
+        (200, content, {}),
+    ]
+
+    def reply(handler, _):
+        status, sent, headers = replies.pop(0)
+        handler.send(status, sent, **headers)
+
+    with answering(reply) as server:
+        assert ask(server, chatml).message["content"] == "answer"
+    assert waits == [1.0, 7.0, client.LONGEST_WAIT]
 
 
 def test_a_server_that_fails_on_some_prompts_each_time_is_asked_the_others(server, chatml, monkeypatch):

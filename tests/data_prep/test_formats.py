@@ -19,6 +19,7 @@ FORMATS = [
     ("sharegpt", {"conversations": ANSWERED}, ANSWERED),
     ("alpaca", {"instruction": "hi", "input": "", "output": "yes"}, ANSWERED),
     ("alpaca", {"instruction": "Sum:", "input": "1 2"}, [{"role": "user", "content": "Sum:\n\n1 2"}]),
+    ("alpaca", {"instruction": "Sum:", "context": "1 2"}, [{"role": "user", "content": "Sum:\n\n1 2"}]),
     ("alpaca", {"instruction": "", "input": "hi"}, ASKED),
     ("turns", {"turns": ["hi"]}, ASKED),
     ("prompt", {"prompt": "hi"}, ASKED),
@@ -32,6 +33,10 @@ HALF = "text with half of a surrogate pair, which is no Unicode"
 
 def called(arguments):
     return {"type": "function", "function": {"name": "find", "arguments": arguments}}
+
+
+def test_a_sample_may_be_text_as_in_a_csv():
+    assert row(ANSWERED, id="a", sample="1").id == row(ANSWERED, id="a", sample=1).id == "a#1"
 
 
 def row(messages, **more):

@@ -89,6 +89,16 @@ def test_rows_are_read_as_the_suite_says(place, options, texts):
     assert [p.source for p in found.prompts] == [by_number[int(p.id)] for p in found.prompts]
 
 
+def test_prompts_may_be_a_folder_and_further_turns_are_told(place):
+    (place.folder / "asked").mkdir()
+    said = [{"role": role, "content": role} for role in ("user", "assistant", "user")]
+    place.write("asked/a.jsonl", {"prompt": "hello"}, {"messages": said})
+    place.write("asked/b.jsonl", {"prompt": "world"})
+    (found,) = place.workloads(f"evaluate.prompts={place.folder / 'asked'}")
+    assert sorted(place.texts(found)) == ["hello", "user", "world"]
+    assert any("of several turns the first is asked, in 1 of 3 prompts" in note for note in found.notes), found.notes
+
+
 SYSTEM, USER = {"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}
 
 

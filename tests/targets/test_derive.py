@@ -75,6 +75,16 @@ def test_the_mlp_is_as_wide_as_dense_layers_or_a_tokens_experts_shared_ones_incl
     assert (described.intermediate_size, described.sources["intermediate_size"]) == EXPERTS[kind]
 
 
+def test_numbers_of_experts_may_be_given_layer_by_layer():
+    """As in Hunyuan-A13B's config.json."""
+    raw = {"model_type": "hunyuan_v1_moe", "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2}
+    raw |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 100, "num_experts": 8}
+    raw |= {"moe_topk": [2, 2], "moe_intermediate_size": [48, 48], "num_shared_expert": [1, 1]}
+    text = text_config(raw)
+    assert description_of(raw, text, "it").intermediate_size == (2 + 1) * 48
+    assert count_parameters(text).chosen == 2 / 8
+
+
 def target_of(name):
     return TargetConfig(path=str(PUBLISHED / name))
 

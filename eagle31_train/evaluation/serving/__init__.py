@@ -78,6 +78,7 @@ def measure_serving(
             never = {DRAFTED: length[DRAFTED], RANGES: [[1, max(options.concurrency), 0]]}  # DRAFTED must be above 0
             resting = servers.loads(name, never)
             rows += [row(name, 0, users, load) for users, load in resting.items()]
+            loads[name, 0] = resting
             length = report.schedule(rows, name)
         if not length:
             continue
@@ -86,8 +87,7 @@ def measure_serving(
             continue  # one number at every load, and measured so
         for users, load in servers.loads(name, length).items():
             (depth,) = [depth for first, last, depth in ranges if first <= users <= last]
-            always = loads[name, depth] if depth else plain
-            beside = report.speed(load[0]) / report.speed(always[users][0])
+            beside = report.speed(load[0]) / report.speed(loads[name, depth][users][0])
             scheduled.append({**row(name, depth, users, load), "beside_fixed": beside.intervals()[0]})
     return {
         "vllm": engine.version,
