@@ -21,10 +21,13 @@ MOST = 1 << 32  # bytes of a small file: the plan of a hundred million samples
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})  # this machine's disk, or a quota on it
 
 
-def at_once(call: Callable[[S], T], items: Iterable[S]) -> list[T]:
+def at_once(call: Callable[[S], T], items: Sequence[S]) -> list[T]:
     """`call` of each of these, in their order, AT_ONCE at a time."""
+    results: list[T] = []
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        return list(pool.map(call, items))
+        for first in range(0, len(items), 1000):  # a future takes a kilobyte
+            results += pool.map(call, items[first : first + 1000])
+    return results
 
 
 class Use(NamedTuple):
