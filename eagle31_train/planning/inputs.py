@@ -36,19 +36,26 @@ VISION = ("visual", "vision", "projector")  # parts of parameters' names that no
 
 @dataclass(frozen=True)
 class Parameters:
-    """Of a target: those that every token runs through, those of all experts, the share of experts it is sent to."""
+    """Of a target: those that every token is multiplied with, those of all experts, the share of experts it is sent to,
+    and an input embedding that is not lm_head, too: a token reads one row of it."""
 
     dense: float
     experts: float = 0.0
     chosen: float = 1.0
+    embedding: float = 0.0
 
     @property
     def all(self) -> float:
-        return self.dense + self.experts
+        return self.dense + self.experts + self.embedding
+
+    @property
+    def multiplied(self) -> float:
+        return self.dense + self.experts * self.chosen
 
     @property
     def active(self) -> float:
-        return self.dense + self.experts * self.chosen
+        """As model cards count them."""
+        return self.multiplied + self.embedding
 
 
 @dataclass(frozen=True)
@@ -118,7 +125,9 @@ def count_parameters(text: Any, whole: Any = None) -> Parameters | None:
         count = {name: size for name, size in count.items() if not any(part in name for part in VISION)}
     experts = sum(size for name, size in count.items() if ".experts." in name)
     chosen, of = (next((n for key in keys if (n := most(getattr(text, key, None)))), 1) for keys in (CHOSEN, EXPERTS))
-    return Parameters(sum(count.values()) - experts, experts, chosen / of)
+    first, last = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding = 0 if last is None or last.weight is first.weight else first.weight.numel()
+    return Parameters(sum(count.values()) - experts - embedding, experts, chosen / of, embedding)
 
 
 def read_data(config: Config) -> Data:

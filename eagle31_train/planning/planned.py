@@ -98,7 +98,7 @@ class Planned:
     def extraction_flops(self) -> float:
         """FLOPs of running the target over the training and the held-out split."""
         work, target = self.data.work * (1 + self.data.heldout), self.target.description
-        return extraction_flops(self.target.sizes.active, target.num_hidden_layers, target.hidden_size, work)
+        return extraction_flops(self.target.sizes.multiplied, target.num_hidden_layers, target.hidden_size, work)
 
     def answering(self, conversations: float, prompt: float, answer: float) -> Answering:
         """For so many conversations, of both splits, with so many tokens of prompts and of answers.
@@ -123,10 +123,10 @@ class Planned:
         if t.mla:
             cached = int(t.mla["kv_lora_rank"] or 0) + int(t.mla["qk_rope_head_dim"] or 0)
         cache = batch * context * CACHE_BYTES * t.num_hidden_layers * cached
-        token = 2 * sizes.active + 4 * t.num_hidden_layers * t.hidden_size * context
+        token = 2 * sizes.multiplied + 4 * t.num_hidden_layers * t.hidden_size * context
         bandwidth, rate = p.bandwidth_gbs * 1e9 * devices, p.peak_tflops * 1e12 * devices
         step = max((weights + cache) / bandwidth, batch * token / rate)
-        reading = 2 * sizes.active * prompt * conversations
+        reading = 2 * sizes.multiplied * prompt * conversations
         seconds = (written + answers) / batch * step + reading / rate
         flops = (written + answers) * token + reading
         return Answering(batch, devices, prompts, written, answers, weights, cache, step, seconds, flops)

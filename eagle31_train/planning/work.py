@@ -179,10 +179,10 @@ def newton_schulz_flops(sizes: Iterable[tuple[int, int]]) -> float:
     return float(sum(5 * (4 * m * m * n + 2 * m**3) for m, n in shorter_first))
 
 
-def extraction_flops(target_parameters: float, layers: int, hidden: int, work: Work) -> float:
+def extraction_flops(multiplied: float, layers: int, hidden: int, work: Work) -> float:
     """FLOPs of running the target over the data once.
 
-    2 per parameter that a token runs through, and in attention 2·2·H per token, layer and key that it sees: half of
-    its conversation, on average. (The queries of a layer are taken to be H wide together.)
+    2 per parameter that a token is multiplied with, and in attention 2·2·H per token, layer and key that it sees: half
+    of its conversation, on average. (The queries of a layer are taken to be H wide together.)
     """
-    return 2 * target_parameters * work.tokens + 4 * layers * hidden * work.squares / 2
+    return 2 * multiplied * work.tokens + 4 * layers * hidden * work.squares / 2

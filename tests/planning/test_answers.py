@@ -74,8 +74,9 @@ def test_of_experts_those_are_read_that_some_answer_is_sent_to():
         read[batch] = plan.answering(10, 300, 300).weights
     sizes, value = plan.target.sizes, plan.target.weight_bytes
     assert sizes.chosen == 4 / 32
-    assert sizes.active == pytest.approx(sizes.dense + sizes.experts / 8)
-    assert read[1] == pytest.approx(value * sizes.active)
+    assert sizes.multiplied == pytest.approx(sizes.dense + sizes.experts / 8)
+    assert sizes.embedding == 201_088 * 2_880, "of which a step reads a row for each answer"
+    assert read[1] == pytest.approx(value * sizes.multiplied)
     assert read[2] == pytest.approx(value * (sizes.dense + sizes.experts * (1 - 49 / 64)))
 
 
