@@ -151,9 +151,8 @@ def read_inputs(config: Config, source: DrafterCheckpoint | None, deadline: Dead
     if not begun(Path(config.run_dir) / "train", made_from):
         if source := source or initial_weights.open_source(config, needed=True):
             initial_weights.refuse_other_kind(source, shape, store)
-            made_from = provenance.of_training(
-                *inputs, source.initial_identity, chosen_on
-            )  # no longer the recorded ones
+            # With these weights, and no longer the recorded ones.
+            made_from = provenance.of_training(*inputs, source.initial_identity, chosen_on)
         if store.manifest is not None and not windows.bounded(store):  # else it would be waited for, or used up
             check_pairs(train_split, draft_vocab, t.oov)
     return Inputs(

@@ -125,8 +125,11 @@ def count_parameters(text: Any, whole: Any = None) -> Parameters | None:
         count = {name: size for name, size in count.items() if not any(part in name for part in VISION)}
     experts = sum(size for name, size in count.items() if ".experts." in name)
     chosen, of = (next((n for key in keys if (n := most(getattr(text, key, None)))), 1) for keys in (CHOSEN, EXPERTS))
-    first, last = model.get_input_embeddings(), model.get_output_embeddings()
-    embedding = 0 if last is None or last.weight is first.weight else first.weight.numel()
+    try:
+        first, last = model.get_input_embeddings(), model.get_output_embeddings()
+        embedding = 0 if last is None or last.weight is first.weight else first.weight.numel()
+    except (AttributeError, NotImplementedError):  # of a class that names neither
+        embedding = 0
     return Parameters(sum(count.values()) - experts - embedding, experts, chosen / of, embedding)
 
 

@@ -49,11 +49,9 @@ RECURRENT = {"linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding"}
 EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
 CHOSEN = ("num_experts_per_tok", "experts_per_token", "moe_topk")
 EXPERT_WIDTH = ("moe_intermediate_size", "intermediate_size")
-SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert")  # each as
-SHARED_WIDTH = (
-    "shared_expert_intermediate_size",
-    "shared_intermediate_size",
-)  # wide as the others, or one of a width of its own
+# Shared experts: each as wide as the others, or one of a width of its own.
+SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert")
+SHARED_WIDTH = ("shared_expert_intermediate_size", "shared_intermediate_size")
 DENSE = ("first_k_dense_replace", "mlp_only_layers", "num_dense_layers", "moe_layer_start_index")  # layers without any
 # Of what transformers makes a list, or a module, for each; and more than any model has.
 MOST = {
