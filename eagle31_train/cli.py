@@ -135,7 +135,7 @@ def _composed(groups: Sequence[str], saved: Path | None, folders: list[Path]) ->
     root = "config"
     if saved is not None:
         if not saved.is_file():
-            remedy = "give a run's folder, or a recipe with +experiment=NAME"
+            remedy = "give a run's folder, a recipe with +experiment=NAME, or the target as target.path=…"
             raise UserError(f"{saved.parents[1]} is no run (there is no {saved}): {remedy}")
         # Options that were added since have their defaults.
         whole = typing.cast(DictConfig, OmegaConf.merge(_schema(), OmegaConf.load(saved)))

@@ -4,11 +4,12 @@
     eagle31 compare runs/a runs/b '+suite=[mt_bench]' 'evaluate.perturbations=[no_template,context_2]'
     eagle31 compare before:runs/a1,runs/a2 after:runs/b1,runs/b2 evaluate.num_prompts=100
     eagle31 compare runs/a me/draft evaluate.backend=vllm evaluate.vllm_python=.venv-vllm/bin/python
+    eagle31 compare me/draft them/draft target.path=Qwen/Qwen3-8B evaluate.prompts=prompts.jsonl
 
 Every DRAFTER is a run, an exported checkpoint, or a published one (a folder, or an id of the hub; DRAFT@outputs if its
 config.json counts layers as SGLang does); the others are compared with the first. NAME:… calls it so, and several
 trainings of one recipe, with commas between them, are measured as one. Target, data and evaluate.* are those of the
-first that is a run, where no +experiment=… is given.
+first that is a run, where no +experiment=… is given. Without any run, give target.path=… and evaluate.prompts=….
 
 Writes compare.out: a page and its pictures, then result.json, which lists them. A drafter, or a workload, that is
 added later is measured alone. With evaluate.backend=vllm every drafter is then served by vLLM, too, and all written
@@ -41,6 +42,7 @@ from eagle31_train.evaluation.serving import measure_serving
 from eagle31_train.evaluation.serving.engine import check as check_serving
 from eagle31_train.reporting import evaluation_page, recipe, tables
 from eagle31_train.reporting.markdown import public
+from eagle31_train.targets.chat import ChatTemplate
 from eagle31_train.targets.hf import read_config
 
 DRAFTERS = "DRAFTER DRAFTER … "  # of the usage line
@@ -61,9 +63,13 @@ def main(argv: list[str] | None = None) -> None:
     saved = None
     if given and not any(word.lstrip("+").startswith("experiment=") for word in options):
         firsts = [trainings[0] for _, trainings in map(parted, given)]
-        first = next((one for one in firsts if Path(one, "train", "config.yaml").is_file()), firsts[0])
-        # That a training may replace its outputs does not let its comparisons do so.
-        options, saved = [f"run_dir={first}", "overwrite=false", *options], Path(first, "train", "config.yaml")
+        first = next((one for one in firsts if Path(one, "train", "config.yaml").is_file()), None)
+        if first is None and any(word.startswith("target.path=") for word in options):
+            options = [cli.ANY, *options]
+        else:
+            first = first or firsts[0]  # which is refused
+            # That a training may replace its outputs does not let its comparisons do so.
+            options, saved = [f"run_dir={first}", "overwrite=false", *options], Path(first, "train", "config.yaml")
     cli.run(lambda config: compare(named(given), config), __doc__ or "", options, saved, DRAFTERS)
 
 
@@ -72,7 +78,7 @@ def compare(trainings: Named, config: Config) -> None:
     out = folder_of(trainings, config)
     engine = check_serving(config) if config.evaluate.backend == "vllm" else None
     drafts = {name: exported(some[0]) for name, some in trainings.items()} if engine else {}
-    data = provenance.read_data(config, whole=True)
+    data = read_data(config)
     checkpoints = {name: [read(one, config, data) for one in some] for name, some in trainings.items()}
     with writing(out, "compare.out=…"):  # before hours are spent
         # Comparisons without a folder of their own share what is measured.
@@ -143,6 +149,18 @@ def named(words: Sequence[str]) -> Named:
         if twice := several & drafters_by_name.keys():
             raise UserError(f"{min(twice)} is a training of {name} and another drafter: tell them apart as NAME:…")
     return drafters_by_name
+
+
+def read_data(config: Config) -> dict[str, Any]:
+    """Stage 1's manifest. Where there is none, and prompts are given, what their measurement needs of it."""
+    manifest = config.data_folder / artifacts.MANIFEST
+    if manifest.is_file():
+        return provenance.read_data(config, whole=True)
+    if config.evaluate.prompts is None:
+        raise UserError(
+            f"{manifest} is missing: run `{provenance.DATA}` first, or give prompts as evaluate.prompts=FILE"
+        )
+    return {"dataset_fingerprint": None, "splits": {}, "end_ids": ChatTemplate.load(config.target).end_ids}
 
 
 def read(drafter: str, config: Config, data: dict[str, Any]) -> DrafterCheckpoint:

@@ -214,6 +214,25 @@ def test_a_long_option_is_none_of_the_drafters():
     assert not compare.is_drafter(f"evaluate.prompts={'x' * 300}")
 
 
+def test_published_drafters_need_no_run(run, call, prompts, tmp_path, monkeypatch):
+    for name, seed in (("a", 0), ("b", 1)):
+        one = run.another(name, seed)
+        export.export(one.config())
+        shutil.copytree(one.folder / "export", tmp_path / "published" / name)
+    drafts = [tmp_path / "published" / name for name in "ab"]
+    with_a_run = call(*drafts, prompts, f"+experiment={run.folder / 'train' / 'config.yaml'}")
+    monkeypatch.chdir(tmp_path)
+    code, line = call(*drafts, f"target.path={run.target}")
+    assert code == 2
+    assert "data/manifest.json is missing: run `eagle31 data` first, or give prompts as evaluate.prompts=FILE" in line
+    result = call(*drafts, prompts, f"target.path={run.target}", "target.dtype=float32", "evaluate.dtype=float32")
+    (without,), (beside,) = result["workloads"], with_a_run["workloads"]
+    assert without["drafters"] == beside["drafters"]
+    assert [note for note in without["notes"] if "may have" in note] == [
+        f"{name} may have been trained on these prompts" for name in "ab"
+    ]
+
+
 def test_drafters_of_other_or_unknown_data(run, call, prompts):
     published, b = run.another("theirs", 5), run.another("b")
     export.export(published.config())
