@@ -49,10 +49,7 @@ class FakeRun:
             {
                 "fingerprint": "d" * 16,
                 "dataset_fingerprint": "c" * 16,
-                "conversations": {"train": 321, "heldout": 17},
-                "coverage": 0.975,
                 "files": {},
-                "refused": [{"where": "/home/me/x.jsonl:3", "reason": "empty mask"}],
             },
         )
         self.set_shape(TINY)
@@ -140,10 +137,6 @@ class FakeRun:
             (out / "README.md").read_text(),
         )
 
-    def listing(self) -> list[str]:
-        """Every file of the run, hidden ones too."""
-        return sorted(str(path.relative_to(self.folder)) for path in self.folder.rglob("*") if path.is_file())
-
 
 @pytest.fixture
 def run(tmp_path: Path) -> FakeRun:
@@ -159,23 +152,3 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, FakeRun]:
     for run in runs.values():
         export.export(run.config("target.dtype=float32"))
     return runs
-
-
-@pytest.fixture
-def tiny() -> DrafterShape:
-    return TINY
-
-
-@pytest.fixture
-def tiny_mla() -> DrafterShape:
-    return TINY_MLA
-
-
-@pytest.fixture
-def good_mla() -> dict[str, torch.Tensor]:
-    return random_tensors(TINY_MLA)
-
-
-@pytest.fixture
-def good() -> dict[str, torch.Tensor]:
-    return random_tensors(TINY)

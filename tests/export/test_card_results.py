@@ -4,19 +4,13 @@ import json
 
 import pytest
 import torch
+from planting import replaced
 from sample_results import serving
 
 from eagle31_train import export
 from eagle31_train.common import artifacts
 
 SERVING = serving()
-
-
-def served(run, checkpoint):
-    folder = run.folder / "serving"
-    files = run.draw(folder, {"serving": SERVING})
-    inputs = {"train": "e" * 16, "export": checkpoint}
-    artifacts.write_json(folder / "manifest.json", {"inputs": inputs, "serving": SERVING, "files": files})
 
 
 def compared(run, folder, rate=0.5):
@@ -42,7 +36,9 @@ def test_new_results_make_a_new_card_of_the_same_weights(run, tmp_path, capsys):
     export.export(run.config())
     first = run.exported()[2]
     assert "Kept of the plain form" in first
-    served(run, checkpoint)
+    serving = {"inputs": {"train": "e" * 16, "export": checkpoint}, "serving": SERVING}
+    serving["files"] = run.draw(run.folder / "serving", {"serving": SERVING})
+    artifacts.write_json(run.folder / "serving" / "manifest.json", serving)
     run.evaluate(0.7)
     export.export(run.config())
     assert run.exported()[2] != first
@@ -63,24 +59,21 @@ def test_a_kill_before_the_new_folder_has_its_name_is_made_good(run, monkeypatch
     export.export(run.config())
     before = weights(run)
     run.evaluate()
-    with monkeypatch.context() as patch:
-        patch.setattr(artifacts, "commit", killed_at("export", artifacts.commit))
-        with pytest.raises(KeyboardInterrupt):
-            export.export(run.config())
+
+    @replaced(monkeypatch, artifacts, "commit")
+    def killed(commit, temporary, final):
+        if final.name == "export":
+            raise KeyboardInterrupt
+        commit(temporary, final)
+
+    with pytest.raises(KeyboardInterrupt):
+        export.export(run.config())
+    monkeypatch.undo()
     assert weights(run) == before, "whoever serves it goes on"
     export.export(run.config())
     assert "Kept of the plain form" in run.exported()[2]
     assert weights(run) == before
     assert artifacts.first_damaged(run.folder, record(run)["files"]) is None
-
-
-def killed_at(name, commit):
-    def committed(temporary, final):
-        if final.name == name:
-            raise KeyboardInterrupt
-        commit(temporary, final)
-
-    return committed
 
 
 @pytest.mark.parametrize("trained", ["of other inputs", "again, to other weights"])

@@ -1,7 +1,4 @@
-"""config.json: every field, read back by transformers and by us; what others write; what vLLM would misread.
-
-All fields of an MLA draft: test_full_size.py.
-"""
+"""config.json: every field, read back by transformers and by us; what others write; what vLLM would misread."""
 
 import json
 from dataclasses import replace
@@ -15,6 +12,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Rotar
 from eagle31_train.checkpoint import config_json, contract, published_config
 from eagle31_train.common.errors import UserError
 from eagle31_train.model.rope import Rope
+from tests.export.conftest import TINY, TINY_MLA
 
 STORED = Path(__file__).parent.parent / "fixtures" / "v68c343f"
 
@@ -43,8 +41,8 @@ def test_what_is_written_is_what_an_earlier_version_wrote(name):
         {"attention_bias": True, "mlp_bias": True},
     ],
 )
-def test_config_json_reads_back_in_both_formats(change, tiny):
-    shape = replace(tiny, **change)
+def test_config_json_reads_back_in_both_formats(change):
+    shape = replace(TINY, **change)
     assert published_config.shape_from_config(config_json.config_json(shape, "float32", "x")) == shape
     assert published_config.shape_from_config(config_json.speculators_json(shape, "float32", "x", 3)) == shape
 
@@ -72,16 +70,16 @@ def test_windows_are_read_as_vllm_finds_them(change, window):
     assert published_config.shape_from_config(config).sliding_window == window
 
 
-def test_a_config_that_transformers_does_not_go_over_has_the_window_of_its_layer_types(tiny):
+def test_a_config_that_transformers_does_not_go_over_has_the_window_of_its_layer_types():
     """In the format of speculators, vLLM takes the fields as they stand."""
-    config = config_json.speculators_json(replace(tiny, qk_norm=True), "float32", "x", 3)
+    config = config_json.speculators_json(replace(TINY, qk_norm=True), "float32", "x", 3)
     layer = {**config["transformer_layer_config"], **WINDOW, "use_sliding_window": False, "layer_types": SLIDES}
     assert published_config.shape_from_config({**config, "transformer_layer_config": layer}).sliding_window == 64
 
 
 @pytest.mark.parametrize("field", ["sliding_window", "attention_bias", "mlp_bias", "norm_before_fc", "qk_norm"])
-def test_what_no_mla_draft_is_served_with_is_refused(field, tiny_mla):
-    assert contract.check_shape(replace(tiny_mla, **{field: 1})) == [f"vLLM serves no MLA draft with {field}"]
+def test_what_no_mla_draft_is_served_with_is_refused(field):
+    assert contract.check_shape(replace(TINY_MLA, **{field: 1})) == [f"vLLM serves no MLA draft with {field}"]
 
 
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -114,10 +112,10 @@ def test_layer_ids_of_torchspec_may_count_either_way_and_are_not_guessed():
 
 
 @pytest.mark.parametrize("more", [{}, {"qk_norm": True, "num_layers": 2}])
-def test_a_parallel_drafters_token_is_where_vllm_looks_for_it(more, tiny):
-    shape = replace(tiny, parallel=True, ptd_token_id=7, **more)
+def test_a_parallel_drafters_token_is_where_vllm_looks_for_it(more):
+    shape = replace(TINY, parallel=True, ptd_token_id=7, **more)
     config = config_json.config_json(shape, "float32", "x")
-    chain = config_json.config_json(replace(tiny, **more), "float32", "x")
+    chain = config_json.config_json(replace(TINY, **more), "float32", "x")
     assert config == chain | {"ptd_token_id": 7}
     assert published_config.shape_from_config(config, ["mask_hidden"]) == shape
     for name in ("pard_token", "mask_token_id"):  # of other trainers; the later one goes first
@@ -128,8 +126,8 @@ def test_a_parallel_drafters_token_is_where_vllm_looks_for_it(more, tiny):
     assert not published_config.shape_from_config(chain | {"mask_token_id": 7}).parallel  # nothing reads it
 
 
-def test_what_the_format_of_speculators_does_not_have_is_refused(tiny, tiny_mla):
-    for shape in (tiny_mla, replace(tiny, norm_before_fc=True), replace(tiny, parallel=True, ptd_token_id=1)):
+def test_what_the_format_of_speculators_does_not_have_is_refused():
+    for shape in (TINY_MLA, replace(TINY, norm_before_fc=True), replace(TINY, parallel=True, ptd_token_id=1)):
         with pytest.raises(UserError, match="export_format=vllm"):
             config_json.speculators_json(shape, "float32", "x", 3)
 
@@ -188,11 +186,8 @@ def test_what_vllm_would_not_serve_is_refused(change, named):
         published_config.shape_from_config({**PUBLIC, "eagle_aux_hidden_state_layer_ids": [2, 16, 29], **change})
 
 
-# ---------------------------------------------------------------- MLA
-
-
-def test_full_rank_queries_are_written_because_the_default_is_another(tiny_mla):
-    config = config_json.config_json(replace(tiny_mla, q_lora_rank=None), "float32", "x")
+def test_full_rank_queries_are_written_because_the_default_is_another():
+    config = config_json.config_json(replace(TINY_MLA, q_lora_rank=None), "float32", "x")
     assert config["q_lora_rank"] is None
     assert DeepseekV3Config(**config).q_lora_rank is None
     del config["q_lora_rank"]
@@ -212,8 +207,8 @@ MLA_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embedding
 
 
 @pytest.mark.parametrize("mscale", [{"mscale": 0.7}, {"mscale": 0.0, "mscale_all_dim": 1.0}])
-def test_mscales_that_transformers_reads_otherwise_are_refused(mscale, tiny_mla):
-    shape = replace(tiny_mla, rope_scaling={**MLA_YARN, **mscale})
+def test_mscales_that_transformers_reads_otherwise_are_refused(mscale):
+    shape = replace(TINY_MLA, rope_scaling={**MLA_YARN, **mscale})
     read = DeepseekV3Config(**config_json.config_json(shape, "float32", "x"))
     assert DeepseekV3RotaryEmbedding(read).attention_scaling != pytest.approx(Rope(shape).factor, rel=1e-3)
     assert any("read differently" in problem for problem in contract.check_shape(shape))

@@ -5,30 +5,29 @@ from dataclasses import replace
 
 import pytest
 import torch
+from spelling import random_tensors
 
 from eagle31_train.checkpoint import contract
 from eagle31_train.reporting import card
+from tests.export.conftest import TINY, TINY_MLA
 
 pytestmark = pytest.mark.core
 
 
-def test_a_draft_that_reads_the_embeddings_is_to_be_served_compiled(tiny):
-    assert tiny.aux_layers == [1, 2]
-    caveats = contract.caveats(tiny)
-    embeddings = contract.caveats(replace(tiny, aux_layers=[0, 2]))
-    [caveat] = set(embeddings) - set(caveats)
+def test_a_draft_that_reads_the_embeddings_is_to_be_served_compiled():
+    [caveat] = set(contract.caveats(replace(TINY, aux_layers=[0, 2]))) - set(contract.caveats(TINY))
     assert caveat.endswith("serve this draft without --enforce-eager")
 
 
-def test_heads_that_do_not_divide_the_width_name_those_that_do(tiny):
+def test_heads_that_do_not_divide_the_width_name_those_that_do():
     """GLM-4.5 has 96 heads, 8 of keys, and a hidden size of 5,120."""
-    glm = replace(tiny, hidden_size=5120, num_attention_heads=96, num_key_value_heads=8)
+    glm = replace(TINY, hidden_size=5120, num_attention_heads=96, num_key_value_heads=8)
     assert "set drafter.qk_norm=true or drafter.num_attention_heads=80" in "; ".join(contract.check_shape(glm))
 
 
-def test_contexts_are_compared_as_far_as_a_linear_rope_stretches_them(tiny):
+def test_contexts_are_compared_as_far_as_a_linear_rope_stretches_them():
     """128 positions, stretched twice, are those of a target of 256, and fewer than those of one of 128 times four."""
-    short = replace(tiny, max_position_embeddings=128)
+    short = replace(TINY, max_position_embeddings=128)
     linear = replace(short, rope_scaling={"rope_type": "linear", "factor": 2.0})
 
     def said(shape, positions, factor=1.0):
@@ -61,9 +60,11 @@ def nan(tensors):
         (with_("norm.weight", lambda t: t["norm.weight"].long()), "norm.weight is torch.int64"),
     ],
 )
-def test_each_fault_is_named(plant, named, tiny, good):
-    plant(good)
-    assert any(named in problem for problem in contract.check(good, tiny)), contract.check(good, tiny)
+def test_each_fault_is_named(plant, named):
+    tensors = random_tensors(TINY)
+    plant(tensors)
+    problems = contract.check(tensors, TINY)
+    assert any(named in problem for problem in problems), problems
 
 
 @pytest.mark.parametrize(
@@ -79,13 +80,14 @@ def test_each_fault_is_named(plant, named, tiny, good):
         ("mla", {"max_position_embeddings": 129}, "beyond the 128 positions"),
     ],
 )
-def test_shapes_that_vllm_reads_otherwise_are_named(kind, change, named, tiny, good, tiny_mla, good_mla):
-    shape, tensors = (tiny, good) if kind == "llama" else (tiny_mla, good_mla)
-    assert any(named in problem for problem in contract.check(tensors, replace(shape, **change)))
+def test_shapes_that_vllm_reads_otherwise_are_named(kind, change, named):
+    shape = {"llama": TINY, "mla": TINY_MLA}[kind]
+    assert any(named in problem for problem in contract.check(random_tensors(shape), replace(shape, **change)))
 
 
-def test_everything_that_vllm_would_leave_as_it_is_made_is_missed(tiny, good, tiny_mla, good_mla):
-    for shape, whole in ((tiny, good), (tiny_mla, good_mla)):
+def test_everything_that_vllm_would_leave_as_it_is_made_is_missed():
+    for shape in (TINY, TINY_MLA):
+        whole = random_tensors(shape)
         for name in whole:
             [problem] = contract.check({n: t for n, t in whole.items() if n != name}, shape)
             assert problem.startswith(f"{name} is missing")

@@ -14,21 +14,9 @@ from eagle31_train.model.batch import build_batch
 from eagle31_train.store.document import Document
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
-PLAIN = {
-    "architecture": "llama",
-    "fc_norm": False,
-    "norm_output": False,
-    "norm_before_fc": False,
-    "norm_before_residual": False,
-    "qk_norm": False,
-    "num_layers": 1,
-    "share_embedding": False,
-    "sliding_window": None,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "target_hidden_size": 32,
-    "aux_layers": [1, 2, 4],
-}
+PLAIN = {"architecture": "llama", "num_layers": 1, "target_hidden_size": 32, "aux_layers": [1, 2, 4]}
+PLAIN |= dict.fromkeys(("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual", "qk_norm"), False)
+PLAIN |= {"share_embedding": False, "sliding_window": None, "attention_bias": False, "mlp_bias": False}
 WINDOW = {"sliding_window": 6, "attention_bias": True, "mlp_bias": True, "num_layers": 2}
 DRAFTS = {
     "speculators/llama": {"fc_norm": True, "norm_output": True},

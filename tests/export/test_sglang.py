@@ -3,55 +3,46 @@
 SGLang is not run here: what it does is from the source of its version 0.5.23.
 """
 
-import json
 from dataclasses import replace
 
 import pytest
 import torch
 from conftest import make_mla_shape
+from pipeline import contents
 from safetensors.torch import save_file
 from spelling import random_tensors
+from transformers import LlamaConfig
 
 from eagle31_train import export
 from eagle31_train.checkpoint import contract
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.common.errors import UserError
+from tests.export.conftest import TINY
 
 IDS = "eagle_aux_hidden_state_layer_ids"
-TARGET = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 40,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 128,
-}
+
+
+def write_target(folder, layers):
+    """config.json of a Llama that the drafter fits; gives the option that names it."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    LlamaConfig(hidden_size=16, vocab_size=40, num_hidden_layers=layers, **heads).save_pretrained(folder)
+    return f"target.path={folder}"
 
 
 @pytest.fixture
-def deep(run, tiny, tmp_path):
+def deep(run, tmp_path):
     """A run of two layers, its target's config.json beside it, and its export for SGLang."""
-    run.set_shape(replace(tiny, num_layers=2))
+    run.set_shape(replace(TINY, num_layers=2))
     run.set_tensors(random_tensors(run.shape))
-    (tmp_path / "target").mkdir()
-    (tmp_path / "target" / "config.json").write_text(json.dumps(TARGET))
-    run.more = [f"target.path={tmp_path / 'target'}", "target.dtype=float32", "drafter.num_layers=2"]
+    run.more = [write_target(tmp_path / "target", layers=4), "target.dtype=float32", "drafter.num_layers=2"]
     export.export(run.config(*run.more, "export_format=sglang"))
     return run
 
 
-def captured(config):
-    """The layers before which SGLang's Llama takes a state: `set_eagle3_layers_to_capture`."""
-    return [layer + 1 for layer in config["eagle_config"][IDS]]
-
-
 def test_sglang_and_vllm_find_the_same_layers_and_each_its_norm_and_we_read_it_by_either_count(deep):
     config, tensors, card = deep.exported()
-    assert captured(config) == config[IDS] == deep.shape.aux_layers == [1, 2]
+    captured = [layer + 1 for layer in config["eagle_config"][IDS]]  # before them SGLang's Llama takes a state
+    assert captured == config[IDS] == deep.shape.aux_layers == [1, 2]
     assert "sglang.launch_server" in card
     assert "--speculative-num-draft-tokens 4" in card
     assert torch.equal(tensors["layers.1.hidden_norm.weight"], tensors["layers.1.input_layernorm.weight"])
@@ -107,8 +98,8 @@ def test_a_draft_that_has_sglangs_name_alone_is_read_and_one_with_two_norms_that
         ({"aux_layers": [2, 9]}, "neither the embedding nor the last output"),
     ],
 )
-def test_what_sglang_would_read_otherwise_is_named(change, named, tiny):
-    problems = contract.sglang_problems(replace(tiny, **change), "llama", 9)
+def test_what_sglang_would_read_otherwise_is_named(change, named):
+    problems = contract.sglang_problems(replace(TINY, **change), "llama", 9)
     assert problems == [] if named is None else [named in problem for problem in problems] == [True]
 
 
@@ -122,9 +113,7 @@ def test_a_target_of_deepseek_must_have_layer_2_first(layers, fine):
 
 
 def test_export_refuses_and_writes_nothing(run, tmp_path):
-    (tmp_path / "target").mkdir()
-    (tmp_path / "target" / "config.json").write_text(json.dumps({**TARGET, "num_hidden_layers": 2}))
-    before = run.listing()
+    target, before = write_target(tmp_path / "target", layers=2), contents(run.folder)
     with pytest.raises(UserError, match="neither the embedding nor the last output"):
-        export.export(run.config(f"target.path={tmp_path / 'target'}", "export_format=sglang"))
-    assert run.listing() == before
+        export.export(run.config(target, "export_format=sglang"))
+    assert contents(run.folder) == before
