@@ -127,29 +127,24 @@ def window_of(off):
     return plant
 
 
-WINDOWS = {"a position too few": window_of(-1), "a position too many": window_of(1)}
-MISTAKES = {
-    "mscale² left out of the softmax": no_sharpening,
-    "rope_theta lost": turned_by(rope_theta=10000.0),
-    "YaRN lost": turned_by(rope_scaling=None),
-    "RoPE half-split": half_split,
+MISTAKES = {  # of which kind of drafter, and what plants it
+    "mscale² left out of the softmax": ("mla", no_sharpening),
+    "rope_theta lost": ("mla", turned_by(rope_theta=10000.0)),
+    "YaRN lost": ("mla", turned_by(rope_scaling=None)),
+    "RoPE half-split": ("mla", half_split),
+    "a position too few": ("window", window_of(-1)),
+    "a position too many": ("window", window_of(1)),
+}
+OF = {
+    "mla": pytest.mark.runs("MLA", "MLA, EAGLE 3, pruned"),
+    "window": pytest.mark.runs(*(name for name, (_, options) in RUNS.items() if WINDOW[0] in options)),
 }
 
 
-@pytest.mark.runs("MLA", "MLA, EAGLE 3, pruned")
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_in_mla_would_change_vllms_counts(mistake, decoded, requests, answers):
+@pytest.mark.parametrize("mistake", [pytest.param(name, marks=OF[kind]) for name, (kind, _) in MISTAKES.items()])
+def test_a_mistake_in_mla_or_a_window_would_change_vllms_counts(mistake, decoded, requests, answers):
+    kind, plant = MISTAKES[mistake]
     theirs = [counters["accepted_per_position"] for counters in answers[DEPTH]["counters"]]
-    ours = [decoded(one, "mla") for one in requests[:2]]
-    assert ours == theirs[:2]
+    assert [decoded(one, kind) for one in requests[:2]] == theirs[:2]
     asked = zip(requests, theirs, strict=True)
-    assert any(decoded(one, "mla", MISTAKES[mistake]) != counted for one, counted in asked)
-
-
-@pytest.mark.runs(*(name for name, (_, options) in RUNS.items() if WINDOW[0] in options))
-@pytest.mark.parametrize("mistake", WINDOWS)
-def test_a_window_off_by_one_would_change_vllms_counts(mistake, decoded, requests, answers):
-    theirs = [counters["accepted_per_position"] for counters in answers[DEPTH]["counters"]]
-    assert decoded(requests[0], "window") == theirs[0]
-    asked = zip(requests, theirs, strict=True)
-    assert any(decoded(one, "window", WINDOWS[mistake]) != counted for one, counted in asked)
+    assert any(decoded(one, kind, plant) != counted for one, counted in asked)
