@@ -61,8 +61,6 @@ def test_freezing_lm_head_saves_its_gradient():
     assert trained.head - frozen.head == FP32 * shape.draft_vocab_size * shape.hidden_size
 
 
-# ---------------------------------------------------------------- launch profiles
-
 NOTHING = Activations(0, 0, 0, 0, 0)
 
 
