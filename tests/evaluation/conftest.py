@@ -48,12 +48,6 @@ def model():
 
 
 @pytest.fixture
-def no_pages(monkeypatch):
-    """Pages and their pictures have tests of their own, and take most of the time."""
-    monkeypatch.setattr(evaluation_page, "write", lambda folder, result: {})
-
-
-@pytest.fixture
 def asked(monkeypatch, tmp_path):
     """The environment of the imitation of vLLM's server; gives the file of its requests."""
     monkeypatch.setenv("PYTHONPATH", imitating.install(tmp_path / "site"))
@@ -197,5 +191,6 @@ class TinyRun:
 
 
 @pytest.fixture
-def run(tmp_path, model, no_pages):
+def run(tmp_path, model, monkeypatch):
+    monkeypatch.setattr(evaluation_page, "write", lambda folder, result: {})  # it takes most of the time
     return TinyRun(tmp_path, model)

@@ -148,36 +148,26 @@ def test_a_mistake_in_drafting_is_seen(document, mistake, monkeypatch):
 ROUNDS = [[6, 1, 11], [1, 4, 1], [3, 2, 1]]  # rows that each sequence takes in
 
 
-def together(decoder, documents, leave=None, rounds=ROUNDS):
-    """Outputs [count, D] of each round of each sequence; sequence `leave` leaves before the last round."""
-    done, there, found = [0] * len(documents), list(range(len(documents))), []
-    for number, counts in enumerate(rounds):
-        if leave is not None and number == len(rounds) - 1:
-            there.remove(leave)
-            decoder.select(there)
-        counts = [counts[row] for row in there]
-        ranges = [(documents[row], done[row], done[row] + count) for row, count in zip(there, counts, strict=True)]
-        aux = torch.cat([document.all_aux[start:end] for document, start, end in ranges])
-        decoder.extend(aux, torch.cat([d.tokens[start + 1 : end + 1] for d, start, end in ranges]), counts)
-        for row, (_, _, end) in zip(there, ranges, strict=True):
-            done[row] = end
-        found.append(dict(zip(there, torch.stack([z for _, z in decoder.unroll(K)], 1), strict=True)))
-    return found
-
-
 @pytest.mark.parametrize("make", [make_shape, make_mla_shape, partial(make_shape, num_layers=2, **PARALLEL)])
 @pytest.mark.parametrize("leave", [None, 0, 2])
 def test_sequences_draft_together_what_each_drafts_alone(make, leave):
     objective = make_objective(make(), torch.float64)
     generator = torch.Generator().manual_seed(2)
     documents = [make_document(objective.drafter.shape, 24, generator) for _ in range(3)]
-    ids = objective.teacher.target_ids
-    found = together(DraftDecoder(objective.drafter, ids, 30, 3), documents, leave)
-    for row, document in enumerate(documents):
-        alone = together(
-            DraftDecoder(objective.drafter, ids, 30), [document], rounds=[[counts[row]] for counts in ROUNDS]
-        )
-        for here, there in zip(found, alone, strict=True):
-            if row in here:
-                torch.testing.assert_close(here[row], there[0], rtol=1e-12, atol=1e-12)
-    assert (0 in found[-1]) == (leave != 0)
+    ids, done, there = objective.teacher.target_ids, [0] * 3, [0, 1, 2]
+    together, *alone = (DraftDecoder(objective.drafter, ids, 30, sequences) for sequences in (3, 1, 1, 1))
+    for counts in ROUNDS:
+        if counts is ROUNDS[-1] and leave is not None:
+            there.remove(leave)
+            together.select(there)
+        read = []
+        for row in there:
+            start, end = done[row], done[row] + counts[row]
+            read.append((documents[row].all_aux[start:end], documents[row].tokens[start + 1 : end + 1]))
+            alone[row].extend(*read[-1])
+            done[row] = end
+        aux, tokens = map(torch.cat, zip(*read, strict=True))
+        together.extend(aux, tokens, [counts[row] for row in there])
+        found = torch.stack([z for _, z in together.unroll(K)], 1)
+        for z, row in zip(found, there, strict=True):
+            torch.testing.assert_close(z, drafted(alone[row])[1], rtol=1e-12, atol=1e-12)

@@ -198,11 +198,6 @@ def test_about_95_of_100_intervals_hold_the_true_value(prompts):
     assert 0.91 <= covered(prompts, np.random.default_rng(prompts)) <= 0.99
 
 
-@pytest.mark.parametrize(("freedom", "quantile"), [(4, 2.776), (9, 2.262), (19, 2.093), (79, 1.990), (999, 1.962)])
-def test_students_t_is_that_of_the_tables(freedom, quantile):
-    assert -intervals._student(freedom) == pytest.approx(quantile, abs=0.01)
-
-
 def test_what_cannot_be_told_is_not_told():
     assert ratios([[1, 90], [3, 10]], [[2, 100], [2, 20]]).values == pytest.approx([1.0, 100 / 120])  # of sums
     assert ratios([[3]], [2]).intervals() == [[1.5, None, None]]

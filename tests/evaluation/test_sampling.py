@@ -90,9 +90,7 @@ HOWS = [Sampling(1.3, 1.0, "probabilistic"), Sampling(0.8, 0.9, "probabilistic")
     [
         (HOWS[0], 2, FEW),
         (HOWS[2], 2, FEW),
-        pytest.param(HOWS[0], 2, DRAWS, marks=pytest.mark.slow),
-        pytest.param(HOWS[1], 2, DRAWS, marks=pytest.mark.slow),
-        pytest.param(HOWS[2], 2, DRAWS, marks=pytest.mark.slow),
+        *(pytest.param(how, 2, DRAWS, marks=pytest.mark.slow) for how in HOWS),
         pytest.param(HOWS[0], 1, DRAWS, marks=pytest.mark.slow),
         pytest.param(HOWS[2], 0, DRAWS, marks=pytest.mark.slow),  # plain decoding
     ],

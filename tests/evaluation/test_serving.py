@@ -264,21 +264,13 @@ def test_the_server_ends_with_us_whichever_way_we_end(asked, tmp_path, number):
 NONE = Counter({report.FINISHED: 4.0, report.TOKENS: 15.0})
 
 
-def answer(prompt, count, sent, first, last):
-    return Answer(prompt, list(range(count)), sent, first, last)
-
-
 # Two prompts, each sent twice; of the last answer there is but one token.
 ANSWERS = [
-    answer(0, 5, 10.0, 11.0, 13.0),
-    answer(1, 5, 10.0, 12.0, 13.0),
-    answer(0, 4, 13.0, 13.5, 15.0),
-    answer(1, 1, 13.0, 13.5, 13.5),
+    Answer(0, [7] * 5, 10.0, 11.0, 13.0),
+    Answer(1, [7] * 5, 10.0, 12.0, 13.0),
+    Answer(0, [7] * 4, 13.0, 13.5, 15.0),
+    Answer(1, [7] * 1, 13.0, 13.5, 13.5),
 ]
-
-
-def faster(factor, answers=ANSWERS):
-    return [replace(one, last=one.first + (one.last - one.first) / factor) for one in answers]
 
 
 def test_times_and_speeds_are_what_they_are_called():
@@ -298,7 +290,8 @@ def test_a_speedup_is_paired_by_prompt():
     """Everything twice as fast: no prompt drawn again changes that, though the prompts themselves differ much."""
     counted = Counter({f"{report.PER_POSITION}[0]": 0.0, report.DRAFTS: 0.0})
     slow = [replace(one, prompt=one.prompt + 2 * copy) for copy in range(3) for one in ANSWERS]
-    row = report.row("ours", 3, 2, faster(2, slow), counted, slow, slow)
+    fast = [replace(one, last=(one.first + one.last) / 2) for one in slow]
+    row = report.row("ours", 3, 2, fast, counted, slow, slow)
     assert row["speedup"] == [pytest.approx(2.0), None, None]  # all alike
     assert row["per_user"][1] < row["per_user"][0] < row["per_user"][2]
     assert row["acceptance"]["acceptance_length"] is None

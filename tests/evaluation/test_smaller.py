@@ -41,9 +41,6 @@ def loaded(checkpoint, model, dtype=torch.float32):
     return checkpoint.load(target, dtype, dtype)
 
 
-# ---------------------------------------------------------------- int8
-
-
 def test_products_are_those_of_integers():
     """Worked out in int64 by hand, as vLLM's kernels do in int32."""
     generator = torch.Generator().manual_seed(0)
@@ -150,9 +147,6 @@ def test_numbers_without_scales_and_scales_of_another_kind_are_refused():
             int8.dequantized(tensors)
 
 
-# ---------------------------------------------------------------- a shorter attention
-
-
 def test_a_window_at_export_is_the_one_that_is_trained_with(run, model, capsys):
     """The same weights, with the shape of `drafter.sliding_window`; measured, exported and told so."""
     whole, short = opened(run), opened(run, "export_sliding_window=3")
@@ -196,9 +190,6 @@ def test_a_window_is_refused_that_cuts_nothing_or_that_vllm_does_not_serve(run):
         windowed(mla, 4)
 
 
-# ---------------------------------------------------------------- fewer draft tokens
-
-
 def test_the_most_used_tokens_are_kept_and_score_as_before(run, model, capsys):
     whole, small = opened(run), opened(run, "export_vocab_size=6")
     train = Dataset.load_from_disk(str(run.folder / "data" / "dataset" / "train"))
@@ -234,9 +225,6 @@ def test_the_most_used_tokens_are_kept_and_score_as_before(run, model, capsys):
 def test_what_drops_nothing_or_cannot_be_written_so_is_refused(options, named, run):
     with pytest.raises(UserError, match=named):
         opened(run, *options.split())
-
-
-# ---------------------------------------------------------------- measured as what it is
 
 
 def test_the_card_tells_of_the_smaller_drafter_alone(run, capsys):
