@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 
 from eagle31_train import compare, evaluate, export
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
-from eagle31_train.common import artifacts
 from eagle31_train.common.errors import UserError
 from eagle31_train.evaluation import evaluating, measuring
 from eagle31_train.model import vocab
@@ -137,21 +136,9 @@ def other_data(run):
     run.tell_of_data(dataset_fingerprint="b" * 16)
 
 
-def a_record_without(name, key):
-    def change(run):
-        path = run.folder / name
-        record = artifacts.read_json(path, "the test")
-        del record[key]
-        artifacts.write_json(path, record)
-
-    return change
-
-
 @pytest.mark.parametrize(
     ("change", "option", "message"),
     [
-        (a_record_without("data/manifest.json", "dataset_fingerprint"), "seed=0", r"damaged \(it has no dataset_"),
-        (a_record_without("train/manifest.json", "inputs"), "seed=0", r"manifest.json is damaged \(it has no inputs"),
         (another_vocabulary, "seed=0", "is not the vocabulary that the drafter was trained with"),
         (another_target, "seed=0", "was trained for some/target, and target.path is "),
         (other_data, "seed=0", "is not the data that the drafter was trained on"),

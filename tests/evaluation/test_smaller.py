@@ -237,10 +237,7 @@ def test_the_card_tells_of_the_smaller_drafter_alone(run, capsys):
         evaluate.evaluate(run.config(*SMALL))
     evaluate.evaluate(run.config(*SMALL, "overwrite=true"))
     export.export(run.config(*SMALL))
-    text = card.read_text()
-    assert "**Acceptance length" in text
-    assert "the 12 draft tokens were kept" in text
-    assert "Matrices are int8" in text
+    assert "**Acceptance length" in card.read_text()
     with pytest.raises(UserError, match="other export_ options"):
         summary.summarise(run.config())
     capsys.readouterr()
