@@ -6,10 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import sample_results
 import torch
 from conftest import make_mla_shape, make_shape
 from safetensors.torch import load_file, save_file
-from sample_results import measured
+from sample_results import CONDITIONS, sheet
 from spelling import random_tensors
 
 from eagle31_train import export
@@ -17,8 +18,6 @@ from eagle31_train.checkpoint import run_folder
 from eagle31_train.cli import load_config
 from eagle31_train.common import artifacts
 from eagle31_train.config import Config, DrafterShape
-from eagle31_train.evaluation.measurement import Counts
-from eagle31_train.evaluation.results import summarise
 from eagle31_train.model import vocab
 from eagle31_train.reporting.evaluation_page import pictures
 
@@ -107,12 +106,9 @@ class FakeRun:
 
     def result(self, rate: float, *names: str) -> dict:
         """What was measured of drafters that get each token right at this rate."""
-        generator = np.random.default_rng(round(100 * rate))
-        reach = [np.minimum(generator.geometric(1 - rate, size=20) - 1, 3).tolist() for _ in range(12)]
-        counts = {name: [Counts(f"p{i}", "chat", 21, found) for i, found in enumerate(reach)] for name in names}
-        workloads = [measured(name, counts) for name in ("heldout", "heldout · no_template")]
-        how = {"machine": "a machine", "dtype": "float32", "max_new_tokens": 24, "command": "python -m this"}
-        return {**summarise(workloads, range(1, 4), 3), "title": " against ".join(names), **how}
+        rates = dict.fromkeys(names, rate)
+        sheets = [sheet(name, rates, drift=False) for name in ("heldout", "heldout · no_template")]
+        return sample_results.result(*sheets, title=" against ".join(names), **CONDITIONS)
 
     def draw(self, folder: Path, result: dict) -> dict[str, dict]:
         """A file for every picture, which says whose it is; the manifest's entry of them."""

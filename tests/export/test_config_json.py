@@ -88,16 +88,12 @@ IDS = "eagle_aux_hidden_state_layer_ids"
 @pytest.mark.parametrize(
     ("ids", "counted", "layers"),
     [
-        ({IDS: [2, 16, 29]}, None, [2, 16, 29]),
         ({IDS: [1, 15, 28]}, "outputs", [2, 16, 29]),
-        ({"eagle_config": {IDS: [1, 15, 28]}}, "outputs", [2, 16, 29]),
-        ({"eagle_config": {IDS: [1, 15, 28]}}, "inputs", [1, 15, 28]),
         ({"eagle_config": {"layer_ids": [29, 16, 2]}}, "inputs", [2, 16, 29]),
         ({IDS: [2, 16, 29], "eagle_config": {IDS: [1, 15, 28]}}, None, [2, 16, 29]),  # for both servers
         ({IDS: [2, 16, 29], "eagle_config": {IDS: [1, 15, 28]}}, "outputs", [2, 16, 29]),
         ({IDS: [1, 15, 28], "_torchspec_version": "1"}, "outputs", [2, 16, 29]),
         ({IDS: [2, 16, 31], "eagle_config": {}}, "inputs", [2, 16, 31]),
-        ({}, None, [2, 16, 29]),  # everybody's default is the same layers
     ],
 )
 def test_layer_ids_are_inputs_of_layers_however_they_are_counted(ids, counted, layers):

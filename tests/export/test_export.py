@@ -11,6 +11,7 @@ import torch
 import yaml
 from pipeline import contents
 from plan_cases import shape_of
+from planting import replaced
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -62,22 +63,22 @@ def test_the_checkpoint_is_the_trained_drafter(run, capsys):
 )
 def test_files_that_another_process_removes_once_they_were_seen_are_named(seen, name, run, monkeypatch):
     """As a training with overwrite=true does."""
-    config, is_file, first_damaged = run.config(), Path.is_file, artifacts.first_damaged
+    config = run.config()
 
-    def look(path):
+    @replaced(monkeypatch, Path, "is_file")
+    def look(is_file, path):
         found = is_file(path)
         if path.name == name and seen == "there":
             path.unlink(missing_ok=True)
         return found
 
-    def check(*given):
+    @replaced(monkeypatch, artifacts, "first_damaged")
+    def check(first_damaged, *given):
         damage = first_damaged(*given)
         if seen == "whole":
             next(run.folder.rglob(name)).unlink()
         return damage
 
-    monkeypatch.setattr(Path, "is_file", look)
-    monkeypatch.setattr(artifacts, "first_damaged", check)
     with pytest.raises(UserError, match=rf"{name} (is missing|cannot be read|has just been removed)"):
         export.export(config)
     assert not (run.folder / "export").exists()

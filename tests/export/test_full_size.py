@@ -46,4 +46,6 @@ def test_the_drafter_has_the_published_weights():
     assert contract.check(weights, shape) == []
     assert (shape.norm_output, shape.norm_before_residual, shape.aux_layers) == (True, False, [2, 30, 58])
     assert (shape.max_position_embeddings, shape.rope_theta, shape.rms_norm_eps) == (262144, 50000.0, 1e-5)
+    yarn = {"factor": 64.0, "original_max_position_embeddings": 4096, "beta_fast": 1.0, "beta_slow": 1.0}
+    assert yarn.items() <= shape.rope_scaling.items()
     assert drafter.midlayer.self_attn.scale == pytest.approx(192**-0.5 * 1.4158883083359671**2, rel=1e-12)

@@ -31,11 +31,10 @@ DRAFTS = {
 }
 
 
-def unrolled(draft, **changes):
-    """Its shape, our logits [K, T - 1, Vd], and its trainer's; `changes`: of the run's tensors."""
+def unrolled(draft):
+    """Its shape, our logits [K, T - 1, Vd], and its trainer's."""
     checkpoint = DrafterCheckpoint.open(FIXTURES / draft)
     run, shape = load_file((FIXTURES / draft.partition("@")[0]).with_suffix(".safetensors")), checkpoint.shape
-    run |= {name: change(run[name]) for name, change in changes.items()}
     tokens, wanted = run["tokens"], run["logits"]
     document = Document.of(
         tokens=tokens,
@@ -44,19 +43,14 @@ def unrolled(draft, **changes):
         aux=run["states"].unflatten(1, (3, -1)),
         last=torch.zeros(len(tokens), shape.target_hidden_size),
     )
-    drafter = checkpoint.load(target_of(shape, run.get("embedding")), torch.float32, torch.float32)
+    V, H = shape.vocab_size, shape.target_hidden_size
+    target = SimpleNamespace(embedding=torch.nn.Embedding(V, H), head=torch.nn.Linear(H, V, bias=False), depth=4)
+    if shape.share_embedding:
+        target.embedding.weight.data.copy_(run["embedding"])
+    drafter = checkpoint.load(target, torch.float32, torch.float32)
     batch = build_batch([document], len(wanted), torch.ones(shape.vocab_size, dtype=torch.bool), "keep")
     with torch.no_grad():
         return shape, drafter.lm_head(drafter(batch)[0]), wanted
-
-
-def target_of(shape, embedding):
-    """A target of the right size, whose embedding is needed where a draft has none of its own."""
-    weight = torch.zeros(shape.vocab_size, shape.target_hidden_size)
-    head, shared = (SimpleNamespace(weight=torch.nn.Parameter(one)) for one in (weight, weight.clone()))
-    if shape.share_embedding:
-        shared.weight.data.copy_(embedding)
-    return SimpleNamespace(embedding=shared, head=head, depth=4)
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
