@@ -5,10 +5,10 @@ they stay as they are.
 """
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,11 +81,13 @@ SHARE, KEPT = Kind(high=1, percent=True), Kind(percent=True, even=1)
 
 def pictures(result: Result) -> Iterator[Picture]:
     """Every picture that there are numbers for: first those of all workloads, then those of each."""
-    names = Counter[str]()
+    taken = set[str]()
     for picture in _pictures(result):
-        names[picture.name] += 1  # drafters that differ in case or signs alone would write the same file
-        number = names[picture.name]
-        yield replace(picture, name=f"{picture.name}-{number}") if number > 1 else picture
+        # Drafters that differ in case or signs alone would write the same file.
+        numbered = (f"{picture.name}-{number}" for number in count(2))
+        name = next(name for name in chain([picture.name], numbered) if name not in taken)
+        taken.add(name)
+        yield replace(picture, name=name)
 
 
 def _pictures(result: Result) -> Iterator[Picture]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from plan_cases import shape_of
-from sample_results import DEPTHS, comparison
+from sample_results import DEPTHS, comparison, result, sheet
 
 from eagle31_train.cli import load_config
 from eagle31_train.evaluation.intervals import bracket
@@ -102,6 +102,12 @@ def test_results_of_earlier_versions_are_shown():
         assert len(as_text(given)) > 300
         assert len(evaluation_page.render(given, {})) > 1000
         assert list(pictures(given))
+
+
+def test_no_two_pictures_are_written_to_one_file():
+    names = [one.name for one in pictures(result(sheet("heldout", {"A": 0.5, "a": 0.6, "a-2": 0.7})))]
+    assert len({name for name in names if "attention" in name}) == 3
+    assert len(set(names)) == len(names)
 
 
 def test_a_position_that_few_drafts_reached_has_no_point(whole):
