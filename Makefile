@@ -71,7 +71,7 @@ test-alone: install
 # that `make test-vllm` leaves out, if it has made its environment. ARGS='tests/store tests/test_families.py' for some.
 test-slow: install
 	$(PYTEST) --maxprocesses 4 --dist loadfile -m 'slow and not gpu' $(ARGS)
-	$(if $(ARGS),true,HYPOTHESIS_PROFILE=thorough $(PYTEST) --maxprocesses 4 -m 'not slow' tests/model/test_exactness.py tests/model/test_mla.py)
+	$(if $(ARGS),true,HYPOTHESIS_PROFILE=thorough $(PYTEST) --maxprocesses 4 -m 'not slow' tests/model/test_exactness.py)
 
 # The tests that guard exactness with the lowest and the highest versions that pyproject.toml allows (8 GB each).
 test-versions:

@@ -2,7 +2,6 @@
 
 import itertools
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -48,26 +47,17 @@ def make(problem, dtype):
     return (q, k0, v0, own_k, own_v), layout, random(S, g * r, dv).detach()
 
 
-def run(function, tensors, layout, direction):
+def run(function, tensors, layout, direction, **options):
     q, k0, v0, own_k, own_v = tensors
     leaves = [q, k0, v0, *own_k, *own_v]
-    out = function(q, k0, v0, own_k, own_v, layout, 0.4)
+    out = function(q, k0, v0, own_k, own_v, layout, 0.4, **options)
     return [out, *torch.autograd.grad((out * direction).sum(), leaves, materialize_grads=True)]
 
 
-def both(tensors, layout, direction, window, truth=None):
-    return zip(
-        run(partial(unrolled_attention, window=window), tensors, layout, direction),
-        truth or run(partial(dense_attention, window=window), tensors, layout, direction),
-        strict=True,
-    )
-
-
-def in_fp64(tensors, layout, direction, window=None):
+def in_fp64(tensors, layout, direction):
     """One dense softmax of the same numbers."""
     exact = [[x.detach().double().requires_grad_() for x in group] for group in (tensors[:3], *tensors[3:])]
-    dense = partial(dense_attention, window=window)
-    return run(dense, (*exact[0], exact[1], exact[2]), layout, direction.double())
+    return run(dense_attention, (*exact[0], exact[1], exact[2]), layout, direction.double())
 
 
 def assert_within_16_bits(ours, truth):
@@ -81,8 +71,8 @@ def assert_within_16_bits(ours, truth):
 @given(problems(), windows)
 def test_output_and_gradients_equal_one_dense_softmax(problem, window):
     tensors, layout, direction = make(problem, torch.float64)
-    for ours, truth in both(tensors, layout, direction, window):
-        torch.testing.assert_close(ours, truth, rtol=1e-9, atol=1e-9)
+    ours, truth = (run(way, tensors, layout, direction, window=window) for way in (unrolled_attention, dense_attention))
+    torch.testing.assert_close(ours, truth, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -227,8 +217,7 @@ def with_kernel(kernel, layout, patch):
 def test_the_kernels_of_other_devices_equal_one_dense_softmax(kernel, problem, window):
     """Indices of the CUDA path, on an imitation of its kernel; the kernel itself is for tests/gpu."""
     tensors, layout, direction = make(problem, torch.float64)
-    truth = run(partial(dense_attention, window=window), tensors, layout, direction)
+    truth = run(dense_attention, tensors, layout, direction, window=window)
     with pytest.MonkeyPatch.context() as patch:
-        ours = list(both(tensors, with_kernel(kernel, layout, patch), direction, window, truth))
-    for mine, theirs in ours:
-        torch.testing.assert_close(mine.double(), theirs, rtol=1e-6, atol=1e-6)
+        ours = run(unrolled_attention, tensors, with_kernel(kernel, layout, patch), direction, window=window)
+    torch.testing.assert_close(ours, truth, rtol=1e-6, atol=1e-6, check_dtype=False)

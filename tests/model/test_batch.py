@@ -1,4 +1,4 @@
-"""Mistakes of build_batch, which the reference finds; and batches with nothing to train.
+"""Mistakes of build_batch, which the reference finds; batches of encoded states, and with nothing to train.
 
 Random batches: test_exactness.py. Of some slots: test_subset.py.
 """
@@ -11,12 +11,13 @@ import torch
 from conftest import kept_mask, make_document, make_objective, make_shape
 from model import test_recurrence
 from planting import instead_of
+from whole import encoded
 
 from eagle31_train.model import batch
 from eagle31_train.model import loss as loss_module
 from eagle31_train.model.batch import build_batch
 from eagle31_train.model.loss import divergence
-from eagle31_train.store.codec import plain
+from eagle31_train.store.codec import CODECS, plain
 
 
 def test_contexts_are_right_with_several_threads_and_many_slots():
@@ -32,6 +33,20 @@ def test_contexts_are_right_with_several_threads_and_many_slots():
             assert torch.equal(packed.positions, torch.arange(T - 2).repeat(3))
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_encoded_states_train_to_the_bit_as_what_they_decode_to(codec):
+    shape, generator = make_shape(), torch.Generator().manual_seed(3)
+    documents = [make_document(shape, length, generator) for length in (9, 1, 14, 5, 2)]
+    objective = make_objective(shape, torch.float32)
+    kept = [encoded(d, codec, codec) for d in documents]
+    decoded = [replace(d, aux=plain(d.aux.decode()), last=plain(d.last.decode())) for d in kept]
+    for low in (False, True):  # batches are built within autocast, too
+        with torch.autocast("cpu", torch.bfloat16, enabled=low):
+            ours, theirs = (test_recurrence.trained(objective, some, 4) for some in (kept, decoded))
+        assert ours.loss == theirs.loss
+        assert all(torch.equal(ours.grads[name], gradient) for name, gradient in theirs.grads.items())
 
 
 # ---------------------------------------------------------------- planted mistakes

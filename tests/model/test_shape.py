@@ -12,11 +12,6 @@ MLA = {**LLAMA, "architecture": "mla", "kv_lora_rank": 8, "qk_nope_head_dim": 4,
 TARGET = {"hidden_size": 24, "vocab_size": 50, "draft_vocab_size": 20, "aux_layers": [1, 2, 3]}
 
 
-def test_llamas_heads_follow_from_the_hidden_size():
-    shape = drafter_shape(DrafterConfig(**LLAMA), **TARGET)
-    assert (shape.num_key_value_heads, shape.head_dim, shape.hidden_size) == (6, 4, 24)
-
-
 def test_a_parallel_drafters_mask_token_is_the_targets_last_or_the_one_given():
     assert drafter_shape(DrafterConfig(**LLAMA), **TARGET).ptd_token_id is None
     assert drafter_shape(DrafterConfig(**LLAMA, parallel=True), **TARGET).ptd_token_id == 49

@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 from eagle31_train.common.errors import Stopped
 from train import checkpoint
 from train.loop import train
-from train.metrics import Reporter
 
 
 class Fitted:
@@ -45,19 +44,6 @@ class Fitted:
             several.disturb(patches, step)
             with pytest.raises(Stopped):
                 self.fit(*more)
-        return self
-
-    def interrupted(self, step, *more):
-        """Train until it is interrupted in a step, and saves nothing; returns self."""
-        log = Reporter.log
-
-        def interrupt(reporter, now, values):
-            log(reporter, now, values)
-            if now == step:
-                raise KeyboardInterrupt
-
-        with patch.object(Reporter, "log", interrupt), pytest.raises(KeyboardInterrupt):
-            self.fit(*more)
         return self
 
     def rows(self):

@@ -24,6 +24,10 @@ def test_a_drafter_starts_as_an_unsure_copy_of_the_targets_last_layers(new_run):
     *others, last = drafter.fc.weight.data.split(drafter.shape.hidden_size, dim=1)
     assert (last - torch.eye(len(last))).abs().max() < 0.05
     assert all(0 < other.abs().max() < 0.05 for other in others)
+    smaller = begin_fresh(new_run(), "train.fc_init_scale=0.25")[0].drafter
+    torch.testing.assert_close(smaller.fc.weight, drafter.fc.weight / 4)
+    assert objective.teacher.eps == store.states["norm"]["eps"] == 1e-6
+    assert drafter.shape.rms_norm_eps == 1e-5
     states = torch.randn(3, store.states["hidden_size"])
     capped = begin_fresh(new_run(), soft_cap=2.0)[0].teacher  # as of a Gemma 2
     torch.testing.assert_close(capped.logits(states), 2 * (objective.teacher.logits(states) / 2).tanh())
@@ -90,11 +94,3 @@ def test_kernels_are_fused_where_they_can_be(tiny, monkeypatch, device, capabili
     assert choose_kernels(objective, TrainConfig(), device) == says
     assert objective.fused == (says == "fused kernels")
     assert objective.drafter.norm.fused == objective.drafter.midlayer.mlp.fused == objective.fused
-
-
-def test_fcs_first_weights_are_scaled_and_the_teachers_eps_is_the_targets(new_run):
-    usual, store, _ = begin_fresh(new_run())
-    smaller = begin_fresh(new_run(), "train.fc_init_scale=0.25")[0]
-    torch.testing.assert_close(smaller.drafter.fc.weight, usual.drafter.fc.weight / 4)
-    assert usual.teacher.eps == store.states["norm"]["eps"] == 1e-6
-    assert usual.drafter.shape.rms_norm_eps == 1e-5

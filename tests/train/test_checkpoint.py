@@ -15,10 +15,8 @@ from pipeline import contents, flip_bit
 from safetensors.torch import save as serialized
 
 from eagle31_train.common import artifacts
-from eagle31_train.common.artifacts import checksum
 from eagle31_train.common.errors import UserError
 from eagle31_train.store import tensors as store_tensors
-from eagle31_train.store.sealed import unseal
 from train import checkpoint
 from train.checkpoint import Saver, Snapshot
 
@@ -102,11 +100,6 @@ def test_a_snapshot_comes_back_bit_for_bit(tmp_path):
     assert same(newest(tmp_path), meant)
     assert not same(newest(tmp_path), snapshot(100))
     assert names(path) == FILES
-    assert unseal((path / "manifest.json").read_bytes())["files"] == {
-        name: {"bytes": (path / name).stat().st_size, "checksum": checksum(path / name)}
-        for name in FILES
-        if name != "manifest.json"
-    }
 
 
 @pytest.fixture(scope="module")
@@ -214,15 +207,8 @@ def among_leftovers(folder):
     return snapshot(4), snapshot(3)
 
 
+# Each leaves a folder as it may be before a save; returns what is saved, and what is there before.
 STATES = [first, another, over_a_damaged_one, among_leftovers]
-
-
-@pytest.fixture
-def state(request, tmp_path):
-    """(copies: a function that makes another copy of a folder before a save; what is saved; what is there before)."""
-    meant, before = request.param(tmp_path / "before")
-    numbers = iter(range(10**6))
-    return lambda: shutil.copytree(tmp_path / "before", tmp_path / str(next(numbers))), meant, before
 
 
 def go_on(folder, meant, machine):
@@ -252,16 +238,17 @@ def assert_whole(folder, meant, before):
     return found
 
 
-@pytest.mark.parametrize("state", STATES, indirect=True, ids=lambda state: state.__name__)
-def test_a_save_that_dies_at_any_operation_loses_nothing(state):
-    copies, meant, before = state
-    ours = go_on(copies(), meant, undisturbed := Machine())
+@pytest.mark.parametrize("state", STATES)
+def test_a_save_that_dies_at_any_operation_loses_nothing(state, tmp_path):
+    meant, before = state(tmp_path / "before")
+    folder = shutil.copytree(tmp_path / "before", tmp_path / "undisturbed")
+    ours = go_on(folder, meant, undisturbed := Machine())
     assert ours.committed.name == checkpoint.name_of(meant.step)
     assert undisturbed.count > 20
     assert {"open", "write", "fsync", "os.rename", "os.mkdir"} <= set(undisturbed.names)
     outcomes = set()
     for at in range(undisturbed.count):
-        folder = copies()
+        folder = shutil.copytree(tmp_path / "before", tmp_path / str(at))
         assert go_on(folder, meant, Machine(at, Kill())) is None
         found = assert_whole(folder, meant, before)
         outcomes.add(found is not None and same(found, meant))

@@ -18,13 +18,11 @@ EAGLE3, BEFORE = ("drafter.fc_norm=false", "drafter.norm_output=false"), "drafte
 SHORT = ["train.max_steps=3", "train.checkpoint_every=2"]
 
 
-def test_a_second_training_in_the_same_folder_is_refused_and_a_later_one_is_not(new_run):
+def test_a_second_training_in_the_same_folder_is_refused(new_run):
     run = new_run()
     with locks.alone(Path(run.folder, "run", LOCK), "this test trains"):
         assert f"another process trains in {run.train} now" in message_of(run, "train.max_steps=1")
         assert not run.train.exists()
-    run.fit("train.max_steps=1")
-    assert run.manifest()["steps"] == 1
 
 
 def leave(_run):

@@ -4,20 +4,11 @@ import json
 
 import golden
 import pytest
-import torch
 
 KEPT = json.loads(golden.FILE.read_text())["losses"]
 # One or two threads give the same bits. Other instruction sets (AVX-512, AVX2, SSE), kernels (oneDNN or not) and
 # splits of a batch round otherwise: up to 3e-7 in a hundred steps. This leaves room for CPUs that were not tried.
 TOLERANCE = 1e-5
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def test_the_losses_of_a_hundred_steps_are_the_golden_ones(tmp_path):

@@ -1,20 +1,32 @@
-"""The training loop on a tiny store: it learns, says what it did, and refuses what cannot be."""
+"""The training loop on a tiny store: it learns by every option that is given, says what it did, counts what it trained,
+and refuses what cannot be."""
 
 import json
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 from pipeline import assert_equal, message_of, write_data
+from planting import replaced
 
 from eagle31_train.checkpoint import contract
-from eagle31_train.common import artifacts
+from eagle31_train.common import order
 from eagle31_train.config import DrafterShape, TrainConfig
-from eagle31_train.store import Store
+from eagle31_train.model import vocab
+from eagle31_train.model.batch import build_batch
+from eagle31_train.store import Store, StoreSplit
+from train import loader
 from train.metrics import heldout_text, summarise
 from train.prepare import tell_of_waiting
-from train.step import learning_rate, step_weights
+from train.step import learning_rate
+from train.trainer import memory_bytes
+
+TWO = ["train.max_steps=2"]
+OPTIONS = ["train.gamma=0.5", "train.lk=0.5", "train.betas=[0.5,0.6]", "train.weight_decay=0.5", "train.oov=keep",
+           "train.max_grad_norm=0.01", "train.fc_init_scale=0.5", "train.optimizer=muon", "drafter.train_lm_head=false",
+           "train.precision=bf16", "train.slots_per_batch=12"]  # fmt: skip
 
 
 def test_the_seed_decides_the_weights_and_nothing_else_does(new_run):
@@ -24,15 +36,6 @@ def test_the_seed_decides_the_weights_and_nothing_else_does(new_run):
     assert_equal(again.weights(), first)
     other = new_run().fit("train.max_steps=3", "seed=1").weights()
     assert not torch.equal(other["fc.weight"], first["fc.weight"])
-
-
-def test_a_subset_of_the_slots_is_another_training_and_all_of_them_the_same(new_run):
-    some, every, none = (
-        new_run().fit("train.max_steps=1", *options).weights()
-        for options in (["train.slots_per_batch=12"], ["train.slots_per_batch=60"], [])
-    )
-    assert not torch.equal(some["fc.weight"], none["fc.weight"])
-    assert_equal(every, none)
 
 
 @pytest.mark.parametrize(("replicas", "waits"), [(2, False), (3, True)])
@@ -45,8 +48,6 @@ def test_the_manifest_names_a_checkpoint_with_exactly_the_drafters_tensors(new_r
     run = new_run().fit("train.eval_every=5", "train.precision=bf16")
     manifest = run.manifest()
     assert manifest["checkpoint"] == "checkpoints/step-000012"
-    assert manifest["inputs"]["train"]["lr"] == 0.01
-    assert manifest["fingerprint"] == artifacts.fingerprint(manifest["inputs"])
     shape = DrafterShape(**json.loads((run.newest() / "drafter.json").read_text()))
     assert contract.check(run.weights(), shape) == []
     assert {tensor.dtype for tensor in run.weights().values()} == {torch.float32}
@@ -73,12 +74,6 @@ def test_a_store_of_other_data_is_refused(new_run, given):
     assert message.startswith(f"{run.folder / 'run' / 'store'} was made from other data")
     assert message.endswith(f": correct {data_dir}" if given else "run `eagle31 extract` again with overwrite=true")
     assert not run.train.exists()
-
-
-def test_step_weights_are_gamma_to_the_k_over_the_count():
-    weights = step_weights(torch.tensor([10, 4, 0, 1]), 0.5)
-    assert weights.dtype == torch.float32
-    assert weights.tolist() == pytest.approx([1 / 10, 0.5 / 4, 0.0, 0.125])
 
 
 def test_the_learning_rate_warms_up_and_ends_at_its_share():
@@ -120,3 +115,81 @@ def test_metrics_are_the_sums_divided_by_their_own_counts():
     assert (nothing["loss"], nothing["acceptance_estimate"]) == (0.0, 1.0)
     assert "nothing to predict" in heldout_text(nothing)
     assert heldout_text(summarise(sums)) == "held-out loss 1.000, acceptance estimate 1.500"
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_an_option_that_is_given_is_trained_by(by_one, option):
+    usual, other = by_one(*TWO).weights(), by_one(*TWO, option).weights()
+    assert not torch.equal(other["fc.weight"], usual["fc.weight"])
+
+
+def test_a_subset_of_all_slots_is_all_of_them(by_one):
+    assert_equal(by_one(*TWO, "train.slots_per_batch=60").weights(), by_one(*TWO).weights())
+
+
+def test_cross_entropy_is_told_with_the_targets_entropy_and_trains_as_kl_does(by_one):
+    kl, ce = by_one(*TWO), by_one(*TWO, "train.loss=ce")
+    assert all(theirs > ours for ours, theirs in zip(kl.losses(), ce.losses(), strict=True))
+    torch.testing.assert_close(ce.weights(), kl.weights())
+
+
+def test_a_head_that_is_not_trained_stays_the_targets(by_one):
+    run = by_one(*TWO, "drafter.train_lm_head=false")
+    store = Store(run.folder / "run" / "store")
+    kept = vocab.read(run.config().data_folder / "vocab.safetensors").target_ids
+    assert torch.equal(run.weights()["lm_head.weight"], store.target["lm_head"][torch.from_numpy(kept)].float())
+
+
+def test_held_out_conversations_are_measured_with_the_runs_oov(by_one):
+    rows = [by_one(*TWO, f"train.oov={oov}").rows()[-1] for oov in ("mask", "keep")]
+    assert rows[0]["heldout_oov_share"] > 0 == rows[1]["heldout_oov_share"]
+
+
+def test_the_seed_and_the_step_decide_which_slots_are_trained(new_run, monkeypatch):
+    """How: test_subset.py. So a run that goes on draws what it would have drawn."""
+    drawn = []
+
+    @replaced(monkeypatch, loader, "choose_slots")
+    def chosen(right, *given):
+        drawn.append(given[-2:])
+        return right(*given)
+
+    options = [*TWO, "train.slots_per_batch=12", "train.num_workers=0", "seed=7"]
+    run = new_run().stopped(1, *options)
+    assert drawn == [(7, 1)]
+    run.fit(*options)
+    assert drawn == [(7, 1), (7, 2)]
+
+
+def test_evaluations_read_samples_spread_over_the_split_and_the_last_one_all(new_run, monkeypatch):
+    read = []
+
+    @replaced(monkeypatch, StoreSplit, "read_all")
+    def seen(right, self, indices):
+        if len(self) == 4:
+            read.append(sorted(indices))
+        return right(self, indices)
+
+    options = ["train.max_steps=2", "train.eval_every=1", "train.batch_tokens=60"]
+    few = new_run().fit(*options, "train.eval_samples=2")
+    assert read[0] == [0, 2]
+    every = new_run().fit(*options)
+    for name, value in every.manifest()["heldout"].items():
+        assert few.manifest()["heldout"][name] == pytest.approx(value), name
+    assert few.rows()[-1]["heldout_loss"] != pytest.approx(every.rows()[-1]["heldout_loss"])
+
+
+def test_pairs_are_those_that_were_trained(new_run):
+    run = new_run().fit("train.max_steps=2")
+    rows = [row for row in run.rows() if "loss" in row]
+    split, kept = Store(run.folder / "run" / "store").split("train"), torch.zeros(40, dtype=torch.bool)
+    kept[vocab.read(run.config().data_folder / "vocab.safetensors").target_ids] = True
+    steps = order.schedule(split.lengths, 60, 0, 3, 2)
+    counted = sum(int(build_batch(split.read_all(step), 3, kept, "mask").trained.sum()) for step in steps)
+    assert run.manifest()["pairs"] == counted, rows
+
+
+def test_memory_is_in_bytes():
+    status = Path("/proc/self/status").read_text().splitlines()
+    (line,) = [line for line in status if line.startswith("VmHWM:")]
+    assert memory_bytes(torch.device("cpu")) == pytest.approx(int(line.split()[1]) * 1024, rel=0.05)

@@ -1,51 +1,100 @@
-"""What a run writes down of its steps: rows that a resumed run repeats."""
+"""What a run writes down of its steps over several launches, in files and TensorBoard; what is said of Weights &
+Biases. Rows of metrics.jsonl are those of a run that nobody stopped: test_survival.py."""
 
+import json
+import shlex
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 
+from eagle31_train.config import Config
+from train import tracking
 from train.metrics import Reporter
-
-# An accelerator as a reporter sees it.
-RECORDER = SimpleNamespace(is_main_process=True, log=lambda values, step: None)
-
-
-def fill(folder, steps, done=0):
-    """Report steps, as a launch that goes on after those that are done."""
-    reporter = Reporter(RECORDER, folder, done, 1000)
-    for step in range(done + 1, steps + 1):
-        reporter.log(step, {"loss": 1 / step})
-        reporter.timing(step, {"seconds": 0.5, "waited": 0.1, "aside": 0.0, "tokens": 100, "memory_bytes": None})
-        if step % 10 == 0:
-            reporter.log(step, {"heldout_loss": 2 / step})
-    reporter.close()
-
-
-@pytest.mark.parametrize("done", [0, 61, 119])
-def test_rows_after_a_stop_are_the_same_bytes(tmp_path, done):
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    whole.mkdir(), stopped.mkdir()
-    fill(whole, 120)
-    fill(stopped, 120)
-    with (stopped / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 120, "lo')
-    fill(stopped, 120, done)
-    for name in ("metrics.jsonl", "timings.jsonl"):
-        assert (stopped / name).read_bytes() == (whole / name).read_bytes()
 
 
 @pytest.mark.parametrize(
     "damaged", [b'{"step": ', b'{"step": Infinity}', b'{"step": 1e999}', b"[" * 5000, b"[1]", b"\xff"], ids=range(6)
 )
 def test_damaged_and_missing_rows_are_named_when_a_run_goes_on(tmp_path, capsys, damaged):
-    fill(tmp_path, 30)
+    recorder = SimpleNamespace(is_main_process=True, log=lambda values, step: None)
+    reporter = Reporter(recorder, tmp_path, 0, 1000)
+    for step in range(1, 31):
+        reporter.log(step, {"loss": 1 / step})
+    reporter.close()
     file = tmp_path / "metrics.jsonl"
     lines = file.read_bytes().splitlines(keepends=True)
     lines[11] = damaged + b"\n"
     file.write_bytes(b"".join(lines))
-    Reporter(RECORDER, tmp_path, 20, 1000).close()
+    Reporter(recorder, tmp_path, 20, 1000).close()
     assert capsys.readouterr().out == f"{file}:12 is damaged, and its row is lost: remove the line\n"
-    assert file.read_bytes() == b"".join(lines[:22])
-    file.write_bytes(b"".join(lines[:5]))
-    Reporter(RECORDER, tmp_path, 20, 1000).close()
+    assert file.read_bytes() == b"".join(lines[:20])
+    file.write_bytes(b"".join(lines[:5]) + b'{"step": 6, "lo')  # torn by a kill
+    Reporter(recorder, tmp_path, 20, 1000).close()
     assert capsys.readouterr().out == f"{file} lacks the rows of steps 6 to 20\n"
+    assert file.read_bytes() == b"".join(lines[:5])
+
+
+@pytest.fixture
+def config(tmp_path):
+    made = Config()
+    made.name, made.run_dir, made.train.wandb = "tiny", str(tmp_path), "disabled"
+    (tmp_path / "train").mkdir()
+    return made
+
+
+def launch(config, done, steps):
+    AcceleratorState._reset_state(True)
+    accelerator = Accelerator(log_with=tracking.loggers(config) or None)
+    tracking.start(accelerator, config, {"train": {"lr": 1.0}}, done)
+    reporter = Reporter(accelerator, Path(config.run_dir) / "train", done, 100)
+    for step in steps:
+        reporter.log(step, {"loss": 100 * done + step, "prefix_at_depth": [0.5, 0.25], "oops": None})
+        reporter.timing(step, {"seconds": 2.0, "aside": 1.5, "tokens": 10, "memory_bytes": None})
+        if step % 5 == 0:
+            reporter.log(step, {"heldout_acceptance_estimate": 100 * done + step})
+    reporter.close()
+    accelerator.end_training()
+
+
+def curves(run):
+    """Tag → (step, value) of every point that TensorBoard shows."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run / "train" / "tensorboard"))
+    events.Reload()
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_timings_and_tensorboard_have_every_step_once_after_a_resume(config, tmp_path):
+    """A launch killed before its first checkpoint, one killed at step 20, and one that goes on after 10."""
+    config.train.tensorboard = True
+    launch(config, 0, steps=range(1, 4))
+    launch(config, 0, steps=range(1, 21))
+    launch(config, 10, steps=range(11, 15))
+    timings = (tmp_path / "train" / "timings.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in timings] == list(range(1, 15))
+    shown = curves(tmp_path)
+    assert shown["train/loss"] == [(step, step if step <= 10 else 1000 + step) for step in range(1, 15)]
+    assert shown["heldout/acceptance_estimate"] == [(5, 5), (10, 10)]
+    assert shown["train/prefix_at_depth/1"] == [(step, 0.25) for step in range(1, 15)]
+    assert shown["timing/tokens_per_second"] == [(step, 20) for step in range(1, 15)]
+
+
+def test_the_command_that_uploads_an_offline_run_can_be_pasted(config, tmp_path, capsys):
+    run = SimpleNamespace(offline=True, dir=str(tmp_path / "it's (1)" / "files"))
+    accelerator = SimpleNamespace(is_main_process=True, log_with=[], init_trackers=lambda *_, **__: None)
+    accelerator.get_tracker, config.train.wandb = lambda *_, **__: run, "offline"
+    tracking.start(accelerator, config, {}, 0)
+    assert shlex.split(capsys.readouterr().out)[-1].endswith("/it's (1)")
+
+
+def test_a_damaged_line_about_an_earlier_launch_stops_none(config, tmp_path):
+    launches = tmp_path / "train" / tracking.LAUNCHES
+    launches.write_bytes(b"\xff\n")
+    tracking.record_launch(config, {"steps": 3})
+    damaged, line = launches.read_bytes().splitlines()
+    assert damaged == b"\xff"
+    assert json.loads(line)["facts"] == {"steps": 3}

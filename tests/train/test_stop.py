@@ -23,11 +23,6 @@ RECIPE = ["train.epochs=10000", "train.eval_every=1000000", "train.checkpoint_ev
 SHORT, ENDLESS = [f"train.max_steps={STEPS}", *RECIPE], ["train.max_steps=20000", *RECIPE]
 
 
-@pytest.fixture(scope="module")
-def whole(by_one):
-    return by_one(*SHORT)
-
-
 def stopped_after(run, text, why):
     """The step after which it saved, said so in one line, and did nothing more."""
     (line,) = (line for line in text.splitlines() if "train: stopped" in line)
@@ -43,7 +38,7 @@ def stopped_after(run, text, why):
 # ---------------------------------------------------------------- one process
 
 
-def test_a_run_that_its_time_limit_stops_again_and_again_ends_the_same(new_run, whole, monkeypatch):
+def test_a_run_that_its_time_limit_stops_again_and_again_ends_the_same(new_run, by_one, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     run = new_run()
@@ -56,6 +51,7 @@ def test_a_run_that_its_time_limit_stops_again_and_again_ends_the_same(new_run, 
         text = f"stopped by train.time_limit: saved after step {step} of {STEPS};"
         with half, whole_hour, pytest.raises(Stopped, match=text):
             run.fit(*SHORT, "train.time_limit=1h")
+    whole = by_one(*SHORT)
     assert_close(run.fit(*SHORT, "train.time_limit=1h").weights(), whole.weights(), 0)
     assert run.rows() == whole.rows()
 
@@ -103,7 +99,7 @@ def test_a_run_that_waits_for_a_shard_is_ended_by_one_signal(new_run, tmp_path, 
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_told_to_stop_stops_the_other_after_the_same_step(new_run, whole):
+def test_a_rank_that_is_told_to_stop_stops_the_other_after_the_same_step(new_run, by_one):
     run = new_run()
     disturbance = {"ledger": str(run.folder / "ledger"), "tell_at": [1, 5]}
     words = [*command("ddp", 2, ROOT / "tests" / "surviving.py"), *arguments(run, *SHORT)]
@@ -113,7 +109,7 @@ def test_a_rank_that_is_told_to_stop_stops_the_other_after_the_same_step(new_run
     assert {len(updates_of(run.folder / f"ledger.{rank}")) for rank in (0, 1)} == {6}
     # When the first is gone, the launcher sends a SIGTERM to the other, which is leaving as well.
     assert {"75"} <= set(re.findall(r"exitcode *: (-?\d+)", done.stderr)) <= {"75", "-15"}
-    assert_close(run.fit(*SHORT).weights(), whole.weights(), 1e-5)
+    assert_close(run.fit(*SHORT).weights(), by_one(*SHORT).weights(), 1e-5)
 
 
 def told_to_stop(run, words, profile, kill=os.kill):

@@ -46,8 +46,14 @@ def go_on(run, steps, *more):
 
 
 def interrupted(run, step, *more):
-    with noted(run.folder / "ledger"):
-        return run.interrupted(step, *recipe(SHORT), *more)
+    """Train until it is interrupted in a step, and saves nothing; returns the run."""
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with calling("train.trainer.Trainer.log", interrupt, "after", step), pytest.raises(KeyboardInterrupt):
+        go_on(run, SHORT, *more)
+    return run
 
 
 @pytest.mark.parametrize("more", [(), MUON], ids=["AdamW", "Muon"])
@@ -182,14 +188,6 @@ def stopped(copy_of, tmp_path_factory):
     return run
 
 
-@pytest.fixture
-def copy(stopped, new_run):
-    run = new_run()
-    shutil.rmtree(run.folder)
-    shutil.copytree(stopped.folder, run.folder)
-    return run
-
-
 def one_step_late(split, batches, done, *rest):
     return LOAD(split, [*batches[:done], *batches[done + 1 :], batches[-1]], done, *rest)
 
@@ -220,8 +218,10 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("owner", "name", "mistake", "found"), MISTAKES.values(), ids=MISTAKES.keys())
-def test_a_mistake_in_resuming_is_found(copy, whole, monkeypatch, owner, name, mistake, found):
+def test_a_mistake_in_resuming_is_found(stopped, new_run, whole, monkeypatch, owner, name, mistake, found):
+    run = new_run()
+    shutil.copytree(stopped.folder, run.folder, dirs_exist_ok=True)
     monkeypatch.setattr(owner, name, mistake)
-    different = differences(go_on(copy, SHORT, *MUON), whole(SHORT, *MUON))
+    different = differences(go_on(run, SHORT, *MUON), whole(SHORT, *MUON))
     assert different >= found
     assert bool(different) == bool(found), different
