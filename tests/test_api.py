@@ -65,8 +65,7 @@ def test_counts_are_the_evaluators(speculator):
         assert decode_plain(speculator.target, [prompt["prompt_ids"]], limits)[0].tokens == answer.tokens
     score = speculator.score([p["prompt_ids"] for p in prompts], report["draft_tokens"], report["max_new_tokens"])
     assert score["acceptance_length"][0] == pytest.approx(report["acceptance_length"])
-    first = speculator.draft(prompts[0]["prompt_ids"], 3)
-    assert len(first) == 3
+    assert len(speculator.draft(prompts[0]["prompt_ids"], 3)) == 3
 
 
 @pytest.mark.parametrize("own", ["float32", "bfloat16"])
@@ -80,13 +79,6 @@ def test_a_runs_weights_are_those_that_are_served(folder, own):
     weights = Speculator.load("runs/smollm2", target="models/SmolLM2-135M-Instruct", device="cpu").drafter.fc.weight
     assert weights.dtype == torch.float32
     assert torch.equal(weights.bfloat16().float(), weights) == (own == "bfloat16")
-
-
-@pytest.mark.parametrize("prompts", ["why is", []])
-def test_a_score_is_of_a_list_of_prompts(speculator, prompts):
-    """Of a text, its letters would be decoded in silence."""
-    with pytest.raises(UserError, match="takes a list of prompts"):
-        speculator.score(prompts)
 
 
 @pytest.mark.parametrize(
@@ -121,6 +113,9 @@ def test_what_cannot_be_decoded_is_said(speculator):
             speculator.generate(prompt, drafted, written)
     with pytest.raises(UserError, match="the prompt has token"):
         speculator.draft([10**6])
+    for prompts in ("why is", []):  # of a text, its letters would be decoded in silence
+        with pytest.raises(UserError, match="takes a list of prompts"):
+            speculator.score(prompts)
 
 
 def test_token_ids_of_arrays_and_tensors_are_token_ids(speculator):

@@ -8,47 +8,26 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers.utils import logging
 
 from eagle31_train import new
 from eagle31_train.common import console
-from eagle31_train.common.console import Progress, explained, note, tidy
+from eagle31_train.common.console import Progress, explained, note
 from eagle31_train.common.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def work(bar):
-    """Three of four steps, with a note after the second."""
-    with bar:
+def test_a_log_has_whole_lines_and_notes_between_them(monkeypatch, capsys):
+    monkeypatch.setattr(console, "EVERY", 0.0)
+    with Progress(total=4, desc="train", unit="step") as bar:
         for step in range(3):
             bar.update()
             if step == 1:
                 note("train: step 2 was odd")
-
-
-def test_a_log_has_whole_lines_and_notes_between_them(monkeypatch, capsys):
-    work(Progress(total=4, desc="train", unit="step"))
-    assert capsys.readouterr().err == "", "short work leaves nothing"
-    monkeypatch.setattr(console, "EVERY", 0.0)
-    work(Progress(total=4, desc="train", unit="step"))
     said = capsys.readouterr()
     assert said.out == "train: step 2 was odd\n"
     assert "\r" not in said.err
     assert [line.split(", ")[:2] for line in said.err.splitlines()][-1] == ["train: 75 %", "3 of 4"]
-    assert all(line.startswith("train: ") and " left" in line for line in said.err.splitlines())
-    with Progress(iter("ab"), desc="rows", unit="row") as bar:
-        assert list(bar) == ["a", "b"]
-    assert capsys.readouterr().err.splitlines()[-1].startswith("rows: 2 rows, ")
-
-
-def test_libraries_draw_no_bars_in_a_log(capsys):
-    logging.enable_progress_bar()
-    assert list(logging.tqdm(range(3))) == [0, 1, 2]
-    assert "3/3" in capsys.readouterr().err
-    with tidy():
-        assert list(logging.tqdm(range(3))) == [0, 1, 2]
-    assert capsys.readouterr() == ("", "")
 
 
 def eagle31(*words, cwd=ROOT, **options):
@@ -89,15 +68,13 @@ def test_an_error_output_that_is_full_keeps_the_status():
         assert eagle31("nonsense", stderr=full).returncode == 2
 
 
-@pytest.mark.parametrize("command", [["new"], ["train"]])
+@pytest.mark.parametrize("command", ["new", "train"])
 def test_an_output_that_is_full_is_named(command):
     """argparse, which writes the help of commands, keeps quiet about it."""
     with Path("/dev/full").open("w") as full:
-        done = eagle31(*command, "--help", stdout=full)
-    assert (done.returncode, done.stderr.splitlines()) == (
-        2,
-        [b"error: standard output cannot be written (No space left on device): make room where it leads"],
-    )
+        done = eagle31(command, "--help", stdout=full)
+    said = b"error: standard output cannot be written (No space left on device): make room where it leads\n"
+    assert (done.returncode, done.stderr) == (2, said)
 
 
 def test_python_without_docstrings_is_refused_by_its_name():
@@ -109,10 +86,8 @@ def test_python_without_docstrings_is_refused_by_its_name():
 def test_a_folder_that_is_gone_is_said(tmp_path):
     (folder := tmp_path / "gone").mkdir()
     done = eagle31("new", "mine", cwd=folder, preexec_fn=folder.rmdir)
-    assert (done.returncode, done.stderr.splitlines()) == (
-        2,
-        [b"error: the folder that this was started in is gone: change into another"],
-    )
+    said = b"error: the folder that this was started in is gone: change into another\n"
+    assert (done.returncode, done.stderr) == (2, said)
 
 
 def test_of_ranks_that_fail_alike_the_first_speaks_and_none_that_fails_otherwise_is_lost(monkeypatch, tmp_path, capsys):

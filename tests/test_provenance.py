@@ -91,11 +91,6 @@ def test_what_chooses_a_step_is_named_as_the_user_sets_it():
     assert "(evaluate.num_speculative_tokens: 3 there, 5 here)" in str(error.value)
 
 
-def test_of_a_hash_some_digits_are_shown():
-    old, new = ({"file": digit * 64, "words": "made of words"} for digit in "ab")
-    assert artifacts.describe_change(old, new) == f"file: {'a' * 12}… there, {'b' * 12}… here"
-
-
 # ---------------------------------------------------------------- written whole
 
 
