@@ -89,14 +89,30 @@ UNREADABLE = ["itself", "/dev/zero", "pipe"]  # in the place of a file: links to
 
 
 def spoil(path, kind):
-    """Put one of UNREADABLE, or a folder, in the place of a file."""
+    """Put one of UNREADABLE, a dangling link, or an empty folder, in the place of a file."""
     path.unlink(missing_ok=True)
     if kind == "pipe":
         os.mkfifo(path)
     elif kind == "folder":
         path.mkdir()
     else:
-        path.symlink_to(path.name if kind == "itself" else kind)
+        path.symlink_to({"itself": path.name, "dangling": "nowhere/at/all"}.get(kind, kind))
+
+
+def parts(data):
+    """Header and tensors of a safetensors file."""
+    end = 8 + int.from_bytes(data[:8], "little")
+    return json.loads(data[8:end]), data[end:]
+
+
+def with_header(header, tensors):
+    """Such a file."""
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + tensors
+
+
+# A tensor of impossibly many rows, none of which has a byte: safetensors takes it, and torch does not.
+ENDLESS = {"dtype": "F32", "shape": [2**63, 0], "data_offsets": [0, 0]}
 
 
 class Acting:

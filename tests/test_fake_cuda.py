@@ -4,6 +4,7 @@ And the plan's memory against what such a step allocates, and the bytes that it 
 their own, fake_cuda_cases.py.
 """
 
+import functools
 import json
 import os
 import subprocess
@@ -35,46 +36,30 @@ def marked(names):
     return [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in names]
 
 
-@pytest.fixture(scope="module")
-def came():
-    return run([name for name in CASES if name not in SLOW])
+def came(name):
+    """What came of a case."""
+    return all_of(name in SLOW)[name]
 
 
-@pytest.fixture(scope="module")
-def more():
-    """What the slow tests ask for."""
-    return run(sorted(SLOW))
-
-
-def run(names):
-    """{name: what came of it}."""
+@functools.cache
+def all_of(slow):
+    """{name: what came of it} of all cases that are slow, or that are not."""
     try:
         library = fake_cuda.build(fake_cuda.ROOT / "build")
     except fake_cuda.UnavailableError as error:
         pytest.skip(f"no fake CUDA: {error}")
     script = Path(fake_cuda_cases.__file__)
-    environment = {**os.environ, "LD_PRELOAD": str(library)}
-    environment["PYTHONPATH"] = f"{fake_cuda.ROOT}:{script.parent}"
-    done = subprocess.run(
-        [sys.executable, script, json.dumps(names)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
+    paths = {"LD_PRELOAD": str(library), "PYTHONPATH": f"{fake_cuda.ROOT}:{script.parent}"}
+    words = [sys.executable, script, json.dumps([name for name in CASES if (name in SLOW) == slow])]
+    how = {"capture_output": True, "text": True, "check": False, "timeout": 600}
+    done = subprocess.run(words, env={**os.environ, **paths}, **how)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.fixture
-def result(request, name):
-    """What came of a case, quick or slow."""
-    return request.getfixturevalue("more" if name in SLOW else "came")[name]
-
-
 @pytest.mark.parametrize("name", marked(STEPS))
-def test_a_step_runs_on_the_device_alone(result, name):
+def test_a_step_runs_on_the_device_alone(name):
+    result = came(name)
     assert "error" not in result, result["trace"]
     assert result["on_host"] == result["onto_itself"] == []
     assert "torch.float64" not in result["dtypes"]
@@ -84,7 +69,8 @@ def test_a_step_runs_on_the_device_alone(result, name):
 
 
 @pytest.mark.parametrize("name", marked([*(f"{kind}, drafting" for kind in fake_cuda_cases.DRAFTING), "extraction"]))
-def test_drafting_and_extraction_run_on_the_device(result, name):
+def test_drafting_and_extraction_run_on_the_device(name):
+    result = came(name)
     assert "error" not in result, result["trace"]
     assert "torch.float64" not in result["dtypes"]
 
@@ -94,24 +80,25 @@ def copies(result):
     return {place for place in result["on_host"] if place.startswith("_to_copy") and "fake_cuda_cases" not in place}
 
 
-def test_extraction_does_not_wait_for_the_device(came):
-    assert copies(came["extraction"]) == set()
+def test_extraction_does_not_wait_for_the_device():
+    assert copies(came("extraction")) == set()
     planted = {"_to_copy in extraction.py:add", "_to_copy in transfers.py:each_tensor"}
-    assert copies(came["planted: copies"]) == planted
+    assert copies(came("planted: copies")) == planted
 
 
-def test_planted_mistakes_are_found(came):
-    assert "DataDependentOutputException" in came["planted: a wait"]["error"]
-    assert came["planted: numbers of the host"]["on_host"] == ["_to_copy in fake_cuda_cases.py:<lambda>"]
-    assert "at least two devices" in came["planted: another device"]["error"]
-    assert "expected scalar type" in came["planted: another dtype"]["error"]
-    assert came["planted: a copy onto itself"]["onto_itself"] == ["fake_cuda_cases.py:added"]
-    assert "torch.float64" in came["planted: double precision"]["dtypes"]
+def test_planted_mistakes_are_found():
+    assert "DataDependentOutputException" in came("planted: a wait")["error"]
+    assert came("planted: numbers of the host")["on_host"] == ["_to_copy in fake_cuda_cases.py:<lambda>"]
+    assert "at least two devices" in came("planted: another device")["error"]
+    assert "expected scalar type" in came("planted: another dtype")["error"]
+    assert came("planted: a copy onto itself")["onto_itself"] == ["fake_cuda_cases.py:added"]
+    assert "torch.float64" in came("planted: double precision")["dtypes"]
 
 
 @pytest.mark.parametrize("name", marked(PLANNED))
-def test_the_plan_knows_what_a_gpu_holds(result, name):
+def test_the_plan_knows_what_a_gpu_holds(name):
     """Also of conversations of many turns, whose keys attention copies for every turn."""
+    result = came(name)
     assert "error" not in result, result["trace"]
     assert result["planned kept"] == pytest.approx(result["kept"], rel=0.02)
     assert result["planned peak"] == pytest.approx(result["peak"], rel=0.1)
@@ -123,17 +110,17 @@ TRAFFIC = fake_cuda_cases.TRAFFIC
 
 
 @pytest.mark.parametrize("name", marked(TRAFFIC))
-def test_a_step_moves_no_more_than_it_did(result, name):
+def test_a_step_moves_no_more_than_it_did(name):
     """Where a change saves some, write the new numbers down; `make bench-gpu-model` says where they are moved."""
-    operators, gigabytes = TRAFFIC[name]
+    result, (operators, gigabytes) = came(name), TRAFFIC[name]
     assert 0.98 * gigabytes < result["bytes"] / 1e9 < 1.01 * gigabytes
     assert result["operations"] <= 1.01 * operators
 
 
 @pytest.mark.slow
-def test_a_document_of_65536_tokens_takes_half_of_an_h100s_rate_and_fits_it(more):
+def test_a_document_of_65536_tokens_takes_half_of_an_h100s_rate_and_fits_it():
     """Estimated, with FlashAttention 3; 64 GiB of the 74.5 that 80 GB are."""
-    result, recomputed = (more[name] for name in ESTIMATED)
+    result, recomputed = map(came, ESTIMATED)
     assert result["memory"] < 64 * 2**30
     assert result["utilisation"] > 0.5
     assert recomputed["before"] + recomputed["peak"] < 0.65 * result["memory"]

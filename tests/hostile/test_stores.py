@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from made import VOCAB, Made, problems
-from mutating import UNREADABLE, cases, documents, outcome, spoil, torn
+from mutating import ENDLESS, UNREADABLE, cases, documents, outcome, parts, spoil, torn, with_header
 from pipeline import reseal
 
 from eagle31_train.common import order
@@ -65,13 +65,11 @@ def stores_with_a_fault(draw):
     return begun, draw(st.sampled_from(kind)), draw(st.data())
 
 
-def with_header(folder, name, change):
+def change_header(folder, name, change):
     """Change the header of a safetensors file of a store, and make its checksums right again."""
     path = folder / name
-    before = path.read_bytes()
-    end = 8 + int.from_bytes(before[:8], "little")
-    text = json.dumps(change(json.loads(before[8:end]))).encode()
-    after = len(text).to_bytes(8, "little") + text + before[end:]
+    header, tensors = parts(path.read_bytes())
+    after = with_header(change(header), tensors)
     line = {"name": name, "store": MADE.fingerprint, "size": len(after), "checksum": digest(after)}
     path.write_bytes(after)
     own = folder / name.replace(".safetensors", ".json")
@@ -90,9 +88,8 @@ def harm(folder, name, data):
         return
     before = path.read_bytes()
     if name in BIG:
-        with_header(
-            folder, name, lambda header: data.draw(documents([header], NAMES, ["I64", "F32", "BF16", "U8", [0, 8]]))
-        )
+        values = ["I64", "F32", "BF16", "U8", [0, 8]]
+        change_header(folder, name, lambda header: data.draw(documents([header], NAMES, values)))
     elif data.draw(st.integers(0, 3)) == 0:
         path.write_bytes(data.draw(torn(before)))
     else:
@@ -126,10 +123,8 @@ def test_stores(case, stores, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", BIG[:2])
 def test_a_tensor_of_impossibly_many_rows_is_damage(name, stores, tmp_path):
-    """Of which none has a byte: safetensors takes it, and torch does not."""
     shutil.copytree(stores[False], tmp_path / "store")
-    endless = {"x": {"dtype": "F32", "shape": [2**63, 0], "data_offsets": [0, 0]}}
-    with_header(tmp_path / "store", name, lambda header: header | endless)
+    change_header(tmp_path / "store", name, lambda header: header | {"x": ENDLESS})
     assert "cannot be read" in str(outcome(lambda: read(tmp_path / "store")))
 
 
