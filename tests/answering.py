@@ -15,6 +15,18 @@ class Quiet(BaseHTTPRequestHandler):
     def body(self):
         return self.rfile.read(int(self.headers.get("Content-Length", 0)))
 
+    def reply(self, content=b"", status=200, **headers):
+        """With the length of the content, unless the headers give one."""
+        headers = {"Content-Length": str(len(content)), **headers}
+        self.send(status, b"" if self.command == "HEAD" else content, **headers)
+
+    def send(self, status, content, **headers):
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        self.wfile.write(content)
+
 
 @contextmanager
 def serving(server):
@@ -38,13 +50,6 @@ class Handler(Quiet):
         self.close_connection = True
 
     do_GET = do_POST
-
-    def send(self, status, content, **headers):
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name.replace("_", "-"), value)
-        self.end_headers()
-        self.wfile.write(content)
 
 
 def answering(answer):

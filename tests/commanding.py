@@ -84,7 +84,6 @@ class Commands:
         self.done: dict[str, tuple[Path, Path, int]] = {}
 
     def run(self, words: str | list[str], folder: Path, *disk: Any, more: Sequence[str] = ()) -> Ended:
-        """One command, as `start` runs several."""
         [ended] = self.start([words], folder, *disk, more=more)
         return ended
 
@@ -107,9 +106,7 @@ class Commands:
             jobs.append({"words": given, "at": at, "error": error, **files})
         self.process.stdin.write(json.dumps(jobs) + "\n")
         self.process.stdin.flush()
-        answers = json.loads(self.process.stdout.readline())
-        logs = [Path(job["log"]).read_text(encoding="utf-8").rpartition("\noperations ") for job in jobs]
-        return [Ended(**one, said=log[0] or log[2]) for one, log in zip(answers, logs, strict=True)]
+        return [Ended(**one) for one in json.loads(self.process.stdout.readline())]
 
     def folders(self, name: str | None) -> tuple[Path, Path, int]:
         """Of a command: the folder before it, the folder after it, and how many operations it took."""

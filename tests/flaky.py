@@ -31,7 +31,8 @@ def flaky(endpoint, share, seed=0):
             if fault in ("silent", "dropped"):
                 return self.end(fault)
             if fault == "refused":
-                return self.reply(500, {"Content-Type": "application/xml"}, ERROR, fault)
+                self.reply(ERROR, 500, Content_Type="application/xml")
+                return self.end(fault)
             connection = http.client.HTTPConnection(host)
             connection.request(self.command, self.path, body, dict(self.headers))
             came = connection.getresponse()
@@ -41,25 +42,14 @@ def flaky(endpoint, share, seed=0):
                 fault = "lost"
             if fault == "lost":
                 return self.end(fault)
-            kept = {
-                n: v for n, v in came.getheaders() if n not in ("Connection", "Transfer-Encoding", "Date", "Server")
-            }
+            kept = {"Content-Length": str(len(data)), **dict(came.getheaders())}
+            for name in ("Connection", "Transfer-Encoding", "Date", "Server"):
+                kept.pop(name, None)
+            half = data[: len(data) // 2]
             if fault == "short":
-                data = data[: len(data) // 2]
-                kept["Content-Length"] = str(len(data))
-            elif "Content-Length" not in kept:
-                kept["Content-Length"] = str(len(data))
-            return self.reply(came.status, kept, data[: len(data) // 2] if fault == "cut" else data, fault)
-
-        def reply(self, status, headers, data, fault):
-            self.send_response(status)
-            headers.setdefault("Content-Length", str(len(data)))
-            for name, value in headers.items():
-                self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(b"" if self.command == "HEAD" else data)
-            if fault:
-                self.end(fault)
+                kept["Content-Length"] = str(len(half))
+            self.reply(half if fault in ("cut", "short") else data, came.status, **kept)
+            return self.end(fault) if fault else None
 
         def end(self, fault):
             with lock:

@@ -2,7 +2,7 @@
 
 A JSON list a line on standard input, of commands that are started together: words, folder, where they are run; place,
 at and error (see full_disk.c); log, a file beside the folder. Of each, in a list on standard output: status, and how
-many operations there were. full_disk.so is preloaded. What takes more than SECONDS or ROOM is killed.
+many operations there were, and what it said. full_disk.so is preloaded. What takes more than SECONDS or ROOM is killed.
 """
 
 import ctypes
@@ -73,8 +73,8 @@ def main() -> None:
         pids, answers = [started(job) for job in jobs], []
         for job, pid in zip(jobs, pids, strict=True):
             status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            _, end, count = Path(job["log"]).read_text(encoding="utf-8").rpartition("\noperations ")
-            answers.append({"status": status, "operations": int(count) if end else -1})
+            said, end, count = Path(job["log"]).read_text(encoding="utf-8").rpartition("\noperations ")
+            answers.append({"status": status, "operations": int(count) if end else -1, "said": said or count})
         print(json.dumps(answers), flush=True)
 
 

@@ -15,11 +15,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from made import plan_of, states_of
+from pipeline import tiny_config
 
-from eagle31_train.cli import load_config
 from eagle31_train.common import artifacts
 from eagle31_train.model import vocab
-from eagle31_train.store import StoreWriter, make_plan, shape_of
+from eagle31_train.store import StoreWriter
 from eagle31_train.store.backends import LocalStorage
 from eagle31_train.store.document import Document
 from eagle31_train.store.format import TARGET
@@ -28,25 +29,17 @@ FILE = Path(__file__).parent / "train" / "golden.json"
 STEPS, VOCAB, HIDDEN, LAYERS = 100, 48, 16, [1, 2, 3]
 KEPT = [token for token in range(VOCAB) if token % 6]
 DATA = "golden"
+# Beside those of a tiny run.
 OPTIONS = [
-    "name=golden",
-    "target.path=somewhere",
     "target.aux_layers=[1,2,3]",
     "drafter.intermediate_size=24",
-    "drafter.num_attention_heads=4",
-    "drafter.num_key_value_heads=2",
     "drafter.head_dim=4",
-    "drafter.rms_norm_eps=1e-5",
-    "drafter.rope_theta=10000.0",
-    "drafter.max_position_embeddings=2048",
     "train.ttt_length=4",
     "train.epochs=40",
     f"train.max_steps={STEPS}",
     "train.batch_tokens=160",
     "train.lr=0.002",
     "train.weight_decay=0.01",
-    "train.precision=no",
-    "train.wandb=disabled",
     "train.checkpoint_every=100",
 ]
 
@@ -87,16 +80,8 @@ def make_run(folder: Path) -> Path:
         "heldout": [document(chance.randrange(12, 40)) for _ in range(4)],
         "train": [document(chance.randrange(12, 60)) for _ in range(16)],
     }
-    states = {
-        "aux_layers": LAYERS,
-        "hidden_size": HIDDEN,
-        "vocab_size": VOCAB,
-        "aux_codec": "bf16",
-        "last_codec": "bf16",
-        "norm": {"kind": "w", "eps": 1e-5},
-    }
-    masks = {split: [d.loss_mask.tolist() for d in some] for split, some in documents.items()}
-    plan = make_plan(masks, 100, shape_of(states))
+    states = states_of(LAYERS, HIDDEN, VOCAB)
+    plan = plan_of(documents, 100, states)
     provenance = {"fingerprint": DATA, "inputs": {"data": DATA, "target": {}}, "states": states}
     storage = folder / "store"
     writer = StoreWriter(LocalStorage(str(storage), storage), provenance, plan)
@@ -115,7 +100,7 @@ def losses(folder: Path, *options: str) -> list[float]:
     """Train in an empty folder, on the CPU, with options besides; the loss of every step."""
     from train.loop import train
 
-    train(load_config([*OPTIONS, f"run_dir={make_run(folder)}", *options]))
+    train(tiny_config(folder, *OPTIONS, f"run_dir={make_run(folder)}", *options))
     rows = [json.loads(line) for line in (folder / "train" / "metrics.jsonl").read_text().splitlines()]
     return [row["loss"] for row in rows if "loss" in row]
 

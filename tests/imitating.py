@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from http.server import ThreadingHTTPServer
+from itertools import pairwise
 from pathlib import Path
 
 from answering import Quiet
@@ -112,16 +113,10 @@ class Handler(Quiet):
                 self.server.late -= 1
                 if self.server.late < 0:
                     self.server.told = self.server.text()
-                return self.reply(self.server.told)
+                return self.reply(self.server.told.encode())
         pages = {"/health": "", "/version": '{"version": "0.0"}'}
         pages["/v1/models"] = json.dumps({"data": [{"id": self.server.model}]})
-        return self.reply(pages[self.path])
-
-    def reply(self, text, status=200):
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(text.encode())))
-        self.end_headers()
-        self.wfile.write(text.encode())
+        return self.reply(pages[self.path].encode())
 
     def do_POST(self):
         body, server = json.loads(self.body()), self.server
@@ -170,18 +165,9 @@ class Handler(Quiet):
 ENGINE = 'trap "" TERM; echo ready; exec sleep 3600'
 
 
-def read(words):
-    """A command line's --name value as {name: value}."""
-    arguments, name = {}, ""
-    for word in words:
-        if word.startswith("--"):
-            name = word[2:]
-        arguments[name] = "" if word.startswith("--") else word
-    return arguments
-
-
 def main(argv):
-    arguments = read(argv)
+    """Serve as its command line, of --name value, says."""
+    arguments = {name[2:]: value for name, value in pairwise(argv) if name.startswith("--")}
     with subprocess.Popen(["sh", "-c", ENGINE], stdout=subprocess.PIPE, text=True) as engine:
         engine.stdout.readline()
         Path(os.environ["IMITATION_PIDS"]).write_text(f"{os.getpid()} {engine.pid}")

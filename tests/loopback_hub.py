@@ -39,20 +39,13 @@ class Hub(ThreadingHTTPServer):
         return f"{len(self.repositories[name][1]):040x}"
 
     def files(self, name, commit=None):
-        """Those of a commit."""
         commits = self.repositories[name][1]
         return commits[(int(commit, 16) if commit and len(commit) == 40 else len(commits)) - 1] if commits else {}
 
 
 class Handler(Quiet):
     def reply(self, value=b"", status=200, **headers):
-        body = value if isinstance(value, bytes) else json.dumps(value).encode()
-        self.send_response(status)
-        for name, text in {"Content-Length": str(len(body)), **headers}.items():
-            self.send_header(name.replace("_", "-"), text)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
+        super().reply(value if isinstance(value, bytes) else json.dumps(value).encode(), status, **headers)
 
     def do_PUT(self):
         self.server.objects[self.path.rsplit("/", 1)[-1]] = self.body()
@@ -64,9 +57,8 @@ class Handler(Quiet):
         if path == "/api/repos/create":
             asked = json.loads(body)
             name = f"{asked['organization']}/{asked['name']}" if asked.get("organization") else asked["name"]
-            self.server.repositories.setdefault(
-                name, (asked.get("visibility") == "private" or bool(asked.get("private")), [])
-            )
+            private = asked.get("visibility") == "private" or bool(asked.get("private"))
+            self.server.repositories.setdefault(name, (private, []))
             return self.reply({"url": f"{address}/{name}", "name": name})
         if path == "/api/validate-yaml":
             card = json.loads(body)["content"]

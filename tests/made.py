@@ -21,6 +21,18 @@ LENGTHS = {"train": [9, 4, 1, 12, 6, 8], "heldout": [5, 7, 3]}
 VOCAB = 50
 
 
+def states_of(aux_layers, hidden, vocab, aux_codec="bf16", last_codec="bf16"):
+    """What a store says of a target's states."""
+    sizes = {"aux_layers": aux_layers, "hidden_size": hidden, "vocab_size": vocab}
+    return {**sizes, "aux_codec": aux_codec, "last_codec": last_codec, "norm": {"kind": "w", "eps": 1e-5}}
+
+
+def plan_of(documents, shard_tokens, states):
+    """The plan of a store of these documents, by split."""
+    masks = {split: [document.loss_mask.tolist() for document in some] for split, some in documents.items()}
+    return make_plan(masks, shard_tokens, shape_of(states))
+
+
 @dataclass
 class Made:
     """What is to be stored; `write` stores it."""
@@ -39,21 +51,13 @@ class Made:
             split: [make_document(shape, length, generator) for length in lengths]
             for split, lengths in self.lengths.items()
         }
-        self.states = {
-            "aux_layers": [1, 3],
-            "hidden_size": self.hidden,
-            "vocab_size": VOCAB,
-            "aux_codec": self.aux_codec,
-            "last_codec": self.last_codec,
-            "norm": {"kind": "w", "eps": 1e-5},
-        }
+        self.states = states_of([1, 3], self.hidden, VOCAB, self.aux_codec, self.last_codec)
         self.provenance = {
             "fingerprint": self.fingerprint,
             "inputs": {"data": "d" * 16, "target": {"name": "somewhere"}},
             "states": self.states,
         }
-        masks = {split: [d.loss_mask.tolist() for d in documents] for split, documents in self.documents.items()}
-        self.plan = make_plan(masks, self.shard_tokens, shape_of(self.states))
+        self.plan = plan_of(self.documents, self.shard_tokens, self.states)
         self.weights = {
             "embed_tokens": torch.randn(VOCAB, self.hidden, generator=generator).bfloat16(),
             "norm": torch.randn(self.hidden, generator=generator),

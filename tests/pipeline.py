@@ -20,6 +20,14 @@ from eagle31_train.store.format import SHARDS, TARGET, TARGET_LINE
 from eagle31_train.store.sealed import seal, unseal
 
 LAYERS, HIDDEN, VOCAB = 6, 32, 40
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": LAYERS,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 AUX = [1, 3, 5]
 END = 3
 KEPT = [i for i in range(VOCAB) if i % 5]
@@ -40,17 +48,8 @@ def tiny_llama(seed=0, **changes):
     lm_head is a permutation of the embedding: every token's most likely successor stands out, so
     that rounding the states does not change it, and a drafter can learn it in a few steps.
     """
-    fields = {
-        "vocab_size": VOCAB,
-        "hidden_size": HIDDEN,
-        "intermediate_size": 48,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-        "tie_word_embeddings": False,
-    }
-    model = LlamaForCausalLM(LlamaConfig(**{**fields, **changes})).eval()
+    config = LlamaConfig(**{**SIZES, "max_position_embeddings": 128, "tie_word_embeddings": False, **changes})
+    model = LlamaForCausalLM(config).eval()
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -186,15 +185,11 @@ def message_of(run, *more):
 
 
 def assert_equal(ours, theirs):
-    assert ours.keys() == theirs.keys()
-    for name in theirs:
-        assert torch.equal(ours[name], theirs[name]), name
+    assert_close(ours, theirs, 0)
 
 
 def assert_close(ours, theirs, tolerance):
-    assert ours.keys() == theirs.keys()
-    for name in theirs:
-        torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
 
 
 def flip_bit(path, at=None):

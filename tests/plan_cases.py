@@ -60,13 +60,9 @@ def objective_and_batch(shape, masks, unroll, dtype=torch.float32, codec="bf16",
 LOGITS = (2**23, 2**22)
 
 
+@patch.dict(loss.LOGITS, cpu=LOGITS)
 def measure(objective, batch, weights):
     """Bytes after the forward pass, and at the worst moment of it and of the backward pass."""
-    with patch.dict(loss.LOGITS, cpu=LOGITS):
-        return _measure(objective, batch, weights)
-
-
-def _measure(objective, batch, weights):
     objective(batch, weights)[0].backward()  # what is made once is there
     objective.zero_grad(set_to_none=True)
     with profiler.profile(activities=[profiler.ProfilerActivity.CPU], profile_memory=True) as recorded:

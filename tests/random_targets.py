@@ -1,20 +1,12 @@
 """Targets of other families than the tests' usual one: their sizes, and weights that are all random."""
 
+import pipeline
 import torch
-from pipeline import HIDDEN, LAYERS, VOCAB
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "num_hidden_layers": LAYERS,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-}
+SIZES = {**pipeline.SIZES, "head_dim": 8}
 # Of DeepSeek's kind.
-LATENT = {name: value for name, value in SIZES.items() if name != "head_dim"} | {"num_key_value_heads": 4}
+LATENT = {**pipeline.SIZES, "num_key_value_heads": 4}
 LATENT |= {"q_lora_rank": 12, "kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10}
 LATENT |= {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
 LATENT["moe_intermediate_size"] = 16

@@ -35,11 +35,8 @@ def frequencies(shape):
 
     def pair_that_turns(times):
         """Which pair turns so often over the length that the model first learnt."""
-        return (
-            d
-            * math.log(shape.rope_scaling["original_max_position_embeddings"] / (times * 2 * math.pi))
-            / (2 * math.log(theta))
-        )
+        learnt = shape.rope_scaling["original_max_position_embeddings"]
+        return d * math.log(learnt / (times * 2 * math.pi)) / (2 * math.log(theta))
 
     low = max(math.floor(pair_that_turns(of(shape, "beta_fast", BETA_FAST))), 0)
     high = min(math.ceil(pair_that_turns(of(shape, "beta_slow", BETA_SLOW))), d - 1)
@@ -90,23 +87,18 @@ class ReferenceMla(ReferenceDrafter):
     def attend(self, layer, x, position, rows):
         s = self.s
         if s.q_lora_rank:
-            low = norm(
-                self.attention_weight(layer, "q_a_proj") @ x,
-                self.attention_weight(layer, "q_a_layernorm"),
-                s.rms_norm_eps,
-            )
+            low = self.attention_weight(layer, "q_a_proj") @ x
+            low = norm(low, self.attention_weight(layer, "q_a_layernorm"), s.rms_norm_eps)
             queries = self.attention_weight(layer, "q_b_proj") @ low
         else:
             queries = self.attention_weight(layer, "q_proj") @ x
         nope, width = s.qk_nope_head_dim, s.qk_nope_head_dim + s.qk_rope_head_dim
-        seen = []
+        kv_b, seen = self.attention_weight(layer, "kv_b_proj"), []
         for head in range(s.num_attention_heads):
             query = queries[head * width : (head + 1) * width]
             asked, turned = query[:nope], rotate_pairs(query[nope:], position, s)
             begin = head * (nope + s.v_head_dim)
-            read = self.attention_weight(layer, "kv_b_proj")[
-                begin : begin + nope + s.v_head_dim
-            ]  # its own part of kv_b
+            read = kv_b[begin : begin + nope + s.v_head_dim]  # its own part
             keys, values = read[:nope], read[nope:]
             scores = [(keys.T @ asked) @ latent + turned @ rotated for latent, rotated in rows]
             seen.append(values @ weighted(torch.stack(scores) * softmax_scale(s), [latent for latent, _ in rows]))

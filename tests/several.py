@@ -37,10 +37,10 @@ WHAT, RESULTS = "SEVERAL_TRAININGS", "SEVERAL_RESULTS"
 def training(profile, run, *more, stop_after=None, harm=(), eps=None):
     """A training under a profile in a run's folder (conftest's Fitted); `harm`: a name of HARMS, and what it takes;
     `eps`: of AdamW, if not its own."""
-    from pipeline import options
+    import launching
 
-    arguments = options(run.folder, f"target.path={run.extracted / 'target'}", *more)
-    return {"profile": profile, "options": arguments, "how": {"stop_after": stop_after, "harm": harm, "eps": eps}}
+    how = {"stop_after": stop_after, "harm": harm, "eps": eps}
+    return {"profile": profile, "options": launching.arguments(run, *more), "how": how}
 
 
 def train(folder, trainings, profile="ddp", processes=2, timeout=600, on_gpus=False):
@@ -134,12 +134,9 @@ def environment(profile):
     arguments.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
     mine = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "FSDP_"))}
     with patch.dict(os.environ, mine, clear=True):
-        if arguments.use_deepspeed:
-            made = prepare_deepspeed_cmd_env(arguments)[1]
-        else:
-            made = prepare_multi_gpu_env(arguments) | (
-                {} if torch.cuda.is_available() else {"ACCELERATE_USE_CPU": "true"}
-            )
+        made = prepare_deepspeed_cmd_env(arguments)[1] if arguments.use_deepspeed else prepare_multi_gpu_env(arguments)
+    if not (arguments.use_deepspeed or torch.cuda.is_available()):
+        made["ACCELERATE_USE_CPU"] = "true"
     return {**made, **mine}
 
 
@@ -151,16 +148,7 @@ HARMS = {}  # by name, a function of a patch and of what the harm takes
 
 def disturb(patch, stop_after=None, harm=(), eps=None):
     """What a training's `stop_after`, `harm` and `eps` say; patch: a pytest.MonkeyPatch."""
-    watch(patch)
-    stop(patch, stop_after)
-    if eps is not None:
-        dampen(patch, eps)
-    if harm:
-        HARMS[harm[0]](patch, *harm[1:])
-
-
-def watch(patch):
-    """Keep NOW."""
+    last = float("inf") if stop_after is None else stop_after
 
     @replaced(patch, trainer, "load")
     def counted(load, *arguments):
@@ -168,22 +156,16 @@ def watch(patch):
             NOW[0] = batch.step
             yield batch
 
-
-def stop(patch, after):
-    """Tell the training to stop once it does this step."""
-    reason = property(lambda self: f"the test after step {after}" if after is not None and NOW[0] >= after else None)
-    patch.setattr(Deadline, "reason", reason)
-
-
-def dampen(patch, eps):
-    """AdamW divides by no less than this."""
-
     @replaced(patch, parallel, "make_optimizer")
     def dampened(make, *arguments):
         optimizer = make(*arguments)
-        for group in optimizer.param_groups:
+        for group in optimizer.param_groups if eps is not None else []:
             group["eps"] = eps
         return optimizer
+
+    patch.setattr(Deadline, "reason", property(lambda self: f"the test after step {last}" if NOW[0] >= last else None))
+    if harm:
+        HARMS[harm[0]](patch, *harm[1:])
 
 
 def harm(function):

@@ -173,14 +173,11 @@ def count_own_pairs(right, accelerator, value):
     return value if value.dtype == torch.int64 else right(accelerator, value)
 
 
-@instead_of(Objective, "forward")
-def mean_of_each_part(right, self, batch, weights):
-    return right(self, batch, arithmetic.step_weights(batch.population, 0.8) / 3)
-
-
 # What is wrong where ranks do not share → how it is planted in a step of three parts each.
 SPLIT = {
-    "the mean over parts of each one's mean": mean_of_each_part,
+    "the mean over parts of each one's mean": instead_of(Objective, "forward")(
+        lambda right, self, batch, weights: right(self, batch, arithmetic.step_weights(batch.population, 0.8) / 3)
+    ),
     "sums over ranks that are averaged": instead_of(arithmetic, "step_weights")(
         lambda right, pairs, gamma: right(pairs, gamma) / RANKS
     ),

@@ -61,17 +61,10 @@ def saves_on(machine):
         yield machine
 
 
-def find(path):
-    """(object, name of its attribute) of a dotted path."""
-    owner, _, name = path.rpartition(".")
-    return pkgutil.resolve_name(owner), name
-
-
 @contextmanager
 def calling(path, action, when, number):
     """`action` happens before or after the call of this number, or every call without one."""
-    owner, name = find(path)
-    original, calls = getattr(owner, name), count(1)
+    original, calls = pkgutil.resolve_name(path), count(1)
 
     def call(*arguments, **named):
         now = number in (None, next(calls))
@@ -82,7 +75,7 @@ def calling(path, action, when, number):
             action()
         return result
 
-    with patch.object(owner, name, call):
+    with patch(path, call):
         yield
 
 
@@ -172,15 +165,9 @@ def ranks_of(leader):
 @contextmanager
 def launched(command, environment):
     """A launch in a session of its own, with its standard error to be read; nothing of it outlives the block."""
-    process = subprocess.Popen(
-        command,
-        cwd=Path(__file__).resolve().parent.parent,
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    how = {"cwd": Path(__file__).resolve().parent.parent, "env": environment, "start_new_session": True}
+    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, **how, **streams)
     try:
         yield process
     finally:
@@ -224,11 +211,11 @@ def take_part(profile, arguments, disturbance):
 
 
 def main(disturbance, stage="train"):
-    owner, name = find(STAGES[stage])
     with ExitStack() as patches:
         for context in disturbances(**disturbance):
             patches.enter_context(context)
-        cli.run(getattr(owner, name), "", tells="train.precision" if stage == "train" else "target.dtype")
+        tells = "train.precision" if stage == "train" else "target.dtype"
+        cli.run(pkgutil.resolve_name(STAGES[stage]), "", tells=tells)
 
 
 def ends_well(launch, output):

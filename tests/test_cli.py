@@ -5,7 +5,6 @@ import operator
 import re
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
 import made
@@ -56,12 +55,6 @@ def test_any_name_is_taken_as_it_is_without_quotes():
     assert len(given) >= len(NAMES)
     assert [config.data.sources[f"s{i}"]["path"] for i in range(len(paths))] == paths
     assert config.comparisons == ["runs/ü (1)/x", "it's", "plain"]
-
-
-@pytest.mark.parametrize("option", ["seed=1" + 30 * "0", "train.ttt_length=1000000000", "drafter.num_layers=100000"])
-def test_numbers_that_end_in_no_memory_or_a_traceback_are_refused(option):
-    with pytest.raises(UserError, match=f"{option.partition('=')[0]}=10*0 must be at least [01] and at most "):
-        load_config([RECIPE, option])
 
 
 def test_quotes_and_other_values_of_hydras_grammar():
@@ -145,13 +138,14 @@ def test_a_free_form_option_is_emptied():
         ("+target=zzz", "no configs/target/zzz.yaml (there are kimi, kimi_k25, kimi_toy, "),
         ("train.lr", "'train.lr' is not of the form key=value"),
         ("train.lr=fast", "train.lr=fast: Value 'fast' of type 'str' could not be converted to Float"),
+        ("seed=1" + 30 * "0", "must be at least 0 and at most "),
+        ("train.ttt_length=1000000000", "must be at least 1 and at most "),  # what would end in no memory
+        ("drafter.num_layers=100000", "must be at least 1 and at most "),
         ("train.betas=0.9", "train.betas is a list: write 'train.betas=[0.9]'"),
-        ("target.aux_layers=3", "target.aux_layers is a list: write 'target.aux_layers=[3]'"),
         ("train.betas=[0.9", "'train.betas=[0.9' cannot be read"),
         ("data.sources.en={path: a=b}", "'data.sources.en={path: a=b}' cannot be read"),
         ("name=", "name= is empty: give name=… a value"),
         ("name=plain", "name=plain is what decoding without a drafter is called: choose another"),
-        ("data.prompts=", "data.prompts= is empty: give data.prompts=… a value"),
     ],
 )
 def test_a_wrong_option_is_named_with_the_nearest_right_one(override, words):
@@ -203,12 +197,6 @@ def test_an_old_name_is_understood_and_says_the_new_one(monkeypatch, capsys, tmp
 
 
 # ---------------------------------------------------------------- run
-
-
-def test_the_version_is_the_packages(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["eagle31", "--version"])
-    console_script.main()
-    assert capsys.readouterr().out == f"eagle31 {version('eagle31')}\n"
 
 
 def test_ctrl_c_while_libraries_are_imported_is_one_line_too(monkeypatch, capsys):

@@ -8,16 +8,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers.utils import logging
 
 from eagle31_train import new
 from eagle31_train.common import console
-from eagle31_train.common.console import Progress, explained, note
+from eagle31_train.common.console import Progress, explained, note, tidy
 from eagle31_train.common.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_a_log_has_whole_lines_and_notes_between_them(monkeypatch, capsys):
+    with Progress(total=4, desc="train", unit="step") as bar:
+        bar.update()
+    assert capsys.readouterr().err == "", "short work leaves nothing"
     monkeypatch.setattr(console, "EVERY", 0.0)
     with Progress(total=4, desc="train", unit="step") as bar:
         for step in range(3):
@@ -28,6 +32,13 @@ def test_a_log_has_whole_lines_and_notes_between_them(monkeypatch, capsys):
     assert said.out == "train: step 2 was odd\n"
     assert "\r" not in said.err
     assert [line.split(", ")[:2] for line in said.err.splitlines()][-1] == ["train: 75 %", "3 of 4"]
+
+
+def test_libraries_draw_no_bars_in_a_log(capsys):
+    logging.enable_progress_bar()
+    with tidy():
+        assert list(logging.tqdm(range(3))) == [0, 1, 2]
+    assert capsys.readouterr() == ("", "")
 
 
 def eagle31(*words, cwd=ROOT, **options):

@@ -1,10 +1,8 @@
 """Who holds a lock is named: whoever starts again after a launcher was killed learns what goes on without it."""
 
 import os
-import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -12,43 +10,30 @@ from eagle31_train.common import locks
 from eagle31_train.common.errors import UserError
 from eagle31_train.common.locks import alone, users_of, writing
 
-ROOT = Path(__file__).resolve().parent.parent
 HOLDER = """
-import sys
-from pathlib import Path
-from eagle31_train.common.locks import alone
-lock = Path(sys.argv[1]) / ".training"
-with alone(lock, "nobody") if sys.argv[2] == "0" else lock.open("a"):  # the first rank holds it, the others open it
-    print(flush=True)
-    sys.stdin.read()
-"""
-LAUNCHER = """
-import subprocess, sys
-for rank in range(2):
-    child = subprocess.Popen([sys.executable, "-c", sys.argv[1], sys.argv[2], str(rank)], stdout=subprocess.PIPE)
-    child.stdout.readline()
-    print(child.pid, flush=True)
+import fcntl, sys
+lock = open(sys.argv[1], "a")
+if sys.argv[2] == "0":  # the first rank holds it, the others open it
+    fcntl.flock(lock, fcntl.LOCK_EX)
+print(flush=True)
 sys.stdin.read()
 """
 
 
-def test_the_processes_that_a_killed_launcher_left_are_named(tmp_path):
-    with (tmp_path / "lock").open("a") as file:
+def test_the_processes_that_have_a_lock_are_named(tmp_path):
+    lock, ranks = tmp_path / ".training", []
+    with lock.open("a") as file:
         assert users_of(file) == []
-    words = [sys.executable, "-c", LAUNCHER, HOLDER, str(tmp_path)]
-    launcher = subprocess.Popen(words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    ranks = [int(launcher.stdout.readline()) for _ in range(2)]
-    # They read the launcher's own standard input: it stays open for them, as a terminal's does.
-    launcher.kill()
-    launcher.wait()
-    found = " ".join(map(str, sorted(ranks)))
-    with pytest.raises(UserError) as error, alone(tmp_path / ".training", "another process trains in x now"):
+    for rank in range(2):
+        words = [sys.executable, "-c", HOLDER, str(lock), str(rank)]
+        ranks.append(subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+        ranks[-1].stdout.readline()
+    found = " ".join(map(str, sorted(rank.pid for rank in ranks)))
+    with pytest.raises(UserError) as error, alone(lock, "another process trains in x now"):
         pass
     assert str(error.value).startswith(f"another process trains in x now (process {found}): wait for it, end it with")
     for rank in ranks:
-        os.kill(rank, signal.SIGTERM)
-    launcher.stdin.close()
-    launcher.stdout.close()
+        rank.communicate()
 
 
 def test_a_folder_is_written_by_one_process_and_the_lock_leaves_with_it(tmp_path):

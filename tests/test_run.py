@@ -53,7 +53,6 @@ def test_without_a_recipe_and_prompts_it_says_what_it_takes(started, capsys):
         assert words[-5:] == ["+experiment=any", qwen, "name=x", *run.WRITTEN]
     config = cli.load_config(commands[0][-5:])
     assert (config.train.optimizer, config.train.ttt_length, config.data.prompts) == ("muon", 3, "self")
-    assert "for this target" not in said
 
     commands = started("+experiment=smollm2", "train.lr=1", "--until", "data")
     assert [words[-2:] for words in commands] == [["+experiment=smollm2", "train.lr=1"]]
@@ -61,12 +60,6 @@ def test_without_a_recipe_and_prompts_it_says_what_it_takes(started, capsys):
     assert "no recipe" not in capsys.readouterr().out
     (words,) = started(qwen, "name=x", "data.conversations=c.jsonl", "--until", "data")
     assert words[-1] == "data.conversations=c.jsonl", "nothing is answered anew that is given"
-
-
-def test_a_recipe_that_is_made_for_the_target_is_named(started, capsys):
-    started("target.path=Qwen/Qwen3-8B", "name=x")
-    assert "there is one for this target: +experiment=qwen3_8b\n" in capsys.readouterr().out
-    assert cli.load_config(["+experiment=qwen3_8b"], resolve=False).target.path == "Qwen/Qwen3-8B"
 
 
 SERVED_BY_NONE = "push=true repo=me/a export_format=speculators"
@@ -86,7 +79,6 @@ REFUSED = [  # what is asked, what is said, and up to or from where it would be 
     ("comparisons=[runs/nowhere]", "comparisons=runs/nowhere does not exist", ""),
     ("train.time_limit=10", "train.time_limit=10 is no time", ""),
     ("store.cache_bytes=lots", "store.cache_bytes=lots is no number of bytes", ""),
-    ("store.max_bytes=lots", "store.max_bytes=lots is no number of bytes", ""),
     ("evaluate.backend=vllm evaluate.vllm_python=nowhere", "=nowhere cannot import vLLM", "--until train"),
     ("target.device=cuda", "target.device=cuda: there is no CUDA device here", "--until data"),
     ("train.betas=[0.9]", "must be two numbers", ""),
@@ -164,7 +156,7 @@ WHOLE = ("target.device_map=auto", "target.device=cuda:1", "extract.engine=vllm"
         *(("extract", f"--profile zero2 {option}", None) for option in WHOLE),
     ],
 )
-def test_a_stage_is_launched_on_all_gpus_that_it_can_use(started, monkeypatch, capsys, stage, options, profile):
+def test_a_stage_is_launched_on_all_gpus_that_it_can_use(started, monkeypatch, stage, options, profile):
     monkeypatch.setattr(run, "launch_profile", lambda: ("ddp", 4))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
@@ -178,7 +170,6 @@ def test_a_stage_is_launched_on_all_gpus_that_it_can_use(started, monkeypatch, c
     if profile:
         assert words[words.index("--num_processes") + 1] == "4"
         assert words[words.index("--config_file") + 1] == str(cli.CONFIGS / "accelerate" / f"{profile}.yaml")
-        assert f"run: {stage}ing on 4 GPUs" in capsys.readouterr().out
     assert all((cli.CONFIGS / "accelerate" / f"{name}.yaml").is_file() for name in run.PROFILES)
 
 
@@ -232,9 +223,8 @@ def test_ctrl_c_ends_the_launcher_without_a_traceback(monkeypatch, handlers):
     """It waits for what it launched, which gets the signal as well."""
 
     def main():
-        waiting = (
-            "import time\ntry:\n print(flush=True)\n time.sleep(60)\nexcept KeyboardInterrupt: raise SystemExit(7)"
-        )
+        lines = "try:", "  print(flush=True); time.sleep(60)", "except KeyboardInterrupt: raise SystemExit(7)"
+        waiting = "\n".join(["import time", *lines])
         with subprocess.Popen([sys.executable, "-c", waiting], stdout=subprocess.PIPE) as process:
             process.stdout.readline()
             os.kill(os.getpid(), signal.SIGINT)

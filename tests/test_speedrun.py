@@ -47,12 +47,7 @@ def test_a_draft_is_left_when_it_is_due_and_saving_costs_no_time(tmp_path, monke
         clock.step(step, 10 * step, save)
     # A step takes one second; both marks are passed by steps 2 and 3, and the last step leaves a draft in any case.
     assert clock.seconds == [0, 1, 2, 3, 4]
-    assert [(p["step"], p["seconds"], p["tokens"]) for p in clock.points] == [
-        (0, 0, 0),
-        (2, 2, 20),
-        (3, 3, 30),
-        (4, 4, 40),
-    ]
+    assert [(p["step"], p["seconds"], p["tokens"]) for p in clock.points] == [(s, s, 10 * s) for s in (0, 2, 3, 4)]
     assert sorted(p.parent.name for p in tmp_path.rglob("draft")) == [p["draft"] for p in clock.points]
 
 
@@ -100,16 +95,16 @@ def test_a_level_is_reached_on_the_line_between_two_drafts():
     assert measure.reached(costs, curves, 1.6).tolist() == pytest.approx([14.0, 60 / 7, np.inf, 0.0])
 
 
-def training_of(name, contender, minutes):
+def training_of(name, minutes):
     points = [{"step": i, "seconds": 60 * m, "cpu_seconds": 60 * m, "tokens": 100 * i} for i, m in enumerate(minutes)]
-    machine = {"cpu": "some"}
-    job = job_of(f"/somewhere/{name}", contender=contender, options=[] if name == contender else ["lr=1"])
-    return measure.Training(job, {"points": points, "steps": 2, "memory_bytes": 1, "machine": machine}, 5.0)
+    contender, *options = name.split("-")
+    job = job_of(f"/somewhere/{name}", contender=contender, options=options)
+    return measure.Training(job, {"points": points, "steps": 2, "memory_bytes": 1, "machine": {"cpu": "some"}}, 5.0)
 
 
-def result_of():
-    trainings = [training_of("ours", "ours", (0, 5, 10)), training_of("speculators", "speculators", (0, 10, 20))]
-    trainings.append(training_of("speculators-lr=1", "speculators", (0, 10, 20)))
+def test_the_result_says_who_was_first_and_chooses_by_prompts_of_the_trained_kinds():
+    names = "ours", "speculators", "speculators-lr=1"
+    trainings = [training_of(name, (0, 5, 10) if name == "ours" else (0, 10, 20)) for name in names]
     other = np.array([1.0, 1.4, 1.8, 1.0, 1.2, 1.6, 1.0, 1.1, 1.5])
     trained = np.array([1.0, 1.5, 2.0, 1.0, 1.3, 1.7, 1.0, 1.2, 1.9])
     spread = np.linspace(-0.05, 0.05, 11)[:, None]
@@ -117,11 +112,7 @@ def result_of():
         kind: Estimate(values, values + spread, np.full(9, 40))
         for kind, values in ((measure.OTHER, other), (measure.TRAINED, trained))
     }
-    return measure.summarise(trainings, found, [1.4, 1.6, 3.0], 3)
-
-
-def test_the_result_says_who_was_first_and_chooses_by_prompts_of_the_trained_kinds():
-    result = result_of()
+    result = measure.summarise(trainings, found, [1.4, 1.6, 3.0], 3)
     ours, default, tuned = result["trainings"]
     assert ours["reached"]["other"]["1.4"]["minutes"][0] == pytest.approx(5)
     assert ours["reached"]["other"]["1.4"]["flops"][0] == pytest.approx(500)
@@ -134,10 +125,7 @@ def test_the_result_says_who_was_first_and_chooses_by_prompts_of_the_trained_kin
     assert result["times_ours"]["speculators"]["other"]["1.4"][0] == pytest.approx(15 / 5)
     assert result["times_ours"][tuned["name"]]["other"]["1.6"] == [None, None, None]
     assert "3" not in result["times_ours"]["speculators"]["other"]  # ours never gets there
-    told = measure.tables(result)
-    assert "not reached" in told
-    assert "| 5.0 [4.4, 5.6], 0.00M, 5e-13 |" in told
-    assert "speedrun" not in told
+    assert "| 5.0 [4.4, 5.6], 0.00M, 5e-13 |" in measure.tables(result)
 
 
 # ---------------------------------------------------------------- the command

@@ -17,10 +17,8 @@ SOURCES = {"pyproject.toml", "README.md", "LICENSE", "configs", "data_prep", "ea
 ENVIRONMENT = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
 
 
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory):
+def installed(folder):
     """bin/ of an environment with the wheel and, from this one, what it needs."""
-    folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"  # what an earlier build left in build/ would come into the wheel
     shutil.copytree(
         ROOT, source, ignore=lambda at, names: set(names) - SOURCES if Path(at) == ROOT else {"__pycache__"}
@@ -39,45 +37,33 @@ def installed(tmp_path_factory):
     return folder / "env" / "bin"
 
 
-@pytest.fixture
-def eagle31(installed, tmp_path):
-    """Run the command in a folder of its own, whose name has a space and other letters than ASCII."""
-    empty = tmp_path / "ein Ördner"
+@pytest.mark.slow
+@pytest.mark.timeout(3600)  # a dozen processes start in turn
+def test_a_target_is_planned_and_trained_from_an_empty_folder(tmp_path):
+    """Whose name has a space and other letters than ASCII."""
+    binaries, empty = installed(tmp_path), tmp_path / "ein Ördner"
     empty.mkdir()
     for name in ("train", "data_prep"):  # of the user's own
         (empty / f"{name}.py").write_text("raise SystemExit('the user's own file was run')")
 
-    def run(*words, program="eagle31"):
-        done = subprocess.run(
-            [str(installed / program), *words],
-            cwd=empty,
-            env=ENVIRONMENT,
-            text=True,
-            capture_output=True,
-            check=False,
-        )
+    def eagle31(*words, program="eagle31"):
+        how = {"cwd": empty, "env": ENVIRONMENT, "text": True, "capture_output": True, "check": False}
+        done = subprocess.run([str(binaries / program), *words], **how)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
         return done.stdout
 
-    run.folder = empty
-    return run
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)  # a dozen processes start in turn
-def test_a_target_is_planned_and_trained_from_an_empty_folder(eagle31):
     assert "eagle31 run" in eagle31("--help")
     planned = eagle31("plan", f"target.path={ROOT / 'tests' / 'published' / 'qwen3_8b'}")
     assert "intermediate_size        12288" in planned
     eagle31("-m", "eagle31_train.targets.toy", program="python")
-    assert (eagle31.folder / "models" / "kimi-toy" / "config.json").is_file()
+    assert (empty / "models" / "kimi-toy" / "config.json").is_file()
     shown = eagle31("run", "+experiment=kimi_toy", *SMALL)
-    export = eagle31.folder / "runs" / "kimi_toy" / "export"
+    export = empty / "runs" / "kimi_toy" / "export"
     assert (export / "config.json").is_file()
     assert "acceptance length" in shown
     assert "serve it with" in shown
     assert eagle31("run", "+experiment=kimi_toy", *SMALL).count("up to date") >= 4
-    assert (eagle31.folder / "mine.yaml").exists() is False
+    assert not (empty / "mine.yaml").exists()
     module = eagle31("-m", "eagle31_train", "train", "--help", program="python")  # with this folder on the path
     assert "Stage 3" in module
     eagle31("new", "mine")

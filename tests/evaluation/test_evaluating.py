@@ -82,7 +82,7 @@ def test_what_is_left_is_measured_alone(candidates, tmp_path, monkeypatch):
 
 OTHERS = ["seed=1", "target.dtype=float16", "target.revision=v2", "evaluate.num_speculative_tokens=2",
           "evaluate.max_speculative_tokens=7", "evaluate.max_new_tokens=9", "evaluate.draft_sampling=probabilistic",
-          "evaluate.batch_size=1", "evaluate.dtype=float64", "evaluate.drift=false",
+          "evaluate.batch_size=1", "evaluate.dtype=float16", "evaluate.drift=false",
           "evaluate.timed_prompts=2"]  # fmt: skip
 
 

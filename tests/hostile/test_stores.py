@@ -210,6 +210,9 @@ def test_files_of_another_store_are_not_believed(name, tmp_path):
         Store(tmp_path / "store", follow=True)
     MADE.write(tmp_path / "store")  # the extraction makes them anew
     assert read(tmp_path / "store")
+    (tmp_path / "store" / CONSUMED).write_bytes(seal({**OURS, "store": "e" * 16}, indent=2))
+    (tmp_path / "store" / BIG[1]).unlink()
+    assert "consumed.json belongs to another store" in str(outcome(lambda: read(tmp_path / "store")))
 
 
 @pytest.mark.parametrize(
