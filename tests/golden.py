@@ -89,7 +89,7 @@ def make_run(folder: Path) -> Path:
     for shard in writer.mine():
         some = documents[shard.split][shard.first : shard.end]
         writer.write(shard, some, [1.0, 0.0, 1] if shard.number == 0 else None)
-    writer.finish({"seconds": 0.0})
+    writer.finish(writer.gather(), {"seconds": 0.0})
     (folder / "data").mkdir()
     vocab.write(folder / "data" / "vocab.safetensors", vocab.DraftVocab(np.array(KEPT, dtype=np.int64), VOCAB))
     artifacts.write_json(folder / "data" / "manifest.json", {"dataset_fingerprint": DATA, "inputs": {}})

@@ -87,7 +87,7 @@ class Made:
             writer.write(shard, self.of(shard), [1.0, 0.0, 5] if shard.number == 0 else None)
             written += 1
         if written != stop_after:
-            writer.finish({"seconds": 1.0})
+            writer.finish(writer.gather(), {"seconds": 1.0})
         return writer
 
 

@@ -119,10 +119,7 @@ class StoreWriter:
     ) -> None:
         """Commit one shard: its file, then its line, with `fidelity` and `agreement` as `Line` has them; UserError if
         the disk is full."""
-        facts = {
-            "fidelity": list(fidelity) if fidelity is not None else None,
-            "agreement": list(agreement) if agreement is not None else None,
-        }
+        facts = {"fidelity": fidelity and list(fidelity), "agreement": agreement and list(agreement)}
         old = self.lines.get(shard.name)
         line = self._commit(shard.name, lambda path: write_shard(path, documents), old, **facts)
         if self._used_up(shard):  # its line was lost, and is all that is still wanted
@@ -197,16 +194,12 @@ class StoreWriter:
         self._sizes |= {name: line.size for name, line in lines.items()}
         return [self.lines[shard.name] for shard in self.plan.shards]
 
-    def finish(self, totals: dict[str, Any]) -> dict[str, Any]:
-        """Rank 0: gather all lines and write the manifest, with `totals`, which makes the store complete."""
-        assert self.rank == 0
-        lines = self.gather()
-        assert lines is not None, "a store that is not complete cannot be finished"
+    def finish(self, lines: Sequence[Line], totals: dict[str, Any]) -> dict[str, Any]:
+        """Rank 0: write the lines of all shards and the manifest, with `totals`, which makes the store complete."""
         self.storage.write(files.SHARDS, b"".join(line.sealed() for line in lines))
         at_once(self.storage.remove, [shard.line for shard in self.plan.shards])  # their lines stand elsewhere now
         self.storage.remove(files.STREAM)
-        small = [files.PROVENANCE, files.PLAN, files.SHARDS, files.TARGET_LINE]
-        contents = {name: self.storage.read(name) for name in small}
+        contents = {name: self.storage.read(name) for name in files.NEEDED}
         manifest = {
             "fingerprint": self.id,
             "inputs": self.provenance["inputs"],

@@ -90,7 +90,7 @@ class ChatTemplate:
         if not messages:  # what a conversation that begins with an answer has before it
             raise Refused("no turn before the answer")
         try:
-            text = self.tokenizer.apply_chat_template(
+            text: Any = self.tokenizer.apply_chat_template(
                 _plain(messages, verbatim),
                 tools=tools,  # type: ignore[arg-type]  # it asks for a list that may hold functions too
                 chat_template=template or self.text(tools),
@@ -98,11 +98,10 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **(self.template_args if template is None else {}),
             )
-            str(text).encode()  # half a surrogate pair, which JSON can spell, is none
+            text.encode()  # half a surrogate pair, which JSON can spell, is none
         except Exception as error:  # a template is a program: say, "+" between text and none
             raise Refused(f"the template refuses it: {first_line(error)}") from None
-        assert isinstance(text, str)
-        return text
+        return str(text)
 
     def prompt_ids(self, messages: list[Message], tools: list[Tool] | None = None) -> list[int]:
         """Token ids up to and with the generation prompt."""

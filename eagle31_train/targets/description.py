@@ -68,8 +68,7 @@ class _Raw(TypedDict, total=False):
 
 
 COUNTS = ["num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", *EXPERTS]
-COUNTS += ["decoder_sparse_step"]
-COUNTS += ["first_k_dense_replace", "num_dense_layers"]
+COUNTS += ["decoder_sparse_step", "first_k_dense_replace", "num_dense_layers"]
 WIDTHS = ["hidden_size", "vocab_size", "q_lora_rank", *MLA_WIDTHS, *SHARED_WIDTH]
 TYPES: dict[str, Any] = {  # of what is read of transformers' configuration
     **dict.fromkeys(COUNTS, Count),

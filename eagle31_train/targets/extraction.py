@@ -9,8 +9,8 @@ Shapes: T tokens of one conversation; A auxiliary layers; H hidden.
 import importlib.util
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -122,7 +122,7 @@ def _finish(writer: StoreWriter, lines: Sequence[Line], began: float) -> None:
     """Complete the store whose shards are all there, and say what it holds."""
     agreement = Agreement.of_all(line.agreement for line in lines if line.agreement is not None)
     fidelity = report([line.fidelity for line in lines if line.fidelity is not None])
-    manifest = writer.finish({"fidelity": fidelity, "seconds": time.perf_counter() - began})
+    manifest = writer.finish(lines, {"fidelity": fidelity, "seconds": time.perf_counter() - began})
     compared = "fidelity: not compared (extract.gate_batches=0)"
     if fidelity["batches"]:
         top1, kl = fidelity["top1_agreement"], fidelity["kl"]
@@ -180,8 +180,7 @@ def describe(engine: Engine, config: Config) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class Agreement:
+class Agreement(NamedTuple):
     """How far answers are the target's own, and its choices in the draft vocabulary, where supervised.
 
     own: positions whose next token is the target's arg-max. outside: those whose arg-max no draft can be. bare:
@@ -300,8 +299,8 @@ def commit(
 ) -> None:
     """Write a shard once its states are here."""
     documents = arriving.wait()
-    counts = Agreement.of_all(astuple(Agreement.of(document, draft_tokens)) for document in documents)
-    writer.write(shard, documents, figures, astuple(counts))
+    counts = Agreement.of_all(Agreement.of(document, draft_tokens) for document in documents)
+    writer.write(shard, documents, figures, counts)
 
 
 def run_shard(

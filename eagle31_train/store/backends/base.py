@@ -23,11 +23,8 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT})  # this machine's disk, or a quot
 
 def at_once(call: Callable[[S], T], items: Sequence[S]) -> list[T]:
     """`call` of each of these, in their order, AT_ONCE at a time."""
-    results: list[T] = []
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        for first in range(0, len(items), 1000):  # a future takes a kilobyte
-            results += pool.map(call, items[first : first + 1000])
-    return results
+        return list(pool.map(call, items))
 
 
 class Use(NamedTuple):
