@@ -162,12 +162,8 @@ def text_config(raw: dict[str, Any]) -> Any:
     kind that transformers does not know, what config.json says. UserError if transformers refuses it."""
     text = raw.get("text_config", raw)
     try:
-        if (whole := whole_config(raw)) is not None:
-            return whole.get_text_config()
-        kind = KNOWN_AS.get(text.get("model_type", ""), text.get("model_type"))
-        if kind in CONFIG_MAPPING:
-            return CONFIG_MAPPING[kind].from_dict({**text, "model_type": kind})
-        return PretrainedConfig.from_dict(text)
+        known = whole_config(raw) or whole_config(text)
+        return known.get_text_config() if known is not None else PretrainedConfig.from_dict(text)
     except Exception as error:  # each class checks its fields in its own way
         nothing = f"transformers makes nothing of a {raw['model_type']}'s config.json ({first_line(error)})"
         raise UserError(f"{nothing}: correct it, or copy it again") from None
@@ -175,7 +171,8 @@ def text_config(raw: dict[str, Any]) -> Any:
 
 def whole_config(raw: dict[str, Any]) -> Any:
     """transformers' configuration of all of the target; None of a kind that it does not know."""
-    kind = KNOWN_AS.get(raw["model_type"], raw["model_type"])
+    name = raw.get("model_type", "")
+    kind = KNOWN_AS.get(name, name)
     return CONFIG_MAPPING[kind].from_dict({**raw, "model_type": kind}) if kind in CONFIG_MAPPING else None
 
 

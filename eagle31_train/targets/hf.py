@@ -184,14 +184,6 @@ class HiddenStateTarget:
             for handle in handles:
                 handle.remove()
 
-    @torch.no_grad()
-    def own_logits(self, tokens: Tensor, attention_mask: Tensor, positions: Tensor) -> Tensor:
-        """[B, n, V] fp32 of n positions: its own forward pass, norm and lm_head included."""
-        inputs = {"input_ids": tokens, "attention_mask": attention_mask, "use_cache": False}
-        if "logits_to_keep" in inspect.signature(self.model.forward).parameters:
-            return self.model(**inputs, logits_to_keep=positions.to(tokens.device)).logits.float()
-        return self.model(**inputs).logits[:, positions].float()  # code that came with an older target
-
 
 _UNPACKED: ContextVar[bool] = ContextVar("unpacked", default=False)
 _PACKED = "find_packed_sequence_indices"  # of transformers, not of its public interface
@@ -290,13 +282,17 @@ class TransformersEngine:
                 length = len(tokens[index])
                 yield index, aux[row, :length], last[row, :length]
 
+    @torch.no_grad()
     def reference(self, tokens: Tensor, positions: Tensor) -> Reference:
         """See `Engine.reference`. The model's ordinary call, norm, lm_head and attention mask included."""
-        device = self.target.device
+        model, device = self.target.model, self.target.device
         self._forget_lengths()
         padded = torch.nn.functional.pad(tokens, (0, 0 if self._alone else PADS))[None].to(device)
         mask = (torch.arange(padded.shape[1], device=device) < len(tokens)).long()[None]
-        return Reference(self.target.own_logits(padded, mask, positions)[0])
+        inputs = {"input_ids": padded, "attention_mask": mask, "use_cache": False}
+        if "logits_to_keep" in inspect.signature(model.forward).parameters:
+            return Reference(model(**inputs, logits_to_keep=positions.to(device)).logits[0].float())
+        return Reference(model(**inputs).logits[0, positions].float())  # code that came with an older target
 
     def _forget_lengths(self) -> None:
         """Let a RoPE that follows the length follow the next conversation's alone: it keeps the longest one's."""
