@@ -185,7 +185,11 @@ class Writer:
     def _request(self, one: Attempt) -> tuple[list[int], int]:
         """Token ids up to where the user speaks, and a seed. A space before that is the first word's."""
         messages = [*self.template.history(one.messages), {"role": "user", "content": MARK}]
-        ids = self.template.encode(self.template.render(messages).partition(MARK)[0].rstrip(" "))
+        try:
+            text = self.template.render(messages)
+        except Refused as error:  # Gemma's takes no system turn
+            raise UserError(f"data.self_prompts.system: {error}: leave it out") from None
+        ids = self.template.encode(text.partition(MARK)[0].rstrip(" "))
         return ids, int(artifacts.fingerprint([self.config.seed, one.number, len(ids)])[:8], 16)
 
     def _answered(self, going: list[Attempt]) -> list[Attempt]:

@@ -77,6 +77,14 @@ def test_later_turns_follow_the_targets_answers_and_go_through_stage_1(tiny_targ
     assert asked == [row["turns"] for row in rows]
 
 
+def test_a_system_prompt_that_the_template_refuses_is_named(tiny_target, tmp_path, tokenizer):
+    refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    (tmp_path / "refusing.jinja").write_text(refusing + tokenizer.chat_template)
+    options = [f"target.chat_template={tmp_path}/refusing.jinja", "data.self_prompts.system={code: 'You write code.'}"]
+    with pytest.raises(UserError, match=r"^data\.self_prompts\.system: .*no system: "):
+        written(configured(tmp_path / "run", tiny_target, *options))
+
+
 @pytest.fixture
 def completions(server):
     """A server that goes on from token ids with texts in turn."""
