@@ -9,7 +9,8 @@
 Every DRAFTER is a run, an exported checkpoint, or a published one (a folder, or an id of the hub; DRAFT@outputs if its
 config.json counts layers as SGLang does); the others are compared with the first. NAME:… calls it so, and several
 trainings of one recipe, with commas between them, are measured as one. Target, data and evaluate.* are those of the
-first that is a run, where no +experiment=… is given. Without any run, give target.path=… and evaluate.prompts=….
+first that is a run, where no +experiment=… is given. Without any run, give target.path=… and evaluate.prompts=…; a
+single drafter is measured alone.
 
 Writes compare.out: a page and its pictures, then result.json, which lists them. A drafter, or a workload, that is
 added later is measured alone. With evaluate.backend=vllm every drafter is then served by vLLM, too, and all written
@@ -45,7 +46,7 @@ from eagle31_train.reporting.markdown import public
 from eagle31_train.targets.chat import ChatTemplate
 from eagle31_train.targets.hf import read_config
 
-DRAFTERS = "DRAFTER DRAFTER … "  # of the usage line
+DRAFTERS = "DRAFTER … "  # of the usage line
 COMPARISONS = Path("runs/compare")
 Named = dict[str, list[str]]  # a drafter's name → its trainings
 
@@ -57,8 +58,8 @@ def main(argv: list[str] | None = None) -> None:
         word for word in words if not word.startswith(("-", "+", "~")) and is_drafter(word) and word not in folders
     ]
     options = [word for word in words if word not in given]
-    if len(given) < 2 and not any(word.startswith("-") for word in words):  # --help wants none
-        note("error: give two drafters or more: eagle31 compare runs/a runs/b", error=True)
+    if not given and not any(word.startswith("-") for word in words):  # --help wants none
+        note("error: give drafters: eagle31 compare runs/a runs/b", error=True)
         raise SystemExit(2)
     saved = None
     if given and not any(word.lstrip("+").startswith("experiment=") for word in options):
@@ -88,7 +89,7 @@ def compare(trainings: Named, config: Config) -> None:
         first, *others = trainings
         words = [f"{name}:{','.join(map(public, some))}" for name, some in trainings.items()]
         result |= {
-            "title": f"{', '.join(others)} against {first}",
+            "title": f"{', '.join(others)} against {first}" if others else first,
             "target": config.target.name,
             "trainings": trainings,
             "identities": {name: [one.identity for one in some] for name, some in checkpoints.items()},

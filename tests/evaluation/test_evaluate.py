@@ -213,7 +213,9 @@ def test_published_drafters_need_no_run(run, call, prompts, tmp_path, monkeypatc
     assert code == 2
     assert "data/manifest.json is missing: run `eagle31 data` first, or give prompts as evaluate.prompts=FILE" in line
     result = call(*drafts, prompts, f"target.path={run.target}", "target.dtype=float32", "evaluate.dtype=float32")
-    (without,), (beside,) = result["workloads"], with_a_run["workloads"]
+    alone = call(drafts[1], prompts, f"target.path={run.target}", "target.dtype=float32", "evaluate.dtype=float32")
+    (without,), (beside,), (single,) = (one["workloads"] for one in (result, with_a_run, alone))
+    assert (alone["title"], single["drafters"]) == ("b", {"b": without["drafters"]["b"]})
     assert without["drafters"] == beside["drafters"]
     assert [note for note in without["notes"] if "may have" in note] == [
         f"{name} may have been trained on these prompts" for name in "ab"
