@@ -6,6 +6,7 @@
 `eagle31 COMMAND --help` has every option, `eagle31 --version` the version.
 """
 
+import ast
 import runpy
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -30,6 +31,8 @@ COMMANDS = {
     "new": ("eagle31_train.new", "write a commented recipe into this folder"),
     "completion": ("eagle31_train.completion", "completion of commands and options for bash or zsh"),
 }
+# Commands whose modules take seconds to import, for which `--help` does not wait: what their usage has before options.
+SLOW = {"evaluate": "", "export": "", "summary": "", "compare": "DRAFTER … "}
 
 
 def main() -> None:
@@ -56,6 +59,11 @@ def _run(command: str) -> None:
     from eagle31_train.common.locations import STAGES  # which asks for that folder, too
 
     sys.argv = [f"eagle31 {command}", *sys.argv[2:]]
+    if command in SLOW and {"-h", "--help"} & set(sys.argv):
+        from eagle31_train import cli
+
+        source = Path(__file__).with_name(f"{command}.py").read_text(encoding="utf-8")
+        cli.run(lambda _: None, ast.get_docstring(ast.parse(source)) or "", before=SLOW[command])
     sys.path.insert(0, str(STAGES))  # before a train.py or data_prep/ of the user's own
     runpy.run_module(COMMANDS[command][0], run_name="__main__")
 

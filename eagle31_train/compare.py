@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 from eagle31_train import cli, provenance
+from eagle31_train.__main__ import SLOW
 from eagle31_train.checkpoint import hub, published
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint, split_name
 from eagle31_train.checkpoint.run_folder import is_export_of, read_export
@@ -46,7 +47,6 @@ from eagle31_train.reporting.markdown import public
 from eagle31_train.targets.chat import ChatTemplate
 from eagle31_train.targets.hf import read_config
 
-DRAFTERS = "DRAFTER … "  # of the usage line
 COMPARISONS = Path("runs/compare")
 Named = dict[str, list[str]]  # a drafter's name → its trainings
 
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> None:
         word for word in words if not word.startswith(("-", "+", "~")) and is_drafter(word) and word not in folders
     ]
     options = [word for word in words if word not in given]
-    if not given and not any(word.startswith("-") for word in words):  # --help wants none
+    if not given and not {"-h", "--help", "--cfg"} & set(words):  # which want none
         note("error: give drafters: eagle31 compare runs/a runs/b", error=True)
         raise SystemExit(2)
     saved = None
@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> None:
             first = first or firsts[0]  # which is refused
             # That a training may replace its outputs does not let its comparisons do so.
             options, saved = [f"run_dir={first}", "overwrite=false", *options], Path(first, "train", "config.yaml")
-    cli.run(lambda config: compare(named(given), config), __doc__ or "", options, saved, DRAFTERS)
+    cli.run(lambda config: compare(named(given), config), __doc__ or "", options, saved, SLOW["compare"])
 
 
 def compare(trainings: Named, config: Config) -> None:

@@ -107,4 +107,4 @@ def _served(config: Config, manifest: dict[str, Any]) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    cli.run(summarise, "The table at the end: what a run's five stages made, and how to serve it.")
+    cli.run(summarise, __doc__ or "")
