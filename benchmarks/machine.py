@@ -7,6 +7,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from eagle31_train.common import machine
@@ -16,7 +17,6 @@ PACKAGES = ("torch", "transformers", "numpy", "speculators", "specforge", "trito
 
 def describe() -> dict[str, Any]:
     """Machine, threads, versions, our commit and the command, as plain values."""
-    memory = Path("/proc/meminfo").read_text().split()[1]
     checkout = machine.checkout(Path(__file__).parent.parent)
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -24,7 +24,7 @@ def describe() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "capability": torch.backends.cpu.get_cpu_capability(),
-        "memory_gib": round(int(memory) / 2**20, 1),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "python": platform.python_version(),
         "versions": machine.versions(PACKAGES),
         "commit": checkout and checkout["commit"][:12] + ("+changes" if checkout["changed"] else ""),

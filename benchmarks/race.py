@@ -12,17 +12,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from benchmarks.shapes import Case
 
 ROOT = Path(__file__).parent.parent
 RESERVE = 0.9  # share of the available memory that workers may use
-
-
-def available() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise LookupError("MemAvailable")
 
 
 def race(case: Case, names: list[str], repeats: int, limit: float, memory: int | None = None) -> dict[str, Any]:
@@ -30,7 +25,7 @@ def race(case: Case, names: list[str], repeats: int, limit: float, memory: int |
     next. limit: seconds for one step. memory: bytes that a worker may use beyond its imports; by default RESERVE of
     what is available. Returns the case and, by contender, what `worker.turn` returns as lists over its turns, or
     error."""
-    started, memory = time.time(), memory or int(RESERVE * available())
+    started, memory = time.time(), memory or int(RESERVE * psutil.virtual_memory().available)
     results: dict[str, dict[str, Any]] = {name: {} for name in names}
     for _ in range(repeats):
         for name in names:
