@@ -75,7 +75,7 @@ def run(chosen: argparse.Namespace) -> dict[str, Any]:
         for case in cases:
             for variant in chosen.variants:
                 progress.set_postfix_str(f"{case}, {variant}")
-                step = guarded(gpu_step.measure, case, VARIANTS[variant], chosen.device, chosen.repeats)
+                step = guarded(gpu_step.measure, case, variant, chosen.device, chosen.repeats)
                 results["steps"].append({"case": str(case), "variant": variant, **with_limits(step, device)})
                 artifacts.write_json(file, results)
                 progress.update()
@@ -176,7 +176,7 @@ def options(words: list[str] | None = None) -> argparse.Namespace:
     words = sys.argv[1:] if words is None else words
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--cases", nargs="*", metavar="SHAPE:DOCUMENTSxLENGTH:SHARE", help="[%(default)s]")
-    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), help=f"[{' '.join(VARIED['cuda'])}]")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, help=f"[{' '.join(VARIED['cuda'])}]")
     parser.add_argument("--longest", nargs="*", metavar="SHAPE:SHARE", help="[%(default)s]")
     parser.add_argument("--first", type=int, help="tokens that the search begins with [%(default)s]")
     parser.add_argument("--ceiling", type=int, help="tokens that the search ends with [%(default)s]")

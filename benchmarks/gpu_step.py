@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -56,23 +56,14 @@ def drafter_of(case: Case) -> DrafterShape:
     return replace(shape, vocab_size=TARGET_VOCABULARY.get(case.shape, shape.vocab_size))
 
 
-@dataclass(frozen=True)
-class Variant:
-    recompute: bool
-    kernels: str  # fused or plain
-
-    def __str__(self) -> str:
-        return self.kernels + "+recompute" * self.recompute
-
-
-VARIANTS = {str(v): v for v in (Variant(r, k) for k in ("fused", "plain") for r in (False, True))}
+VARIANTS = ("fused", "fused+recompute", "plain", "plain+recompute")  # kernels, and activation checkpointing
 
 
 class Trainer:
     """Drafter, teacher and optimizer on a device, as train/ makes them, and its step. The states of batches are random,
     and arg-maxes in the draft vocabulary, so that every pair counts."""
 
-    def __init__(self, shape: DrafterShape, variant: Variant, device: str) -> None:
+    def __init__(self, shape: DrafterShape, variant: str, device: str) -> None:
         self.shape = shape
         self.accelerator = Accelerator(cpu=device == "cpu")
         torch.manual_seed(0)
@@ -82,10 +73,11 @@ class Trainer:
             drafter = Drafter(shape, torch.randn(shape.vocab_size, shape.hidden_size, dtype=torch.bfloat16))
             rows = torch.randn(Vd, H, dtype=torch.bfloat16).mul_(H**-0.5)
             teacher = Teacher(torch.ones(H), shape.rms_norm_eps, rows, self.ids.to(rows.device))
-        drafter.recompute = variant.recompute
+        kernels, _, recompute = variant.partition("+")
+        drafter.recompute = bool(recompute)
         objective = Objective(drafter, teacher, "kl")
         objective.autocast = torch.bfloat16
-        self.uses = choose_kernels(objective, TrainConfig(kernels=variant.kernels), self.accelerator.device)
+        self.uses = choose_kernels(objective, TrainConfig(kernels=kernels), self.accelerator.device)
         self.drafter = drafter
         self.parallel = parallelise(self.accelerator, objective, TrainConfig(lr=1e-5))
 
@@ -146,7 +138,7 @@ def wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def measure(case: Case, variant: Variant, device: str, repeats: int) -> dict[str, Any]:
+def measure(case: Case, variant: str, device: str, repeats: int) -> dict[str, Any]:
     """Time `repeats` steps after two that warm up, then look into one more with the profiler."""
     shape, masks = drafter_of(case), case.masks
     trainer = Trainer(shape, variant, device)
@@ -241,7 +233,7 @@ def longest(case: Case, device: str, first: int, ceiling: int) -> dict[str, Any]
         tokens (0 if `first` does not fit), step: bisection ended at differences of so many, and every try.
     """
     kernels = "fused" if device == "cuda" else "plain"
-    trainer = Trainer(drafter_of(case), VARIANTS[f"{kernels}+recompute"], device)
+    trainer = Trainer(drafter_of(case), f"{kernels}+recompute", device)
     # The first step makes the optimizer's moments, so that the later ones find the memory as it is in training.
     trainer.step(trainer.batch([turns(16, 1.0)], case.unroll, pin=False))
     tries: list[dict[str, Any]] = []

@@ -20,6 +20,7 @@ import torch
 from datasets import Dataset
 
 from benchmarks import machine, run_main
+from benchmarks.worker import status
 from eagle31_train.common import artifacts, order
 from eagle31_train.config import TrainConfig
 from eagle31_train.store import Store, StoreSplit, StoreWriter, shard_plan
@@ -39,12 +40,6 @@ STATES["norm"] = {"kind": "rms", "eps": 1e-5}
 PROVENANCE = {"fingerprint": "f" * 16, "inputs": {"data": "d" * 16, "target": {}}, "states": STATES}
 
 Result = TypeVar("Result")
-
-
-def memory_mib(field: str = "VmRSS") -> float:
-    """What this process holds now, or (VmHWM) has held at most since `Stopwatch` began a piece of work."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
-    return int(line.split()[1]) / 1024
 
 
 def draw_lengths(samples: int, seed: int = 0) -> list[int]:
@@ -75,7 +70,7 @@ class Stopwatch:
         began, busy = time.perf_counter(), time.process_time()
         result = work()
         row = {"what": what, "seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - busy}
-        self.rows.append({**row, "most_mib": memory_mib("VmHWM"), "mib": memory_mib()})
+        self.rows.append({**row, "most_mib": status("VmHWM") / 2**20, "mib": status("VmRSS") / 2**20})
         print(f"{what:<58} {row['cpu_seconds']:9.3f} s of a core {self.rows[-1]['most_mib']:7,.0f} MiB", flush=True)
         return result
 
@@ -143,7 +138,8 @@ def main() -> None:
     chosen = parser.parse_args()
     watch, lengths = Stopwatch(), draw_lengths(int(chosen.samples))
     print(machine.summary(machine.describe()))
-    print(f"{len(lengths):,} samples, {sum(lengths):,} tokens; {memory_mib():,.0f} MiB with their lengths alone")
+    held = status("VmRSS") / 2**20
+    print(f"{len(lengths):,} samples, {sum(lengths):,} tokens; {held:,.0f} MiB with their lengths alone")
     with TemporaryDirectory() as folder:
         plan_from_masks(watch, lengths, Path(folder) / "data")
         extract(watch, lengths, int(chosen.shards), Path(folder) / "store")
