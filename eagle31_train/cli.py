@@ -37,6 +37,7 @@ from eagle31_train.earlier import REMOVED, RENAMED
 
 ANY = "+experiment=any"  # the recipe of a command line that names none
 GIVEN = "experiment=given"  # the recipe that was given as a file
+GROUPS = [folder.name for folder in CONFIGS.iterdir() if folder.is_dir()]
 
 
 def load_config(
@@ -59,7 +60,7 @@ def load_config(
     keys = {_key(word) for word in overrides}
     if twice := [f"{old} is called {new} now" for old, new in RENAMED.items() if {old, new} <= keys]:
         raise UserError(f"{twice[0]}: give it once")
-    groups = [word for word in overrides if (CONFIGS / _key(word)).is_dir()]
+    groups = [word for word in overrides if _key(word) in GROUPS]
     recipe = next((word.partition("=")[2] for word in groups if _key(word) == "experiment"), "")
     try:
         checked = tuple(_checked_group(word, folders) for word in groups)
@@ -217,8 +218,7 @@ def _set(config: DictConfig, override: str) -> None:
         key = RENAMED[key]
     free = any(key == name or key.startswith(f"{name}.") for name in FREE)
     if not free and key not in OPTIONS:
-        groups = [folder.name for folder in CONFIGS.iterdir() if folder.is_dir()]
-        raise UserError(f"no option {key!r}{_nearest(key, [*OPTIONS, *groups])}")
+        raise UserError(f"no option {key!r}{_nearest(key, [*OPTIONS, *GROUPS])}")
     if override.startswith("~"):
         parent, _, last = key.rpartition(".")
         holder = OmegaConf.select(config, parent)

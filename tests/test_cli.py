@@ -137,6 +137,7 @@ def test_a_free_form_option_is_emptied():
         ("train.learning_rate=1", "no option 'train.learning_rate' (there are train.activation_checkpointing, "),
         ("+target=zzz", "no configs/target/zzz.yaml (there are kimi, kimi_k25, kimi_toy, "),
         ("train.lr", "'train.lr' is not of the form key=value"),
+        ("", "'' is not of the form key=value"),  # a shell's variable that is not set, in quotes
         ("train.lr=fast", "train.lr=fast: Value 'fast' of type 'str' could not be converted to Float"),
         ("seed=1" + 30 * "0", "must be at least 0 and at most "),
         ("train.ttt_length=1000000000", "must be at least 1 and at most "),  # what would end in no memory
