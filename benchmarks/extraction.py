@@ -7,8 +7,8 @@ Shard by shard of a run's own data, in turns in one process, on the same padded 
     states   our engine: the same with its taps, every conversation's states handed out
     CODECS   the whole extraction of the shard: states, top1, encoding, writing, checksum, fsync
 
-The whole extraction is the stage's own functions, a shard written before the next one begins. Ratios are medians over
-shards of bare seconds / seconds. The fidelity gate, which runs some conversations of three shards once more, is off.
+Ratios are medians over shards of bare seconds / seconds. The fidelity gate, which runs some conversations of three
+shards once more, is off.
 """
 
 import argparse
@@ -51,29 +51,26 @@ def seconds_of(call: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-class Extraction:
-    """The stage, shard by shard, with one pair of codecs, into a folder of its own."""
+def store_of(pair: str, config: Config, engine: TransformersEngine, masks: dict[str, Any], folder: Path) -> StoreWriter:
+    """A store with one pair of codecs, in a folder of its own."""
+    aux, last = pair.split(":")
+    config = replace(config, store=replace(config.store, aux_codec=aux, last_codec=last))
+    states = extraction.describe(engine, config)
+    provenance = {"fingerprint": artifacts.fingerprint(states), "inputs": {}, "states": states}
+    plan = make_plan(masks, config.extract.shard_tokens, shape_of(states))
+    place = folder / f"{aux}-{last}"
+    return StoreWriter(open_storage(str(place), place, 0), provenance, plan)
 
-    def __init__(
-        self, config: Config, pair: str, engine: TransformersEngine, masks: dict[str, Any], folder: Path
-    ) -> None:
-        aux, last = pair.split(":")
-        config = replace(config, store=replace(config.store, aux_codec=aux, last_codec=last))
-        states = extraction.describe(engine, config)
-        self.engine, self.shape = engine, shape_of(states)
-        provenance = {"fingerprint": artifacts.fingerprint(states), "inputs": {}, "states": states}
-        plan = make_plan(masks, config.extract.shard_tokens, self.shape)
-        place = folder / f"{aux}-{last}"
-        self.writer = StoreWriter(open_storage(str(place), place, 0), provenance, plan)
 
-    def run(self, rows: Dataset, planned: PlannedShard) -> float:
-        """Extract and commit a shard: seconds."""
-        return seconds_of(partial(self._run, rows, planned))
+def stage(engine: TransformersEngine, writer: StoreWriter, rows: Dataset, planned: PlannedShard) -> float:
+    """Extract and commit a shard as the stage does: seconds."""
 
-    def _run(self, rows: Dataset, planned: PlannedShard) -> None:
+    def run() -> None:
         chosen = rows.select(range(planned.first, planned.end))
-        states, _ = extraction.run_shard(self.engine, chosen, self.shape, planned, None)
-        self.writer.write(planned, states.wait())
+        states, _ = extraction.run_shard(engine, chosen, writer.shape, planned, None)
+        writer.write(planned, states.wait())
+
+    return seconds_of(run)
 
 
 @torch.no_grad()
@@ -105,8 +102,8 @@ def measure(config: Config, pairs: Sequence[str], tokens: int, folder: Path) -> 
     engine = extraction.make_engine(config)
     if not isinstance(engine, TransformersEngine):
         raise UserError("this measures extract.engine=transformers")
-    stages = {pair: Extraction(config, pair, engine, masks, folder) for pair in pairs}
-    rows, shards = splits["train"], stages[pairs[0]].writer.plan.of("train")
+    writers = {pair: store_of(pair, config, engine, masks, folder) for pair in pairs}
+    rows, shards = splits["train"], writers[pairs[0]].plan.of("train")
     ends = accumulate(planned.tokens for planned in shards)
     chosen = [planned for planned, end in zip(shards, ends, strict=True) if end - planned.tokens < tokens]
     found: dict[str, list[float]] = {}
@@ -119,7 +116,7 @@ def measure(config: Config, pairs: Sequence[str], tokens: int, folder: Path) -> 
             "bare": partial(bare, engine, conversations, True),
             "no mask": partial(bare, engine, conversations, False),
             "states": partial(states_only, engine, conversations),
-            **{pair: partial(stage.run, rows, planned) for pair, stage in stages.items()},
+            **{pair: partial(stage, engine, writer, rows, planned) for pair, writer in writers.items()},
         }
         names = list(contenders)
         names = names[number % len(names) :] + names[: number % len(names)]  # who begins goes round

@@ -6,10 +6,8 @@ Three questions for each peer, the first two with a bound that stops the benchma
 * loss: our step, given the peer's mask and mean, must give the peer's loss. That explains the whole difference;
 * gradients: of that loss, for every parameter that the peer trains.
 
-What differs is set aside in the open. A pair (t, k) is taught by the target at position j = t+1+k and predicts token
-j+1. We count it if the assistant wrote token j+1; speculators if it wrote token j, SpecForge if it wrote token j-1 (and
-its last j lies one past the end, where it teaches a uniform distribution). We and speculators average over each step's
-pairs, SpecForge over all rows. SpecForge always feeds back the state before the norm, so norm_output is off beside it.
+What differs is set aside in the open, and benchmarks/README.md has the table of it; RULES say it below. A pair (t, k)
+is taught by the target at position j = t+1+k and predicts token j+1.
 """
 
 import argparse
