@@ -76,7 +76,6 @@ def options() -> argparse.Namespace:
     parser.add_argument("--memory", type=float, help="GiB that a worker may use; default: 90 %% of what is free")
     parser.add_argument("--out", type=Path, default=Path("runs/bench/peers"), help="without .json and .png")
     parser.add_argument("--keep", action="store_true", help="keep the cases of an earlier run that this one leaves out")
-    parser.add_argument("--skip-parity", action="store_true")
     parser.add_argument("--quick", action="store_true", help="a minute's smoke test at a tiny shape")
     chosen = parser.parse_args()
     if chosen.quick:
@@ -88,7 +87,7 @@ def main() -> None:
     chosen = options()
     cases = [Case.parse(text) for text in chosen.cases]
     here, file = machine.describe(), chosen.out.with_suffix(".json")
-    peers = [name for name in parity.RULES if name in chosen.contenders and not chosen.skip_parity]
+    peers = [name for name in parity.RULES if name in chosen.contenders]
     checked = parity.run(peers) if peers else []
     results: list[dict[str, Any]] = []
     if chosen.keep and file.exists():
