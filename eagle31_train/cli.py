@@ -192,8 +192,15 @@ def _to_config(composed: DictConfig, recipe: str) -> Config:
     assert isinstance(config, Config)
     for option in ("name", "run_dir"):
         _refuse_empty(option, getattr(config, option))
-    for name, (_, field) in OPTIONS.items():
-        check_value(name, operator.attrgetter(name)(config), field.metadata)
+    for name, (kind, field) in OPTIONS.items():
+        value = operator.attrgetter(name)(config)
+        # OmegaConf looks neither at the type of what ${…} leads to nor into lists in lists.
+        if name in FREE and not isinstance(value, dict):
+            raise UserError(f"{name}={value} is no mapping")
+        listed = isinstance(value, list) and not any(isinstance(item, list | dict) for item in value)
+        if "list[" in str(kind) and value is not None and not listed:
+            raise UserError(f"{name}={value} is no list of single values")
+        check_value(name, value, field.metadata)
     check_options(config)
     return config
 

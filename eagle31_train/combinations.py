@@ -14,6 +14,9 @@ def check_options(config: Config) -> None:
     for name in ("cache_bytes", "max_bytes"):
         if (text := getattr(config.store, name)) is not None:
             byte_count(text, f"store.{name}")
+    shared = config.extract.engine_args.get("tensor_parallel_size", 1)
+    if not isinstance(shared, int) or shared < 1:
+        raise UserError(f"extract.engine_args.tensor_parallel_size={shared} must be a number of devices")
     data = config.data
     if data.rows is not None and all(source is None for source in data.sources.values()):
         raise UserError(f"data.rows={data.rows} mixes data.sources: give data.sources.NAME.path, or leave it out")

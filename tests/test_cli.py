@@ -143,6 +143,10 @@ def test_a_free_form_option_is_emptied():
         ("train.ttt_length=1000000000", "must be at least 1 and at most "),  # what would end in no memory
         ("drafter.num_layers=100000", "must be at least 1 and at most "),
         ("train.betas=0.9", "train.betas is a list: write 'train.betas=[0.9]'"),
+        ("target.aux_layers=${train.lr}", "target.aux_layers=0.003 is no list"),
+        ("target.aux_layers=[[1]]", "target.aux_layers=[[1]] is no list of single values"),
+        ("extract.engine_args=${name}", "extract.engine_args=smollm2 is no mapping"),
+        ("extract.engine_args.tensor_parallel_size=x", "tensor_parallel_size=x must be a number of devices"),
         ("train.betas=[0.9", "'train.betas=[0.9' cannot be read"),
         ("data.sources.en={path: a=b}", "'data.sources.en={path: a=b}' cannot be read"),
         ("name=", "name= is empty: give name=… a value"),

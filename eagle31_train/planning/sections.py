@@ -52,7 +52,7 @@ def target(plan: Planned) -> list[str]:
     if (c.regenerate or writes_prompts(c)) and not c.data.generate.server:
         stages["answers"] = stored, spread, "data.generate.server=URL, or target.device_map=auto"
     if c.extract.engine == "vllm":
-        shared = int(c.extract.engine_args.get("tensor_parallel_size", 1))
+        shared = c.extract.engine_args.get("tensor_parallel_size", 1)
         stages["extraction"] = stored, shared, "extract.engine_args.tensor_parallel_size=N"
     else:
         stages["extraction"] = stored, spread, "extract.engine=vllm, or target.device_map=auto"
