@@ -78,9 +78,6 @@ def open_cache(fs, tmp_path):
         )
 
 
-# ---------------------------------------------------------------- the quota
-
-
 def test_the_longest_unused_leaves_first_whoever_fetched_it(fs, open_cache, tmp_path):
     one, two = open_cache(300), open_cache(300)
     one.local("a")
@@ -158,9 +155,6 @@ def test_what_another_process_begins_to_fetch_behind_a_finished_file_stays(open_
     assert part.exists()
 
 
-# ---------------------------------------------------------------- no wrong files
-
-
 def test_a_copy_that_is_not_the_file_is_fetched_again(fs, open_cache):
     storage = open_cache(300)
     path = storage.local("a")
@@ -171,9 +165,6 @@ def test_a_copy_that_is_not_the_file_is_fetched_again(fs, open_cache):
     storage.forget("a")
     assert storage.local("a").read_bytes() == b"a" * 100
     assert fs.fetched == ["a"] * 3
-
-
-# ---------------------------------------------------------------- ahead of its reader
 
 
 def test_prefetch_keeps_order_and_bound(fs, open_cache):

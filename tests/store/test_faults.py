@@ -105,9 +105,6 @@ def test_faults_are_found(stores, tmp_path, kind):
         shutil.rmtree(folder)
 
 
-# ---------------------------------------------------------------- a disk that errs
-
-
 @pytest.mark.parametrize("kind", COMMITTED)
 def test_what_a_disk_reads_wrongly_once_is_read_again_and_what_it_always_does_is_named(
     stores, tmp_path, monkeypatch, kind
@@ -135,8 +132,6 @@ def test_what_a_disk_reads_wrongly_once_is_read_again_and_what_it_always_does_is
                 assert right_so_far(once[0], expected)
             shutil.copy(right / name, path)
 
-
-# ---------------------------------------------------------------- a writer that dies
 
 TINY = Made({"train": [9, 4, 6], "heldout": [5, 3]}, 16, "fp8", "int8", 13)
 

@@ -99,9 +99,6 @@ def test_random_samples_are_read_as_they_were_written(tmp_path, samples):
     assert round_trips(tmp_path, 0, samples) > samples / 50
 
 
-# ---------------------------------------------------------------- planted mistakes
-
-
 @instead_of(shard, "_find_rows")
 def states_of_the_neighbour(right, *given):
     tokens, aux, last = right(*given)
@@ -132,19 +129,17 @@ def layers_in_another_order(right, tokens, loss_mask, top1, aux, last):
     return right(tokens, loss_mask, top1, aux.flip(1), last)
 
 
-MISTAKES = {
-    "states of the neighbour": states_of_the_neighbour,
-    "aux one row short": aux_one_row_short,
-    "last one position early": last_one_position_early,
-    "scale of the neighbouring block": scale_of_the_neighbour(-1),
-    "scale of the neighbouring row": scale_of_the_neighbour(0),
-    "layers in another order": layers_in_another_order,
-    "rows of all positions": lambda patch: patch.setattr(document, "attended_positions", lambda _: VOCAB),
-}
+@instead_of(document, "attended_positions")
+def rows_of_all_positions(right, supervised):
+    return VOCAB
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_planted_mistake_is_found(tmp_path, monkeypatch, mistake):
-    MISTAKES[mistake](monkeypatch)
+MISTAKES = [states_of_the_neighbour, aux_one_row_short, last_one_position_early, layers_in_another_order]
+MISTAKES += [scale_of_the_neighbour(-1), scale_of_the_neighbour(0), rows_of_all_positions]
+
+
+@pytest.mark.parametrize("plant", MISTAKES)
+def test_a_planted_mistake_is_found(tmp_path, monkeypatch, plant):
+    plant(monkeypatch)
     with pytest.raises((AssertionError, ContentError)):
         round_trips(tmp_path, 0, 300)

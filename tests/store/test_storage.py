@@ -29,9 +29,6 @@ def build(storage, name, content):
     return scratch
 
 
-# ---------------------------------------------------------------- what every storage promises
-
-
 @pytest.fixture
 def naps(monkeypatch):
     """Seconds that calls have waited before they were tried again; none is waited for."""
@@ -141,9 +138,6 @@ def test_nothing_has_its_name_before_it_and_its_folder_are_on_the_disk(tmp_path,
     assert steps == [local.folder.parent.name, "store", ".a.tmp", "replace", "shards"]
 
 
-# ---------------------------------------------------------------- calls to other machines
-
-
 def test_a_server_in_trouble_is_tried_again_and_other_stores_are_left_alone(s3, tmp_path, monkeypatch, naps):
     """What s3fs makes of the server's own words, not of ours."""
     calls = []
@@ -230,29 +224,15 @@ def test_an_endpoint_where_nobody_answers_is_refused_at_once_unless_it_ever_did(
     assert refused() == waits + 7
 
 
-class Listings(MemoryFileSystem):
-    """Remembers listings in the way that fsspec provides for."""
-
-    def ls(self, path, detail=True, **kwargs):
-        entries = self._ls_from_cache(path) or super().ls(path, detail=True)
-        self.dircache[self._strip_protocol(path)] = entries
-        return entries
-
-    def invalidate_cache(self, path=None):
-        """Forgets nothing: the listings are to be switched off."""
-
-
-def test_listings_are_never_stale(tmp_path):
-    MemoryFileSystem.store.clear()
-    plain = MemoryFileSystem()
-    planted, fs = Listings(skip_instance_cache=True), Listings(skip_instance_cache=True)
-    storage = RemoteStorage("stale://store", fs, "/store", tmp_path, CACHE)
-    plain.pipe_file("/store/a", b"x")
+def test_listings_are_never_stale(s3, tmp_path):
+    """s3fs would remember them."""
+    storage = open_storage("s3://bucket/runs/store", tmp_path, CACHE)
+    s3.pipe_file("bucket/runs/store/a", b"x")
     assert storage.names("") == ["a"]
-    assert len(planted.ls("/store")) == 1
-    plain.pipe_file("/store/b", b"x")
+    s3.pipe_file("bucket/runs/store/a", b"longer")
+    assert storage.size("a") == 6
+    s3.pipe_file("bucket/runs/store/b", b"x")
     assert storage.names("") == ["a", "b"]
-    assert len(planted.ls("/store")) == 1  # the file system does what it is here to do
 
 
 def test_a_discard_that_is_killed_leaves_nothing_that_looks_complete(flaky):
