@@ -47,8 +47,6 @@ def message_of(spec, form="auto", **options):
     return made.message_of(rows_of, spec, form, **options)
 
 
-# ---------------------------------------------------------------- kinds
-
 KINDS = {
     "a.jsonl": lambda path: write_jsonl(path, ROWS),
     "a.jsonl.gz": lambda path: write_jsonl(path, ROWS, gzip.open),
@@ -115,9 +113,6 @@ def test_damage_is_named_by_its_place(tmp_path, name, content, words):
     assert words in message_of(tmp_path / name, "alpaca" if "alpaca" in words else "auto")
 
 
-# ---------------------------------------------------------------- folders and globs
-
-
 def test_a_folder_is_all_its_files_in_order_and_nothing_else(tmp_path):
     folder = tmp_path / "ü [1]"
     (folder / "sub").mkdir(parents=True)
@@ -139,9 +134,6 @@ def test_a_folder_is_all_its_files_in_order_and_nothing_else(tmp_path):
     assert "matches no file" in message_of(folder / "*.txt")
     assert "is missing: give a file" in message_of("~/none.csv")
     assert "is missing: give a file" in message_of("none/there.csv.gz"), "which is no data set's id"
-
-
-# ---------------------------------------------------------------- hub data sets
 
 
 @pytest.fixture

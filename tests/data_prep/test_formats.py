@@ -97,9 +97,6 @@ def test_rows_of_no_use_say_why(messages, tools, problem):
     assert problem in row(messages, tools=tools).problem
 
 
-# ---------------------------------------------------------------- recorded results under the target's own calls
-
-
 def call(name, identity=None, **arguments):
     whole = {"type": "function", "function": {"name": name, "arguments": arguments}}
     return {**whole, "id": identity} if identity else whole

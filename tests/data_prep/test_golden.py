@@ -33,9 +33,6 @@ def test_golden(family, number):
     assert found.split == (len(case["samples"]) > 1)
 
 
-# ---------------------------------------------------------------- planted mistakes
-
-
 CHAIN = ("kimi", 6)  # thoughts, two calls at once, results, an answer, and a further turn
 
 

@@ -25,9 +25,6 @@ def with_template(tokenizer: PreTrainedTokenizerFast, text: str) -> ChatTemplate
     return ChatTemplate(tokenizer, [tokenizer.eos_token_id], text)
 
 
-# ---------------------------------------------------------------- planted mistakes
-
-
 @pytest.mark.core
 @pytest.mark.parametrize("mistake", [-2, -1, 1, 2, "characters off by one", "another end-of-turn token"])
 def test_planted_mistakes_are_caught(chatml, monkeypatch, mistake):
@@ -48,8 +45,6 @@ def test_planted_mistakes_are_caught(chatml, monkeypatch, mistake):
     with pytest.raises(Refused):
         one_sample(chatml, CHAT, 1000)
 
-
-# ---------------------------------------------------------------- refusals
 
 # Keeps only what follows </think> of earlier answers, as reasoning models' templates do.
 REWRITING = (
@@ -106,9 +101,6 @@ def test_a_prompt_that_has_other_tokens_by_itself_is_refused(breaks_tokenizer, c
         one_sample(template, [ASK, REPLY], 1000)
 
 
-# ---------------------------------------------------------------- cut answers, long conversations
-
-
 def test_the_end_of_turn_after_a_cut_answer_is_not_supervised(chatml):
     last = one_sample(chatml, [ASK, {**REPLY, "finish_reason": "length"}], 1000)
     assert chatml.decode(last.input_ids.tolist()).endswith("the quick brown fox")
@@ -128,6 +120,7 @@ def test_long_conversations_are_cut_and_answers_may_be_stripped(tokenizer, chatm
     sample = one_sample(trim, [ASK, says("  hello \n")], 1000)
     assert trim.decode(sample.input_ids[sample.loss_mask].tolist()) == "hello<|im_end|>"
     whole = one_sample(chatml, [ASK, REPLY], 1000)
+    assert not one_sample(chatml, [ASK, REPLY], len(whole.input_ids)).cut
     first = int(np.flatnonzero(whole.loss_mask)[0])
     cut = one_sample(chatml, [ASK, REPLY], first + 1)
     assert cut.cut
@@ -135,6 +128,12 @@ def test_long_conversations_are_cut_and_answers_may_be_stripped(tokenizer, chatm
     assert cut.loss_mask.tolist() == [False] * first + [True]
     with pytest.raises(Refused, match="nothing of the answers lies within max_length"):
         one_sample(chatml, [ASK, REPLY], first)
+
+
+def test_answers_that_have_not_as_many_tokens_as_the_target_wrote_are_counted(chatml):
+    written = int(one_sample(chatml, [ASK, REPLY], 1000).loss_mask.sum())
+    told = [one_sample(chatml, [ASK, {**REPLY, "tokens": written + more}], 1000).respelt for more in (-1, 0, 1)]
+    assert told == [1, 0, 1]
 
 
 def test_white_space_before_the_end_of_turn_is_not_of_a_cut_answer(tokenizer, chatml):
@@ -159,8 +158,6 @@ def test_a_text_that_the_tokenizer_composes_keeps_its_mask(text):
     learnt = template.decode(sample.input_ids[sample.loss_mask].tolist())
     assert learnt == unicodedata.normalize("NFC", text) + "<|im_end|>"
 
-
-# ---------------------------------------------------------------- templates that rewrite history, turn by turn
 
 ASKED = "<|im_start|>user\nhello, how are you?<|im_end|>\n<|im_start|>assistant\n"
 
@@ -199,9 +196,6 @@ def test_turns_that_fail_are_refused_by_name_and_the_others_kept(thinking):
         samples(thinking, [says("the fox")], 1000)
 
 
-# ---------------------------------------------------------------- the template itself
-
-
 @pytest.mark.real_target
 def test_golden_mask_of_smollm2(real_target):
     target = TargetConfig(path=str(real_target))
@@ -213,11 +207,3 @@ def test_golden_mask_of_smollm2(real_target):
     sample = one_sample(template, case["messages"], 1000)
     assert (sample.input_ids.tolist(), sample.loss_mask.tolist()) == by_pieces(template, case["samples"][0])
     assert sample.input_ids.dtype == np.int32
-
-
-def test_what_is_just_as_long_is_not_cut_and_other_spellings_are_counted(chatml):
-    whole = one_sample(chatml, [ASK, REPLY], 1000)
-    assert not one_sample(chatml, [ASK, REPLY], len(whole.input_ids)).cut
-    written = int(whole.loss_mask.sum())
-    told = [one_sample(chatml, [ASK, {**REPLY, "tokens": written + more}], 1000).respelt for more in (-1, 0, 1)]
-    assert told == [1, 0, 1]

@@ -11,7 +11,7 @@ from families import write_rows
 
 from data_prep import regenerate as module
 from data_prep.answers import Local
-from data_prep.dataset import is_heldout, most_common
+from data_prep.dataset import is_heldout
 from data_prep.journal import Journal
 from data_prep.regenerate import OUTPUT, regenerate
 from data_prep.stage import prepare
@@ -69,15 +69,6 @@ def test_ids_that_answers_would_have_are_refused_before_a_prompt_is_answered(con
         run(config)
 
 
-def test_every_refusal_is_counted_and_the_most_common_reasons_are_named():
-    reasons = [{"reason": reason} for reason in "aabbccdef"]
-    assert most_common(reasons) == "2 × a; 2 × b; 2 × c; 3 for other reasons"
-    assert most_common(reasons[:6]) == "2 × a; 2 × b; 2 × c"
-
-
-# ---------------------------------------------------------------- by the target in process
-
-
 def test_greedy_answers_are_those_of_the_model_step_by_step(config, tiny_target):
     import torch
     from transformers import AutoModelForCausalLM
@@ -120,9 +111,6 @@ def test_samples_first_greedy_then_sampled_and_reproducible(config, tmp_path):
     config.data.generate = GenerateConfig(samples=3, temperature=0.0)
     with pytest.raises(UserError, match=r"set data\.generate\.temperature above 0"):
         run(config)
-
-
-# ---------------------------------------------------------------- kills, and what is up to date
 
 
 def test_finished_answers_are_not_made_again_and_not_replaced_unasked(config, tmp_path, monkeypatch, capsys, interrupt):
@@ -173,16 +161,6 @@ def test_for_the_data_of_another_run_no_prompt_is_answered_anew(config, tmp_path
         prepare(replace(other, data=changed["max_length"]))
 
 
-def test_the_rate_of_answers_begins_after_the_target_is_loaded(config, monkeypatch):
-    done, load = [], Local.load
-    monkeypatch.setattr(Local, "load", lambda self: (load(self), done.append("loaded")))
-    monkeypatch.setattr(module.Progress, "unpause", lambda self: done.append("begun"))
-    run(config)
-    assert done == ["loaded", "begun"]
-    run(config)  # for answers that are there nothing is loaded
-    assert len(done) == 2
-
-
 def test_the_journal_is_of_one_run_at_a_time(tmp_path):
     path = tmp_path / JOURNAL
     with Journal(tmp_path / OUTPUT) as journal:
@@ -192,8 +170,6 @@ def test_the_journal_is_of_one_run_at_a_time(tmp_path):
             pass
         assert path.read_text().endswith("half a li"), "what the other is writing is left alone"
 
-
-# ---------------------------------------------------------------- by a server, with thoughts and tools
 
 TEMPLATE = """\
 {%- if brief %}brief {% endif %}{% if tools %}<|im_start|>system

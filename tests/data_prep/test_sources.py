@@ -15,9 +15,6 @@ def write(path, count):
     return write_rows(path, [{"id": f"r{i}", "messages": [one, says("yes")]} for i, one in enumerate(asked)])
 
 
-# ---------------------------------------------------------------- shares
-
-
 def ids(sources, rows=None, seed=0):
     config = Config(name="t", seed=seed, data=DataConfig(sources=sources, rows=rows))
     return [row.id for row in Corpus.open(config, "conversations").read()]
@@ -62,9 +59,6 @@ def test_shares_are_the_weights_to_one_row_and_nothing_is_left_that_fits(tmp_pat
         for name, count, weight in (("a", 1, 0.1), ("b", 2, 0.2), ("c", 7, 0.7))
     }
     assert len(ids(decimal)) == 10, "in floating point 0.1 + 0.2 + 0.7 loses a row"
-
-
-# ---------------------------------------------------------------- choice and order
 
 
 def test_the_choice_depends_on_seed_name_and_ids_alone(sources, tmp_path):

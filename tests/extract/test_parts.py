@@ -11,7 +11,6 @@ from pipeline import contents, make_run, options
 from planting import replaced
 
 from eagle31_train.cli import load_config
-from eagle31_train.common import console
 from eagle31_train.store import StoreWriter, shard, stream
 from eagle31_train.store.backends import LocalStorage
 from eagle31_train.store.sealed import seal
@@ -71,14 +70,9 @@ def written(monkeypatch, stop_after=None):
     return names
 
 
-def test_parts_at_the_same_time_make_the_store_of_one(whole, tmp_path, command, capsys, monkeypatch):
-    monkeypatch.setattr(console, "EVERY", 0.0)
+def test_parts_at_the_same_time_make_the_store_of_one(whole, tmp_path, command):
     assert at_once(command(1, 2), command(0, 2)) == [None, None]
     assert timeless(store_of(tmp_path)) == timeless(store_of(whole))
-    said = capsys.readouterr()
-    assert said.out.count("bytes each") == 1
-    assert said.out.count("extract: extract.part=1 is done; part 0 finishes ") == 1
-    assert "shards of the others: 100 %" in said.err
 
 
 @pytest.mark.parametrize("parts", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3))])

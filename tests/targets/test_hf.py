@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pipeline import HIDDEN, LAYERS, VOCAB, save_quietly, tiny_llama
 from planting import replaced
-from random_targets import LATENT, SIZES, random_target
+from random_targets import LATENT, SIZES, random_target, randomised
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Mistral3Config, Mistral3ForConditionalGeneration
 
 from eagle31_train.common.errors import UserError
 from eagle31_train.config import Config, ExtractConfig, TargetConfig
@@ -34,6 +35,16 @@ from eagle31_train.targets.vllm_engine import VllmEngine
 
 LENGTHS = [5, 13, 1, 8, 21, 13]
 EVERY = list(range(LAYERS + 1))
+
+
+def mistral3():
+    """A multimodal target: two names of its checkpoint end as the final norm's does."""
+    text = {**SIZES, "model_type": "mistral", "max_position_embeddings": 64}
+    vision = {"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    return randomised(Mistral3ForConditionalGeneration(Mistral3Config(text_config=text, vision_config=vision)))
+
+
 MODELS = {
     "llama": tiny_llama,
     "tied": partial(tiny_llama, tie_word_embeddings=True),
@@ -43,6 +54,9 @@ MODELS = {
     "experts": partial(random_target, "mixtral", num_local_experts=4),
     "latent": partial(random_target, "deepseek_v3", LATENT),
     "qwen3": partial(random_target, "qwen3"),
+    "multimodal": mistral3,
+    "scaled": partial(random_target, "granite", logits_scaling=8.0),
+    "scaled and tied": partial(random_target, "granite", logits_scaling=8.0, tie_word_embeddings=True),
 }
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 100.0}
 LONG = {
@@ -64,23 +78,20 @@ def conversations(lengths=LENGTHS):
     return [torch.randint(0, VOCAB, (length,), generator=generator) for length in lengths]
 
 
-# ---------------------------------------------------------------- states
-
-
 @torch.no_grad()
 def check_against_plain_calls(engine, model, tokens):
-    """Every conversation once, under its own index, with the states of running it alone with its mask."""
+    """Every conversation once, under its own index, with the states and logits of running it alone with its mask."""
     seen = set()
     for index, aux, last in engine.run(tokens):
         row = tokens[index][None]
-        hidden = model(
-            input_ids=row, attention_mask=torch.ones_like(row), output_hidden_states=True, use_cache=False
-        ).hidden_states
+        plain = model(input_ids=row, attention_mask=torch.ones_like(row), output_hidden_states=True, use_cache=False)
+        hidden = plain.hidden_states
         for at, layer in enumerate(engine.layers[:-1]):
             torch.testing.assert_close(aux[:, at], hidden[layer][0], rtol=1e-4, atol=1e-4, msg=f"layer {layer}")
         # transformers' newest entry is after the final norm; the stored one is before it.
         normed = model.get_decoder().norm(last)
         torch.testing.assert_close(normed, hidden[-1][0], rtol=1e-4, atol=1e-4, msg="the last hidden state")
+        torch.testing.assert_close(engine.readout.logits(last), plain.logits[0], rtol=1e-4, atol=1e-4, msg="logits")
         assert torch.equal(aux[:, -1], last)
         assert aux.shape == (len(row[0]), len(engine.layers), HIDDEN)
         seen.add(index)
@@ -225,9 +236,6 @@ def test_the_gates_reference_is_the_models_ordinary_call_with_a_mask_at_the_want
     torch.testing.assert_close(reference.own, tiny_llama()(tokens[None]).logits[0, positions], rtol=1e-4, atol=1e-4)
 
 
-# ---------------------------------------------------------------- refused
-
-
 @pytest.mark.parametrize("layers", [[3, 1], [1, 1, 2], [], [-1, 2], [1, LAYERS + 1]])
 def test_layers_that_the_target_lacks_or_vllm_reorders_are_refused(layers):
     with pytest.raises(UserError, match=r"target\.aux_layers="):
@@ -273,9 +281,6 @@ def test_a_target_whose_weights_are_not_all_there_is_refused(tmp_path, change, w
         load_model(TargetConfig(path=str(folder), dtype="float32", device="cpu"))
 
 
-# ---------------------------------------------------------------- readout
-
-
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_readout_of_a_checkpoint_is_that_of_the_loaded_model(tmp_path, name, dtype):
@@ -289,7 +294,7 @@ def test_the_readout_of_a_checkpoint_is_that_of_the_loaded_model(tmp_path, name,
     for field in ("norm_kind", "eps", "depth", "soft_cap", "tied"):
         assert getattr(read, field) == getattr(loaded, field), field
     assert read.norm_kind == ("1+w" if name in ("gemma", "soft-capped") else "w")
-    assert read.tied == (name in ("tied", "gemma", "soft-capped"))
+    assert read.tied == (name in ("tied", "gemma", "soft-capped", "multimodal"))  # a scaled head is none's embedding
     assert read.soft_cap == (30.0 if name == "soft-capped" else None)
     assert read.weights().keys() == {"embed_tokens", "norm"} | (set() if read.tied else {"lm_head"})
     rows = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(0))

@@ -1,23 +1,16 @@
-"""The readout of checkpoints whose model transformers has no causal LM for, such as Kimi-K2.6's: files alone say it.
-
-And of loaded models that are wrapped or scale their logits.
-"""
+"""The readout of checkpoints whose model transformers has no causal LM for, such as Kimi-K2.6's: files alone say it."""
 
 import json
-from functools import partial
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from pipeline import HIDDEN, LAYERS, VOCAB, save_quietly, tiny_llama
-from random_targets import SIZES, random_target, randomised
+from pipeline import HIDDEN, LAYERS, VOCAB, tiny_llama
 from safetensors.torch import save_file
-from transformers import Mistral3Config, Mistral3ForConditionalGeneration
 
 from eagle31_train.config import TargetConfig
 from eagle31_train.model.linear import BLOCK, first_largest
-from eagle31_train.targets.hf import HiddenStateTarget, TransformersEngine, load_model
 from eagle31_train.targets.readout import readout_from_checkpoint
 
 TEXT = {
@@ -66,36 +59,6 @@ def test_kimis_three_tensors_are_read_without_its_code(tmp_path, config, prefix)
     assert torch.equal(read.norm, model.model.norm.weight)
     assert torch.equal(read.head, model.lm_head.weight)
     assert (read.norm_kind, read.eps, read.depth, read.tied) == ("w", 1e-6, LAYERS, False)
-
-
-def mistral3():
-    """A multimodal target: two names of its checkpoint end as the final norm's does."""
-    text = {**SIZES, "model_type": "mistral", "max_position_embeddings": 64}
-    vision = {"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
-    return randomised(Mistral3ForConditionalGeneration(Mistral3Config(text_config=text, vision_config=vision)))
-
-
-granite = partial(random_target, "granite", logits_scaling=8.0)
-
-
-@pytest.mark.parametrize("make", [mistral3, partial(granite, tie_word_embeddings=True), granite])
-def test_multimodal_targets_and_scaled_logits_are_read_in_both_engines(tmp_path, make):
-    """The transformers engine's states rebuild the target's logits, and its files hold the same readout."""
-    right = make()
-    config = TargetConfig(path=str(save_quietly(right, tmp_path / "target")), dtype="float32", device="cpu")
-    engine = TransformersEngine(HiddenStateTarget(load_model(config), [1, 3, 5]))
-    tokens = torch.arange(9)
-    [(_, aux, last)] = engine.run([tokens])
-    assert aux.shape == (9, 3, HIDDEN)
-    torch.testing.assert_close(engine.readout.logits(last), right(input_ids=tokens[None]).logits[0])
-    read = readout_from_checkpoint(config, torch.float32)
-    for field in ("embedding", "norm", "head"):
-        assert torch.equal(getattr(read, field), getattr(engine.readout, field)), field
-    assert (read.norm_kind, read.eps, read.depth) == ("w", engine.readout.eps, LAYERS)
-
-
-# ---------------------------------------------------------------- the largest logit
 
 
 @given(
