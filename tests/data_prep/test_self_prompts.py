@@ -60,17 +60,6 @@ def test_any_batch_and_any_stop_end_in_the_same_prompts(tiny_target, tmp_path, m
         written(other)
 
 
-def test_later_turns_follow_the_targets_answers_and_go_through_stage_1(tiny_target, tmp_path):
-    options = ["data.self_prompts.turns=2", "data.heldout=0.2", "data.max_length=400"]
-    config = configured(tmp_path / "run", tiny_target, *options)
-    prepare(config)
-    rows = [json.loads(line) for line in (tmp_path / "run" / OUTPUT).read_text().splitlines()]
-    answered = [json.loads(line) for line in (tmp_path / "run" / "conversations.jsonl").read_text().splitlines()]
-    assert max(len(row["turns"]) for row in rows) == 2
-    asked = [[m["content"] for m in row["messages"] if m["role"] == "user"] for row in answered]
-    assert asked == [row["turns"] for row in rows]
-
-
 def test_a_system_prompt_that_the_template_refuses_is_named(tiny_target, tmp_path, tokenizer):
     refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
     (tmp_path / "refusing.jinja").write_text(refusing + tokenizer.chat_template)
@@ -156,16 +145,18 @@ def test_too_few_texts_of_use_are_refused(completions, tiny_target, tmp_path, te
         written(configured(tmp_path, tiny_target, option))
 
 
-def test_prompts_of_the_target_are_one_source_of_several(tiny_target, tmp_path, capsys):
+def test_prompts_of_several_turns_are_one_source_of_several(tiny_target, tmp_path, capsys):
     real = tmp_path / "ü (1), it's.csv"
     real.write_text("prompt\n" + "".join(f"question {i}\n" for i in range(20)))
     mixed = ["data.prompts=null", "data.sources.own.path=self", "data.sources.own.weight=1"]
     mixed += [f"data.sources.real.path={real}", "data.sources.real.weight=3", "data.heldout=0.3", "data.max_length=400"]
-    config = configured(tmp_path / "~a=b", tiny_target, *mixed)
+    config = configured(tmp_path / "~a=b", tiny_target, "data.self_prompts.turns=2", *mixed)
     prepare(config)
-    written = {row["turns"][0] for row in map(json.loads, (tmp_path / "~a=b" / OUTPUT).read_text().splitlines())}
+    written = [json.loads(line)["turns"] for line in (tmp_path / "~a=b" / OUTPUT).read_text().splitlines()]
     answered = [json.loads(line) for line in (tmp_path / "~a=b" / "conversations.jsonl").read_text().splitlines()]
-    assert {row["messages"][0]["content"] for row in answered if row["source"] == "own"} == written
+    own = [row["messages"] for row in answered if row["source"] == "own"]
+    assert sorted([m["content"] for m in messages if m["role"] == "user"] for messages in own) == sorted(written)
+    assert max(map(len, written)) == 2, "later turns follow the target's answers"
     manifest = json.loads((tmp_path / "~a=b" / "data" / "manifest.json").read_text())
     assert {name: counts["taken"] for name, counts in manifest["sources"].items()} == {"own": 6, "real": 18}
     capsys.readouterr()

@@ -17,6 +17,8 @@ BLOCK = {"int8_channel": 128, "fp8": 128, "int8": 128, "int4": 32}  # others wou
 WIDTHS = (1, 2, 33, 127, 128, 129, 300)
 REFUSED = r"hidden states are not finite \(NaN, infinite or next to it\): check target\.dtype"
 
+# ---------------------------------------------------------------- the reference
+
 
 def bfloat16(value):
     """A number rounded to bf16, ties to even, from the bits of its fp32."""
@@ -105,6 +107,9 @@ def test_a_codec_is_its_reference_bit_for_bit(codec, kind):
         assert ours.tolist() == reference(x.tolist(), codec), (codec, kind, width)
 
 
+# ---------------------------------------------------------------- bounds that follow from the formats
+
+
 @pytest.mark.core
 def test_bf16_keeps_every_bit_of_every_number():
     every = torch.arange(-(2**15), 2**15).to(torch.int16)
@@ -120,6 +125,9 @@ def test_what_is_or_would_become_infinite_is_refused(codec):
         x = torch.randn(4, 2, width)
         x[2, 1, at] = value
         assert not codecs.encode(x, codec)[1]
+
+
+# ---------------------------------------------------------------- however it lies in memory
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -145,6 +153,29 @@ def test_neither_layout_nor_neighbours_change_a_row(codec, dtype):
         assert torch.equal(part.decode(), wanted[:, layer])
     lying = replace(whole, values=whole.values.transpose(0, 1).contiguous().transpose(0, 1))
     assert torch.equal(lying.decode(), wanted)
+
+
+# ---------------------------------------------------------------- channels of unlike sizes
+
+
+@pytest.mark.core
+def test_large_channels_cost_the_others_nothing():
+    """As in Gemma 3: a few channels are hundreds of times as large as the rest, in every token."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(200, 2, 256, generator=generator)
+    x[..., 5::64] *= 500
+    others = torch.arange(256) % 64 != 5
+
+    def error(codec, of=x):
+        lost = (encode(of, codec).decode().float() - of)[..., others]
+        return (lost.norm() / of[..., others].norm()).item()
+
+    assert error("int8_channel") < 0.01 < 0.02 < error("fp8") < 0.03
+    assert error("int8") > 0.8, "the others are gone"
+    first = x.clone()
+    first[0, :, 7] *= 1000  # a document's first token
+    kept = encode(first, "int8_channel").decode().float()[1:]
+    assert (kept - first[1:]).norm() / first[1:].norm() < 0.02
 
 
 def test_every_document_keeps_its_own_channels():

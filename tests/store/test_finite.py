@@ -93,9 +93,8 @@ def test_trajectories_that_are_not_finite_are_neither_written_nor_read(tmp_path)
     writer.write_tensors(TRAJECTORIES, TRAJECTORY)
     assert problems(tmp_path) == []
     plant(tmp_path / TRAJECTORIES, "0.aux", INF)
-    line = unseal((tmp_path / TRAJECTORIES_LINE).read_bytes()) | {
-        "checksum": artifacts.checksum(tmp_path / TRAJECTORIES)
-    }
+    line = unseal((tmp_path / TRAJECTORIES_LINE).read_bytes())
+    line["checksum"] = artifacts.checksum(tmp_path / TRAJECTORIES)
     (tmp_path / TRAJECTORIES_LINE).write_bytes(seal(line))
     found = f"{TRAJECTORIES} holds 0.aux with values that are not finite"
     assert problems(tmp_path) == [f"the store/{found}"]

@@ -1,6 +1,5 @@
 """Storage back ends, in a local folder and on an S3 server on loopback: what both promise, and calls that fail."""
 
-import errno
 import os
 import socket
 import time
@@ -11,7 +10,7 @@ import pytest
 import s3fs
 from botocore.exceptions import ClientError
 from fsspec.implementations.memory import MemoryFileSystem
-from made import memory, message_of
+from made import memory
 from s3fs.errors import translate_boto_error
 
 from eagle31_train.common import artifacts
@@ -116,16 +115,6 @@ def test_where_nothing_can_be_made_beside_a_folder_it_holds_its_lock(tmp_path, m
     local.write("a", b"a")
     with alone(local.lock("writing"), ""):
         assert local.names("") == ["a"]
-
-
-def test_a_failed_put_leaves_no_name(storage, monkeypatch):
-    def refused(*_, **__):
-        raise PermissionError(errno.EACCES, "Access Denied")
-
-    scratch = build(storage, "shards/a", b"content")
-    monkeypatch.setattr(*((storage.fs, "put_file") if storage.remote else (os, "fsync")), refused)
-    assert "shards/a" in message_of(storage.put, scratch, "shards/a")
-    assert storage.names("shards") == []
 
 
 @pytest.mark.core

@@ -223,9 +223,7 @@ def test_a_shard_is_compared_once_and_again_when_it_is_replaced_under_its_reader
         reader.split("train").read(planned.first)
         reader.release([planned])
     assert len(compared) == 1
-    data = (store / planned.name).read_bytes()
-    (store / planned.name).unlink()
-    (store / planned.name).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    flip_bit(store / planned.name)
     assert "is not as it was written" in message_of(reader.split("train").read, planned.first)
 
 
