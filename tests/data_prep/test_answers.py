@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from answering import answering, completion
+from made import message_of
 
 from data_prep import client
 from data_prep.answers import BROKEN, Job, Local
@@ -112,8 +113,7 @@ def test_an_answer_taken_apart_is_put_together_as_the_target_wrote_it(server, th
     ((_, sample),) = samples(thinking, [ASK, answer.message], 1000, TOOLS).samples
     text = thinking.decode(sample.input_ids[sample.loss_mask].tolist())
     assert text == 'hm</think><tool_call>{"name": "find", "arguments": {"a": 1}}</tool_call><|im_end|>'
-    with pytest.raises(UserError, match="start it without a reasoning parser"):
-        ask(server, chatml)
+    assert "start it without a reasoning parser" in message_of(ask, server, chatml)
 
 
 def test_a_prompt_has_earlier_thoughts_where_the_template_looks_for_them(thinking):

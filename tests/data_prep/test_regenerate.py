@@ -8,6 +8,7 @@ import pytest
 from answering import completion
 from datasets import load_from_disk
 from families import write_rows
+from made import message_of
 
 from data_prep import regenerate as module
 from data_prep.answers import Local
@@ -57,8 +58,7 @@ def test_a_share_that_holds_out_none_or_all_is_refused_before_a_prompt_is_answer
     with pytest.raises(UserError, match=r"holds out none of 3 prompts.*data\.heldout=0\.408 holds out one"):
         run(config)
     config.data.heldout = 0.999
-    with pytest.raises(UserError, match="holds out every prompt"):
-        run(config)
+    assert "holds out every prompt" in message_of(run, config)
 
 
 def test_ids_that_answers_would_have_are_refused_before_a_prompt_is_answered(config, monkeypatch):
@@ -109,8 +109,7 @@ def test_samples_first_greedy_then_sampled_and_reproducible(config, tmp_path):
     assert [r["messages"] for r in other if r["sample"] == 0] == [r["messages"] for r in rows if r["sample"] == 0]
     assert [r["messages"] for r in other if r["sample"]] != [r["messages"] for r in rows if r["sample"]]
     config.data.generate = GenerateConfig(samples=3, temperature=0.0)
-    with pytest.raises(UserError, match=r"set data\.generate\.temperature above 0"):
-        run(config)
+    assert "set data.generate.temperature above 0" in message_of(run, config)
 
 
 def test_finished_answers_are_not_made_again_and_not_replaced_unasked(config, tmp_path, monkeypatch, capsys, interrupt):
@@ -137,8 +136,7 @@ def test_finished_answers_are_not_made_again_and_not_replaced_unasked(config, tm
     manifest.unlink()
     journal.unlink(missing_ok=True)
     output.write_text("mine\n")
-    with pytest.raises(UserError, match="move it away, or overwrite=true"):
-        run(config)
+    assert "move it away, or overwrite=true" in message_of(run, config)
     assert output.read_text() == "mine\n"
 
 
@@ -157,8 +155,7 @@ def test_for_the_data_of_another_run_no_prompt_is_answered_anew(config, tmp_path
             prepare(replace(other, data=data))
     (tmp_path / "run" / MANIFEST).unlink()  # the data set alone is there, and its own records decide
     prepare(other)
-    with pytest.raises(UserError, match="max_length: "):
-        prepare(replace(other, data=changed["max_length"]))
+    assert "max_length: " in message_of(prepare, replace(other, data=changed["max_length"]))
 
 
 def test_the_journal_is_of_one_run_at_a_time(tmp_path):
@@ -294,8 +291,7 @@ def test_a_run_that_a_failing_server_ends_goes_on_with_whole_messages(served, tm
     reply, asked = server.reply, []
     # It answers the six prompts of the first round.
     server.reply = lambda body: (404, b"gone") if asked.append(body) or len(asked) > 6 else reply(body)
-    with pytest.raises(UserError, match="HTTP 404"):
-        run(served)
+    assert "HTTP 404" in message_of(run, served)
     server.reply = reply
     journal = tmp_path / "resumed" / JOURNAL
     assert len(journal.read_text().splitlines()) == 6

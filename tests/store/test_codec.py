@@ -15,7 +15,6 @@ from eagle31_train.store.codec import CODECS, concatenate
 LOSSY = ("int8_channel", "fp8", "int8", "int4")
 BLOCK = {"int8_channel": 128, "fp8": 128, "int8": 128, "int4": 32}  # others would be another format
 WIDTHS = (1, 2, 33, 127, 128, 129, 300)
-REFUSED = r"hidden states are not finite \(NaN, infinite or next to it\): check target\.dtype"
 
 # ---------------------------------------------------------------- the reference
 

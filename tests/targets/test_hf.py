@@ -11,6 +11,7 @@ import torch
 from huggingface_hub import constants
 from hypothesis import given
 from hypothesis import strategies as st
+from made import message_of
 from pipeline import HIDDEN, LAYERS, VOCAB, save_quietly, tiny_llama
 from planting import replaced
 from random_targets import LATENT, SIZES, random_target, randomised
@@ -238,8 +239,7 @@ def test_the_gates_reference_is_the_models_ordinary_call_with_a_mask_at_the_want
 
 @pytest.mark.parametrize("layers", [[3, 1], [1, 1, 2], [], [-1, 2], [1, LAYERS + 1]])
 def test_layers_that_the_target_lacks_or_vllm_reorders_are_refused(layers):
-    with pytest.raises(UserError, match=r"target\.aux_layers="):
-        HiddenStateTarget(tiny_llama(), layers)
+    assert "target.aux_layers=" in message_of(HiddenStateTarget, tiny_llama(), layers)
 
 
 def test_vllms_engine_refuses_an_input_of_layer_0_that_it_could_not_give(tmp_path, monkeypatch):
@@ -247,13 +247,11 @@ def test_vllms_engine_refuses_an_input_of_layer_0_that_it_could_not_give(tmp_pat
     target = TargetConfig(path=str(folder), dtype="float32", device="cpu", aux_layers=[0, 2])
     config = Config(name="x", target=target, extract=ExtractConfig(engine_args={"enforce_eager": True}))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(UserError, match="vLLM writes over the input of layer 0"):
-        VllmEngine(config)
+    assert "vLLM writes over the input of layer 0" in message_of(VllmEngine, config)
     raw = json.loads((folder / "config.json").read_text()) | {"model_type": "deepseek_v3"}
     (folder / "config.json").write_text(json.dumps(raw))
     monkeypatch.setattr(vllm_engine, "readout_from_checkpoint", lambda *_: SimpleNamespace(depth=LAYERS))
-    with pytest.raises(UserError, match="vLLM cannot give the input of layer 0 of a deepseek_v3"):
-        VllmEngine(config)
+    assert "vLLM cannot give the input of layer 0 of a deepseek_v3" in message_of(VllmEngine, config)
 
 
 def rewrite(change):
@@ -329,8 +327,7 @@ def test_a_target_that_the_hub_does_not_give_to_all_is_asked_for(monkeypatch, sa
 
 
 def test_a_file_is_no_target():
-    with pytest.raises(UserError, match="is a file: give its folder"):
-        describe_target(TargetConfig(path=__file__))
+    assert "is a file: give its folder" in message_of(describe_target, TargetConfig(path=__file__))
 
 
 def test_a_final_norm_without_a_weight_is_refused():
