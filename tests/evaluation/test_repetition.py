@@ -2,10 +2,10 @@
 
 import pytest
 
-from eagle31_train.evaluation import repetition
+from eagle31_train.evaluation import results
 from eagle31_train.evaluation.measurement import Counts, Measurement
 from eagle31_train.evaluation.prompts import Prompt
-from eagle31_train.evaluation.repetition import by_repetition, repeats
+from eagle31_train.evaluation.results import by_repetition, repeats
 
 PROMPT = [1, 2, 3, 4, 5]
 OUTPUT = [9, 1, 2, 3, 4, 5, 7, 2, 3, 4, 5]
@@ -45,6 +45,6 @@ def test_answers_of_one_token_say_nothing_and_sampled_drafts_have_no_such_number
 
 @pytest.mark.parametrize("tokens", [3, 5])
 def test_the_check_sees_another_length(monkeypatch, tokens):
-    monkeypatch.setattr(repetition, "TOKENS", tokens)
+    monkeypatch.setattr(results, "TOKENS", tokens)
     with pytest.raises(AssertionError):
         test_what_stood_before_in_prompt_or_answer_repeats()
