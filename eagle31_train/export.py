@@ -13,7 +13,7 @@ What was measured since, by `eagle31_train.evaluate` with either backend, or by 
 import dataclasses
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,15 @@ def export(config: Config) -> None:
             trained_by(config, data, shape, checkpoint.manifest["steps"]), shape, checkpoint.manifest, data, results
         )
         with writing(run / "export"):
-            write(checkpoint, shape, config, text, results, theirs)
+            with artifacts.building(run / "export") as temporary:
+                write_checkpoint(checkpoint, shape, config, temporary)
+                artifacts.write_text(temporary / "README.md", text)
+                copies = {name: file for _, file, name in results.pictures}
+                copies |= {str(file.relative_to(run / "export")): file for file in theirs}
+                for name, file in copies.items():
+                    (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(file, temporary / name)
+                (run / EXPORTED).unlink(missing_ok=True)  # it is the old folder's
             ours = (file for file in (run / "export").rglob("*") if file.is_file())
             files = artifacts.list_files(run, (file for file in ours if file not in theirs))
             record = made_from.record(files=files, checkpoint=fingerprint)
@@ -164,30 +172,6 @@ def exported_shape(config: Config, checkpoint: DrafterCheckpoint) -> DrafterShap
                 f"give the options of training, or run `{TRAIN}` with these"
             )
     return shape
-
-
-def write(
-    checkpoint: DrafterCheckpoint,
-    shape: DrafterShape,
-    config: Config,
-    text: str,
-    results: card.CardResults,
-    theirs: Sequence[Path] = (),
-) -> None:
-    """Write the export, with the card's text and others' files, into a temporary folder, and only then give it its
-    name."""
-    final = Path(config.run_dir) / "export"
-    with artifacts.building(final) as temporary:
-        write_checkpoint(checkpoint, shape, config, temporary)
-        for _, file, name in results.pictures:
-            (temporary / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(file, temporary / name)
-        artifacts.write_text(temporary / "README.md", text)
-        for file in theirs:
-            place = temporary / file.relative_to(final)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(file, place)
-        final.with_name(EXPORTED).unlink(missing_ok=True)  # it is the old folder's
 
 
 def write_checkpoint(checkpoint: DrafterCheckpoint, shape: DrafterShape, config: Config, folder: Path) -> None:
