@@ -67,8 +67,8 @@ def evaluate(config: Config) -> None:
             "target": config.target.name,
             "command": recipe.command(recipe.EVALUATE, config),
         }
-        _make_room(folder)
-        files = evaluation_page.write(folder, result)
+        if missing:
+            note(f"not measured: {', '.join(missing)} (no prompt of these sources was decoded)")
         facts = {
             "result": result,
             "identical": config.evaluate.draft_sampling == "greedy" or not sampled,  # or measuring would have refused
@@ -76,14 +76,8 @@ def evaluate(config: Config) -> None:
             "per_prompt": results.per_prompt(workload, first, config.evaluate.num_speculative_tokens),
             "left_out": {workload.name: workload.left_out for workload in decoded},
             "end_ids": data["end_ids"],
-            "files": files,
-            "seconds": time.perf_counter() - began,
         }
-        artifacts.write_json(folder / artifacts.MANIFEST, made_of.record(**facts))
-    note(tables.as_text(result))
-    if missing:
-        note(f"not measured: {', '.join(missing)} (no prompt of these sources was decoded)")
-    note(f"evaluate: {folder / evaluation_page.PAGE}")
+        _write(folder, result, made_of, facts, began)
 
 
 def serve(config: Config) -> None:
@@ -116,18 +110,20 @@ def serve(config: Config) -> None:
             "notes": [*workload.remarks, *serving["notes"]],
             "command": recipe.command(recipe.EVALUATE, config),
         }
-        _make_room(folder)
-        files = evaluation_page.write(folder, {"title": config.name, "target": config.target.name, "serving": serving})
-        record = made_of.record(serving=serving, files=files, seconds=time.perf_counter() - began)
-        artifacts.write_json(folder / artifacts.MANIFEST, record)
-    note(tables.as_text({"serving": serving}))
-    note(f"evaluate: {folder / evaluation_page.PAGE}")
+        result = {"title": config.name, "target": config.target.name, "serving": serving}
+        _write(folder, result, made_of, {"serving": serving}, began)
 
 
-def _make_room(folder: Path) -> None:
-    """Remove the result of other options, now that there is another: pages of both would lie side by side."""
+def _write(folder: Path, result: dict[str, Any], made_of: Provenance, facts: dict[str, Any], began: float) -> None:
+    """The page and its pictures, then the manifest of these facts; what other options left is removed before: pages of
+    both would lie side by side."""
     if (folder / artifacts.MANIFEST).is_file():
         artifacts.discard(folder)
+    files = evaluation_page.write(folder, result)
+    record = made_of.record(**facts, files=files, seconds=time.perf_counter() - began)
+    artifacts.write_json(folder / artifacts.MANIFEST, record)
+    note(tables.as_text(result))
+    note(f"evaluate: {folder / evaluation_page.PAGE}")
 
 
 def made_from(

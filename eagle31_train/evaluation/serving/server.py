@@ -34,14 +34,14 @@ def pick_port() -> int:
     return port
 
 
+@dataclass
 class Server:
     """A server on loopback for as long as the `with` block lasts, or this process, whichever ends first: `command`
     starts it, `port` is where it will listen, `log` the file for all that it says."""
 
-    def __init__(self, command: list[str], port: int, log: Path) -> None:
-        self.command = command
-        self.port = port
-        self.log = log
+    command: list[str]
+    port: int
+    log: Path
 
     def __enter__(self) -> "Server":
         artifacts.make_folder(self.log.parent)
