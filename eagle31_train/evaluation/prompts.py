@@ -16,7 +16,7 @@ from pydantic import Field
 from eagle31_train.common import foreign
 from eagle31_train.common.errors import Refused, UserError, first_line
 from eagle31_train.config import is_hub_set
-from eagle31_train.rows.files import find_files, read
+from eagle31_train.rows.files import find_files, read, stem_of
 from eagle31_train.rows.formats import Message, Tool, messages_of
 from eagle31_train.targets.chat import ChatTemplate
 
@@ -162,11 +162,11 @@ def _rows(name: str, suite: Suite, option: str) -> Iterator[tuple[str, str, str,
     """Of each row: where it stands, an id and a source in case that it has none, and its columns."""
     folder = Path(suite.path).is_dir() and (option != "evaluate.prompts" or _is_saved(suite.path))
     if not folder and not is_hub_set(suite.path):
-        for _, file in find_files(suite.path, option):
+        for path, file in find_files(suite.path, option):
             for number, row in read(file):
                 if not isinstance(row, dict):
                     raise UserError(f"{file}:{number} is no JSON object: mend or remove it")
-                yield f"{file}:{number}", f"{file.stem}-{number}", name or file.stem, row
+                yield f"{file}:{number}", f"{stem_of(path)}-{number}", name or stem_of(path), row
         return
     given = None if _is_saved(suite.path) else suite.subset
     subsets = given if isinstance(given, list) else [given]

@@ -116,9 +116,13 @@ def kind_of(path: Path) -> str:
 
 
 def _open_file(path: Path, name: str) -> File:
+    return File(name, artifacts.file_sha256(path), stem_of(name), path=path)
+
+
+def stem_of(name: str) -> str:
+    """A file's name (see `find_files`) without what tells its kind, the same before and after it is compressed."""
     stem = re.sub(r"\.gz$", "", name, flags=re.IGNORECASE)
-    stem = stem.removesuffix(Path(stem).suffix)  # the same before and after it is compressed
-    return File(name, artifacts.file_sha256(path), stem, path=path)
+    return stem.removesuffix(Path(stem).suffix)
 
 
 def _in_folder(folder: Path, option: str) -> list[tuple[str, Path]]:

@@ -90,12 +90,13 @@ def test_rows_are_read_as_the_suite_says(place, options, texts):
 
 
 def test_prompts_may_be_a_folder_and_further_turns_are_told(place):
-    (place.folder / "asked").mkdir()
+    (place.folder / "asked" / "more").mkdir(parents=True)
     said = [{"role": role, "content": role} for role in ("user", "assistant", "user")]
     place.write("asked/a.jsonl", {"prompt": "hello"}, {"messages": said})
-    place.write("asked/b.jsonl", {"prompt": "world"})
+    place.write("asked/more/a.jsonl", {"prompt": "world"})
     (found,) = place.workloads(f"evaluate.prompts={place.folder / 'asked'}")
     assert sorted(place.texts(found)) == ["hello", "user", "world"]
+    assert sorted(prompt.id for prompt in found.prompts) == ["a-1", "a-2", "more/a-1"]
     assert any("of several turns the first is asked, in 1 of 3 prompts" in note for note in found.notes), found.notes
 
 
