@@ -28,7 +28,7 @@ def measured(name, counts, temperature=0.0, top_p=1.0, notes=()):
     return workload, trainings
 
 
-def answers(rate, prompts=12):
+def answers(rate, prompts=12, drift=True):
     """What was measured of a drafter that gets each token right at this rate."""
     generator = np.random.default_rng(round(1000 * rate))
     rows = []
@@ -36,13 +36,13 @@ def answers(rate, prompts=12):
         reach = np.minimum(generator.geometric(1 - rate, size=30) - 1, 4).tolist()
         own = [0.0, 0.1, 0.2, rate / 2]
         rest = [(1 - share) / 4 for share in own]
-        states = Drift(rest, [2 * r for r in rest], rest, own, [1, 2, 3, 4 + number], [2.0] * 4)
+        states = Drift(rest, [2 * r for r in rest], rest, own, [1, 2, 3, 4 + number], [2.0] * 4) if drift else None
         rows.append(Counts(f"p{number}", ["chat", "a|b<c>"][number % 2], 31, reach, states))
     return rows
 
 
-def sheet(name, rates, prompts=12, **more):
-    return measured(name, {drafter: answers(rate, prompts) for drafter, rate in rates.items()}, **more)
+def sheet(name, rates, prompts=12, drift=True, **more):
+    return measured(name, {drafter: answers(rate, prompts, drift) for drafter, rate in rates.items()}, **more)
 
 
 def serving():

@@ -1,7 +1,7 @@
 """The extraction stage on a tiny target: what is stored, and what happens when it is stopped or misused."""
 
 import json
-from dataclasses import asdict, astuple
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -69,7 +69,7 @@ def test_how_far_answers_are_the_targets_own_is_counted_and_said(run, capsys):
     assert "write 66.7% of the 3 answer tokens; 33.3% of its choices" in line
     assert "can never be drafted" in warning
     outside, unanswered = counted([-1, 30, 30, 30, -1], answers=True), counted([-1] * 5, answers=False)
-    lines = Agreement.of_all(map(astuple, (agreement, outside, unanswered))).lines()
+    lines = Agreement.of_all((agreement, outside, unanswered)).lines()
     assert lines[1] == "extract: 2 of 3 conversations have nothing to train"
     extract(tiny_config(run))
     said = capsys.readouterr().out
