@@ -104,7 +104,13 @@ def extract(watch: Stopwatch, lengths: list[int], shards: int, folder: Path) -> 
     writer.write_tensors(TARGET, {"embed_tokens": torch.zeros(8, 8), "norm": torch.ones(8)})
     writer.lines = {shard.name: Line(shard.name, writer.id, shard.bytes, "0" * 32) for shard in plan.shards}
     writer._sizes = {shard.name: shard.bytes for shard in plan.shards}
-    watch("and finishes the store", lambda: writer.finish(writer.gather() or [], {"seconds": 0.0}))
+    watch("and finishes the store", lambda: finish(writer))
+
+
+def finish(writer: StoreWriter) -> None:
+    lines = writer.gather()
+    assert lines is not None  # all of them are there
+    writer.finish(lines, {"seconds": 0.0})
 
 
 def start_training(watch: Stopwatch, folder: Path) -> tuple[StoreSplit, list[list[int]]]:

@@ -188,7 +188,9 @@ class Writer:
         try:
             text = self.template.render(messages)
         except Refused as error:  # Gemma's takes no system turn
-            raise UserError(f"data.self_prompts.system: {error}: leave it out") from None
+            if self.options.system:
+                raise UserError(f"data.self_prompts.system: {error}: leave it out") from None
+            raise UserError(f"data.prompts=self: {error}: give prompts instead") from None
         ids = self.template.encode(text.partition(MARK)[0].rstrip(" "))
         return ids, int(artifacts.fingerprint([self.config.seed, one.number, len(ids)])[:8], 16)
 

@@ -173,6 +173,11 @@ def test_a_template_reaches_neither_python_nor_files(template_file, tmp_path):
     assert not (tmp_path / "made").exists()
 
 
+def test_the_bounds_of_a_template_are_those_that_are_told():
+    told = f"killed at {chat_template.SECONDS:g} s or {chat_template.MEMORY >> 30} GiB"
+    assert told in (Path(__file__).parents[2] / "SECURITY.md").read_text()
+
+
 # ---------------------------------------------------------------- code of a target's own
 
 

@@ -20,7 +20,7 @@ from eagle31_train.store import Store, StoreSplit
 from train import loader
 from train.metrics import heldout_text, summarise
 from train.prepare import tell_of_waiting
-from train.step import learning_rate
+from train.step import learning_rate, step_weights
 from train.trainer import memory_bytes
 
 TWO = ["train.max_steps=2"]
@@ -74,6 +74,12 @@ def test_a_store_of_other_data_is_refused(new_run, given):
     assert message.startswith(f"{run.folder / 'run' / 'store'} was made from other data")
     assert message.endswith(f": correct {data_dir}" if given else "run `eagle31 extract` again with overwrite=true")
     assert not run.train.exists()
+
+
+def test_step_weights_are_gamma_to_the_k_over_the_count():
+    weights = step_weights(torch.tensor([10, 4, 0, 1]), 0.5)
+    assert weights.dtype == torch.float32
+    assert weights.tolist() == pytest.approx([1 / 10, 0.5 / 4, 0.0, 0.125])
 
 
 def test_the_learning_rate_warms_up_and_ends_at_its_share():

@@ -1,7 +1,8 @@
 """The data order: every sample once, the same whatever the number of ranks."""
 
-from collections import deque
+from collections import Counter, deque
 from contextlib import closing
+from functools import cache
 from itertools import islice
 from types import SimpleNamespace
 
@@ -51,6 +52,27 @@ def test_the_order_does_not_move_between_releases():
     assert global_batches([3, 1, 2, 4, 2, 1], 4, seed=0, epoch=0) == [[0, 1], [5], [3], [2, 4]]
 
 
+def test_the_schedule_is_the_epochs_in_turn_cut_at_max_steps():
+    lengths = [5] * 12
+    epochs = [global_batches(lengths, 20, 3, epoch) for epoch in range(3)]
+    every = [batch for epoch in epochs for batch in epoch]
+    assert schedule(lengths, 20, 3, 3, None) == every
+    assert schedule(lengths, 20, 3, 3, 7) == every[:7]
+    assert schedule(lengths, 20, 3, 3, 100) == every
+    assert schedule(lengths, 20, 3, 1, 9) == epochs[0]
+
+
+@given(LENGTHS, st.integers(1, 9))
+def test_shares_hold_every_sample_once_and_are_balanced(lengths, parts):
+    batch = list(range(len(lengths)))
+    shares = share(batch, lengths, parts)
+    assert len(shares) == parts
+    assert sorted(i for part in shares for i in part) == batch
+    loads = [sum(lengths[i] for i in part) for part in shares]
+    assert max(loads) - min(loads) <= max(lengths)
+    assert shares == share(batch[::-1], lengths[::-1], parts), "the order within a batch does not matter"
+
+
 @pytest.mark.parametrize(
     ("slots", "dealt"),
     [([2, 60, 3, 50], [[0, 2, 3], [1]]), (None, [[0, 3], [1, 2]]), ([0, 1, 0, 0], [[0, 2], [1, 3]])],
@@ -84,20 +106,40 @@ def test_prompts_that_follow_a_drawn_slot_do_not_count_as_slots():
     assert slots_apart(Documents(documents), batches, 200) < 25
 
 
-def test_an_epoch_has_as_many_steps_as_are_planned():
+def test_1024_ranks_load_every_sample_of_as_many_steps_as_are_planned(monkeypatch):
+    """By the loader of each: every sample by as many ranks as share it, none lost or there twice."""
+    ranks, accumulation, context = 1024, 2, 4
     lengths = np.clip(np.random.default_rng(0).lognormal(7.3, 0.7, 6000), 16, 4096).astype(int).tolist()
-    budget = 2**21
-    words = ["data.max_length=4096", f"train.batch_tokens={budget}", "plan.devices=1024"]
+    budget = ranks * 2048
+    words = ["data.max_length=4096", f"train.batch_tokens={budget}", f"train.context_parallel={context}"]
+    words += [f"train.gradient_accumulation_steps={accumulation}", f"plan.devices={ranks}"]
     words += [f"plan.sample_tokens={sum(lengths) // len(lengths)}", f"plan.tokens={sum(lengths)}"]
     plan = reckon(load_config([*recipe("llama31_8b"), "run_dir=/nowhere/at/all", *words]))[0]
-    assert plan.steps <= len(schedule(lengths, budget, 0, 1, None)) <= plan.steps + 1
+    batches = schedule(lengths, budget, 0, 1, None)
+    assert plan.steps <= len(batches) <= plan.steps + 1
+
+    def stub(documents, *rest):
+        return SimpleNamespace(population=torch.tensor([len(documents)]))
+
+    def sizes(indices):
+        return [lengths[i] for i in indices], [lengths[i] * (i % 4) // 4 for i in indices]
+
+    split = SimpleNamespace(lengths=lengths, sizes=sizes, wait_for=lambda _: None, passed=lambda _: None, read_all=list)
+    once = cache(share)  # all ranks are given the same
+    monkeypatch.setattr(order, "share", lambda batch, costs, parts: once(tuple(batch), tuple(costs), parts))
+    monkeypatch.setattr(loader, "build_batch", stub)
+    t = TrainConfig(num_workers=1, gradient_accumulation_steps=accumulation, context_parallel=context)
+    dealt = Counter()
+    for rank in range(ranks):
+        for load in loads_of(rank, ranks, split, batches[:1], t, None):
+            dealt.update(i for micro in load.micro_batches if micro.real for i in micro.samples)
+    assert dealt == dict.fromkeys(batches[0], context)
 
 
 # ---------------------------------------------------------------- as it is loaded
 
 SAMPLES = [int(length) for length in np.random.default_rng(1).integers(3, 30, 40)]
-EPOCHS = 2
-BATCHES = schedule(SAMPLES, 70, 5, EPOCHS, None)
+BUDGET, EPOCHS = 70, 2
 
 
 @pytest.fixture(scope="module")
@@ -119,16 +161,21 @@ def split(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def by_one(split):
+def batches():
+    return schedule(SAMPLES, BUDGET, 5, EPOCHS, None)
+
+
+@pytest.fixture(scope="module")
+def by_one(split, batches):
     """N_k of every step, as one rank norms its loss."""
-    return counts(load_on(split, 1))
+    return counts(load_on(split, batches, 1))
 
 
-def load_on(split, ranks, workers=1, done=0, until=None):
+def load_on(split, batches, ranks, workers=1, done=0, until=None):
     """What ranks load together, step by step: its number, the samples of each part, and N_k."""
     t, steps = TrainConfig(num_workers=workers, ttt_length=3), []
     for rank in range(ranks):
-        loads = loads_of(rank, ranks, split, BATCHES, t, torch.arange(VOCAB) % 7 > 0, done)
+        loads = loads_of(rank, ranks, split, batches, t, torch.arange(VOCAB) % 7 > 0, done)
         for place, batch in enumerate(islice(loads, None if until is None else until - done)):
             if not rank:
                 steps.append((batch.step, [], torch.zeros_like(batch.totals.packed)))
@@ -148,30 +195,32 @@ def counts(loaded):
     return [total.tolist() for _, _, total in loaded]
 
 
-def assert_right(loaded):
-    assert ids(loaded) == [(step, sorted(batch)) for step, batch in enumerate(BATCHES, 1)]
-    epoch = len(BATCHES) // EPOCHS
-    for first in range(0, len(BATCHES), epoch):
+def assert_right(loaded, batches):
+    assert ids(loaded) == [(step, sorted(batch)) for step, batch in enumerate(batches, 1)]
+    epoch = len(batches) // EPOCHS
+    for first in range(0, len(batches), epoch):
         trained = [i for _, some in ids(loaded)[first : first + epoch] for i in some]
         assert sorted(trained) == list(range(len(SAMPLES))), "every sample once in every epoch"
 
 
 @pytest.mark.parametrize("workers", [0, 1, 4])
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-def test_any_number_of_ranks_and_workers_loads_the_same_batches_in_the_same_order(split, by_one, ranks, workers):
-    loaded = load_on(split, ranks, workers)
-    assert_right(loaded)
+def test_any_number_of_ranks_and_workers_loads_the_same_batches_in_the_same_order(
+    split, batches, by_one, ranks, workers
+):
+    loaded = load_on(split, batches, ranks, workers)
+    assert_right(loaded, batches)
     assert counts(loaded) == by_one, "and norms its loss by the same counts"
 
 
 @pytest.mark.parametrize("stops", [(3, 7), (1, 2), (6, 15)])
-def test_a_run_that_goes_on_with_other_ranks_goes_on_with_the_same_samples(split, stops):
+def test_a_run_that_goes_on_with_other_ranks_goes_on_with_the_same_samples(split, batches, stops):
     """Eight ranks, then four, then two, with other workers each time; within and over the end of an epoch."""
     first, second = stops
-    loaded = load_on(split, 8, 4, until=first)
-    loaded += load_on(split, 4, 0, done=first, until=second)
-    loaded += load_on(split, 2, 1, done=second)
-    assert_right(loaded)
+    loaded = load_on(split, batches, 8, 4, until=first)
+    loaded += load_on(split, batches, 4, 0, done=first, until=second)
+    loaded += load_on(split, batches, 2, 1, done=second)
+    assert_right(loaded, batches)
 
 
 @instead_of(order, "share")
@@ -201,12 +250,12 @@ def position_lost(right, split, batches, done, *rest):
 @pytest.mark.parametrize(
     "plant", [rest_of_a_division_dropped, every_rank_a_shuffle_of_its_own, whichever_worker_is_first, position_lost]
 )
-def test_planted_mistakes_in_the_order_are_found(split, by_one, monkeypatch, plant):
+def test_planted_mistakes_in_the_order_are_found(split, batches, by_one, monkeypatch, plant):
     plant(monkeypatch)
     with pytest.raises(AssertionError):
-        follow_the_order(split, by_one)
+        follow_the_order(split, batches, by_one)
 
 
-def follow_the_order(split, by_one):
-    test_any_number_of_ranks_and_workers_loads_the_same_batches_in_the_same_order(split, by_one, 4, 4)
-    test_a_run_that_goes_on_with_other_ranks_goes_on_with_the_same_samples(split, (3, 7))
+def follow_the_order(split, batches, by_one):
+    test_any_number_of_ranks_and_workers_loads_the_same_batches_in_the_same_order(split, batches, by_one, 4, 4)
+    test_a_run_that_goes_on_with_other_ranks_goes_on_with_the_same_samples(split, batches, (3, 7))
