@@ -7,13 +7,15 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from functools import cached_property
+from threading import Lock
 from typing import Any, TypeVar
 
-from data_prep.client import Server
+from data_prep.client import NoAnswer, Server
 from data_prep.dialogue import PromptTurn
 from data_prep.journal import Answer, Outcomes
 from data_prep.masks import to_message
 from eagle31_train.common import artifacts
+from eagle31_train.common.console import note
 from eagle31_train.common.errors import Refused, UserError
 from eagle31_train.config import Config, SelfPromptsConfig
 from eagle31_train.rows.formats import Message, Row
@@ -156,7 +158,7 @@ class Local:
 
 
 class Remote:
-    """Answers from an OpenAI-compatible server, many requests at once, in the order in which it finishes them."""
+    """Answers from OpenAI-compatible servers, many requests at once, in the order in which they finish them."""
 
     def __init__(self, config: Config, template: ChatTemplate) -> None:
         generate = config.data.generate
@@ -164,11 +166,13 @@ class Remote:
         self.seed = config.seed
         self.template = template
         model = generate.model or config.target.path
-        self.server = Server(generate.server, model, template, generate.max_new_tokens, generate.top_p)
+        urls = generate.server.split(",")
+        self.servers = [Server(url, model, template, generate.max_new_tokens, generate.top_p) for url in urls]
         self.at_once = generate.concurrency
+        self.lock = Lock()
 
     def load(self) -> None:
-        """Nothing: the server has its target."""
+        """Nothing: a server has its target."""
 
     def answers(self, jobs: dict[str, Job]) -> Outcomes:
         """The next answer of each conversation; UserError where no prompt will fare better."""
@@ -178,19 +182,19 @@ class Remote:
         options = {"max_tokens": how.max_new_tokens, "temperature": how.temperature, "top_p": how.top_p}
         options["skip_special_tokens"] = False  # a text with some is refused, and `stop` is looked for in what is left
 
-        def ask(text: tuple[list[int], int]) -> Answer:
+        def ask(server: Server, text: tuple[list[int], int]) -> Answer:
             ids, seed = text
-            written = self.server.complete(prompt=ids, seed=seed, stop_token_ids=stops, stop=stop_text, **options)
+            written = server.complete(prompt=ids, seed=seed, stop_token_ids=stops, stop=stop_text, **options)
             return Answer({"role": "user", "content": written[0]}, written[1], 0)
 
         return self._all(texts, ask)
 
-    def _all(self, requests: dict[str, Request], ask: Callable[[Request], Answer]) -> Outcomes:
+    def _all(self, requests: dict[str, Request], ask: Callable[[Server, Request], Answer]) -> Outcomes:
         """After an error that ends the run no more is asked, but what was under way comes first."""
         failed: UserError | None = None
         pool = ThreadPoolExecutor(self.at_once)
         try:
-            futures = {pool.submit(ask, request): key for key, request in requests.items()}
+            futures = {pool.submit(self._one, ask, request): key for key, request in requests.items()}
             for future in as_completed(futures):
                 try:
                     yield futures[future], future.result()
@@ -200,7 +204,9 @@ class Remote:
                     continue
                 except UserError as error:
                     if failed is None:
-                        failed, self.server.given_up = error, True
+                        failed = error
+                        for server in list(self.servers):
+                            server.given_up = True
                         for other in futures:
                             other.cancel()  # not by the pool's shutdown: as_completed would wait for them
         finally:
@@ -209,9 +215,30 @@ class Remote:
         if failed:
             raise failed
 
-    def _answer(self, job: Job) -> Answer:
+    def _one(self, ask: Callable[[Server, Request], Answer], request: Request) -> Answer:
+        """Ask the server with the fewest requests under way. One that gives no answer is asked no more while there are
+        others."""
+        while True:
+            with self.lock:
+                server = min(self.servers, key=lambda one: one.under_way)
+                server.under_way += 1
+            try:
+                return ask(server, request)
+            except NoAnswer as error:
+                with self.lock:
+                    if self.servers == [server]:
+                        raise
+                    if server in self.servers:
+                        self.servers.remove(server)
+                        server.given_up = True
+                        note(f"{error}; the other servers answer in its place", error=True)
+            finally:
+                with self.lock:
+                    server.under_way -= 1
+
+    def _answer(self, server: Server, job: Job) -> Answer:
         tools = job.row.tools
-        answer = self.server.answer(job.messages, job.temperature, job.seed(self.seed), tools)
+        answer = server.answer(job.messages, job.temperature, job.seed(self.seed), tools)
         message = answer.message
         last = "content" if message["content"] else "reasoning_content"
         if answer.finish_reason == "length" and message.get(last):  # perhaps cut inside a character

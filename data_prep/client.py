@@ -42,6 +42,10 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 OPENER = urllib.request.build_opener(_NoRedirects)
 
 
+class NoAnswer(UserError):
+    """A server that gives none, however often it is asked; another may."""
+
+
 class Server:
     """A chat-completions endpoint. url: ends with /v1; a key is taken from OPENAI_API_KEY."""
 
@@ -51,6 +55,7 @@ class Server:
         self.base = url.rstrip("/")
         self.url = f"{self.base}/chat/completions"
         self.model, self.template, self.max_tokens, self.top_p = model, template, max_tokens, top_p
+        self.under_way = 0  # requests
         self.given_up = False  # nothing is repeated any more
         self.failures = FAILURES  # in a row; as many at first, so that a server must have answered before it may fail
         self.doubts: set[str] = set()  # what was said, once each, of answers that may be another target's
@@ -63,7 +68,8 @@ class Server:
             self.options["skip_special_tokens"] = False
 
     def answer(self, messages: list[Message], temperature: float, seed: int, tools: list[Tool] | None = None) -> Answer:
-        """Ask for one answer. UserError where no prompt will fare better, Refused where this one is refused."""
+        """Ask for one answer. UserError where no prompt will fare better (NoAnswer where another server may give one),
+        Refused where this one is refused."""
         body = {
             "model": self.model,
             "messages": list(map(_sent, self.template.history(messages))),
@@ -140,7 +146,7 @@ class Server:
         if problem.startswith("HTTP 500") and self.failures < FAILURES:  # some servers fail on some prompts, each time
             self.failures += 1
             raise Refused(f"the server fails on it: {problem}")
-        raise UserError(f"{url} gives no answer ({problem}): check data.generate.server and .model")
+        raise NoAnswer(f"{url} gives no answer ({problem}): check data.generate.server and .model")
 
     def _post(self, url: str, body: dict[str, Any]) -> bytes:
         headers = {"Content-Type": "application/json"}

@@ -9,11 +9,11 @@ from made import message_of
 
 from data_prep import client
 from data_prep.answers import BROKEN, Job, Local
-from data_prep.client import Server
+from data_prep.client import NoAnswer, Server
 from data_prep.dialogue import turns_of
 from data_prep.journal import Answer
 from data_prep.masks import samples
-from eagle31_train.common.errors import Refused, UserError
+from eagle31_train.common.errors import Refused
 from eagle31_train.config import Config, TargetConfig
 from eagle31_train.rows.formats import Row
 from eagle31_train.targets.chat import ChatTemplate
@@ -76,12 +76,12 @@ def test_a_server_that_fails_on_some_prompts_each_time_is_asked_the_others(serve
         server.reply = (lambda _: (500, b"broken")) if fails else answers
         try:
             outcomes.append(type(asking.answer([ASK], 0.5, 11)))
-        except (UserError, Refused) as error:
+        except (NoAnswer, Refused) as error:
             outcomes.append(type(error))
 
     for fails in [True, False, True, False, *[True] * (client.FAILURES + 1)]:
         ask_it(fails)
-    assert outcomes == [UserError, Answer, Refused, Answer, *[Refused] * client.FAILURES, UserError]
+    assert outcomes == [NoAnswer, Answer, Refused, Answer, *[Refused] * client.FAILURES, NoAnswer]
 
 
 @pytest.mark.parametrize(
