@@ -42,8 +42,8 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 OPENER = urllib.request.build_opener(_NoRedirects)
 
 
-class NoAnswer(UserError):
-    """A server that gives none, however often it is asked; another may."""
+class NoAnswer(UserError):  # noqa: N818 (of one server: others may answer)
+    """A server gives none, however often it is asked."""
 
 
 class Server:
