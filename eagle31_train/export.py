@@ -96,7 +96,7 @@ def export(config: Config) -> None:
     if config.push and config.repo:
         note(f"export: uploaded to {hub.push(run / 'export', config.repo, config.private)}")
         drafter = config.repo
-    note("serve it with:")
+    note(f"serve it with vLLM {contract.oldest_vllm(shape)} or later:")
     note("  " + recipe.serve_command(config, drafter))
     if config.export_format == "sglang":
         note("  " + recipe.sglang_command(config, drafter, shape.sliding_window))

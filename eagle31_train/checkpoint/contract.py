@@ -215,6 +215,14 @@ def caveats(shape: DrafterShape, target_positions: int | None = None, target_win
     return [*sentences, *window_caveat(shape, target_window, target_positions), *unserved(shape)]
 
 
+def oldest_vllm(shape: DrafterShape) -> str:
+    """The first version of vLLM that reads all of a draft's switches (docs/serving.md). Older ones stop when they load
+    it, but for a window beside qk_norm, or norm_output without fc_norm, which they ignore."""
+    if shape.qk_norm:
+        return "0.24" if shape.sliding_window is None else "0.26"
+    return "0.22"
+
+
 def window_caveat(shape: DrafterShape, target_window: int | None, target_positions: int | None) -> list[str]:
     """What is to know of a target all of whose layers have a sliding window; none if the drafter has its own."""
     everywhere = target_window is None or (target_positions is not None and target_window >= target_positions)

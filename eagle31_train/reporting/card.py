@@ -14,7 +14,7 @@ from typing import Any
 from jinja2 import Environment
 
 from eagle31_train.checkpoint.config_json import MLA_DEFAULTS
-from eagle31_train.checkpoint.contract import caveats
+from eagle31_train.checkpoint.contract import caveats, oldest_vllm
 from eagle31_train.common import artifacts
 from eagle31_train.common.console import note
 from eagle31_train.common.errors import UserError
@@ -136,6 +136,7 @@ def render(
         shape=shape,
         kind=_kind(shape),
         caveats=caveats_of(shape, data, config.export_weights),
+        oldest_vllm=oldest_vllm(shape),
         data_sets=config.data.hub_sets,
         measured=measured,
         sections=tables.sections,

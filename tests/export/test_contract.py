@@ -19,6 +19,13 @@ def test_a_draft_that_reads_the_embeddings_is_to_be_served_compiled():
     assert caveat.endswith("serve this draft without --enforce-eager")
 
 
+def test_the_oldest_vllm_is_the_first_that_reads_all_switches():
+    """As older ones were seen to do: docs/serving.md."""
+    windowed = [replace(shape, sliding_window=12) for shape in (TINY, replace(TINY, qk_norm=True))]
+    shapes = [TINY, TINY_MLA, windowed[0], replace(TINY, qk_norm=True), windowed[1]]
+    assert [contract.oldest_vllm(shape) for shape in shapes] == ["0.22", "0.22", "0.22", "0.24", "0.26"]
+
+
 def test_heads_that_do_not_divide_the_width_name_those_that_do():
     """GLM-4.5 has 96 heads, 8 of keys, and a hidden size of 5,120."""
     glm = replace(TINY, hidden_size=5120, num_attention_heads=96, num_key_value_heads=8)
