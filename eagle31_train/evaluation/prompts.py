@@ -4,7 +4,7 @@
 import re
 import string
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from itertools import takewhile
 from pathlib import Path
@@ -180,16 +180,19 @@ def _dataset(suite: Suite, subset: str | None, option: str) -> Any:
     try:
         if _is_saved(suite.path):
             saved = load_from_disk(suite.path)
-            return saved[suite.split] if isinstance(saved, DatasetDict) else saved
-        split = suite.split
-        if option == "evaluate.prompts":  # which names no split
-            splits = get_dataset_split_names(suite.path, subset, revision=suite.revision)
-            split = splits[0] if len(splits) == 1 else split
+            return saved[_split(suite, option, lambda: list(saved))] if isinstance(saved, DatasetDict) else saved
+        split = _split(suite, option, lambda: get_dataset_split_names(suite.path, subset, revision=suite.revision))
         return load_dataset(suite.path, subset, split=split, revision=suite.revision)
     except Exception as error:
         # The hub's client raises a dozen unrelated types: no network, no such set, split or permission.
         at = f"{option}={suite.path} ({', '.join(filter(None, [subset, suite.split]))})"
         raise UserError(f"{at} cannot be loaded ({first_line(error)}): give a file as {option}=FILE") from None
+
+
+def _split(suite: Suite, option: str, splits: Callable[[], list[str]]) -> str:
+    """The suite's, or the only one that there is, where the option names none."""
+    names = splits() if option == "evaluate.prompts" else []
+    return names[0] if len(names) == 1 else suite.split
 
 
 def _is_saved(folder: str) -> bool:

@@ -89,6 +89,14 @@ def test_rows_are_read_as_the_suite_says(place, options, texts):
     assert [p.source for p in found.prompts] == [by_number[int(p.id)] for p in found.prompts]
 
 
+@pytest.mark.parametrize(("splits", "asked"), [(["train"], "train"), (["train", "test"], "test")])
+def test_prompts_may_be_a_saved_data_set_whose_only_split_is_taken(place, splits, asked):
+    saved = place.folder / "saved"
+    DatasetDict({name: Dataset.from_list([{"prompt": name}]) for name in splits}).save_to_disk(str(saved))
+    (found,) = place.workloads(f"evaluate.prompts={saved}")
+    assert place.texts(found) == [asked]
+
+
 def test_prompts_may_be_a_folder_and_further_turns_are_told(place):
     (place.folder / "asked" / "more").mkdir(parents=True)
     said = [{"role": role, "content": role} for role in ("user", "assistant", "user")]
