@@ -43,7 +43,7 @@ OPENER = urllib.request.build_opener(_NoRedirects)
 
 
 class NoAnswer(UserError):  # noqa: N818 (of one server: others may answer)
-    """A server gives none, however often it is asked."""
+    """A server gives no answer, though it was asked again."""
 
 
 class Server:
