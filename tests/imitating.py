@@ -70,7 +70,7 @@ class Imitation(ThreadingHTTPServer):
         self.lock = threading.Lock()
         self.answered = 0
         self.late = 0  # readings of the counters in which the last answers are still missing
-        self.counts = {"finished": 0, "tokens": 0, "drafts": 0, "proposed": 0, "accepted": 0}
+        self.counts = {"finished": 0, "tokens": 0, "drafts": 0}
         self.positions = [0] * self.depth
         self.told = self.text()
         super().__init__(("127.0.0.1", int(arguments["port"])), Handler)
@@ -81,8 +81,6 @@ class Imitation(ThreadingHTTPServer):
             self.counts["tokens"] += len(tokens)
             for accepted in verifications(len(tokens), self.depth) if self.depth else ():
                 self.counts["drafts"] += 1
-                self.counts["proposed"] += self.depth
-                self.counts["accepted"] += accepted
                 self.positions[:accepted] = [count + 1 for count in self.positions[:accepted]]
             self.late = 2
 
@@ -99,8 +97,7 @@ class Imitation(ThreadingHTTPServer):
         ]
         name = "vllm:spec_decode_num_"
         if self.depth and self.imitate != "uncounted":
-            for ours, theirs in (("drafts", "drafts"), ("proposed", "draft_tokens"), ("accepted", "accepted_tokens")):
-                lines += [f"{name}{theirs}_total{{{labels}}} {c[ours]}.0", f'{name}{theirs}_total{{engine="1"}} 0.0']
+            lines += [f"{name}drafts_total{{{labels}}} {c['drafts']}.0", f'{name}drafts_total{{engine="1"}} 0.0']
             for i, count in enumerate(self.positions):
                 lines.append(f'{name}accepted_tokens_per_pos_total{{{labels},position="{i}"}} {count}.0')
         return "\n".join(lines) + "\n"
@@ -114,8 +111,7 @@ class Handler(Quiet):
                 if self.server.late < 0:
                     self.server.told = self.server.text()
                 return self.reply(self.server.told.encode())
-        pages = {"/health": "", "/version": '{"version": "0.0"}'}
-        pages["/v1/models"] = json.dumps({"data": [{"id": self.server.model}]})
+        pages = {"/health": "", "/v1/models": json.dumps({"data": [{"id": self.server.model}]})}
         return self.reply(pages[self.path].encode())
 
     def do_POST(self):

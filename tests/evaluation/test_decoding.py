@@ -59,13 +59,9 @@ def speculate(target, told, draft_tokens, limits):
 def alone(model):
     """Every prompt's own continuation."""
     target = CachedTarget(model, [1, 2, 4])
-    return [decode_plain(target, [prompt], Limits(60, ()))[0].tokens for prompt in PROMPTS]
-
-
-@pytest.fixture(scope="module")
-def continuation(alone):
-    assert len(set(alone[0])) > 10  # an output that stands still would hide mistakes
-    return alone[0]
+    found = [decode_plain(target, [prompt], Limits(60, ()))[0].tokens for prompt in PROMPTS]
+    assert len(set(found[0])) > 10  # an output that stands still would hide mistakes
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -83,21 +79,16 @@ def ended(tokens, limits):
     return output
 
 
-@pytest.fixture(scope="module")
-def told(alone):
-    return list(zip(PROMPTS, alone, WRONG_AT, strict=True))
-
-
-def test_plain_decoding_is_transformers_own(target, continuation):
+def test_plain_decoding_is_transformers_own(target, alone):
     ids = torch.tensor([PROMPT])
     theirs = target.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=60, do_sample=False)
-    assert continuation == theirs[0, len(PROMPT) :].tolist()
+    assert alone[0] == theirs[0, len(PROMPT) :].tolist()
 
 
 @pytest.mark.parametrize("by", ["limit", "end token"])
 @pytest.mark.parametrize("count", [1, 2, 5, 6, 9])
-def test_an_end_inside_a_draft_cuts_the_output_and_not_the_counts(target, continuation, count, by):
-    cut = Limits(count, ())
+def test_an_end_inside_a_draft_cuts_the_output_and_not_the_counts(target, alone, count, by):
+    cut, continuation = Limits(count, ()), alone[0]
     if by == "end token":
         cut = Limits(50, {continuation[count - 1]})
         count = continuation.index(continuation[count - 1]) + 1
@@ -107,8 +98,9 @@ def test_an_end_inside_a_draft_cuts_the_output_and_not_the_counts(target, contin
     assert found.accepted == [3] * ((count - 1 + 3) // 4)
 
 
-def test_rows_that_go_on_at_different_speeds(target, alone, told, ends):
+def test_rows_that_go_on_at_different_speeds(target, alone, ends):
     """Drafts right in one row and wrong in another, so that rows move over what they forget, and end apart."""
+    told = list(zip(PROMPTS, alone, WRONG_AT, strict=True))
     for cut in (ends, Limits(28, ())):
         found = speculate(target, told, 3, cut)
         assert [one.tokens for one in found] == [ended(tokens, cut) for tokens in alone]
@@ -136,11 +128,11 @@ MISTAKES = {  # in a method of the target's, or of the drafters'
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_planted_in_a_batch_is_seen(target, alone, told, ends, mistake, monkeypatch):
+def test_a_mistake_planted_in_a_batch_is_seen(target, alone, ends, mistake, monkeypatch):
     of, name, wrong = MISTAKES[mistake]
     replaced(monkeypatch, Scripted if of == "drafters" else target, name)(wrong)
     try:
-        found = speculate(target, told, 3, ends)
+        found = speculate(target, list(zip(PROMPTS, alone, WRONG_AT, strict=True)), 3, ends)
     except (AssertionError, RuntimeError, ValueError, IndexError):
         return
     assert [one.tokens for one in found] != [ended(tokens, ends) for tokens in alone]

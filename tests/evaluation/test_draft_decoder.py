@@ -82,22 +82,9 @@ def test_every_round_equals_the_training_unroll(document, shape):
         assert decoder.draft(K) == tokens.tolist()  # drafting twice changes nothing
 
 
-@pytest.mark.parametrize("off", [-1, 1])
-def test_a_cache_with_another_window_is_seen(document, off):
-    objective = make_objective(make_shape(sliding_window=6), torch.float32)
-    decoder = decoder_of(objective)
+def another_window(decoder, aux, tokens, off):
     decoder._caches[0]._window += off
-    decoder.extend(document.all_aux[:9].float(), document.tokens[1:10])
-    tokens, z = drafted(decoder)
-    assert (z - unrolled(objective, document, 8, tokens)).abs().max() > 1e-3
-
-
-def shifted_states(decoder, aux, tokens):
-    decoder.extend(aux[1:10], tokens[1:10])
-
-
-def shifted_tokens(decoder, aux, tokens):
-    decoder.extend(aux[:9], tokens[:9])
+    decoder.extend(aux[:9], tokens[1:10])
 
 
 def round_left_behind(decoder, aux, tokens):
@@ -107,8 +94,15 @@ def round_left_behind(decoder, aux, tokens):
     decoder.extend(aux[8:9], tokens[9:10])
 
 
-@pytest.mark.parametrize("shape", [{}, PARALLEL], ids=["a chain", "parallel"])
-@pytest.mark.parametrize("read", [shifted_states, shifted_tokens, round_left_behind])
+READ_WRONGLY = [
+    lambda decoder, aux, tokens: decoder.extend(aux[1:10], tokens[1:10]),  # shifted states
+    lambda decoder, aux, tokens: decoder.extend(aux[:9], tokens[:9]),  # shifted tokens
+    round_left_behind,
+]
+WINDOWS = [({"sliding_window": 6}, partial(another_window, off=off)) for off in (-1, 1)]
+
+
+@pytest.mark.parametrize(("shape", "read"), [*product([{}, PARALLEL], READ_WRONGLY), *WINDOWS])
 def test_a_mistake_in_what_is_read_is_seen(document, shape, read):
     objective = make_objective(make_shape(**shape), torch.float32)
     decoder = decoder_of(objective)

@@ -4,7 +4,6 @@ refused."""
 import json
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -40,8 +39,8 @@ def call(tmp_path, capsys):
     return called
 
 
-FEW = [f"evaluate.{option}" for option in ("num_prompts=2", "max_new_tokens=4", "max_speculative_tokens=3")]
-FEW.append("evaluate.warmup=false")
+FEW = ["evaluate.num_prompts=2", "evaluate.max_new_tokens=4", "evaluate.max_speculative_tokens=3",
+       "evaluate.warmup=false"]  # fmt: skip
 
 
 def test_report(run, capsys):
@@ -50,16 +49,12 @@ def test_report(run, capsys):
     (numbers,) = manifest["result"]["workloads"][0]["drafters"].values()
     counts = numbers["by_depth"]["3"]
     assert [p["id"] for p in manifest["per_prompt"]] == [f"heldout-{i}" for i in range(4)]
-    assert all(len(p["prompt_ids"]) == 3 for p in manifest["per_prompt"])
-    assert numbers["generated_tokens"] == sum(len(p["output_ids"]) for p in manifest["per_prompt"])
     accepted = [count for p in manifest["per_prompt"] for count in p["accepted"]]
     assert counts["drafts"] == len(accepted)
     assert counts["accepted_per_position"] == [sum(count > position for count in accepted) for position in range(3)]
     assert counts["acceptance_length"][0] < 1.3  # it was never trained
-    assert (manifest["identical"], manifest["not_measured"]) == (True, [])
+    assert (manifest["identical"], manifest["not_measured"], manifest["left_out"]) == (True, [], {"heldout": {}})
     assert manifest["inputs"]["train"] == "e" * 16
-    assert manifest["left_out"] == {"heldout": {}}
-    assert manifest["seconds"] > 0
     row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("  3   "))
     assert f"{counts['acceptance_length'][0]:.3f}" in row
 
@@ -120,8 +115,7 @@ def test_a_result_stays_until_other_options_have_one(run):
 
 def another_vocabulary(run):
     kept = vocab.read(run.folder / "data" / "vocab.safetensors").target_ids
-    spare = next(i for i in range(50) if i not in kept)
-    run.write_data(sorted([*kept[1:], spare]))
+    run.write_data(sorted({*range(50)} - {*kept})[: len(kept)])
 
 
 def another_target(run):
@@ -164,14 +158,9 @@ def test_a_drafter_that_is_better_is_called_so(run, call, prompts):
     result = call(run.folder, good.folder, prompts, "compare.verified=12")
     (workload,) = result["workloads"]
     assert (workload["name"], workload["prompts"], workload["verified"]) == ("prompts", 12, 12)
-    assert result["title"] == "good against run", "numbers are those of the others minus the first, or over it"
-    verdict, differences = workload["verdict"]["good"], workload["differences"]["good"]
-    assert verdict["better"] == dict.fromkeys("1234", "good")
-    for depth in "1234":
-        lengths = [workload["drafters"][n]["by_depth"][depth]["acceptance_length"][0] for n in ("run", "good")]
-        value, low, high = differences[depth]["difference"]
-        assert value == pytest.approx(lengths[1] - lengths[0])
-        assert 0 < low < value < high
+    assert result["title"] == "good against run"
+    assert workload["verdict"]["good"]["better"] == dict.fromkeys("1234", "good")
+    assert all(one["difference"][1] > 0 for one in workload["differences"]["good"].values())
     assert "tokens_per_second" not in workload
 
 
@@ -189,16 +178,12 @@ def test_another_comparison_of_the_same_name_is_not_written_over(run, call, tmp_
     assert json.loads(file.read_text())["trainings"]["y"] == [str(c.folder)]
 
 
-def test_a_folder_without_a_run_is_named_as_it_was_given(run, call, tmp_path):
-    for folder in (tmp_path, "/"):
-        code, line = call(folder, folder)
-        there = f"{folder} is no run (there is no {Path(folder, 'train', 'config.yaml')}): give a run's folder"
-        assert (code, there in line) == (2, True), line
+def test_a_folder_without_a_run_is_named_as_it_was_given(run, call):
+    code, line = call("/", "/")
+    assert code == 2
+    assert "/ is no run (there is no /train/config.yaml): give a run's folder" in line
     assert "error: / is no run, no folder with" in call(run.folder, "/")[1]
-
-
-def test_a_long_option_is_none_of_the_drafters():
-    assert not compare.is_drafter(f"evaluate.prompts={'x' * 300}")
+    assert not compare.is_drafter(f"evaluate.prompts={'x' * 300}"), "though no folder may have such a name"
 
 
 def test_published_drafters_need_no_run(run, call, prompts, tmp_path, monkeypatch):

@@ -49,11 +49,11 @@ def test_drafters_of_every_kind_are_counted_alike_in_both_ways(model, candidates
     assert reached[0] != reached[1] != reached[2]
 
 
-COUNTED_WRONGLY = {  # the accepted tokens of each verification
-    "one token more": lambda accepted: accepted.__setitem__(0, accepted[0] + 1),
-    "one verification less": lambda accepted: accepted.pop(),
-    "one verification more": lambda accepted: accepted.insert(0, 0),
-}
+COUNTED_WRONGLY = [  # the accepted tokens of each verification
+    lambda accepted: accepted.__setitem__(0, accepted[0] + 1),  # one token more
+    lambda accepted: accepted.pop(),  # one verification less
+    lambda accepted: accepted.insert(0, 0),  # one more
+]
 
 
 @pytest.mark.parametrize("mistake", COUNTED_WRONGLY)
@@ -61,7 +61,7 @@ def test_a_mistake_in_the_counts_of_real_decoding_is_refused(model, candidates, 
     @replaced(monkeypatch, measuring, "decode_speculative")
     def wrong(right, *arguments):
         found = right(*arguments)
-        COUNTED_WRONGLY[mistake](found[0].accepted)
+        mistake(found[0].accepted)
         return found
 
     with pytest.raises(UserError, match=r"prompt p\d, other, verification \d+ of 3 draft tokens: real decoding"):
@@ -166,20 +166,6 @@ def test_nothing_depends_on_what_is_decoded_beside_a_prompt(model, candidates, t
             assert one.drift.sink == pytest.approx(other.drift.sink, rel=1e-4)
 
 
-def test_prompts_that_are_timed_are_decoded_alone(model, candidates, monkeypatch):
-    """And tokens per second are theirs, whatever else is decoded."""
-    decoded = []
-
-    @replaced(monkeypatch, measuring, "decode_plain")
-    def seen(right, target, prompts, *rest, **options):
-        decoded.append(len(prompts))
-        answers = right(target, prompts, *rest, **options)
-        return [dataclasses.replace(one, seconds=100.0 if len(prompts) > 1 else 1.0) for one in answers]
-
-    (found,) = measurer_of(model, "evaluate.timed_prompts=2").measure(GREEDY, candidates[:1]).values()
-    assert (decoded, found.plain, found.tokens) == ([1, 1, 3], 2.0, sum(map(len, found.outputs[:2])))
-
-
 @pytest.mark.parametrize("temperature", [0, 0.5])
 def test_an_output_that_differs_is_refused_by_how_much(model, candidates, monkeypatch, temperature):
     """Of logits, or of what the draws make of them at a temperature."""
@@ -226,19 +212,26 @@ def test_decoding_is_on_as_many_threads_as_are_quickest(monkeypatch, seconds, qu
     assert threads == [quickest]
 
 
-def test_the_time_of_other_outputs_is_told_for_as_many_tokens(model, candidates, monkeypatch):
+def test_prompts_that_are_timed_are_decoded_alone_and_other_outputs_told_for_as_many_tokens(
+    model, candidates, monkeypatch
+):
     """A token takes 2 s by plain decoding, 1 s with a drafter, whose drawn outputs are of other lengths."""
-    lengths = {}
+    decoded, lengths = [], {"decode_plain": 0, "decode_speculative": 0}
     for name, cost in (("decode_plain", 2.0), ("decode_speculative", 1.0)):
 
         @replaced(monkeypatch, measuring, name)
         def seen(right, *given, name=name, cost=cost, **options):
             answers = right(*given, **options)
-            lengths[name] = lengths.get(name, 0) + sum(len(one.tokens) for one in answers)
-            return [dataclasses.replace(one, seconds=cost * len(one.tokens)) for one in answers]
+            alone = len(answers) == 1
+            decoded.append((name, len(answers)))
+            lengths[name] += alone * sum(len(one.tokens) for one in answers)
+            return [dataclasses.replace(one, seconds=cost * len(one.tokens) if alone else 100.0) for one in answers]
 
     options = ("evaluate.draft_sampling=probabilistic", "evaluate.max_speculative_tokens=3", "evaluate.timed_prompts=4")
-    (found,) = measurer_of(model, *options, ends=ENDS).measure(workload_of(temperature=1.0), candidates[:1]).values()
+    workload = workload_of([*PROMPTS, [5, 6], [8]], temperature=1.0)
+    (found,) = measurer_of(model, *options, ends=ENDS).measure(workload, candidates[:1]).values()
+    assert [count for name, count in decoded if name == "decode_plain"] == [1, 1, 1, 1, 3]
     assert lengths["decode_plain"] * 3 != lengths["decode_speculative"], "at each of three depths"
+    assert found.tokens == lengths["decode_plain"] == sum(map(len, found.outputs[:4]))
     assert found.plain == 2 * found.tokens
     assert found.speculative == pytest.approx(found.tokens)

@@ -1,5 +1,5 @@
-"""The result as plain data, against servers played by hand: acceptance by depth, position and source, differences; and
-its intervals, by bootstrap over prompts."""
+"""The result as plain data, against servers played by hand: acceptance by depth, position and source, in repeating text
+and elsewhere, differences; and its intervals, by bootstrap over prompts."""
 
 import random
 from dataclasses import replace
@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from sample_results import measured
 
-from eagle31_train.evaluation import intervals
+from eagle31_train.evaluation import intervals, results
 from eagle31_train.evaluation.intervals import ratios
-from eagle31_train.evaluation.measurement import Counts, Drift, acceptance, rounds
-from eagle31_train.evaluation.results import better, summarise
+from eagle31_train.evaluation.measurement import Counts, Drift, Measurement, acceptance, rounds
+from eagle31_train.evaluation.prompts import Prompt
+from eagle31_train.evaluation.results import better, by_repetition, repeats, summarise
 
 DEPTHS = range(1, 9)
 HEADLINE = 3
@@ -84,12 +85,6 @@ def test_every_depth_is_that_of_a_server_which_drafts_so_many(pair, compared):
         assert found["prompts"] == 6
 
 
-@pytest.mark.parametrize(("accepted", "value"), [(0, 1.0), (8, 4.0)])
-def test_where_no_draft_or_every_one_was_accepted_nothing_is_claimed_of_others(accepted, value):
-    numbers = numbers_of([Counts(f"p{i}", "a", 9, [accepted] * 8) for i in range(6)])
-    assert numbers["by_depth"]["3"]["acceptance_length"][1:] == [None, None]
-
-
 def test_drift_is_a_mean_over_slots(pair, compared):
     drift = compared["drafters"]["one"]["drift"]
     slots = [len(row.accepted) for row in pair["one"]]
@@ -106,17 +101,15 @@ def test_several_trainings_are_one_drafter(pair):
     once, other = answers(0.6, seed=1, drift=True), answers(0.7, seed=2)
     single, twice, both = (numbers_of(rows) for rows in (once, [once, once], [once, other]))
     # As many prompts, and so as wide an interval: the same answers a second time say nothing new.
-    assert twice["prompts"] == single["prompts"] == 12
-    assert (twice["conditional"], twice["drift"]) == (single["conditional"], single["drift"])
+    assert {name: twice[name] for name in ("prompts", "conditional", "drift")}.items() <= single.items()
     for depth in map(str, DEPTHS):
         assert twice["by_depth"][depth]["acceptance_length"] == single["by_depth"][depth]["acceptance_length"]
     assert "by_training" not in single
     # Counts are sums, and acceptance is of all their drafts.
-    alone = numbers_of(other)
-    drafts = [numbers["by_depth"]["3"]["drafts"] for numbers in (single, alone)]
-    accepted = [sum(numbers["by_depth"]["3"]["accepted_per_position"]) for numbers in (single, alone)]
-    assert both["by_depth"]["3"]["drafts"] == sum(drafts)
-    assert both["by_depth"]["3"]["acceptance_length"][0] == pytest.approx(1 + sum(accepted) / sum(drafts))
+    (drafts, accepted), (more_drafts, more) = served(once, 3), served(other, 3)
+    assert both["by_depth"]["3"]["drafts"] == drafts + more_drafts
+    length = 1 + sum(accepted + more) / (drafts + more_drafts)
+    assert both["by_depth"]["3"]["acceptance_length"][0] == pytest.approx(length)
 
 
 def test_differences_are_of_the_same_prompts(pair, compared):
@@ -228,3 +221,37 @@ def test_prompts_are_verified_where_every_drafter_decoded_them():
 def test_the_tail_is_that_of_students_t_times_the_root_of_n_over_n_minus_1(prompts, tail):
     """Hesterberg 2015, equation 7: Phi(sqrt(n / (n - 1)) t)."""
     assert intervals.tail_of(prompts) == pytest.approx(tail, rel=0.05)
+
+
+PROMPT, OUTPUT = [1, 2, 3, 4, 5], [9, 1, 2, 3, 4, 5, 7, 2, 3, 4, 5]
+
+
+def test_what_stood_before_in_prompt_or_answer_repeats(monkeypatch):
+    """From 1 2 3 4 on, which the prompt has; 7 is new, and the four tokens that end in each after it; 2 3 4 5 again."""
+    meant = [False] * 4 + [True, True] + [False] * 4 + [True]
+    assert repeats(PROMPT, OUTPUT).tolist() == meant
+    assert repeats([], [1, 1, 1, 1, 1]).tolist() == [False] * 4 + [True]
+    for another in (3, 5):  # length is seen
+        monkeypatch.setattr(results, "TOKENS", another)
+        assert repeats(PROMPT, OUTPUT).tolist() != meant
+
+
+def test_each_verification_counts_where_it_begins():
+    def counted(accepted, output=OUTPUT):
+        return Measurement([output], [Counts("p", "s", len(output), accepted)])
+
+    prompts = [Prompt("p", "s", PROMPT)]
+    # With three draft tokens they begin at 0, 1, 4, 8 and 9, with one at 0, 1, 3, 5, 6, 7 and 9; 4 and 5 repeat.
+    one = counted([0, 2, 9, 1, 3, 0, 0, 1, 0, 9])
+    found = by_repetition(prompts, [one], [1, 3])
+    lengths = {
+        kind: {depth: (one["acceptance_length"][0], one["drafts"]) for depth, one in of.items()}
+        for kind, of in found.items()
+    }
+    assert lengths["repeating"] == {"1": (1.0, 1), "3": (4.0, 1)}
+    assert lengths["new"] == {"1": (pytest.approx((1 + 2 + 2 + 1 + 2 + 2) / 6), 6), "3": ((1 + 3 + 1 + 4) / 4, 4)}
+    twice = by_repetition(prompts, [one, one], [3])
+    assert [twice[kind]["3"]["drafts"] for kind in twice] == [2 * found[kind]["3"]["drafts"] for kind in found]
+    nothing = by_repetition(prompts, [counted([], [7])], [3])  # an answer of one token
+    assert [of["3"] for of in nothing.values()] == [{"acceptance_length": [None, None, None], "drafts": 0}] * 2
+    assert by_repetition(prompts, [counted([])], [3]) == {}, "where drafts are sampled there are no such numbers"

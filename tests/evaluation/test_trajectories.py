@@ -34,10 +34,13 @@ def store_of(folder):
 
 @torch.no_grad()
 def test_each_is_the_targets_own_answer_and_its_states(run, monkeypatch, capsys):
+    rooms, right = [], trajectories.choose_prompts
+    monkeypatch.setattr(trajectories, "choose_prompts", lambda *given: rooms.append(given[-1]) or right(*given))
     monkeypatch.setattr(console, "EVERY", 0.0)
     extract(tiny_config(run, "evaluate.max_new_tokens=20", "evaluate.max_speculative_tokens=5"))
     shown = re.findall(r"held-out answers: (\d+) %, (\d) of 2, ", capsys.readouterr().err)
     assert shown[-1] == ("100", "2"), "how many are answered"
+    assert rooms == [128 - 20 - 4], "tokens of a prompt, with room for all that is followed"
     found = read(Store(store_of(run)), 5)
     heldout = DatasetDict.load_from_disk(str(run / "run" / "data" / "dataset"))["heldout"]
     assert [one.prompt for one in found] == [heldout[at]["input_ids"][:3] for at in (3, 2)], "half, from the end"
@@ -116,10 +119,3 @@ def test_at_most_half_of_each_sources_prompts_are_taken_from_its_end_and_evaluat
     assert choose_prompts([*heldout, Prompt("long", "a", [97] * 10)], 8, 0, 9) == chosen
     with pytest.raises(UserError, match="no source has two held-out prompts"):
         choose_prompts([heldout[-1], Prompt("again", "c", heldout[-1].ids)], 8, 0, 9)
-
-
-def test_prompts_have_room_for_all_that_is_followed(run, monkeypatch):
-    asked, right = [], trajectories.choose_prompts
-    monkeypatch.setattr(trajectories, "choose_prompts", lambda *given: asked.append(given[-1]) or right(*given))
-    extract(tiny_config(run, "evaluate.max_new_tokens=20", "evaluate.max_speculative_tokens=5"))
-    assert asked == [128 - 20 - 4]

@@ -130,25 +130,15 @@ def test_the_system_text_of_a_row_stands_before_its_question(place, row):
     assert [prompt.ids for prompt in named.prompts] == [found.prompts[0].ids]
 
 
-def test_results_without_system_texts_stay_and_others_are_refused(place):
-    for number, (row, layout) in enumerate((({"prompt": "hello"}, None), ({"prompt": "hello", "system": "x"}, 2))):
-        file = place.write(f"own{number}.jsonl", row)
-        found = inputs(place.config(f"evaluate.suites.s.path={file}"))["evaluate.suites.s.path"]
-        assert found.get("layout") == layout
-
-
-def test_a_row_that_is_no_object_is_named_by_its_place(place):
-    with pytest.raises(UserError, match=r"own.jsonl:2 is no JSON object"):
-        place.workloads(f"evaluate.suites.s.path={place.write('own.jsonl', {'prompt': 'hello'}, [1])}")
-
-
 SUITES = [({}, "path"), (5, ""), ({"path": ""}, "path"), ({"path": "a", "id": 5}, "id"), ({"path": "a", "x": "b"}, "x")]
 
 
-@pytest.mark.parametrize(("given", "field"), SUITES)
-def test_a_suite_of_other_fields_or_types_is_refused_by_name(given, field):
-    with pytest.raises(UserError, match=rf"evaluate\.suites\.s=.* is no suite \({field}.*\): give"):
-        suite_of("s", given)
+def test_a_suite_of_other_fields_or_types_or_rows_is_refused_by_name(place):
+    for given, field in SUITES:
+        with pytest.raises(UserError, match=rf"evaluate\.suites\.s=.* is no suite \({field}.*\): give"):
+            suite_of("s", given)
+    with pytest.raises(UserError, match=r"own.jsonl:2 is no JSON object"):
+        place.workloads(f"evaluate.suites.s.path={place.write('own.jsonl', {'prompt': 'hello'}, [1])}")
 
 
 def test_suites_of_the_project_have_known_options(place):
@@ -252,16 +242,17 @@ def test_inputs_tell_what_the_prompts_are_made_of(place):
     file, copy = (place.write(name, {"prompt": "hello"}) for name in ("rows.jsonl", "copy.jsonl"))
     before, moved = (inputs(place.config(f"evaluate.suites.s.path={at}")) for at in (file, copy))
     assert before == moved, "wherever it lies"
-    place.write("rows.jsonl", {"prompt": "hello"}, {"prompt": "world"})
-    assert inputs(place.config(f"evaluate.suites.s.path={file}")) != before
+    assert "layout" not in before["evaluate.suites.s.path"], "results without system texts stay, and others do not"
+    place.write("rows.jsonl", {"prompt": "hello", "system": "x"})
+    after = inputs(place.config(f"evaluate.suites.s.path={file}"))
+    assert (after != before, after["evaluate.suites.s.path"]["layout"]) == (True, 2)
     template = place.folder / "target" / "chat_template.jinja"
     template.write_text(template.read_text() + "{# another #}")
     assert inputs(place.config(f"evaluate.suites.s.path={copy}")) != before
 
 
-@pytest.mark.parametrize("rows", [7, 2500])  # more than are read at a time
-def test_samples_are_known_by_their_prompts_and_the_longest(tmp_path, rows):
-    generator = np.random.default_rng(0)
+def test_samples_are_known_by_their_prompts_and_the_longest(tmp_path):
+    generator, rows = np.random.default_rng(0), 2500  # more than are read at a time
     asked = [generator.integers(0, 50_000, size=generator.integers(3, 9)).tolist() for _ in range(rows)]
     answers = [generator.integers(0, 50_000, size=generator.integers(1, 9)).tolist() for _ in range(rows)]
     # In samples of several turns, answers are not all at the end.
