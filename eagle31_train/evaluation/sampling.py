@@ -35,12 +35,8 @@ class Sampling:
     drafts: str = "greedy"
 
     @property
-    def greedy(self) -> bool:
-        return self.temperature == 0
-
-    @property
     def drawn_drafts(self) -> bool:
-        return self.drafts == "probabilistic" and not self.greedy
+        return self.drafts == "probabilistic" and self.temperature > 0
 
 
 class Chooser:
@@ -84,7 +80,7 @@ class Chooser:
 
     def _targets(self, logits: Tensor) -> Tensor:
         """[B, n] int64: the target's choice at positions of which the first is each sequence's next token."""
-        if self.sampling.greedy:
+        if self.sampling.temperature == 0:
             return logits.argmax(-1)
         chosen = []
         for offset, here in enumerate(logits.unbind(1)):

@@ -14,7 +14,7 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from eagle31_train import cli
 from eagle31_train.common.errors import UserError
 from eagle31_train.config import Config
-from eagle31_train.evaluation.serving.engine import fixed, flags, speculation, target_arguments
+from eagle31_train.evaluation.serving.engine import DRAFTED, flags, speculation, target_arguments
 from eagle31_train.reporting.markdown import public
 from eagle31_train.targets import embedded
 
@@ -34,7 +34,7 @@ def serve_command(
     path = drafter if drafter and self_describing else public(config.target.path) if published else config.target.path
     command = ["vllm", "serve", path, *flags(target_arguments(config))]
     if drafter and not self_describing:
-        length = by_load or fixed(config.evaluate.num_speculative_tokens)
+        length = by_load or {DRAFTED: config.evaluate.num_speculative_tokens}
         options = speculation(config, drafter, length, config.drafter.parallel)
         command += ["--speculative-config", json.dumps(options, ensure_ascii=False)]
     elif self_describing and config.evaluate.draft_sampling != "greedy":  # the rest stands in config.json

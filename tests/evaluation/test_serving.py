@@ -23,7 +23,7 @@ from eagle31_train.common.errors import UserError
 from eagle31_train.evaluation import serving
 from eagle31_train.evaluation.prompts import Prompt
 from eagle31_train.evaluation.serving import measure_serving, report, server
-from eagle31_train.evaluation.serving.engine import RANGES, Installation, check, fixed, flags, server_arguments
+from eagle31_train.evaluation.serving.engine import DRAFTED, RANGES, Installation, check, flags, server_arguments
 from eagle31_train.evaluation.serving.server import Answer
 from eagle31_train.reporting.recipe import serve_command
 
@@ -153,10 +153,9 @@ def test_vllm_is_told_that_a_drafter_drafts_in_parallel(config, tmp_path):
     name a mask token, the tokenizer's, for a chain."""
     meant = {"method": "eagle3", "model": str(tmp_path / "ours"), "num_speculative_tokens": 3}
     for fields in ({}, {"mask_token_id": 4}, {"pard_token": 4}):
-        chain = server_arguments(config(), drafter(tmp_path, **fields), fixed(3), 1)["speculative_config"]
-        assert chain == meant
-        told = server_arguments(config(), drafter(tmp_path, "mask_hidden", **fields), fixed(3), 1)["speculative_config"]
-        assert told == meant | {"parallel_drafting": True}
+        for tensors, more in (((), {}), (("mask_hidden",), {"parallel_drafting": True})):
+            draft = drafter(tmp_path, *tensors, **fields)
+            assert server_arguments(config(), draft, {DRAFTED: 3}, 1)["speculative_config"] == meant | more
 
 
 def test_counts_are_the_servers_without_its_warming(measure):
@@ -348,7 +347,7 @@ def test_a_schedule_is_told_and_none_of_a_parallel_drafter(measure, monkeypatch)
 
 def test_a_schedule_is_served_and_compared_with_the_fixed_number_of_each_load(measure, monkeypatch):
     """And where nothing should be drafted, an idle drafter is measured before the schedule is told."""
-    options, asked_for = fixed(3) | {RANGES: [[1, 1, 0], [2, 4, 1], [5, 16, 3]]}, []
+    options, asked_for = {DRAFTED: 3, RANGES: [[1, 1, 0], [2, 4, 1], [5, 16, 3]]}, []
 
     def schedule(rows, name):
         asked_for.append([row["concurrency"] for row in rows if row["drafter"] == name and not row["draft_tokens"]])

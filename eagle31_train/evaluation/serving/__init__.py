@@ -17,7 +17,7 @@ from eagle31_train.common.errors import UserError
 from eagle31_train.config import Config
 from eagle31_train.evaluation.measurement import read_checked, write_checked
 from eagle31_train.evaluation.serving import report
-from eagle31_train.evaluation.serving.engine import DRAFTED, RANGES, Installation, fixed, flags, server_arguments
+from eagle31_train.evaluation.serving.engine import DRAFTED, RANGES, Installation, flags, server_arguments
 from eagle31_train.evaluation.serving.server import MODULE, Answer, Question, Server, pick_port, run_load
 
 if TYPE_CHECKING:  # the card, which imports this package, has no need of datasets
@@ -60,7 +60,7 @@ def measure_serving(
         return report.row(name, depth, users, *load, plain[users][0] if name else None, reference)
 
     loads = {
-        (name, depth): servers.loads(name, fixed(depth))
+        (name, depth): servers.loads(name, {DRAFTED: depth})
         for name in drafts
         for depth in options.serve_speculative_tokens
     }

@@ -44,7 +44,7 @@ def target_arguments(config: Config) -> dict[str, Any]:
 
 
 def speculation(config: Config, drafter: str, length: Mapping[str, Any], parallel: bool) -> dict[str, Any]:
-    """vLLM's --speculative-config. length: how many tokens to draft, as vLLM takes it: `fixed`, or a schedule by load.
+    """vLLM's --speculative-config. length: how many tokens to draft, as vLLM takes it: DRAFTED, perhaps with RANGES.
     parallel: the drafter is one; vLLM would draft with it as with a chain's, and say nothing."""
     options = {"method": "eagle3", "model": drafter, **length}
     if parallel:
@@ -52,10 +52,6 @@ def speculation(config: Config, drafter: str, length: Mapping[str, Any], paralle
     if config.evaluate.draft_sampling != "greedy":
         options["draft_sample_method"] = config.evaluate.draft_sampling
     return options
-
-
-def fixed(draft_tokens: int) -> dict[str, Any]:
-    return {DRAFTED: draft_tokens}
 
 
 def server_arguments(config: Config, drafter: Path | None, length: Mapping[str, Any], port: int) -> dict[str, Any]:
