@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
-from functools import cached_property
 from threading import Lock
 from typing import Any, TypeVar
 
@@ -24,6 +23,7 @@ from eagle31_train.targets.chat import ChatTemplate
 NO_CHARACTER = "\ufffd"  # what bytes that are no character are decoded to
 BROKEN = "bytes inside the answer that are no text"
 Texts = dict[str, tuple[list[int], int]]  # key → token ids to go on from, and a seed
+Drawn = Iterator[tuple[str, Refused | tuple[list[int], str]]]
 Request = TypeVar("Request")
 
 
@@ -67,8 +67,12 @@ class Job:
 
 
 def engine(config: Config, template: ChatTemplate) -> "Local | Remote":
-    """The server that `data.generate.server` names, else the target in this process."""
-    return Remote(config, template) if config.data.generate.server else Local(config, template)
+    """The servers that `data.generate.server` names, else the target in this process, which takes its time to load."""
+    if config.data.generate.server:
+        return Remote(config, template)
+    from eagle31_train.targets.generate import Generator  # loads torch
+
+    return Local(config, template, Generator(config.target, template.end_ids))
 
 
 def target_inputs(config: Config, template: ChatTemplate, served: str) -> dict[str, Any]:
@@ -81,64 +85,53 @@ def target_inputs(config: Config, template: ChatTemplate, served: str) -> dict[s
 
 
 class Local:
-    """Answers from the target in this process; torch is loaded only here."""
+    """Answers from the target in this process."""
 
-    def __init__(self, config: Config, template: ChatTemplate) -> None:
-        self.config = config
-        self.template = template
+    def __init__(self, config: Config, template: ChatTemplate, generator: Any) -> None:
+        self.config, self.template, self.generator = config, template, generator
         self.at_once = config.data.generate.batch_size
 
     def answers(self, jobs: dict[str, Job]) -> Outcomes:
         """The next answer of each conversation, refusals first."""
-        from eagle31_train.targets.generate import Request
-
-        generator, generate = self.generator, self.config.data.generate
-        requests = {}
+        generate, requests = self.config.data.generate, {}
         for key, job in jobs.items():
             try:
                 ids = self.template.prompt_ids(job.messages, job.row.tools)
-                if problem := generator.refusal(len(ids), generate.max_new_tokens):
-                    raise Refused(problem)
-                requests[key] = Request(ids, job.temperature, job.seed(self.config.seed))
+                requests[key] = ids, job.temperature, job.seed(self.config.seed)
             except Refused as refused:
                 yield key, refused
-        for key, ids, reason in self._draw(requests, generate.max_new_tokens, generate.top_p):
+        for key, drawn in self._draw(requests, generate.max_new_tokens, generate.top_p):
             try:
-                yield key, self._answer(jobs[key], ids, reason)
+                yield key, drawn if isinstance(drawn, Refused) else self._answer(jobs[key], *drawn)
             except Refused as refused:
                 yield key, refused
 
     def write(self, texts: Texts, how: SelfPromptsConfig, stops: list[int], stop_text: str | None) -> Outcomes:
         """What a user says next: text that goes on from token ids up to one of `stops`, or to `stop_text`."""
-        from eagle31_train.targets.generate import Request
-
-        requests = {}
-        for key, (ids, seed) in texts.items():
-            if problem := self.generator.refusal(len(ids), how.max_new_tokens):
-                yield key, Refused(problem)
-            else:
-                requests[key] = Request(ids, how.temperature, seed)
-        for key, ids, reason in self._draw(requests, how.max_new_tokens, how.top_p, stops):
-            text = self.template.decode(ids)
+        requests = {key: (ids, how.temperature, seed) for key, (ids, seed) in texts.items()}
+        for key, drawn in self._draw(requests, how.max_new_tokens, how.top_p, stops):
+            if isinstance(drawn, Refused):
+                yield key, drawn
+                continue
+            text, reason = self.template.decode(drawn[0]), drawn[1]
             if stop_text and stop_text in text:  # the target writes on after it
                 text, reason = text.partition(stop_text)[0], "stop"
             yield key, Answer({"role": "user", "content": text}, reason, 0)
 
-    def _draw(self, requests: dict[str, Any], *how: Any) -> Iterator[tuple[str, list[int], str]]:
-        """The tokens of each request as they end, the longest prompts first: memory trouble shows at once."""
-        order = sorted(requests, key=lambda key: (-len(requests[key].ids), key))
-        for index, ids, reason in self.generator.answer([requests[key] for key in order], self.at_once, *how):
-            yield order[index], ids, reason
+    def _draw(self, requests: dict[str, tuple[list[int], float, int]], max_new_tokens: int, *how: Any) -> Drawn:
+        """Of each request (ids, temperature, seed) its tokens and why they ended, or why it has none. The longest
+        prompts come first: memory trouble shows at once."""
+        from eagle31_train.targets.generate import Request
 
-    def load(self) -> None:
-        """Begin with what takes time before the first answer."""
-        _ = self.generator
-
-    @cached_property
-    def generator(self) -> Any:
-        from eagle31_train.targets.generate import Generator
-
-        return Generator(self.config.target, self.template.end_ids)
+        order = []
+        for key in sorted(requests, key=lambda key: (-len(requests[key][0]), key)):
+            if problem := self.generator.refusal(len(requests[key][0]), max_new_tokens):
+                yield key, Refused(problem)
+            else:
+                order.append(key)
+        asked = [Request(*requests[key]) for key in order]
+        for index, ids, reason in self.generator.answer(asked, self.at_once, max_new_tokens, *how):
+            yield order[index], (ids, reason)
 
     def _answer(self, job: Job, ids: list[int], finish_reason: str) -> Answer:
         """These tokens of the target as a message; Refused if as text they would become other tokens again."""
@@ -163,16 +156,9 @@ class Remote:
     def __init__(self, config: Config, template: ChatTemplate) -> None:
         generate = config.data.generate
         assert generate.server is not None
-        self.seed = config.seed
-        self.template = template
-        model = generate.model or config.target.path
-        urls = generate.server.split(",")
-        self.servers = [Server(url, model, template, generate.max_new_tokens, generate.top_p) for url in urls]
-        self.at_once = generate.concurrency
-        self.lock = Lock()
-
-    def load(self) -> None:
-        """Nothing: a server has its target."""
+        self.seed, self.template, self.at_once, self.lock = config.seed, template, generate.concurrency, Lock()
+        how = generate.model or config.target.path, template, generate.max_new_tokens, generate.top_p
+        self.servers = [Server(url, *how) for url in generate.server.split(",")]
 
     def answers(self, jobs: dict[str, Job]) -> Outcomes:
         """The next answer of each conversation; UserError where no prompt will fare better."""
@@ -203,12 +189,11 @@ class Remote:
                 except CancelledError:
                     continue
                 except UserError as error:
-                    if failed is None:
-                        failed = error
-                        for server in list(self.servers):
-                            server.given_up = True
-                        for other in futures:
-                            other.cancel()  # not by the pool's shutdown: as_completed would wait for them
+                    failed = failed or error
+                    for server in list(self.servers):
+                        server.given_up = True
+                    for other in futures:
+                        other.cancel()  # not by the pool's shutdown: as_completed would wait for them
         finally:
             # Ctrl-C must not wait for thousands of requests still queued.
             pool.shutdown(wait=False, cancel_futures=True)

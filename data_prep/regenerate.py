@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.answers import Job, engine, target_inputs
-from data_prep.dataset import check_shares, most_common, refusal
+from data_prep.dataset import check_shares, most_common, place, refusal
 from data_prep.dialogue import following, turns_of
 from data_prep.journal import Journal
 from data_prep.sources import Corpus
@@ -41,7 +41,7 @@ def regenerate(config: Config, template: ChatTemplate) -> tuple[Path, dict[str, 
     option = "data.sources" if corpus.mixed else f"data.prompts={config.data.prompts}"
     if not jobs:
         raise UserError(f"{option}: there is no prompt that can be answered ({most_common(refused)})")
-    check_shares((job.row.messages for job in jobs), config.data.heldout)  # and not after hours of answers
+    check_shares({place(job.row.messages) for job in jobs}, config.data.heldout)  # and not after hours of answers
     if (count := sum(bool(job.row.tools) for job in jobs)) and not template.reads_tools:
         note(f"answers: {count} are asked for with tools, which the chat template of {template.name} does not write")
     with journal:
@@ -124,7 +124,7 @@ def answer_all(
     jobs: list[Job], journal: Journal, settings: dict[str, Any], config: Config, template: ChatTemplate
 ) -> None:
     """Bring every job to its end, or to its refusal, turn by turn, taking from the journal what it has."""
-    target, new_tokens, loaded = engine(config, template), 0, False
+    target, new_tokens = engine(config, template), 0
     with Progress(total=sum(len(j.turns) for j in jobs), desc="answers", unit="answer") as bar:
         for turn in range(max(len(job.turns) for job in jobs)):
             waiting: dict[str, Job] = {}
@@ -137,20 +137,16 @@ def answer_all(
                     bar.total -= len(job.turns) - turn
             new = waiting.keys() - journal.answers.keys()
             bar.initial += len(waiting) - len(new)  # the rate is that of this run alone
-            if new and not loaded:
-                target.load()
-                bar.unpause()  # and loading is no part of it
-                loaded = True
             for key, outcome in journal.outcomes(waiting, target.answers):
                 if isinstance(outcome, Refused):
                     waiting[key].stop(str(outcome))
                     bar.total -= len(waiting[key].turns) - turn
-                else:
-                    waiting[key].add(outcome)
-                    new_tokens += outcome.tokens * (key in new)
-                    rate = new_tokens / max(bar.format_dict["elapsed"], 1e-9)
-                    bar.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
-                    bar.update()
+                    continue
+                waiting[key].add(outcome)
+                new_tokens += outcome.tokens * (key in new)
+                rate = new_tokens / max(bar.format_dict["elapsed"], 1e-9)
+                bar.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
+                bar.update()
 
 
 def _key(job: Job, settings: dict[str, Any]) -> str:

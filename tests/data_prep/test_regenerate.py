@@ -159,16 +159,6 @@ def test_for_the_data_of_another_run_no_prompt_is_answered_anew(config, tmp_path
     assert "max_length: " in message_of(prepare, replace(other, data=changed["max_length"]))
 
 
-def test_the_rate_of_answers_begins_after_the_target_is_loaded(config, monkeypatch):
-    done, load = [], Local.load
-    monkeypatch.setattr(Local, "load", lambda self: (load(self), done.append("loaded")))
-    monkeypatch.setattr(module.Progress, "unpause", lambda self: done.append("begun"))
-    run(config)
-    assert done == ["loaded", "begun"]
-    run(config)  # for answers that are there nothing is loaded
-    assert len(done) == 2
-
-
 def test_the_journal_is_of_one_run_at_a_time(tmp_path):
     path = tmp_path / JOURNAL
     with Journal(tmp_path / OUTPUT) as journal:
