@@ -44,24 +44,10 @@ def _digest(messages: Iterable[Message]) -> bytes:
 
 def is_heldout(messages: list[Message], share: float) -> bool:
     """Whether the conversation belongs to the held-out split; raising `share` only adds prompts to it."""
-    return _place(messages) < share
+    return place(messages) < share
 
 
-def check_shares(conversations: Iterable[list[Message]], share: float) -> None:
-    """UserError if of these, at least one, `share` holds out all, or none though it is above 0."""
-    places = sorted(set(map(_place, conversations)))  # of prompts: each may have several answers
-    if places[-1] < share:
-        raise UserError(f"data.heldout={share} holds out every prompt: lower it or give more prompts")
-    if 0 < share <= places[0]:
-        enough = math.ceil(places[0] * 1000 + 1e-6) / 1000
-        remedy = f"data.heldout={enough} holds out one" if enough < 1 and len(places) > 1 else "give more prompts"
-        raise UserError(
-            f"data.heldout={share} holds out none of {len(places)} prompts, to measure acceptance on: {remedy}, "
-            "data.heldout=0 does without"
-        )
-
-
-def _place(messages: list[Message]) -> float:
+def place(messages: list[Message]) -> float:
     """[0, 1): where the conversation stands among all that there could be, by all before the first answer to a user: a
     greeting answers nobody, and is the same in every conversation."""
     asked = next((i for i, message in enumerate(messages) if message["role"] == "user"), 0)
@@ -69,15 +55,25 @@ def _place(messages: list[Message]) -> float:
     return int.from_bytes(_digest(prompt)[:4], "big") / 2**32
 
 
+def check_shares(places: set[float], share: float) -> None:
+    """UserError if of the prompts at these places, at least one, `share` holds out all, or none though it is above
+    0."""
+    if max(places) < share:
+        raise UserError(f"data.heldout={share} holds out every prompt: lower it or give more prompts")
+    if 0 < share <= (first := min(places)):
+        enough = math.ceil(first * 1000 + 1e-6) / 1000
+        remedy = f"data.heldout={enough} holds out one" if enough < 1 and len(places) > 1 else "give more prompts"
+        raise UserError(
+            f"data.heldout={share} holds out none of {len(places)} prompts, to measure acceptance on: {remedy}, "
+            "data.heldout=0 does without"
+        )
+
+
 @dataclass
 class Split:
     """The samples of one split in input order, each with its id and its source."""
 
     rows: list[tuple[str, str, Sample]] = field(default_factory=list)
-
-    def shuffle(self, seed: int) -> None:
-        order = np.random.Generator(np.random.PCG64(seed)).permutation(len(self.rows)).tolist()
-        self.rows = [self.rows[i] for i in order]
 
     def token_counts(self, vocab_size: int) -> NDArray[np.int64]:
         """[V] int64: how often the assistant wrote each token."""
@@ -133,38 +129,36 @@ class Collected:
     splits: dict[str, Split] = field(default_factory=lambda: {name: Split() for name in SPLITS})
     refused: list[dict[str, str]] = field(default_factory=list)
     counts: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
-    asked: set[bytes] = field(default_factory=set)  # digests of all that was asked in a conversation
-
-    def add(self, row: Row, template: ChatTemplate, max_length: int, heldout: float) -> None:
-        """Mask, split and count a row; Refused if nothing of it can be used."""
-        if row.problem:
-            raise Refused(row.problem)
-        result = samples(template, row.messages, max_length, row.tools)
-        # By the conversation's prompt, so that all its turns fall on the same side.
-        split = self.splits["heldout" if is_heldout(row.messages, heldout) else "train"]
-        split.rows += [(row.id + suffix, row.source, sample) for suffix, sample in result.samples]
-        self.refused += [refusal(row, reason, suffix) for suffix, reason in result.refused]
-        asked = _digest(message for message in row.messages if message["role"] != "assistant")
-        repeated = row.sample == 0 and asked in self.asked
-        self.asked.add(asked)
-        self.counts[row.source].update(
-            repeated=int(repeated),
-            cut=sum(sample.cut for _, sample in result.samples),
-            no_end_of_turn=sum(sample.open_turns for _, sample in result.samples),
-            split_turns=int(result.split),
-            inserted=result.inserted,
-            respelt=sum(sample.respelt for _, sample in result.samples),
-            tools_unread=int(bool(row.tools) and not template.reads_tools),
-        )
+    places: set[float] = field(default_factory=set)  # of the conversations that are of use
 
 
 def collect(rows: Iterator[Row], template: ChatTemplate, max_length: int, heldout: float) -> Collected:
-    result = Collected()
+    """Mask, split and count every row."""
+    result, all_asked = Collected(), set[bytes]()
     for row in Progress(rows, desc="conversations", unit="row", leave=False):
         try:
-            result.add(row, template, max_length, heldout)
+            if row.problem:
+                raise Refused(row.problem)
+            found = samples(template, row.messages, max_length, row.tools)
         except Refused as error:
             result.refused.append(refusal(row, str(error)))
+            continue
+        # By the conversation's prompt, so that all its turns fall on the same side.
+        split = result.splits["heldout" if is_heldout(row.messages, heldout) else "train"]
+        split.rows += [(row.id + suffix, row.source, sample) for suffix, sample in found.samples]
+        result.places.add(place(row.messages))
+        result.refused += [refusal(row, reason, suffix) for suffix, reason in found.refused]
+        asked = _digest(message for message in row.messages if message["role"] != "assistant")
+        result.counts[row.source].update(
+            repeated=int(row.sample == 0 and asked in all_asked),
+            cut=sum(sample.cut for _, sample in found.samples),
+            no_end_of_turn=sum(sample.open_turns for _, sample in found.samples),
+            split_turns=int(found.split),
+            inserted=found.inserted,
+            respelt=sum(sample.respelt for _, sample in found.samples),
+            tools_unread=int(bool(row.tools) and not template.reads_tools),
+        )
+        all_asked.add(asked)
     return result
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from datasets import DatasetDict
 
-from data_prep.dataset import Collected, collect, most_common
+from data_prep.dataset import Collected, check_shares, collect, most_common
 from data_prep.journal import Journal
 from data_prep.masks import NO_ANSWER, samples
 from data_prep.regenerate import OUTPUT, of_answers, regenerate
@@ -93,7 +93,9 @@ def prepare(config: Config) -> None:
     collected.refused = answers.get("refused", []) + collected.refused
     _check_splits(collected, data)
     if data.shuffle is not None:
-        collected.splits["train"].shuffle(data.shuffle)
+        train = collected.splits["train"]
+        order = np.random.Generator(np.random.PCG64(data.shuffle)).permutation(len(train.rows)).tolist()
+        train.rows = [train.rows[i] for i in order]
     with writing(folder, "run_dir=… or data_dir=…"), artifacts.building(folder) as temporary:
         manifest = {
             **made_from.record(),
@@ -165,10 +167,7 @@ def _check_splits(collected: Collected, data: DataConfig) -> None:
     for name in sorted(named(data).keys() - sources):
         reasons = _reasons([entry for entry in collected.refused if entry["source"] == name], data)
         raise UserError(f"data.sources.{name}: no conversation of it is left to learn from ({reasons})")
-    if not collected.splits["train"].rows:
-        raise UserError(f"data.heldout={data.heldout} holds out every prompt: lower it or give more prompts")
-    if data.heldout > 0 and not collected.splits["heldout"].rows:
-        raise UserError(f"data.heldout={data.heldout} holds out no conversation: raise it, or set it to 0")
+    check_shares(collected.places, data.heldout)
 
 
 def _reasons(refused: list[dict[str, Any]], data: DataConfig) -> str:

@@ -12,7 +12,7 @@ from families import write_rows
 from made import message_of
 
 from data_prep import stage
-from data_prep.dataset import _place, is_heldout
+from data_prep.dataset import is_heldout, place
 from data_prep.stage import prepare
 from eagle31_train.common import artifacts
 from eagle31_train.common.errors import UserError
@@ -133,7 +133,7 @@ def test_a_template_under_which_nothing_can_be_learnt_is_refused_before_the_targ
 
 def test_the_split_depends_on_the_prompt_alone():
     def number(messages):
-        return _place(messages) * 2**32
+        return place(messages) * 2**32
 
     # Written down once: a change here would move prompts between the splits of existing runs.
     assert number(chat("why do cats knead blankets?")) == 2_631_719_248
