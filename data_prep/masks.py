@@ -15,7 +15,7 @@ as the message it was made from (markup.py), or the turn is refused by name.
 
 import re
 import unicodedata
-from bisect import bisect_right
+from bisect import bisect_left
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -150,21 +150,19 @@ class Tokens:
     """
 
     def __init__(self, template: ChatTemplate, text: str) -> None:
-        self.template = template
-        self.text = text
+        self.template, self.text = template, text
         self.offsets: list[tuple[int, int]] | None = None
         if template.tokenizer.is_fast:
             encoding = template.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
             self.ids: list[int] = list(encoding["input_ids"])
-            self.offsets = [(start, end) for start, end in encoding["offset_mapping"]]
-            self.starts = np.asarray([start for start, _ in self.offsets], dtype=np.int64)
+            self.offsets = list(encoding["offset_mapping"])
         else:
             self.ids = template.encode(text)
             self.pieces = self._pieces()
 
-    def _pieces(self) -> list[tuple[int, int]]:
-        """(first character, first token) of every added token and of every stretch between them."""
-        added, pieces, char, token = self.template.added, [], 0, 0
+    def _pieces(self) -> dict[int, int]:
+        """The first token and character of every added token and of every stretch between them."""
+        added, pieces, char, token = self.template.added, {}, 0, 0
         while token < len(self.ids):
             end = token + 1
             if self.ids[token] in added:
@@ -175,7 +173,7 @@ class Tokens:
                 spelling = self.template.decode(self.ids[token:end])
             if not self.text.startswith(spelling, char):
                 break
-            pieces.append((char, token))
+            pieces[token] = char
             char, token = char + len(spelling), end
         if char != len(self.text) or token != len(self.ids):
             raise Refused("the tokenizer does not give back the text that it was given")
@@ -187,13 +185,13 @@ class Tokens:
             return len(self.ids)
         if self.offsets is None:
             return self._boundary_in_piece(char)
-        count = int(np.searchsorted(self.starts, char))
+        count = bisect_left(self.offsets, (char, 0))
         if count and self.offsets[count - 1][1] > char:
             raise Refused(INSIDE)
         return count
 
     def _boundary_in_piece(self, char: int) -> int:
-        start, token = self.pieces[bisect_right(self.pieces, (char, len(self.ids))) - 1]
+        token, start = max(entry for entry in self.pieces.items() if entry[1] <= char)
         if start == char:
             return token
         before = self.template.encode(self.text[start:char])
@@ -218,10 +216,7 @@ class Tokens:
     def is_prompt(self, first: int, char: int) -> bool:
         """Whether tokens [0, first) are those of the first `char` characters by themselves, as serving has them."""
         start = self._marker_before(first)
-        if self.offsets is not None:
-            begin = self.offsets[start][0]
-        else:
-            begin = self.pieces[bisect_right(self.pieces, start, key=lambda piece: piece[1]) - 1][0]
+        begin = self.pieces[start] if self.offsets is None else self.offsets[start][0]
         return self.template.encode(self.text[begin:char]) == self.ids[start:first]
 
     def _marker_before(self, token: int) -> int:
@@ -372,21 +367,17 @@ def _written(
         whole = template.render([*history, message], tools=tools, verbatim=verbatim)
         body = _body(template, history, prompt, whole, tools)
         try:
-            if body is None:
-                return whole, _unchanged(message, prompt), False
-            return whole, *_read_back(message, prompt, _before_end(template, body))
+            if body is not None:
+                return whole, *_read_back(message, prompt, _before_end(template, body))
+            # The template writes it elsewhere than behind its prompt.
+            if (message.get("reasoning_content") or "").strip() or message.get("tool_calls"):
+                raise Refused("the template rewrites more of the turn than its text")
+            if prompt.rstrip().endswith(OPEN):
+                raise Refused(UNCLOSED)
+            return whole, message["content"], False
         except Refused as error:
             problem = error
     raise problem
-
-
-def _unchanged(message: Message, prompt: str) -> str:
-    """The words of an answer that the template writes elsewhere than behind its prompt."""
-    if (message.get("reasoning_content") or "").strip() or message.get("tool_calls"):
-        raise Refused("the template rewrites more of the turn than its text")
-    if prompt.rstrip().endswith(OPEN):
-        raise Refused(UNCLOSED)
-    return str(message["content"])
 
 
 def _read_back(message: Message, prompt: str, body: str) -> tuple[str, bool]:
