@@ -90,9 +90,9 @@ class Corpus:
     def read(self) -> Iterator[Row]:
         """The rows; of a mixture, the rows of no use come last. Raises UserError: see `Source.read` and `quotas`."""
         self.counts = {}
-        return self._mix() if self.mixed else self._all()
-
-    def _all(self) -> Iterator[Row]:
+        if self.mixed:
+            yield from self._mix()
+            return
         for row in self.sources[0].read():
             count = self.counts.setdefault(row.source, {"read": 0, "taken": 0})
             count["read"] += 1
@@ -104,40 +104,38 @@ class Corpus:
         usable: dict[str, list[str]] = {}
         unusable: list[Row] = []
         for source in self.sources:
-            rows, name = 0, source.name
-            usable[name] = []
+            ids, bad, name = list[str](), list[Row](), source.name
             for row in Progress(source.read(), desc=f"reading {name}", unit="row", leave=False):
-                rows += 1
                 if row.problem is None:
-                    usable[name].append(row.id)
+                    ids.append(row.id)
                 else:
-                    unusable.append(row)
-            if not usable[name]:
-                reason = f"none of its {rows} rows can be used ({unusable[-1].problem})"
+                    bad.append(row)
+            if not ids:
+                reason = f"none of its {len(bad)} rows can be used ({bad[-1].problem})"
                 raise UserError(f"data.sources.{name}: {reason}: mend it or leave it out")
-            self.counts[name] = {"weight": float(source.weight), "read": rows}
+            usable[name] = ids
+            unusable += bad
+            self.counts[name] = {"weight": float(source.weight), "read": len(ids) + len(bad)}
         weights = {source.name: source.weight for source in self.sources}
         taken = quotas(weights, {name: len(ids) for name, ids in usable.items()}, self.rows)
         streams = []
         for source in self.sources:
-            name, count = source.name, taken[source.name]
-            self.counts[name]["taken"] = count
-            chosen = heapq.nsmallest(count, usable[name], key=lambda identity: rank(self.seed, name, identity))
-            streams.append(placed(source, set(chosen)))
+            self.counts[source.name]["taken"] = taken[source.name]
+            streams.append(self._chosen(source, usable[source.name], taken[source.name]))
         for *_, row in heapq.merge(*streams, key=lambda entry: entry[:2]):
             yield row
         yield from unusable
 
+    def _chosen(self, source: Source, ids: list[str], count: int) -> Iterator[tuple[float, str, Row]]:
+        """`count` of the source's rows of these ids, in order, with their places in a mixture that is as long as 1,
+        evenly spread."""
 
-def placed(source: Source, ids: set[str]) -> Iterator[tuple[float, str, Row]]:
-    """The source's rows of these ids, in order, with their places in a mixture that is as long as 1, evenly spread."""
-    for number, row in enumerate(row for row in source.read() if row.id in ids):
-        yield (2 * number + 1) / (2 * len(ids)), source.name, row
+        def rank(identity: str) -> bytes:
+            return hashlib.sha256(json.dumps([self.seed, source.name, identity]).encode()).digest()[:16]
 
-
-def rank(seed: int, name: str, identity: str) -> bytes:
-    """Where a row stands among those of its source: the smallest are taken."""
-    return hashlib.sha256(json.dumps([seed, name, identity]).encode()).digest()[:16]
+        chosen = set(heapq.nsmallest(count, ids, key=rank))
+        for number, row in enumerate(row for row in source.read() if row.id in chosen):
+            yield (2 * number + 1) / (2 * count), source.name, row
 
 
 def quotas(weights: Mapping[str, Fraction], have: Mapping[str, int], rows: int | None) -> dict[str, int]:
@@ -200,7 +198,7 @@ def _open_source(config: Config, where: str, value: Any, name: str = "") -> Sour
     check_value(f"{where}.format", form, {"choices": FORMATS})
     files = open_files(path, options.split, where, options.stream_rows)
     own = entry if name else defaults
-    if own.get("stream_rows") and files[0].path:
+    if own.get("stream_rows") and not files[0].on_hub:
         raise UserError(f"stream_rows={options.stream_rows} is of hub data sets, and {where}={path} is none")
     # Through its decimal text: 0.7 and 0.3 are to be exactly that.
     return Source(files, form, f"{where}={path}", name, Fraction(str(options.weight)))

@@ -6,8 +6,9 @@ import csv
 import gzip
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -44,23 +45,13 @@ class File:
     name: str  # as errors and records have it
     fingerprint: str
     stem: str  # what the default ids of its rows begin with
-    path: Path | None = None
-    dataset: Any = None
-    first: int | None = None  # how many rows of the data set are read; None for all
-
-    def values(self) -> Iterator[tuple[int, Any]]:
-        """(number, JSON value) of every row; a damaged one is a UserError that names its place."""
-        if self.path is not None:
-            return read(self.path)
-        place = Place()
-        rows = _dataset_rows(islice(self.dataset, self.first), place)
-        return _numbered(rows, place, self.name, Exception)  # the hub's client raises a dozen unrelated types
+    values: Callable[[], Iterator[tuple[int, Any]]]  # as of `read`
+    on_hub: bool = False
 
 
 def read(path: Path) -> Iterator[tuple[int, Any]]:
     """(number, JSON value) of every row of a file; a damaged one is a UserError that names its place."""
-    place = Place()
-    return _numbered(READERS.get(kind_of(path), _json_lines)(path, place), place, path, DAMAGE)
+    return _numbered(partial(READERS.get(kind_of(path), _json_lines), path), path, DAMAGE)
 
 
 def count(path: Path) -> int:
@@ -72,10 +63,11 @@ def count(path: Path) -> int:
 
 
 def _numbered(
-    rows: Iterator[Any], place: Place, where: object, damage: type[Exception] | tuple[type[Exception], ...]
+    rows: Callable[[Place], Iterator[Any]], where: object, damage: type[Exception] | tuple[type[Exception], ...]
 ) -> Iterator[tuple[int, Any]]:
+    place = Place()
     try:
-        for value in rows:
+        for value in rows(place):
             yield place.number, value
     except damage as error:
         remedy = "mend it, or copy the file anew"
@@ -89,8 +81,10 @@ def _numbered(
 def open_files(spec: str, split: str, option: str, stream_rows: int | None = None) -> list[File]:
     """The files that `spec` names: a file, a folder, a glob, or a hub data set such as `org/name`, of which `split` and
     `stream_rows` are. UserError, naming `option`, if there is nothing of that name, or a folder holds others too."""
-    files = [_open_file(path, name) for name, path in find_files(spec, option)]
-    return files or [_open_hub(spec, split, option, stream_rows)]
+    files = find_files(spec, option)
+    if not files:
+        return [_open_hub(spec, split, option, stream_rows)]
+    return [File(name, artifacts.file_sha256(path), stem_of(name), partial(read, path)) for name, path in files]
 
 
 def find_files(spec: str, option: str) -> list[tuple[str, Path]]:
@@ -113,10 +107,6 @@ def find_files(spec: str, option: str) -> list[tuple[str, Path]]:
 def kind_of(path: Path) -> str:
     """The suffix that tells how a file is read, without `.gz`."""
     return Path(path.name.lower().removesuffix(".gz")).suffix
-
-
-def _open_file(path: Path, name: str) -> File:
-    return File(name, artifacts.file_sha256(path), stem_of(name), path=path)
 
 
 def stem_of(name: str) -> str:
@@ -249,12 +239,6 @@ def _unpacked_bytes(values: Any) -> int:
     return inner + OBJECT * len(values)
 
 
-def _dataset_rows(rows: Iterator[Any], place: Place) -> Iterator[Any]:
-    for row in rows:
-        yield row if detect(row) else with_lists(row)
-        place.number += 1
-
-
 READERS = dict(zip(ROW_FILES, (_json_lines, _json, _csv, _parquet), strict=True))
 
 
@@ -280,7 +264,13 @@ def _open_hub(spec: str, split: str, option: str, first: int | None) -> File:
             builder = datasets.load_dataset_builder(spec)
             dataset = builder.as_streaming_dataset(split)
             content = f"{split}:{builder.config_id}:{builder.hash}:{first}"  # the hash is that of the hub's commit
-    except Exception as error:  # as above: no network, no such set, split or permission
+    except Exception as error:  # the hub's client raises a dozen unrelated types
         message = f"{option}={spec} is no file, and no hub data set could be loaded: {first_line(error)}"
         raise UserError(message) from None
-    return File(spec, content, spec, dataset=dataset, first=first)
+
+    def rows(place: Place) -> Iterator[Any]:
+        for row in islice(dataset, first):
+            yield row if detect(row) else with_lists(row)
+            place.number += 1
+
+    return File(spec, content, spec, partial(_numbered, rows, spec, Exception), on_hub=True)
