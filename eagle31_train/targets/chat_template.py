@@ -17,7 +17,7 @@ from eagle31_train.common.errors import UserError
 from eagle31_train.config import TargetConfig
 
 MOST = 1 << 20  # bytes of a template: the longest in use have some 30,000
-SECONDS, MEMORY = 10.0, 1 << 30  # of one rendering of TRIED: bounds a thousand times what templates take
+SECONDS, MEMORY = 10, 1 << 30  # of one rendering of TRIED: bounds a thousand times what templates take
 TRIED: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": "Hello"}],
     [{"role": role, "content": "Hello"} for role in ("system", "user", "assistant", "user")],
@@ -61,7 +61,7 @@ def _check_ends(render: Callable[[Any], object], size: int, where: str) -> None:
         _tried(render)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if status:
-        bound = f"{SECONDS:g} s or {MEMORY >> 20:,} MiB"
+        bound = f"{SECONDS} s or {MEMORY >> 20:,} MiB"
         raise UserError(f"{where} takes more than {bound} to render a few words: give another target.chat_template")
 
 
@@ -70,18 +70,13 @@ def _tried(render: Callable[[Any], object]) -> NoReturn:
     status = 1
     try:
         # The kernel ends it, even amid a product that Python does not leave.
-        for timer, name, seconds in (
-            (signal.ITIMER_PROF, signal.SIGPROF, SECONDS),
-            (signal.ITIMER_REAL, signal.SIGALRM, 20 * SECONDS),  # where it waits for what another thread held
-        ):
-            signal.signal(name, signal.SIG_DFL)
-            signal.setitimer(timer, seconds)
         there = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        limit, most = there + MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]
-        if most != resource.RLIM_INFINITY:  # as by `ulimit -v`
-            limit = min(limit, most)
-        resource.setrlimit(resource.RLIMIT_AS, (limit, most))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        limits = {resource.RLIMIT_CPU: SECONDS, resource.RLIMIT_AS: there + MEMORY, resource.RLIMIT_CORE: 0}
+        for what, limit in limits.items():
+            most = resource.getrlimit(what)[1]  # as by `ulimit -v`
+            resource.setrlimit(what, (limit if most == resource.RLIM_INFINITY else min(limit, most), most))
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(20 * SECONDS)  # where it waits for what another thread held
         for messages in TRIED:
             render(messages)
         status = 0

@@ -109,7 +109,7 @@ def test_tokenizer(case, target):
 
 @pytest.fixture
 def template_file(target, monkeypatch):
-    monkeypatch.setattr(chat_template, "SECONDS", 0.5)
+    monkeypatch.setattr(chat_template, "SECONDS", 1)
     monkeypatch.setattr(chat_template, "MEMORY", 64 << 20)
     folder = target()
     config = TargetConfig(path=str(folder), chat_template=str(folder / "case.jinja"))
