@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+from functools import partial
 
 import datasets
 import made
@@ -65,12 +66,11 @@ KINDS = {
 @pytest.mark.parametrize("name", KINDS)
 def test_every_kind_gives_the_same_rows_and_ids_by_file_and_place(tmp_path, name):
     KINDS[name](tmp_path / name)
-    rows = rows_of(tmp_path / name)
-    assert [row.messages for row in rows] == [row["messages"] for row in ROWS]
+    rows, stem = rows_of(tmp_path / name), name.split(".")[0]
     first = 2 if "csv" in name.lower() else 1  # CSV's first line names the columns
-    assert [row.id for row in rows] == [f"{name.split('.')[0]}-{number}" for number in (first, first + 1)]
-    assert rows[0].source == name.split(".")[0]
-    assert rows[1].where == f"{name}:{first + 1}"
+    assert [row.messages for row in rows] == [row["messages"] for row in ROWS]
+    assert [(row.id, row.where) for row in rows] == [(f"{stem}-{n}", f"{name}:{n}") for n in (first, first + 1)]
+    assert rows[0].source == stem
 
 
 def test_rows_of_csv_are_known_by_their_first_line(tmp_path):
@@ -121,44 +121,35 @@ def test_a_folder_is_all_its_files_in_order_and_nothing_else(tmp_path):
     write_csv(folder / "a.csv", AS_TEXT)
     (folder / "_SUCCESS").touch()
     (folder / ".DS_Store").touch()
-    ids = ["a-2", "a-3", "b-1", "b-2", "sub/b-1", "sub/b-2"]
-    assert [row.id for row in rows_of(folder)] == ids
-    write_jsonl(folder / "aa.jsonl", ROWS)
-    assert [row.id for row in rows_of(folder)] == [*ids[:2], "aa-1", "aa-2", *ids[2:]], "another file moves no id"
-    assert [row.id for row in rows_of(folder / "*.jsonl")] == ["aa-1", "aa-2", "b-1", "b-2"]
+    assert [row.id for row in rows_of(folder)] == ["a-2", "a-3", "b-1", "b-2", "sub/b-1", "sub/b-2"]
+    assert [row.id for row in rows_of(folder / "*.jsonl")] == ["b-1", "b-2"]
     assert {row.id for row in rows_of(folder / "**" / "*.parquet")} == {"b-1", "b-2"}
     (folder / "sub" / "notes.md").touch()
-    assert "holds sub/notes.md, which is no data file" in message_of(folder)
     (tmp_path / "none" / "below").mkdir(parents=True)
-    assert "none is a folder without data files" in message_of(tmp_path / "none")
-    assert "matches no file" in message_of(folder / "*.txt")
-    assert "is missing: give a file" in message_of("~/none.csv")
-    assert "is missing: give a file" in message_of("none/there.csv.gz"), "which is no data set's id"
+    for spec, words in [
+        (folder, "holds sub/notes.md, which is no data file"),
+        (tmp_path / "none", "none is a folder without data files"),
+        (folder / "*.txt", "matches no file"),
+        ("~/none.csv", "is missing: give a file"),
+        ("none/there.csv.gz", "is missing: give a file"),  # which is no data set's id
+    ]:
+        assert words in message_of(spec)
 
 
-@pytest.fixture
-def hub(tmp_path, monkeypatch):
+def test_a_stream_reads_no_more_of_a_hub_data_set_than_is_asked_for(tmp_path, monkeypatch):
     """`org/name` on a hub that is a folder, read by `datasets` itself; its second file is damaged."""
     (tmp_path / "hub").mkdir()
     write_parquet(tmp_path / "hub" / "train-0.parquet", [{"prompt": f"q{i}", "turns": None} for i in range(5)])
     (tmp_path / "hub" / "train-1.parquet").write_bytes(b"not downloaded")
-    build = datasets.load_dataset_builder
-
-    def loaded(name, **options):
-        assert name == "org/name"
-        return build(str(tmp_path / "hub"), cache_dir=str(tmp_path / "cache"), **options)
-
-    monkeypatch.setattr(datasets, "load_dataset_builder", loaded)
-    return tmp_path
-
-
-def test_a_stream_reads_no_more_of_a_hub_data_set_than_is_asked_for(hub):
+    build, where = datasets.load_dataset_builder, {"org/name": str(tmp_path / "hub")}
+    loaded = partial(build, cache_dir=str(tmp_path / "cache"))
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda name, **options: loaded(where[name], **options))
     rows = rows_of("org/name", stream_rows=4)
     assert [row.messages[0]["content"] for row in rows] == ["q0", "q1", "q2", "q3"]
     assert rows[0].id == "org/name-1"
     four, again, three = (open_files("org/name", "train", "o", n)[0].fingerprint for n in (4, 4, 3))
     assert four == again != three
-    assert not any((hub / "cache").rglob("*.arrow"))
+    assert not any((tmp_path / "cache").rglob("*.arrow"))
     assert "org/name:6 cannot be read" in message_of("org/name", stream_rows=6)
     with pytest.raises(UserError, match="no hub data set could be loaded: Bad split: nope"):
         open_files("org/name", "nope", "data.prompts", 4)

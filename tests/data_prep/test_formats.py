@@ -32,11 +32,7 @@ HALF = "text with half of a surrogate pair, which is no Unicode"
 
 
 def called(arguments):
-    return {"type": "function", "function": {"name": "find", "arguments": arguments}}
-
-
-def test_a_sample_may_be_text_as_in_a_csv():
-    assert row(ANSWERED, id="a", sample="1").id == row(ANSWERED, id="a", sample=1).id == "a#1"
+    return [says(None, tool_calls=[{"type": "function", "function": {"name": "find", "arguments": arguments}}])]
 
 
 def row(messages, **more):
@@ -50,14 +46,10 @@ def test_formats(form, value, messages, forced):
     assert parse(value, form if forced else "auto", "f:1", "f-1").messages == messages
 
 
-@pytest.mark.parametrize("value", [{"instruction": None, "input": "hi"}, {"instruction": "hi", "input": ["a"]}])
-def test_an_alpaca_row_without_text_is_refused(value):
-    assert parse(value, "auto", "f:1", "f-1").problem == "an instruction or input without text"
-
-
-@pytest.mark.parametrize(("given", "identity"), [(0, "0"), ("a", "a"), (None, "f-1"), ("", "f-1")])
-def test_a_row_without_an_id_is_called_by_its_place(given, identity):
-    assert row(ASKED, id=given).id == identity
+def test_ids_are_given_or_told_by_place_and_sample():
+    for given, identity in [(0, "0"), ("a", "a"), (None, "f-1"), ("", "f-1")]:
+        assert row(ASKED, id=given).id == identity
+    assert row(ANSWERED, id="a", sample="1").id == row(ANSWERED, id="a", sample=1).id == "a#1"  # CSV has text only
 
 
 def test_rows_carry_tools_and_calls():
@@ -81,20 +73,22 @@ def test_rows_carry_tools_and_calls():
 
 
 @pytest.mark.parametrize(
-    ("messages", "tools", "problem"),
+    ("value", "problem"),
     [
-        ([{"role": "wizard", "content": "hi"}], None, "unknown role 'wizard'"),
-        ([{"role": "user", "content": None}], None, "a user turn without text"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], None, "content is not only text"),
-        ([{"role": "user", "content": "hi \ud83d"}], None, HALF),
-        ([says(None, tool_calls=[called(r'{"a": "\ud83d"}')])], None, HALF),
-        ([says("a", tool_calls=[{"name": "f"}])], None, "tool_calls is no list of calls with function.name"),
-        ([says("a", tool_calls=[called("{")])], None, "no JSON object"),
-        (ASKED, [{"name": "f"}], "tools is no list of tools with function.name"),
+        ({"messages": [{"role": "wizard", "content": "hi"}]}, "unknown role 'wizard'"),
+        ({"messages": [{"role": "user", "content": None}]}, "a user turn without text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content is not only text"),
+        ({"messages": [{"role": "user", "content": "hi \ud83d"}]}, HALF),
+        ({"messages": called(r'{"a": "\ud83d"}')}, HALF),
+        ({"messages": [says("a", tool_calls=[{"name": "f"}])]}, "tool_calls is no list of calls with function.name"),
+        ({"messages": called("{")}, "no JSON object"),
+        ({"messages": ASKED, "tools": [{"name": "f"}]}, "tools is no list of tools with function.name"),
+        ({"instruction": None, "input": "hi"}, "an instruction or input without text"),
+        ({"instruction": "hi", "input": ["a"]}, "an instruction or input without text"),
     ],
 )
-def test_rows_of_no_use_say_why(messages, tools, problem):
-    assert problem in row(messages, tools=tools).problem
+def test_rows_of_no_use_say_why(value, problem):
+    assert problem in parse(value, "auto", "f:1", "f-1").problem
 
 
 def call(name, identity=None, **arguments):
