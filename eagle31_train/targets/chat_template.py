@@ -4,13 +4,13 @@ Jinja's sandbox, in which transformers renders it, keeps it from files and from 
 without end or a product of gigabytes. So it is tried once in a process of its own, with bounds, before any other use.
 """
 
-import os
 import resource
-import signal
+import sys
 from collections.abc import Callable
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from eagle31_train.common import foreign
 from eagle31_train.common.errors import UserError
@@ -57,32 +57,27 @@ def _check_ends(render: Callable[[Any], object], size: int, where: str) -> None:
     """
     if size > MOST:
         raise UserError(f"{where} has {size:,} letters, and at most {MOST:,} are read: give another")
-    if (child := os.fork()) == 0:
-        _tried(render)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if status:
+    child = get_context("fork").Process(target=_try, args=(render,))
+    child.start()
+    child.join(20 * SECONDS)
+    child.kill()  # where it waits
+    child.join()
+    if child.exitcode:
         bound = f"{SECONDS} s or {MEMORY >> 20:,} MiB"
         raise UserError(f"{where} takes more than {bound} to render a few words: give another target.chat_template")
 
 
-def _tried(render: Callable[[Any], object]) -> NoReturn:
-    """The process of its own: it exits with 0, or is killed, or exits with 1 where memory ended."""
-    status = 1
+def _try(render: Callable[[Any], object]) -> None:
+    """The process of its own. The kernel ends it, even amid a product that Python does not leave."""
+    there = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limits = {resource.RLIMIT_CPU: SECONDS, resource.RLIMIT_AS: there + MEMORY, resource.RLIMIT_CORE: 0}
+    for what, limit in limits.items():
+        most = resource.getrlimit(what)[1]  # as by `ulimit -v`
+        resource.setrlimit(what, (limit if most == resource.RLIM_INFINITY else min(limit, most), most))
     try:
-        # The kernel ends it, even amid a product that Python does not leave.
-        there = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        limits = {resource.RLIMIT_CPU: SECONDS, resource.RLIMIT_AS: there + MEMORY, resource.RLIMIT_CORE: 0}
-        for what, limit in limits.items():
-            most = resource.getrlimit(what)[1]  # as by `ulimit -v`
-            resource.setrlimit(what, (limit if most == resource.RLIM_INFINITY else min(limit, most), most))
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(20 * SECONDS)  # where it waits for what another thread held
         for messages in TRIED:
             render(messages)
-        status = 0
     except MemoryError:
-        pass
+        sys.exit(1)
     except Exception:
-        status = 0
-    finally:
-        os._exit(status)
+        sys.exit(0)
