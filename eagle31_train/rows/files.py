@@ -154,16 +154,12 @@ def _json(path: Path, place: Place) -> Iterator[Any]:
     """A JSON list, or, as benchmarks often name them, JSON lines."""
     with _opened(path) as file:
         is_list = file.read(1 << 12).removeprefix(codecs.BOM_UTF8).lstrip()[:1] in (b"[", b"")
-    if is_list:
-        yield from _json_list(path, place)
+    if not is_list:
+        try:
+            yield from _json_lines(path, place)
+        except ValueError as error:
+            raise ValueError(f"{error}; it begins with no [, so it was read as JSON lines") from None
         return
-    try:
-        yield from _json_lines(path, place)
-    except ValueError as error:
-        raise ValueError(f"{error}; it begins with no [, so it was read as JSON lines") from None
-
-
-def _json_list(path: Path, place: Place) -> Iterator[Any]:
     text = bytearray()
     with _opened(path) as file:
         while part := file.read(1 << 20):  # all at once, Python would allocate what may be read at most
