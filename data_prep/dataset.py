@@ -42,14 +42,10 @@ def _digest(messages: Iterable[Message]) -> bytes:
     return hashlib.sha256(text.encode()).digest()
 
 
-def is_heldout(messages: list[Message], share: float) -> bool:
-    """Whether the conversation belongs to the held-out split; raising `share` only adds prompts to it."""
-    return place(messages) < share
-
-
 def place(messages: list[Message]) -> float:
     """[0, 1): where the conversation stands among all that there could be, by all before the first answer to a user: a
-    greeting answers nobody, and is the same in every conversation."""
+    greeting answers nobody, and is the same in every conversation. Below `data.heldout` it is held out: raising that
+    only adds prompts."""
     asked = next((i for i, message in enumerate(messages) if message["role"] == "user"), 0)
     prompt = [*messages[:asked], *takewhile(lambda message: message["role"] != "assistant", messages[asked:])]
     return int.from_bytes(_digest(prompt)[:4], "big") / 2**32
@@ -143,10 +139,9 @@ def collect(rows: Iterator[Row], template: ChatTemplate, max_length: int, heldou
         except Refused as error:
             result.refused.append(refusal(row, str(error)))
             continue
-        # By the conversation's prompt, so that all its turns fall on the same side.
-        split = result.splits["heldout" if is_heldout(row.messages, heldout) else "train"]
+        result.places.add(where := place(row.messages))  # of all its turns, which fall on the same side
+        split = result.splits["heldout" if where < heldout else "train"]
         split.rows += [(row.id + suffix, row.source, sample) for suffix, sample in found.samples]
-        result.places.add(place(row.messages))
         result.refused += [refusal(row, reason, suffix) for suffix, reason in found.refused]
         asked = _digest(message for message in row.messages if message["role"] != "assistant")
         result.counts[row.source].update(

@@ -68,18 +68,15 @@ def regenerate(config: Config, template: ChatTemplate) -> tuple[Path, dict[str, 
 
 def of_answers(config: Config, template: ChatTemplate, corpus: Corpus) -> Provenance:
     """What answers depend on. corpus: the prompts."""
-    return Provenance({**_settings(config, template), **_prompts(corpus)})
-
-
-def _prompts(corpus: Corpus) -> dict[str, Any]:
     inputs = corpus.inputs()
-    if corpus.mixed:
-        return {"prompts": inputs}
-    files = dict(inputs["sources"])
-    # By name, so that an error names the file that changed; as a list where two folders have a file of one name.
-    prompts = files if len(files) == len(inputs["sources"]) else {"files": inputs["sources"]}
-    # "auto" goes without saying, as it did when formats were not recorded.
-    return {"prompts": prompts, **({} if inputs["format"] == "auto" else {"format": inputs["format"]})}
+    prompts = {"prompts": inputs}
+    if not corpus.mixed:
+        files = dict(inputs["sources"])
+        # By name, so that an error names the file that changed; as a list where two folders have a file of one name.
+        prompts["prompts"] = files if len(files) == len(inputs["sources"]) else {"files": inputs["sources"]}
+        if inputs["format"] != "auto":  # which goes without saying, as it did when formats were not recorded
+            prompts["format"] = inputs["format"]
+    return Provenance({**_settings(config, template), **prompts})
 
 
 def _settings(config: Config, template: ChatTemplate) -> dict[str, Any]:

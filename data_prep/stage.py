@@ -23,6 +23,7 @@ from eagle31_train.common.errors import Refused, UserError
 from eagle31_train.common.locks import writing
 from eagle31_train.config import Config, DataConfig
 from eagle31_train.model import vocab
+from eagle31_train.provenance import Provenance
 from eagle31_train.reporting.tables import aligned
 from eagle31_train.rows.files import open_files
 from eagle31_train.targets.chat import ChatTemplate
@@ -73,13 +74,11 @@ def prepare(config: Config) -> None:
     if config.regenerate and config.data_dir and ours and not answered and not config.overwrite:
         # Another run's: its prompts are not asked again, for answers that would be refused or thrown away.
         made_from = provenance.of_data(config, _rows_of(folder, config, template), template.fingerprints(), vocab_size)
-        if provenance.up_to_date(folder, made_from, config.overwrite):
-            _record_target(folder, target)
+        if _is_done(folder, made_from, config, target):
             return
     corpus, answers = _open(config, template)
     made_from = provenance.of_data(config, corpus.inputs(), template.fingerprints(), vocab_size)
-    if provenance.up_to_date(folder, made_from, config.overwrite):
-        _record_target(folder, target)
+    if _is_done(folder, made_from, config, target):
         return
     if not ours and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         # commit() replaces the folder, and without our manifest what it holds may be the user's own.
@@ -111,14 +110,18 @@ def prepare(config: Config) -> None:
     note(summary(folder, manifest, template.name))
 
 
-def _record_target(folder: Path, target: TargetDescription) -> None:
-    """Training derives the drafter of what stands here: a target whose config.json was corrected since is recorded."""
+def _is_done(folder: Path, made_from: Provenance, config: Config, target: TargetDescription) -> bool:
+    """Whether the folder is up to date. Training derives the drafter of the target that its manifest describes: one
+    whose config.json was corrected since is recorded anew."""
+    if not provenance.up_to_date(folder, made_from, config.overwrite):
+        return False
     note(f"data: {folder} is up to date")
     manifest = artifacts.read_json(folder / artifacts.MANIFEST, "eagle31 data")
     if change := changed_since(manifest.get("target") or {}, target):
         note(f"data: its target is another since, and recorded anew ({change})")
         with writing(folder, "run_dir=… or data_dir=…"):
             artifacts.write_json(folder / artifacts.MANIFEST, {**manifest, "target": asdict(target)})
+    return True
 
 
 def check_maskable(template: ChatTemplate) -> None:
