@@ -106,7 +106,7 @@ class Local:
             except Refused as refused:
                 yield key, refused
 
-    def write(self, texts: Texts, how: SelfPromptsConfig, stops: list[int], stop_text: str | None) -> Outcomes:
+    def write(self, how: SelfPromptsConfig, stops: list[int], stop_text: str | None, texts: Texts) -> Outcomes:
         """What a user says next: text that goes on from token ids up to one of `stops`, or to `stop_text`."""
         requests = {key: (ids, how.temperature, seed) for key, (ids, seed) in texts.items()}
         for key, drawn in self._draw(requests, how.max_new_tokens, how.top_p, stops):
@@ -164,7 +164,7 @@ class Remote:
         """The next answer of each conversation; UserError where no prompt will fare better."""
         return self._all(jobs, self._answer)
 
-    def write(self, texts: Texts, how: SelfPromptsConfig, stops: list[int], stop_text: str | None) -> Outcomes:
+    def write(self, how: SelfPromptsConfig, stops: list[int], stop_text: str | None, texts: Texts) -> Outcomes:
         options = {"max_tokens": how.max_new_tokens, "temperature": how.temperature, "top_p": how.top_p}
         options["skip_special_tokens"] = False  # a text with some is refused, and `stop` is looked for in what is left
 

@@ -29,7 +29,6 @@ from eagle31_train.targets.chat import ChatTemplate
 from eagle31_train.targets.markup import CLOSE, OPEN, apart
 
 INSIDE = "a boundary inside a token"
-WITHIN = "an end-of-turn token inside the answer"
 NO_END = "no end-of-turn token after the answer"
 NO_ANSWER = "no assistant turn"
 UNCLOSED = "the generation prompt opens a thought that the answer does not close"
@@ -113,18 +112,19 @@ def masked(template: ChatTemplate, text: str, spans: list[Span], max_length: int
 
 def supervised(template: ChatTemplate, tokens: "Tokens", start: int, end: int, content: str) -> tuple[int, int]:
     """Tokens [first, last) of an answer at characters [start, end); `last` is its end-of-turn token."""
-    first = tokens.boundary(start)
-    stop = tokens.boundary(end)
+    first, stop = tokens.boundary(start), tokens.boundary(end)
     ends = [i for i in range(first, stop) if tokens.ids[i] in template.end_ids]
     if not ends:  # it may be what begins the next turn (GLM): turn by turn that is known
         raise RewrittenError(NO_END)
     last = ends[0]
     # A template may close the conversation with one more (Phi).
     if template.decode([i for i in tokens.ids[last + 1 : stop] if i not in template.end_ids]).strip():
-        several = len(ends) > 1
-        raise Refused(WITHIN if several else "text of the turn after its end-of-turn token")
+        inside = "an end-of-turn token inside the answer"
+        raise Refused(inside if len(ends) > 1 else "text of the turn after its end-of-turn token")
     body = tokens.text_between(first, last)
-    if not _same(tokens.text[start : tokens.char(last, start + len(body))], body):
+    # Where the tokenizer tells: a text that it normalised has another length.
+    before_end = start + len(body) if tokens.offsets is None else tokens.offsets[last][0]
+    if not _same(tokens.text[start:before_end], body):
         raise Refused(INSIDE)
     if not _same(body.strip(), content.strip()):
         if (after := body.strip().removeprefix(content.strip()).strip()) in template.added.values():
@@ -183,14 +183,11 @@ class Tokens:
         """How many tokens lie before character `char`; Refused where one lies across it."""
         if char >= len(self.text):
             return len(self.ids)
-        if self.offsets is None:
-            return self._boundary_in_piece(char)
-        count = bisect_left(self.offsets, (char, 0))
-        if count and self.offsets[count - 1][1] > char:
-            raise Refused(INSIDE)
-        return count
-
-    def _boundary_in_piece(self, char: int) -> int:
+        if self.offsets is not None:
+            count = bisect_left(self.offsets, (char, 0))
+            if count and self.offsets[count - 1][1] > char:
+                raise Refused(INSIDE)
+            return count
         token, start = max(entry for entry in self.pieces.items() if entry[1] <= char)
         if start == char:
             return token
@@ -198,10 +195,6 @@ class Tokens:
         if self.ids[token : token + len(before)] != before or self.ids[token] in self.template.added:
             raise Refused(INSIDE)
         return token + len(before)
-
-    def char(self, token: int, otherwise: int) -> int:
-        """The first character of a token, where the tokenizer tells: a text that it normalised has another length."""
-        return otherwise if self.offsets is None else self.offsets[token][0]
 
     def text_between(self, first: int, last: int) -> str:
         """What tokens [first, last) add to the text before them."""

@@ -11,12 +11,12 @@ import zlib
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
-from data_prep.answers import NO_CHARACTER, Job, Texts, engine, target_inputs
-from data_prep.journal import Answer, Journal, Outcomes
+from data_prep.answers import NO_CHARACTER, Job, engine, target_inputs
+from data_prep.journal import Answer, Journal
 from data_prep.sources import WRITTEN as OUTPUT
 from eagle31_train.common import artifacts
 from eagle31_train.common.console import Progress, note
@@ -45,10 +45,11 @@ class Attempt:
 def write_prompts(config: Config, template: ChatTemplate) -> Path:
     """Have the target write `data.self_prompts.count` prompts; returns `run_dir/prompts.jsonl`."""
     output = Path(config.run_dir) / OUTPUT
-    stop = user_stop(template)
-    settings = _settings(config, template)
-    made_from = Provenance(settings)
-    journal = Journal(output)
+    stop, generate, options = user_stop(template), config.data.generate, asdict(config.data.self_prompts)
+    settings = {"layout": 2, **target_inputs(config, template, "server"), **options}
+    if options["turns"] > 1:
+        settings["answers"] = [generate.max_new_tokens, generate.temperature, generate.top_p]
+    journal, made_from = Journal(output), Provenance(settings)
     if journal.finished(made_from, config.overwrite):
         note(f"prompts: {output} is up to date")
         return output
@@ -105,13 +106,6 @@ def _counted(refused: Counter[str]) -> str:
     return ", ".join(f"{count} {reason}" for reason, count in refused.most_common())
 
 
-def _settings(config: Config, template: ChatTemplate) -> dict[str, Any]:
-    generate, options = config.data.generate, asdict(config.data.self_prompts)
-    answers = {"answers": [generate.max_new_tokens, generate.temperature, generate.top_p]}
-    later = answers if options["turns"] > 1 else {}
-    return {"layout": 2, **target_inputs(config, template, "server"), **options, **later}
-
-
 class Writer:
     def __init__(self, config: Config, template: ChatTemplate, stop: Stop, journal: Journal, fingerprint: str) -> None:
         self.config, self.template, self.journal, self.fingerprint = config, template, journal, fingerprint
@@ -132,7 +126,7 @@ class Writer:
             # A batch larger than the engine's, so that texts of like length share one; as many as may be missing.
             while len(done) < wanted and (batch := list(islice(numbers, max(self.engine.at_once, wanted - len(done))))):
                 self.bar.total = self.bar.n + len(batch) * self.options.turns
-                done += self._turns([self._begin(number) for number in batch])
+                done += self._turns(list(map(self._begin, batch)))
                 self.bar.set_postfix_str(f"{len(done):,} of {wanted:,} of use", refresh=False)
         if len(done) < wanted:
             few = f"the target wrote {len(done)} prompts of use in {tries} tries ({_counted(self.refused)})"
@@ -154,8 +148,9 @@ class Writer:
                 going = self._answered(going)
             keys = {f"{self.fingerprint}-{one.number}-{turn}": one for one in going}
             requests = {key: self._request(one) for key, one in keys.items()}
+            ask = partial(self.engine.write, self.options, self.stops, self.stop_text)
             texts = {}
-            for key, outcome in self.journal.outcomes(requests, self._ask):
+            for key, outcome in self.journal.outcomes(requests, ask):
                 texts[key] = outcome
                 self.bar.update()
             going = [one for key, one in keys.items() if self._takes(one, texts[key])]
@@ -178,9 +173,6 @@ class Writer:
         one.turns.append(text)
         one.messages.append({"role": "user", "content": text})
         return True
-
-    def _ask(self, texts: Texts) -> Outcomes:
-        return self.engine.write(texts, self.options, self.stops, self.stop_text)
 
     def _request(self, one: Attempt) -> tuple[list[int], int]:
         """Token ids up to where the user speaks, and a seed. A space before that is the first word's."""
