@@ -2,7 +2,6 @@
 
 from types import SimpleNamespace
 
-import pytest
 from answering import answering, completion
 from made import message_of
 
@@ -11,31 +10,15 @@ from data_prep.answers import BROKEN, Job, Local
 from data_prep.client import NoAnswer, Server
 from data_prep.dialogue import turns_of
 from data_prep.journal import Answer
-from data_prep.masks import samples
 from eagle31_train.common.errors import Refused
 from eagle31_train.config import Config, TargetConfig
 from eagle31_train.rows.formats import Row
-from eagle31_train.targets.chat import ChatTemplate
 
-# Thoughts in their own field, tool calls as Qwen writes them.
-THINKING = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}<think>{{ m.reasoning_content }}"
-    "</think>{% endif %}{{ m.content }}{% for call in m.tool_calls or [] %}<tool_call>"
-    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}</tool_call>{% endfor %}'
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>{% endif %}"
-)
-TOOLS = [{"type": "function", "function": {"name": "find", "parameters": {}}}]
-CALLS = [{"id": "c1", "type": "function", "index": 0, "function": {"name": "find", "arguments": '{"a":1}'}}]
 ASK = {"role": "user", "content": "hi"}
 
 
-@pytest.fixture
-def thinking(tokenizer) -> ChatTemplate:
-    return ChatTemplate(tokenizer, [tokenizer.eos_token_id], THINKING, {"thinking": True})
-
-
-def ask(server, template, messages=(ASK,), tools=None):
-    return Server(server.url, "m", template, max_tokens=7, top_p=0.9).answer(list(messages), 0.5, 11, tools)
+def ask(server, template, messages=(ASK,)):
+    return Server(server.url, "m", template, max_tokens=7, top_p=0.9).answer(list(messages), 0.5, 11)
 
 
 def test_a_request_is_sent_again_until_there_is_a_whole_answer_as_late_as_the_server_asks(chatml, monkeypatch, capsys):
@@ -92,23 +75,9 @@ def test_a_server_with_another_template_is_named_once(server, chatml, capsys):
         assert capsys.readouterr().err.count("makes 99 tokens of a prompt that has") == times
 
 
-def test_an_answer_taken_apart_is_put_together_as_the_target_wrote_it(server, thinking, chatml):
-    server.reply = lambda _: completion(None, "tool_calls", tool_calls=CALLS, reasoning="hm")
-    answer = ask(server, thinking, tools=TOOLS)
-    assert server.bodies[0]["tools"] == TOOLS
-    assert server.bodies[0]["chat_template_kwargs"] == {"thinking": True}
-    assert answer.finish_reason == "tool_calls"
-    assert answer.message == {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": CALLS}
-    ((_, sample),) = samples(thinking, [ASK, answer.message], 1000, TOOLS).samples
-    text = thinking.decode(sample.input_ids[sample.loss_mask].tolist())
-    assert text == 'hm</think><tool_call>{"name": "find", "arguments": {"a": 1}}</tool_call><|im_end|>'
+def test_thoughts_that_the_template_does_not_read_are_refused(server, chatml):
+    server.reply = lambda _: completion("yes", reasoning="hm")
     assert "start it without a reasoning parser" in message_of(ask, server, chatml)
-
-
-def test_a_prompt_has_earlier_thoughts_where_the_template_looks_for_them(thinking):
-    ids = thinking.prompt_ids([ASK, {"role": "assistant", "content": "<think>hm</think>yes"}, ASK])
-    asked = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n<think>"
-    assert thinking.decode(ids) == f"{asked}hm</think>yes<|im_end|>\n{asked}"
 
 
 FOX = "hello 🦊"

@@ -89,7 +89,6 @@ def test_rows_of_csv_are_known_by_their_first_line(tmp_path):
     ("name", "content", "words"),
     [
         ("a.jsonl", b'{"prompt": "a"}\n{"prompt": "b"}\n\n{"prompt": "c"\n', "a.jsonl:4 cannot be read"),
-        ("a.jsonl", b'{"prompt": "a"}\n{"prompt": "\xff"}\n', "a.jsonl:2 cannot be read"),
         ("a.txt", b"Why is the sky blue?\n", "it was read as JSON lines, since its name ends in none of .jsonl, "),
         ("a.jsonl", b'{"prompt": "a"}\n{"te\\nxt": "b"}\n', "a.jsonl:2: no known format (has te xt)"),
         ("a.jsonl", b'{"id": "x", "prompt": "a"}\n{"id": "x", "prompt": "b"}', ":2: id 'x' is also that of a.jsonl:1"),
@@ -97,7 +96,6 @@ def test_rows_of_csv_are_known_by_their_first_line(tmp_path):
         ("a.json", b'{"prompt": "0"}\n{"prompt": "1"\n', "a.json:2 cannot be read"),
         ("a.json", b'{\n"data": []}\n', "it begins with no [, so it was read as JSON lines"),
         ("a.csv", b'prompt,id\n"q\n\nr",1\nq,2,3\n', "a.csv:5 cannot be read (it has 3 cells"),
-        ("a.csv", b"prompt;id\nq;1\n", "a.csv:2: no known format (has prompt;id)"),
         ("a.csv", b"prompt,prompt\nq,1\n", "a.csv:1 cannot be read (it names a column twice"),
         ("a.csv", b'prompt\nq\n"r"s\n', "a.csv:3 cannot be read"),
         ("a.csv", "prompt\nq\nGrün\n".encode("latin-1"), "invalid start byte): save it as UTF-8"),
@@ -105,7 +103,6 @@ def test_rows_of_csv_are_known_by_their_first_line(tmp_path):
         ("a.parquet", b"PAR1 and nothing more", "a.parquet:1 cannot be read"),
         ("a.jsonl.gz", b'{"prompt": "a"}\n', "a.jsonl.gz:1 cannot be read"),
         *((name, b"", f"{name} is empty: it holds no row") for name in ("a.jsonl", "a.json", "a.csv", "a.jsonl.gz")),
-        ("a.csv", b"prompt,id\n", "a.csv is empty: it holds no row"),
     ],
 )
 def test_damage_is_named_by_its_place(tmp_path, name, content, words):

@@ -16,9 +16,8 @@ from eagle31_train.config import TargetConfig
 from eagle31_train.targets.chat import ChatTemplate
 
 ASK = {"role": "user", "content": "hello, how are you?"}
-REPLY = {"role": "assistant", "content": "the quick brown fox"}
-CHAT = [{"role": "system", "content": "be kind"}, ASK, REPLY, {"role": "user", "content": "and?"},
-        {"role": "assistant", "content": "héllo 🦊\n"}]  # fmt: skip
+REPLY = says("the quick brown fox")
+CHAT = [{"role": "system", "content": "be kind"}, ASK, REPLY, {"role": "user", "content": "and?"}, says("héllo 🦊\n")]
 
 
 def with_template(tokenizer: PreTrainedTokenizerFast, text: str) -> ChatTemplate:
@@ -46,53 +45,36 @@ def test_planted_mistakes_are_caught(chatml, monkeypatch, mistake):
         one_sample(chatml, CHAT, 1000)
 
 
-# Keeps only what follows </think> of earlier answers, as reasoning models' templates do.
-REWRITING = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('</think>')[-1] }}"
-    "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-NO_END = (
-    "{% for m in messages %}{{ m.role }}:\n{{ m.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant:\n{% endif %}"
-)
-# "assistant: " ends with a space that the tokenizer joins to the first word of the answer.
-SPACED = (
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
-)
+SAID = "{{ m['content'] }}"
 
 
 @pytest.mark.parametrize(
-    ("change", "messages", "reason"),
+    ("changes", "messages", "reason"),
     [
-        (None, [ASK], "no assistant turn"),
-        (None, [ASK, says("")], "an empty answer"),
-        (None, [ASK, says("a<|im_end|>\n<|im_start|>assistant\nb")], "an end-of-turn token inside the answer"),
-        (REWRITING, [ASK, says("hm</think>yes"), ASK, REPLY], "the template rewrites history"),
-        (NO_END, [ASK, REPLY], "no end-of-turn token after the answer"),
-        (SPACED, [ASK, says("hello")], "a boundary inside a token"),
-        ("{{ raise_exception('roles must alternate') }}", [ASK, REPLY], "roles must alternate"),
-        (("m['content'] }}", "(m['content'] | upper) }}"), [ASK, REPLY], "the template alters the answer"),
-        (
-            ("m['content'] }}", "m['content'] }}<|im_start|>"),
-            [ASK, REPLY],
-            r"end with <\|im_start\|>, which eos",
-        ),
+        ({}, [ASK], "no assistant turn"),
+        ({}, [ASK, says("")], "an empty answer"),
+        ({}, [ASK, says("a<|im_end|>\n<|im_start|>assistant\nb")], "an end-of-turn token inside the answer"),
+        # As templates of reasoning models do.
+        ({SAID: "{{ m.content if loop.last else m.content.split('</think>')[-1] }}"},
+         [ASK, says("hm</think>yes"), ASK, REPLY], "the template rewrites history"),
+        ({"<|im_end|>": ""}, [ASK, REPLY], "no end-of-turn token after the answer"),
+        # The space at the end of the prompt becomes one token with the answer's first word.
+        ({"\n" + SAID: ": " + SAID, "assistant\n": "assistant: "}, [ASK, says("hello")], "a boundary inside a token"),
+        ({"{% for": "{{ raise_exception('roles must alternate') }}{% for"}, [ASK, REPLY], "roles must alternate"),
+        ({SAID: "{{ m.content | upper }}"}, [ASK, REPLY], "the template alters the answer"),
+        ({SAID: SAID + "<|im_start|>"}, [ASK, REPLY], r"end with <\|im_start\|>, which eos"),
     ],
-)
-def test_what_cannot_be_exact_is_refused(tokenizer, chatml, change, messages, reason):
-    text = chatml.template.replace(*change) if isinstance(change, tuple) else change or chatml.template
+)  # fmt: skip
+def test_what_cannot_be_exact_is_refused(chatml, changes, messages, reason):
+    for old, new in changes.items():
+        chatml.template = chatml.template.replace(old, new)
     with pytest.raises(Refused, match=reason):
-        one_sample(with_template(tokenizer, text), messages, 1000)
+        one_sample(chatml, messages, 1000)
 
 
 def test_a_prompt_that_has_other_tokens_by_itself_is_refused(breaks_tokenizer, chatml):
     """Serving tokenizes the generation prompt alone: there its two line breaks are one token."""
-    text = chatml.template.replace("\n{{ m['content'] }}", "\n\n{{ m['content'] }}").replace(
-        "assistant\n", "assistant\n\n"
-    )
+    text = chatml.template.replace("\n" + SAID, "\n\n" + SAID).replace("assistant\n", "assistant\n\n")
     template = with_template(breaks_tokenizer, text)
     whole, prompt = template.encode(template.render([ASK, REPLY])), template.prompt_ids([ASK])
     assert whole[: len(prompt) - 1] == prompt[:-1]

@@ -13,7 +13,7 @@ from made import message_of
 
 from data_prep import regenerate as module
 from data_prep.answers import Local
-from data_prep.dataset import is_heldout
+from data_prep.dataset import place
 from data_prep.journal import Journal
 from data_prep.regenerate import OUTPUT, regenerate
 from data_prep.stage import prepare
@@ -44,30 +44,24 @@ def run(config):
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def test_where_no_prompt_can_be_answered_it_says_why(config):
-    write_rows(Path(config.data.prompts), [{"messages": [{"role": "assistant", "content": "x"}]}] * 2)
-    with pytest.raises(UserError, match=r"no prompt that can be answered \(2 × .*user"):
-        run(config)
-
-
-def test_a_share_that_holds_out_none_or_all_is_refused_before_a_prompt_is_answered(config, monkeypatch):
+def test_what_cannot_be_met_is_refused_before_a_prompt_is_answered(config, monkeypatch):
     monkeypatch.setattr(Local, "answers", lambda *_: pytest.fail("asked"))
     asked = [[{"role": "user", "content": text}] for text in ("hello", "the fox")]
     asked.append(PROMPTS[2]["messages"])
-    assert [sum(is_heldout(each, share) for each in asked) for share in (0.05, 0.408)] == [0, 1]
+    assert [sum(place(each) < share for each in asked) for share in (0.05, 0.408)] == [0, 1]
     config.data.heldout = 0.05
     with pytest.raises(UserError, match=r"holds out none of 3 prompts.*data\.heldout=0\.408 holds out one"):
         run(config)
     config.data.heldout = 0.999
     assert "holds out every prompt" in message_of(run, config)
-
-
-def test_ids_that_answers_would_have_are_refused_before_a_prompt_is_answered(config, monkeypatch):
-    monkeypatch.setattr(Local, "answers", lambda *_: pytest.fail("asked"))
+    config.data.generate.samples = 2
+    assert "set data.generate.temperature above 0" in message_of(run, config)
+    config.data.generate.temperature = 0.9
     write_rows(Path(config.data.prompts), [{"id": "q#1", "prompt": "a"}, {"id": "q", "prompt": "b"}])
-    config.data.generate.samples, config.data.generate.temperature = 2, 0.9
     with pytest.raises(UserError, match=r"prompts\.jsonl:2: an answer would have the id 'q#1', as one to .*:1: choose"):
         run(config)
+    write_rows(Path(config.data.prompts), [{"messages": [{"role": "assistant", "content": "x"}]}] * 2)
+    assert "no prompt that can be answered (2 × no user turn)" in message_of(run, config)
 
 
 def test_greedy_answers_are_those_of_the_model_step_by_step(config, tiny_target):
@@ -84,9 +78,7 @@ def test_greedy_answers_are_those_of_the_model_step_by_step(config, tiny_target)
     assert set(rows[0]) == {"id", "source", "sample", "temperature", "finish_reason", "messages"}
     for row in rows:
         assert row["finish_reason"] == row["messages"][-1]["finish_reason"]
-        for i, message in enumerate(row["messages"]):
-            if message["role"] != "assistant":
-                continue
+        for i in [i for i, message in enumerate(row["messages"]) if message["role"] == "assistant"]:
             ids, answer = template.prompt_ids(row["messages"][:i]), []
             while len(answer) < 6:
                 with torch.no_grad():
@@ -94,7 +86,7 @@ def test_greedy_answers_are_those_of_the_model_step_by_step(config, tiny_target)
                 if token in template.end_ids:
                     break
                 answer.append(token)
-            assert message["content"] == template.decode(answer, skip_special_tokens=True)
+            assert row["messages"][i]["content"] == template.decode(answer, skip_special_tokens=True)
 
 
 def test_samples_first_greedy_then_sampled_and_reproducible(config, tmp_path):
@@ -107,10 +99,8 @@ def test_samples_first_greedy_then_sampled_and_reproducible(config, tmp_path):
     assert run(config) == rows  # other batches, same draws
     config.run_dir, config.seed = str(tmp_path / "other"), 1
     other = run(config)
-    assert [r["messages"] for r in other if r["sample"] == 0] == [r["messages"] for r in rows if r["sample"] == 0]
-    assert [r["messages"] for r in other if r["sample"]] != [r["messages"] for r in rows if r["sample"]]
-    config.data.generate = GenerateConfig(samples=3, temperature=0.0)
-    assert "set data.generate.temperature above 0" in message_of(run, config)
+    for one, another in zip(rows, other, strict=True):
+        assert (one["messages"] == another["messages"]) == (one["sample"] == 0)
 
 
 def test_finished_answers_are_not_made_again_and_not_replaced_unasked(config, tmp_path, monkeypatch, capsys, interrupt):
@@ -148,15 +138,17 @@ def test_for_the_data_of_another_run_no_prompt_is_answered_anew(config, tmp_path
     prepare(other)
     assert capsys.readouterr().out.endswith(f"{other.data_dir} is up to date\n")
     (more := tmp_path / "more").mkdir()
-    changed = {"max_length": replace(config.data, max_length=64)}
-    changed["prompts.prompts.jsonl"] = replace(config.data, prompts=write_rows(more / "prompts.jsonl", PROMPTS[:2]))
-    changed["max_new_tokens"] = replace(config.data, generate=GenerateConfig(max_new_tokens=5))
-    for what, data in changed.items():
+    changed = {
+        "prompts.prompts.jsonl": {"prompts": write_rows(more / "prompts.jsonl", PROMPTS[:2])},
+        "max_new_tokens": {"generate": GenerateConfig(max_new_tokens=5)},
+        "max_length": {"max_length": 64},
+    }
+    for what, options in changed.items():
         with pytest.raises(UserError, match=rf"run/data was made from other inputs \({what}: "):
-            prepare(replace(other, data=data))
+            prepare(replace(other, data=replace(config.data, **options)))
     (tmp_path / "run" / MANIFEST).unlink()  # the data set alone is there, and its own records decide
     prepare(other)
-    assert "max_length: " in message_of(prepare, replace(other, data=changed["max_length"]))
+    assert "max_length: " in message_of(prepare, replace(other, data=replace(config.data, max_length=64)))
 
 
 def test_the_journal_is_of_one_run_at_a_time(tmp_path):
@@ -222,7 +214,7 @@ def served(config, tmp_path, server):
         if "weather" in last["content"]:
             call = {"id": "functions.weather:0", "type": "function",
                     "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}  # fmt: skip
-            return completion(None, "tool_calls", usage=5, reasoning_content="look it up", tool_calls=[call])
+            return completion(None, "tool_calls", usage=5, reasoning="look it up", tool_calls=[call])  # its other name
         return completion("answer to " + last["content"], usage=5)
 
     server.reply = reply

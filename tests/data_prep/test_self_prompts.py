@@ -38,11 +38,10 @@ def test_any_batch_and_any_stop_end_in_the_same_prompts(tiny_target, tmp_path, m
     assert not (tmp_path / "whole" / JOURNAL).exists()
     alone = configured(tmp_path / "alone", tiny_target, "data.generate.batch_size=1")
     assert written(alone) == rows
-    stopped, add, left = configured(tmp_path / "stopped", tiny_target), Journal.add, [4]
+    stopped, add = configured(tmp_path / "stopped", tiny_target), Journal.add
 
     def some(journal, key, answer):
-        left[0] -= 1
-        if left[0] < 0:
+        if len(journal.answers) == 4:
             raise KeyboardInterrupt
         add(journal, key, answer)
 
@@ -56,8 +55,7 @@ def test_any_batch_and_any_stop_end_in_the_same_prompts(tiny_target, tmp_path, m
     more = configured(tmp_path / "stopped", tiny_target, "data.self_prompts.count=7")
     assert written(more)[:6] == rows  # the texts that are there serve another count, too
     assert not kept & set(added)
-    other = configured(tmp_path / "stopped", tiny_target, "seed=1")
-    assert "seed" in message_of(written, other)
+    assert "seed" in message_of(written, configured(tmp_path / "stopped", tiny_target, "seed=1"))
 
 
 def test_a_system_prompt_that_the_template_refuses_is_named(tiny_target, tmp_path, tokenizer):
@@ -114,19 +112,15 @@ def test_text_ends_a_users_turn_where_no_token_does(completions, tiny_target, tm
 
 
 @pytest.mark.parametrize(
-    ("between", "stop"),
-    [("", ("<|im_end|>", None)), ("\n", ("<|im_end|>", None)), ("/nothink", ("<|im_end|>", "/nothink"))],
+    ("between", "text"), [("<|im_end|>", None), ("\n<|im_end|>", None), ("/nothink<|im_end|>", "/nothink"), ("\n", "")]
 )
-def test_a_token_after_words_of_the_template_ends_a_users_turn(tokenizer, between, stop):
-    template = "{% for m in messages %}{{ m['content'] }}" + between + "<|im_end|>\n<|im_start|>{% endfor %}"
-    token, text = user_stop(ChatTemplate(tokenizer, [tokenizer.eos_token_id], template))
-    assert (tokenizer.convert_ids_to_tokens(token), text) == stop
-
-
-def test_a_template_without_an_end_is_refused(tokenizer):
-    template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
-    with pytest.raises(UserError, match="writes something after a user's words"):
-        user_stop(ChatTemplate(tokenizer, [tokenizer.eos_token_id], template))
+def test_a_token_after_words_of_the_template_ends_a_users_turn(tokenizer, between, text):
+    words = "{% for m in messages %}{{ m['content'] }}" + between + "{% endfor %}"
+    template = ChatTemplate(tokenizer, [tokenizer.eos_token_id], words)
+    if text == "":
+        assert "writes something after a user's words" in message_of(user_stop, template)
+    else:
+        assert user_stop(template) == (tokenizer.convert_tokens_to_ids("<|im_end|>"), text)
 
 
 @pytest.mark.parametrize(

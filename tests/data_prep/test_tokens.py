@@ -29,10 +29,9 @@ def template(tmp_path_factory):
     (folder / "ranks.json").write_text(json.dumps([token.decode("latin-1") for token in MERGED]))
     base = 256 + len(MERGED)
     added = {
-        str(base + i): {"content": token, "special": token not in ("<think>", "</think>"), "lstrip": False,
-                        "rstrip": False, "normalized": False, "single_word": False}
+        str(base + i): {"content": token, "special": "think" not in token, "normalized": False}
         for i, token in enumerate(KIMI["special"])
-    }  # fmt: skip
+    }
     config = {
         "tokenizer_class": "BytesTokenizer",
         "auto_map": {"AutoTokenizer": ["tokenization_bytes.BytesTokenizer", None]},

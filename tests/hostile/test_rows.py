@@ -98,65 +98,60 @@ def test_prompts_of_an_evaluation(case, tmp_path):
     outcome(lambda: prompts.from_suite("s", suite, "evaluate.suites.s", TEMPLATE))
 
 
-def test_a_few_bytes_that_unpack_to_a_line_without_end(tmp_path, monkeypatch):
+def read_whole(path):
+    return outcome(lambda: list(open_files(str(path), "train", "o")[0].values()))
+
+
+@pytest.mark.parametrize("name", ["bomb.jsonl.gz", "bomb.json.gz", "bomb.csv.gz"])
+def test_a_few_bytes_that_unpack_to_a_line_without_end(tmp_path, monkeypatch, name):
     monkeypatch.setattr(files, "LINE", 1 << 20)
     monkeypatch.setattr(files, "LIST", 1 << 20)
-    for name in ("bomb.jsonl.gz", "bomb.json.gz", "bomb.csv.gz"):
-        (tmp_path / name).write_bytes(gzip.compress(b" " * (1 << 24)))
-        found = outcome(lambda name=name: list(open_files(str(tmp_path / name), "train", "o")[0].values()))
-        assert "1,048,576 bytes or more" in str(found)
-
-
-def test_rows_that_are_nested_deeper_than_any_format_are_damaged(tmp_path):
-    """Python itself gives up ten times deeper, and some of what walks over a row does earlier."""
-    (tmp_path / "deep.jsonl").write_text('{"prompt": ' + "[" * 150 + "]" * 150 + "}\n")
-    found = outcome(lambda: list(open_files(str(tmp_path / "deep.jsonl"), "train", "o")[0].values()))
-    assert "deep.jsonl:1 cannot be read (it is nested more than 100 deep)" in str(found)
+    (tmp_path / name).write_bytes(gzip.compress(b" " * (1 << 24)))
+    assert "1,048,576 bytes or more" in str(read_whole(tmp_path / name))
 
 
 TOO_LONG = "(a row of more than 268,435,456 bytes)"
-
-
-def repeated(text, times, nested):
-    """A column of one text again and again, or one row of such a list."""
-    texts = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * times, pyarrow.int32()), pyarrow.array([text]))
-    return pyarrow.ListArray.from_arrays(pyarrow.array([0, times], pyarrow.int32()), texts) if nested else texts
-
-
-@pytest.mark.parametrize("nested", [False, True])
-def test_a_few_bytes_of_parquet_that_unpack_to_more_than_memory(tmp_path, nested):
-    """A megabyte, again and again: 4 GiB of rows are read, and a row of 300 MiB is not."""
-    column, path = repeated("x" * (1 << 20), 300 if nested else 4096, nested), tmp_path / "bomb.parquet"
-    pyarrow.parquet.write_table(pyarrow.table({"turns" if nested else "prompt": column}), path, compression="zstd")
-    assert path.stat().st_size < 10_000
-    found = outcome(lambda: sum(len(row["prompt"]) for _, row in open_files(str(path), "train", "o")[0].values()))
-    assert f"cannot be read {TOO_LONG}" in str(found) if nested else found == 1 << 32
-
-
 ENTRIES = "(turns.list.element has more than 4,194,304 entries in a row group: write"
+
+
+def bomb(path, column, times, value):
+    """A few bytes of Parquet: a row whose list has one value again and again."""
+    column_of = pyarrow.ListArray.from_arrays(pyarrow.array([0, times], pyarrow.int32()), value)
+    pyarrow.parquet.write_table(pyarrow.table({column: column_of, "prompt": ["Hi"]}), path, compression="zstd")
+    assert path.stat().st_size < 10_000
+    return path
+
+
+def megabyte(times):
+    """A text of a megabyte, which takes 4 bytes where it stands again."""
+    text = pyarrow.array(["x" * (1 << 20)])
+    return pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * times, pyarrow.int32()), text)
+
+
+def test_texts_of_parquet_that_unpack_to_more_than_memory_are_read_row_by_row(tmp_path):
+    path = tmp_path / "bomb.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": megabyte(4096)}), path, compression="zstd")
+    assert path.stat().st_size < 10_000
+    rows = open_files(str(path), "train", "o")[0].values()
+    assert outcome(lambda: sum(len(row["prompt"]) for _, row in rows)) == 1 << 32
+    assert f"cannot be read {TOO_LONG}" in str(read_whole(bomb(path, "turns", 300, megabyte(300))))
 
 
 @pytest.mark.parametrize(
     ("name", "value", "most", "problem"),
     [
-        ("turns", [], 1 << 25, TOO_LONG),
-        ("states", True, 1 << 25, None),  # of no use, whatever it takes
-        ("turns", None, 1 << 25, TOO_LONG),
-        ("turns", None, 1 << 22, ENTRIES),
+        ("turns", pyarrow.scalar([], pyarrow.list_(pyarrow.string())), 1 << 25, TOO_LONG),
+        ("states", pyarrow.scalar(True), 1 << 25, None),  # of no use, whatever it takes
+        ("turns", pyarrow.scalar(None, pyarrow.string()), 1 << 25, TOO_LONG),
+        ("turns", pyarrow.scalar(None, pyarrow.string()), 1 << 22, ENTRIES),
     ],
 )
 def test_lists_of_parquet_whose_entries_take_bits_in_the_file_and_objects_here(
     name, value, most, problem, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(files, "ENTRIES", most)
-    count, path = (1 << 22) + 1, tmp_path / "bomb.parquet"
-    kind = pyarrow.bool_() if value is True else pyarrow.string()
-    kind = pyarrow.list_(kind) if value == [] else kind
-    of = pyarrow.repeat(pyarrow.scalar(value, kind), count)
-    column = pyarrow.ListArray.from_arrays(pyarrow.array([0, count], pyarrow.int32()), of)
-    pyarrow.parquet.write_table(pyarrow.table({name: column, "prompt": ["Hi"]}), path, compression="zstd")
-    assert path.stat().st_size < 10_000
-    found = outcome(lambda: list(open_files(str(path), "train", "o")[0].values()))
+    count = (1 << 22) + 1
+    found = read_whole(bomb(tmp_path / "bomb.parquet", name, count, pyarrow.repeat(value, count)))
     assert problem in str(found) if problem else found == [(1, {"prompt": "Hi"})]
 
 
