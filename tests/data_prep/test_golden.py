@@ -36,35 +36,27 @@ def test_golden(family, number):
 CHAIN = ("kimi", 6)  # thoughts, two calls at once, results, an answer, and a further turn
 
 
-def shifted(by_first, by_last):
-    right = masks.supervised
-
-    def plant(template, tokens, start, end, content):
-        first, last = right(template, tokens, start, end, content)
-        return first + by_first, last + by_last
-
-    return plant
-
-
-def from_the_first_call(template, tokens, start, end, content, right=masks.supervised):
+def from_the_first_call(template, ids, first, last):
     """Everything since the first call is taken for the target's: results and earlier thoughts with it."""
-    first, last = right(template, tokens, start, end, content)
     call = template.encode("<|tool_calls_section_begin|>")[0]
-    return min(first, tokens.ids.index(call) if call in tokens.ids else first), last
+    return min(first, ids.index(call) if call in ids else first), last
 
 
-def earlier_thoughts(template, tokens, start, end, content, right=masks.supervised):
-    _, last = right(template, tokens, start, end, content)
-    return tokens.ids.index(template.encode("<think>")[0]) + 1, last
+PLANTED = {
+    "early": lambda template, ids, first, last: (first - 1, last),
+    "late": lambda template, ids, first, last: (first + 1, last),
+    "no end of turn": lambda template, ids, first, last: (first, last - 1),
+    "past the end": lambda template, ids, first, last: (first, last + 1),
+    "tool results": from_the_first_call,
+    "earlier thoughts": lambda template, ids, _, last: (ids.index(template.encode("<think>")[0]) + 1, last),
+}
 
 
 @pytest.mark.core
-@pytest.mark.parametrize(
-    "plant",
-    [shifted(-1, 0), shifted(1, 0), shifted(0, -1), shifted(0, 1), from_the_first_call, earlier_thoughts],
-    ids=["early", "late", "no end of turn", "past the end", "tool results", "earlier thoughts"],
-)
-def test_planted_masks_differ_from_the_golden_ones(monkeypatch, plant):
+@pytest.mark.parametrize("mistake", PLANTED)
+def test_planted_masks_differ_from_the_golden_ones(monkeypatch, mistake):
+    right, wrong = masks.supervised, PLANTED[mistake]
+    plant = lambda template, tokens, *span: wrong(template, tokens.ids, *right(template, tokens, *span))  # noqa: E731
     monkeypatch.setattr(masks, "supervised", plant)
     with pytest.raises((AssertionError, Refused, IndexError)):
         test_golden(*CHAIN)
