@@ -119,8 +119,7 @@ class Local:
             yield key, Answer({"role": "user", "content": text}, reason, 0)
 
     def _draw(self, requests: dict[str, tuple[list[int], float, int]], max_new_tokens: int, *how: Any) -> Drawn:
-        """Of each request (ids, temperature, seed) its tokens and why they ended, or why it has none. The longest
-        prompts come first: memory trouble shows at once."""
+        """The tokens of each (ids, temperature, seed), the longest prompts first: memory trouble shows at once."""
         from eagle31_train.targets.generate import Request
 
         order = []
@@ -201,8 +200,7 @@ class Remote:
             raise failed
 
     def _one(self, ask: Callable[[Server, Request], Answer], request: Request) -> Answer:
-        """Ask the server with the fewest requests under way. One that gives no answer is asked no more while there are
-        others."""
+        """Ask the server with the fewest requests under way; leave out one that gives no answer, but not the last."""
         while True:
             with self.lock:
                 server = min(self.servers, key=lambda one: one.under_way)

@@ -92,8 +92,7 @@ class Server:
             note(text, error=True)
 
     def complete(self, **request: Any) -> tuple[str, str]:
-        """Go on from token ids: the text, and why it ended; `request` as vLLM's and SGLang's /v1/completions takes
-        it."""
+        """Go on from token ids: the text, and why it ended. `request`: as vLLM and SGLang take it."""
         content = self._ask(f"{self.base}/completions", {"model": self.model, **request})
         try:
             choice = foreign.parse_json(content)["choices"][0]

@@ -43,17 +43,15 @@ def _digest(messages: Iterable[Message]) -> bytes:
 
 
 def place(messages: list[Message]) -> float:
-    """[0, 1): where the conversation stands among all that there could be, by all before the first answer to a user: a
-    greeting answers nobody, and is the same in every conversation. Below `data.heldout` it is held out: raising that
-    only adds prompts."""
+    """[0, 1): where a conversation stands among all, by what comes before the first answer to a user (a greeting
+    answers nobody). It is held out if that is below `data.heldout`: raising this only adds prompts."""
     asked = next((i for i, message in enumerate(messages) if message["role"] == "user"), 0)
     prompt = [*messages[:asked], *takewhile(lambda message: message["role"] != "assistant", messages[asked:])]
     return int.from_bytes(_digest(prompt)[:4], "big") / 2**32
 
 
 def check_shares(places: set[float], share: float) -> None:
-    """UserError if of the prompts at these places, at least one, `share` holds out all, or none though it is above
-    0."""
+    """UserError if `share` holds out all of the prompts at these places, at least one, or none though it is above 0."""
     if max(places) < share:
         raise UserError(f"data.heldout={share} holds out every prompt: lower it or give more prompts")
     if 0 < share <= (first := min(places)):

@@ -141,8 +141,7 @@ def _same(left: str, right: str) -> bool:
 
 
 class Tokens:
-    """Rendered text, its tokens, and the way from characters to tokens; Refused where decoding the ids gives another
-    text.
+    """Rendered text, its tokens, and the way from characters to tokens; Refused where the ids decode to another text.
 
     Fast tokenizers report where each token stands. For the others, added tokens (turn markers and the like) stand in
     the text as they are spelt, what lies between two of them is decoded as one piece, and the pieces must add up to the
@@ -394,9 +393,8 @@ def _read_back(message: Message, prompt: str, body: str) -> tuple[str, bool]:
 
 
 def _body(template: ChatTemplate, history: list[Message], prompt: str, whole: str, tools: Tools) -> str | None:
-    """What `whole` has after the generation prompt; None if it does not go on as the prompt does. A last answer may
-    change how earlier turns are written (Kimi's and harmony's templates): its place is found with a plain answer
-    there."""
+    """What `whole` has after the generation prompt; None if it does not go on as that does. A last answer may change
+    how earlier turns are written (Kimi's and harmony's templates): its place is found with a plain answer there."""
     if whole.startswith(prompt):
         return whole[len(prompt) :]
     base = template.render(history, tools=tools)
@@ -420,8 +418,7 @@ def _before_end(template: ChatTemplate, text: str) -> str:
 
 
 def _end_of_turn(template: ChatTemplate, whole: str, followed_by: str) -> str:
-    """The token at which the target stops: behind its answer or, where the template writes none there (GLM), before the
-    message of this role that follows."""
+    """The token that ends the answer or, where the template writes none (GLM), begins the next message."""
     rest = whole[len(_before_end(template, whole)) :]
     if not rest:
         chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]

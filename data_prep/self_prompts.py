@@ -83,8 +83,7 @@ def user_stop(template: ChatTemplate) -> Stop:
 
 
 def problem_of(text: str, seen: set[str], special: Collection[str]) -> str:
-    """Why a text is of no use as a prompt; "" if it is. `seen`: the prompts before it, as `_alike` makes them; special:
-    the spelling of tokens that no user types."""
+    """Why a text is no prompt, or "". `seen`: prompts before it, by `_alike`; `special`: tokens that no user types."""
     if not re.search(r"\w\W*\w", text):
         return "empty"
     if NO_CHARACTER in text:

@@ -127,8 +127,7 @@ class Corpus:
         yield from unusable
 
     def _chosen(self, source: Source, ids: list[str], count: int) -> Iterator[tuple[float, str, Row]]:
-        """`count` of the source's rows of these ids, in order, with their places in a mixture that is as long as 1,
-        evenly spread."""
+        """`count` of the source's rows of these ids in order, each with a place in [0, 1), evenly spread."""
 
         def rank(identity: str) -> bytes:
             return hashlib.sha256(json.dumps([self.seed, source.name, identity]).encode()).digest()[:16]

@@ -112,8 +112,7 @@ class ChatTemplate:
         return [apart(message) for message in messages] if self.reads_thoughts else messages
 
     def encode(self, text: str, begin: bool = False) -> list[int]:
-        """Token ids of rendered text, which has its special tokens already; `begin`: of plain text, with what the
-        tokenizer puts around it, where it puts anything."""
+        """Token ids of rendered text; `begin`: of plain text, with what the tokenizer puts around it, if anything."""
         return list(self.tokenizer.encode(text, add_special_tokens=begin))
 
     def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
