@@ -110,6 +110,13 @@ def test_a_few_bytes_that_unpack_to_a_line_without_end(tmp_path, monkeypatch, na
     assert "1,048,576 bytes or more" in str(read_whole(tmp_path / name))
 
 
+def test_rows_that_are_nested_deeper_than_any_format_are_damaged(tmp_path):
+    """Python itself gives up ten times deeper, and some of what walks over a row does earlier."""
+    (tmp_path / "deep.jsonl").write_text('{"prompt": ' + "[" * 150 + "]" * 150 + "}\n")
+    said = "deep.jsonl:1 cannot be read (it is nested more than 100 deep)"
+    assert said in str(read_whole(tmp_path / "deep.jsonl"))
+
+
 TOO_LONG = "(a row of more than 268,435,456 bytes)"
 ENTRIES = "(turns.list.element has more than 4,194,304 entries in a row group: write"
 
