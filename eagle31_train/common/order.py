@@ -1,6 +1,6 @@
 """The order of the data: a pure function of (seed, epoch, lengths, windows), the same for any number of ranks. A global
-batch is a list of sample indices; `share` splits it into micro-batches, which changes nothing but speed and memory,
-since the loss is normalised over the whole global batch."""
+batch is a list of sample indices. `share` splits it into micro-batches, which affects only speed and memory, since the
+loss is normalised over the whole global batch."""
 
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
@@ -9,21 +9,21 @@ from heapq import heapreplace
 import numpy as np
 
 PACKED = 64  # batches that are packed together
-SLOT_COST = 4  # of a slot at one depth, where a context position costs 1: in FLOPs 4.5 to 9.8, by recipe
+SLOT_COST = 4  # cost of a slot at one depth, a context position being 1: in FLOPs 4.5 to 9.8, by recipe
 
 
 def global_batches(
     lengths: Sequence[int], batch_tokens: int, seed: int, epoch: int, windows: Sequence[range] | None = None
 ) -> list[list[int]]:
-    """One epoch: window by window, the samples of each in random order, packed, the batches shuffled again.
+    """One epoch: window by window, samples in random order, packed, the batches shuffled again.
 
-    A batch holds at most `batch_tokens` tokens, and so must every sample (`build.check_samples` tells the
-    user). Every sample occurs exactly once. Packing keeps steps equally large; PACKED batches' worth of
-    samples are packed together, so that it stays nearly random which samples share a batch.
+    Every sample occurs exactly once. A batch holds at most `batch_tokens` tokens, and so must every sample
+    (`build.check_samples` tells the user). Packing keeps steps equally large; PACKED batches' worth of samples are
+    packed together, so that it stays nearly random which samples share a batch.
 
     Args:
-        windows: stretches of samples that are trained one after another: in order in the first epoch, which may
-            follow a store that is still being written, in random order later. All samples are one without.
+        windows: ranges of samples that are trained one after another: in order in the first epoch, which may follow a
+            store that is still being written, later in random order. None: all samples are one window.
     """
     assert max(lengths, default=0) <= batch_tokens, "a sample is longer than the budget of a batch"
     random = np.random.Generator(np.random.PCG64([seed, epoch]))
@@ -46,7 +46,7 @@ def global_batches(
 
 
 def longest_first(samples: Sequence[int], lengths: Sequence[int] | Mapping[int, int]) -> list[int]:
-    """Samples, longest first, ties by index. (Two sorts by a plain number are faster than one by pairs.)"""
+    """Samples, longest first, ties by index. (Two sorts by one number are faster than one sort by pairs.)"""
     return sorted(sorted(samples), key=lengths.__getitem__, reverse=True)
 
 
@@ -88,8 +88,8 @@ def costs(lengths: Sequence[int], slots: Sequence[int] | None, ttt_length: int) 
 
     Args:
         lengths: tokens of each sample.
-        slots: its slots that the step trains; where that is all of them, its supervised positions will do. None in
-            stores of earlier versions, which did not count them: the cost is then its tokens.
+        slots: slots of each sample that the step trains; its supervised positions approximate all of them. None in
+            stores of earlier versions, which did not count them: then the cost is the tokens.
     """
     if slots is None:
         return list(lengths)
@@ -97,7 +97,7 @@ def costs(lengths: Sequence[int], slots: Sequence[int] | None, ttt_length: int) 
 
 
 def share(batch: Sequence[int], costs: Sequence[int], parts: int) -> list[list[int]]:
-    """Split a global batch into `parts` of about equal cost, given that of each of its samples; a part may be empty."""
+    """Split a global batch into `parts` of about equal cost, given the cost of each sample; a part may be empty."""
     shares: list[list[int]] = [[] for _ in range(parts)]
     cost = dict(zip(batch, costs, strict=True))
     loads = [(0, part) for part in range(parts)]  # a heap: the lightest part, the first of equals, is at its top

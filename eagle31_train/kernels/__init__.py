@@ -1,6 +1,6 @@
-"""Fused kernels in Triton, as torch operators `eagle31::…`. What they compute is in plain torch in model/.
+"""Fused kernels in Triton, as torch operators `eagle31::…`. model/ computes the same in plain torch.
 
-The operators are there without Triton too: fake tensors, on which steps are counted, need no kernel.
+The operators exist without Triton too: fake tensors, on which benchmarks count operations, need no kernel.
 """
 
 import torch
@@ -18,8 +18,8 @@ def missing(device: torch.device) -> str | None:
 
 
 def trial(device: torch.device) -> str | None:
-    """Why Triton cannot launch a kernel on a device, for which it compiles C: a machine may lack Triton, a
-    compiler, or Python's headers. None if it can."""
+    """Why Triton cannot launch a kernel on a device; None if it can. A machine may lack Triton, or what it needs to
+    compile C: a compiler or Python's headers."""
     from eagle31_train.kernels.swiglu import silu_times
 
     try:

@@ -36,7 +36,7 @@ def fused_divergence(
     kl: bool,
     lk: float,
 ) -> tuple[Tensor, Tensor]:
-    """As `model.loss.divergence`, of pairs whose logits become weight times slope in their own dtype.
+    """As `model.loss.divergence`. The logits of each pair become its weight times its gradient in their own dtype.
 
     Args:
         logits: [P, Vd] of the drafter, contiguous, in 16 bits or fp32.

@@ -1,6 +1,6 @@
-"""A slot's own keys and values, merged into what it attends to besides, and their gradient, in one kernel each.
+"""Merging a slot's own keys and values into its attention, and the gradient, in one kernel each.
 
-In plain torch: model/attention.py. A program has one slot and the query heads that share a key.
+In plain torch: model/attention.py. A program handles one slot and the query heads that share a key.
 
 Shapes: S slots; h query heads; g key/value heads; d key width; dv value width; k own keys.
 """
@@ -17,11 +17,11 @@ from eagle31_train.kernels.launching import launch
 def merge_own_keys(
     q: Tensor, out: Tensor, lse: Tensor, keys: Tensor, values: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """One softmax over what was attended to before and over own keys.
+    """One softmax over other keys, given by its result, and own keys.
 
     Args:
         q: [S, h, d].
-        out, lse: [S, h, dv], any float dtype, and [S, h] fp32: the softmax before.
+        out, lse: [S, h, dv], any float dtype, and [S, h] fp32: output and log-sum-exp over the other keys.
         keys, values: [k, S, g, d] and [k, S, g, dv].
 
     Returns:
@@ -40,11 +40,11 @@ def merge_own_keys(
 def merge_own_keys_backward(
     dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, keys: Tensor, values: Tensor, dq: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q (added to `dq` [S, h, d], what other keys gave it), keys and values.
+    """Gradients of q (the sum with `dq` [S, h, d], its gradient from other keys), keys and values.
 
     Args:
         dout: [S, h, dv].
-        out, lse: the merged softmax's.
+        out, lse: of the merged softmax.
     """
     from eagle31_train.kernels.triton_kernels import merge_backward_kernel
 
@@ -60,7 +60,7 @@ merge_own_keys_backward.register_fake(lambda _dout, q, _out, _lse, keys, values,
 
 
 def launch_options(q: tuple[int, ...], keys: tuple[int, ...], values: tuple[int, ...]) -> tuple[Any, dict[str, int]]:
-    """Grid, and constants of a launch for shapes of q, keys and values: sizes, and blocks that hold them."""
+    """Grid and constants of a launch for these shapes of q, keys and values: sizes, and blocks that hold them."""
     own, slots, groups, width = keys
     shared, value_width = q[1] // groups, values[3]
     blocks = [1 << (size - 1).bit_length() for size in (shared, width, value_width)]

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from eagle31_train.kernels.launching import launch
 
-# Programs and warps that at least share the rows in the gradient: narrow rows have few warps each, and a program works
-# off one row after another. Every program leaves a sum of the weight's gradient to add up.
+# At least so many programs and warps share the rows in the gradient; narrow rows take few warps each, and a program
+# goes through its rows one by one. Every program leaves a partial sum of the weight's gradient.
 PROGRAMS, WARPS = 256, 2048
 
 
@@ -30,7 +30,7 @@ def norm_rows(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def norm_rows_backward(
     dout: Tensor, x: Tensor, weight: Tensor, inverse: Tensor, wants_dx: bool
 ) -> tuple[Tensor, Tensor]:
-    """→ dx [n, W] in x's dtype (of no rows, unless wanted), dweight [W] fp32."""
+    """→ dx [n, W] in x's dtype (no rows unless wanted), dweight [W] fp32."""
     from eagle31_train.kernels.triton_kernels import norm_backward_kernel
 
     x, dout = _in_rows(x), dout.contiguous()
@@ -61,6 +61,6 @@ def _gradients(x: Tensor, wants_dx: bool) -> tuple[Tensor, Tensor]:
 
 
 def launch_options(width: int) -> dict[str, int]:
-    """Block and warps of a launch whose programs hold rows of this width."""
+    """Block size and warps of a launch whose programs hold rows of this width."""
     block = 1 << max(width - 1, 1).bit_length()
     return {"BLOCK": block, "num_warps": min(max(block // 512, 1), 16)}

@@ -1,6 +1,6 @@
 """SwiGLU's product, silu(gate) * up, and its gradient, each in one kernel. In plain torch: model/layer.py.
 
-Both work in fp32 inside, on tensors alike in fp32 or 16 bits, and round once.
+Both compute in fp32, on tensors of equal shape in fp32 or 16 bits, and round once.
 """
 
 import torch

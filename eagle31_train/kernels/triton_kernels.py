@@ -1,6 +1,6 @@
-"""The kernels themselves. Each program has whole rows, reads them in blocks, and works in fp32.
+"""The kernels. Each program handles whole rows, reads them in blocks, and computes in fp32.
 
-Offsets of rows are int64: logits of a step are more than 2**31.
+Row offsets are int64: a step has more than 2**31 logits.
 """
 
 import triton
@@ -32,7 +32,7 @@ def divergence_kernel(
     logits, teacher, teacher_lse, negentropy, supervised, weights, value_out, best_out, width, lk,
     KL: tl.constexpr, LK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A pair's divergence and arg-max; its row of logits becomes weight times the divergence's slope in them."""
+    """A pair's divergence and arg-max; its row of logits becomes weight times the divergence's gradient in them."""
     pair = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mine = logits + pair * width
@@ -102,7 +102,7 @@ def norm_kernel(x, weight, out, inverse_out, width, row_stride, eps, BLOCK: tl.c
 def norm_backward_kernel(
     dout, x, weight, inverse, dx, dweight, rows, width, row_stride, DX: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Gradients of some rows, every so many; each program leaves its own sum of the weight's [programs, width]."""
+    """Gradients of every so many-th row; each program leaves its partial sum of the weight's, [programs, width]."""
     program = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
@@ -115,7 +115,7 @@ def norm_backward_kernel(
         sums += down * scaled
         if DX:
             dscaled = down * scale
-            along = tl.sum(dscaled * scaled, 0) / width  # what lies along x cannot change x / rms(x)
+            along = tl.sum(dscaled * scaled, 0) / width  # a change along x does not change x / rms(x)
             result = (dscaled - scaled * along) * one_over
             tl.store(dx + row * width + columns, result.to(dx.dtype.element_ty), mask=inside)
     tl.store(dweight + program * width + columns, sums, mask=inside)
@@ -151,7 +151,7 @@ def merge_kernel(
     OWN: tl.constexpr, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     R_BLOCK: tl.constexpr, D_BLOCK: tl.constexpr, DV_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A slot's own keys, one after another, into the softmax of the query heads [R] that share them."""
+    """Merge a slot's own keys, one by one, into the softmax of the query heads [R] that share them."""
     slot, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     r, c, cv = tl.arange(0, R_BLOCK), tl.arange(0, D_BLOCK), tl.arange(0, DV_BLOCK)
     heads = (slot * G + group) * R + r
@@ -178,7 +178,7 @@ def merge_backward_kernel(
     OWN: tl.constexpr, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     R_BLOCK: tl.constexpr, D_BLOCK: tl.constexpr, DV_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of that: every share is exp(score - lse), and every score's slope share * (do·v - do·o)."""
+    """The gradient of `merge_kernel`: shares are exp(score - lse), scores' gradients share * (do·v - do·o)."""
     slot, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     r, c, cv = tl.arange(0, R_BLOCK), tl.arange(0, D_BLOCK), tl.arange(0, DV_BLOCK)
     heads = (slot * G + group) * R + r
@@ -187,7 +187,7 @@ def merge_backward_kernel(
     down = tl.load(dout + heads[:, None] * DV + cv[None, :], mask=herev, other=0.0).to(tl.float32)
     result = tl.load(out + heads[:, None] * DV + cv[None, :], mask=herev, other=0.0).to(tl.float32)
     dquery = tl.load(dq + heads[:, None] * D + c[None, :], mask=here, other=0.0).to(tl.float32)
-    total = tl.load(lse + heads, mask=r < R, other=float("inf"))  # heads that there are not have no share
+    total = tl.load(lse + heads, mask=r < R, other=float("inf"))  # no share for heads past R
     mean = tl.sum(down * result, 1)
     for own in range(OWN):
         row = (own * slots + slot) * G + group

@@ -1,12 +1,11 @@
 """Who sees whom in the unrolled drafter.
 
-Slot t at step k attends to the step-0 keys of every position s <= t of its own document, and to
-its own keys of steps 1..k (its query's own step included). Nothing else. Of these, a sliding window of W
-leaves the positions above t + k - W: the query is at t + k, and the own key of step j at t + j.
+Slot t at step k attends to the step-0 keys of every position s <= t of its own document, and to its own keys of steps
+1..k, its query's step included. Nothing else. The query is at position t + k, the own key of step j at t + j; a sliding
+window of W leaves the positions above t + k - W.
 
-The two parts are softmaxed apart and merged by their log-sum-exp: the first by the kernels of
-`context_attention.py`, the second, k keys per slot, by small products or a fused kernel. Memory is
-linear in the number of slots.
+The kernels of `context_attention.py` attend to the step-0 keys. The k own keys of a slot are merged in by log-sum-exp,
+in small products or a fused kernel. Memory is linear in the number of slots.
 
 Shapes: N packed positions; S slots; h query heads; g key/value heads; r = h / g; d key width;
 dv value width; k own keys.
@@ -34,26 +33,27 @@ def unrolled_attention(
     fused: bool = False,
     window: int | None = None,
 ) -> Tensor:
-    """Attention of every slot at one step, [S, h, dv]; exact, forward and backward.
+    """Attention of every slot at one step, [S, h, dv]. Exact, forward and backward.
 
     Args:
         q: [S, h, d] queries of the slots at this step.
         k0, v0: [N, g, d] and [N, g, dv], step-0 keys and values of every position.
         own_k, own_v: for each step 1..k, [S, g, d] and [S, g, dv]: the slots' own keys and values.
-        layout: documents and slots. Where it has `heads`, the slots of all ranks; k0 and v0 are of this rank's heads.
-        fused: merge own keys by the kernel of eagle31_train/kernels/own_keys.py, in fp32 inside.
-        window: W, of a sliding window.
+        layout: documents and slots. With `heads` it has the slots of all ranks, and k0 and v0 only this rank's heads.
+        fused: merge own keys by the kernel in eagle31_train/kernels/own_keys.py, which computes in fp32.
+        window: W of a sliding window.
     """
     left = None
     if window is not None:
-        left = window - 1 - len(own_k)  # positions before t that the window still reaches; below 0, not even t
+        left = window - 1 - len(own_k)  # positions before t in the window; negative: not even t
         own_k, own_v = own_k[-window:], own_v[-window:]
     return _MergedAttention.apply(q, k0, v0, layout, scale, left, fused, *own_k, *own_v)
 
 
 class _MergedAttention(torch.autograd.Function):
-    """The merge's gradient is that of one softmax over all keys: the flash backward gives exactly that of output and
-    log-sum-exp of the *merge*, as `context_attention.py` says. (Its own would drop the gradient through the latter.)"""
+    """Gradient of one softmax over all keys. Flash's backward kernel yields exactly that when it is given output and
+    log-sum-exp of the *merge* (`context_attention.py`). With its own part's, the gradient through the log-sum-exp would
+    be lost."""
 
     @staticmethod
     def forward(
@@ -112,8 +112,8 @@ class _MergedAttention(torch.autograd.Function):
         return down_q.flatten(1, 2).to(dq.dtype), dk0, dv0, *rest, *down_k, *down_v
 
 
-# A slot's own keys are few, and other slots' are others. As matrix products they would be S * g tiny ones, of stacked
-# copies, with scores rounded to 16 bits. Sums of element-wise products need none of it (their speed: docs/log.md).
+# Every slot has a few own keys. As matrix products they would be S * g tiny ones of stacked copies, with scores rounded
+# to 16 bits. So they are sums of element-wise products (speed: docs/log.md).
 
 
 def _halves(own: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
@@ -127,7 +127,7 @@ def _stacked(own: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _grouped(x: Tensor, g: int) -> Tensor:
-    """[S, h, ...] → [S, g, r, ...]: query heads beside those that share their keys."""
+    """[S, h, ...] → [S, g, r, ...]: query heads that share keys side by side."""
     return x.unflatten(1, (g, -1))
 
 
@@ -138,7 +138,7 @@ def _own_scores(q: Tensor, own: Sequence[Tensor], scale: float) -> Tensor:
 
 
 def _dots(a: Tensor, b: Tensor) -> Tensor:
-    """Sums of a * b over the last dimension in fp32 or wider, under autocast too: a sharp score must not be rounded."""
+    """Sums of a * b over the last dimension, in fp32 or wider even under autocast: sharp scores must not be rounded."""
     wide = torch.promote_types(a.dtype, torch.float32)
     with torch.autocast(a.device.type, enabled=False):
         return torch.linalg.vecdot(a.to(wide), b.to(wide))

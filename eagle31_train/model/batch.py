@@ -5,12 +5,12 @@ All index arithmetic of the recurrence stands here, once:
     slot t, step k:  input token x[t+1+k], RoPE position t+k,
                      predicts x[t+2+k], supervised by the target's distribution at t+1+k.
 
-A pair (t, k) is *eligible* if x[t+2+k] is in the same document and was written by the assistant.
-It is *trained* if, besides, the draft vocabulary holds the target's arg-max at t+1+k (or with
-`oov: keep`, in any case). A slot exists if any of its pairs is trained.
+A pair (t, k) is *eligible* if x[t+2+k] is in the same document and was written by the assistant. An eligible pair is
+*trained* if the draft vocabulary holds the target's arg-max at t+1+k; with `oov: keep` every eligible pair is. A slot
+exists if any of its pairs is trained.
 
-A step may train a random subset of its slots (`choose_slots`). It is unbiased: its sums times `scale` are on
-average those of all slots.
+A step may train a random subset of its slots (`choose_slots`). It is unbiased: its sums times `scale` are on average
+those of all slots.
 """
 
 from collections.abc import Sequence
@@ -28,17 +28,17 @@ from eagle31_train.model.packing import Layout, make_layout
 from eagle31_train.store.codec import Encoded, concatenate
 from eagle31_train.store.document import Document
 
-CHUNK = 32  # supervised positions per chunk: the loss takes whole chunks into a product, up to K * 32 rows each
-STRETCH = 32  # a subset of the slots consists of runs of this length: neighbours are cheap to attend together
+CHUNK = 32  # supervised positions per chunk: the loss multiplies whole chunks, of up to K * 32 rows each
+STRETCH = 32  # length of the runs in a subset of the slots: attention of neighbouring slots is cheap
 
 
 @dataclass(frozen=True)
 class Subset:
-    """The slots that one step trains, drawn so that every slot had the same chance."""
+    """The slots that one step trains, drawn with the same probability for every slot."""
 
-    taken: list[Tensor]  # for each document, [T] bool: positions whose slots are trained and counted
-    scale: float  # 1 / that chance
-    slots: list[int]  # trained slots of each document; `taken` marks positions beside them, too
+    taken: list[Tensor]  # for each document, [T] bool: positions that are trained if they are slots, and counted
+    scale: float  # 1 / probability
+    slots: list[int]  # number of trained slots in each document
 
     def of(self, documents: Sequence[int]) -> "Subset":
         return Subset([self.taken[i] for i in documents], self.scale, [self.slots[i] for i in documents])
@@ -46,7 +46,7 @@ class Subset:
 
 @dataclass(frozen=True)
 class Shared:
-    """What a rank knows of all parts of a batch, where it has one."""
+    """Context parallelism: what a rank with one part of a batch knows of all parts."""
 
     context: Places  # of the C positions
     slots: Places
@@ -58,11 +58,9 @@ class Shared:
 class Batch:
     """Packed documents and the pairs to train. N tokens, S slots, J supervised positions, P pairs.
 
-    Of each document only the positions up to its last slot are its *context*: C positions in all, which slots
-    attend to. Nothing is computed for the others.
-
-    The pairs are sorted by the position that supervises them, so that a chunk of positions is a
-    contiguous run of pairs.
+    The positions of a document up to its last slot are its *context*, which slots attend to: C positions in all
+    documents. Nothing is computed for the others. Pairs are sorted by the position that supervises them, so that a
+    chunk of positions is a contiguous run of pairs.
 
     With context parallelism a rank has a part of the positions, slots and pairs, and the tokens that these read; its
     layouts place them among the C positions of all ranks.
@@ -70,25 +68,25 @@ class Batch:
 
     aux: Encoded  # [C, A, H]
     ids: Tensor  # [N] int64, token ids
-    following: Tensor  # [C] int64 into [N]: where x[t+1] stands, for every position: the step-0 input
+    following: Tensor  # [C] int64 into [N]: the index of x[t+1], the step-0 input, for every position
     read: Tensor  # [R] int64 into [N], ascending: the tokens that any slot reads
-    reads: Tensor  # [K, S] int64 into [R]: the one that slot t reads at step k (x[t+1+k])
+    reads: Tensor  # [K, S] int64 into [R]: the token that slot t reads at step k (x[t+1+k])
     positions: Tensor  # [C] int64: position within the document
     slot_rows: Tensor  # [S] int64 into [C]: the position of each slot
     layout: Layout  # of the slots among the C positions
-    everywhere: Layout  # of all C positions, as the layers below a drafter's last read them at step 0
+    everywhere: Layout  # of all C positions: at step 0 the layers below the last compute all of them
     teacher: Encoded  # [J, H] last hidden state of the target at the supervised positions
     top1: Tensor  # [J] int64, full vocabulary
     pair_row: Tensor  # [P] int64 into the flattened [K, S]
     pair_teacher: Tensor  # [P] int64 into [J], ascending
     pair_step: Tensor  # [P] int64
-    chunks: list[tuple[int, int, int, int]]  # runs of CHUNK supervised positions: first, end of [J]; of [P]
+    chunks: list[tuple[int, int, int, int]]  # runs of CHUNK supervised positions: begin, end in [J]; begin, end in [P]
     trained: Tensor  # [K] int64: trained pairs per step, P together
     eligible: Tensor  # [K] int64: eligible pairs per step
     eligible_prefix: Tensor  # [K] int64: slots eligible at every step 0..k
     population: Tensor  # [K] int64: trained pairs of all slots, in the subset or not: this batch's part of N_k
     scale: float  # multiplies the weight of every pair: 1 without a subset
-    shared: Shared | None = None  # with context parallelism: where the parts of all ranks lie
+    shared: Shared | None = None
 
     @property
     def ttt_length(self) -> int:
@@ -96,11 +94,11 @@ class Batch:
         return len(self.reads)
 
     def to(self, device: torch.device | str) -> "Batch":
-        """The batch on another device; the host does not wait for a batch that is `pinned`."""
+        """The batch on another device. The host does not wait for a `pinned` batch."""
         return each_tensor(self, lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> "Batch":
-        """The batch in page-locked memory, which a CUDA device fetches by itself."""
+        """The batch in page-locked memory, which a CUDA device copies on its own."""
         return each_tensor(self, Tensor.pin_memory)
 
 
@@ -116,8 +114,9 @@ def build_batch(
 
     Args:
         documents: at least one; none sees another's tokens.
-        ttt_length: K. oov: "mask" or "keep".
+        ttt_length: K.
         keep_mask: [V] bool, `t2d`: which target tokens the draft vocabulary holds.
+        oov: "mask" or "keep".
         subset: the slots to train and count; None for all.
         part: this rank's index among the ranks that share the documents, and their number (`context_parallel.py`).
     """
@@ -147,11 +146,11 @@ def build_batch(
         slot, context = slot[mine[slot]], context[mine[context]]
         states = within[context].split(owner[context].bincount(minlength=len(documents)).tolist())
 
-    # Steps past the end of a document are not pairs; they read its last token, to keep indices valid.
+    # Steps past the end of a document are no pairs. They read its last token, so that indices stay valid.
     wanted = torch.minimum(slot + 1 + torch.arange(ttt_length)[:, None], edges[owner[slot] + 1] - 1)
     (read, reads), following = wanted.unique(return_inverse=True), context + 1
     ids = torch.cat([document.tokens for document in documents])
-    if shared is not None:  # without those that other ranks alone read
+    if shared is not None:  # without tokens that only other ranks read
         used = torch.cat([following, read]).unique()
         ids, following, read = ids[used], torch.searchsorted(used, following), torch.searchsorted(used, read)
 
@@ -190,17 +189,17 @@ def choose_slots(
 ) -> Subset | None:
     """Exactly `slots` of a step's slots at random, or None if there are no more than that.
 
-    The choice depends on seed, step and documents only, not on how ranks share the documents. States are not read.
+    The choice depends on seed, step and documents, not on how ranks share the documents. States are not read.
 
     A position that is eligible but no slot (all its targets are out of the vocabulary, so all are misses) is counted if
-    the slot before it is taken; the first ones go with the last slot. So each position has the same chance, and
-    shares such as the accuracy are unbiased.
+    the slot before it is taken, and before the first slot, if the last slot is. So each position has the same
+    probability, and ratios such as the accuracy are unbiased.
     """
     exists = torch.cat([_pairs(document, ttt_length, keep_mask, oov)[1].any(1) for document in documents])
     total = int(exists.sum())
     if total <= slots:
         return None
-    # The third number makes this stream another than the data order's.
+    # The third number keeps this random stream apart from the data order's.
     random = np.random.Generator(np.random.PCG64([seed, step, 1]))
     taken = torch.from_numpy(draw_stretches(total, slots, random))[exists.cumsum(0) - 1]
     lengths = [len(document) for document in documents]
@@ -211,8 +210,8 @@ def choose_slots(
 def draw_stretches(total: int, count: int, random: np.random.Generator) -> NDArray[np.bool_]:
     """Mark exactly `count` of `total` slots, in runs of STRETCH: [total] bool.
 
-    The slots left out are spread at random over the gaps between the runs, and the whole is rotated at random. The
-    rotation alone gives every slot the chance count / total, whatever the gaps.
+    The other slots are spread at random over the gaps between the runs, and the whole is rotated at random. The
+    rotation alone gives every slot the probability count / total, whatever the gaps.
     """
     stretches = -(-count // STRETCH)
     sizes = [STRETCH] * (stretches - 1) + [count - STRETCH * (stretches - 1)]
@@ -227,7 +226,7 @@ def has_pairs(document: Document, keep_mask: Tensor, oov: str) -> bool:
 
 
 def _chunks(pair_teacher: Tensor, supervised: int) -> list[tuple[int, int, int, int]]:
-    """Cut the supervised positions into runs of CHUNK; on the host, so that a step never waits for a device."""
+    """Cut the supervised positions into runs of CHUNK. On the host, so that a step never waits for a device."""
     edges = [*range(0, supervised, CHUNK), supervised]
     pairs = torch.searchsorted(pair_teacher, torch.tensor(edges)).tolist()
     return [(*position_run, *pair_run) for position_run, pair_run in zip(pairwise(edges), pairwise(pairs), strict=True)]

@@ -1,17 +1,16 @@
 """Attention of slots to the step-0 keys of their documents, and its gradient: the kernels.
 
-Each kernel gives the output and its log-sum-exp, and takes both back for the gradient: after a merge with
-other keys, the *merged* ones. Exact then, since every share is exp(score - log-sum-exp) and every score's
-gradient is share * (do·v - do·o), whichever part of the softmax a key is in.
+Each kernel returns the output and its log-sum-exp. Its gradient takes both as arguments: those of the *merged* softmax
+if other keys were merged in. That is exact, because every share is exp(score - log-sum-exp) and every score's gradient
+is share * (do·v - do·o), whichever part of the softmax the key is in.
 
     CPU            flash, run by run: linear memory
-    CUDA, 16 bits  flash over all runs in one call: linear memory. torch's own, or what `flash.py` put in its place. No
-                   GPU has been at hand to run it; its indices are tested against an imitation of the kernel.
-    otherwise      plain products, in blocks of queries: the truth in the tests, and a CPU's sliding windows,
-                   which flash has only with a mask
+    CUDA, 16 bits  flash over all runs in one call: linear memory. torch's own kernel, or the one `flash.py` switched to
+    otherwise      plain products, in blocks of queries. Also for sliding windows on a CPU, whose flash kernel would
+                   need a mask for them
 
-A slot sees `left` positions before its own (all with None): what a sliding window leaves of them, by
-`attention.py`. Below 0 it sees nothing here.
+A slot sees its own position and `left` positions before it (None: all), as `attention.py` derives from a sliding
+window. With a negative `left` it sees nothing here.
 
 Shapes: N packed positions; S slots; h query heads; g key/value heads; r = h / g; d key width; dv value
 width; n queries and m keys of a piece.
@@ -27,17 +26,17 @@ from torch.nn import functional as F
 from eagle31_train.model.packing import Layout, Run, Segments
 
 BLOCK = 256  # queries whose scores the plain kernel holds at once
-LONG = 1024  # keys of a run, on average, from which on adding run by run is worth an operator each
+LONG = 1024  # keys per run, on average, from which adding run by run pays for one operator each
 Left = int | None  # positions before its own that a slot sees, see above
-Band = tuple[int | None, int]  # keys that a query sees, by their index less the query's: from, to; None: from the first
+Band = tuple[int | None, int]  # keys a query sees, by key index - query index: from, to; None: from the first key
 CAUSAL: Band = (None, 0)
 
 
 def context_forward(
     q: Tensor, k0: Tensor, v0: Tensor, layout: Layout, scale: float, left: Left
 ) -> tuple[Tensor, Tensor]:
-    """q [S, h, d] over k0 [N, g, d], v0 [N, g, dv] → output [S, h, dv] and log-sum-exp [S, h], fp32 or wider; but
-    CUDA's kernel gives the output in 16 bits."""
+    """q [S, h, d] over k0 [N, g, d], v0 [N, g, dv] → output [S, h, dv] and log-sum-exp [S, h], fp32 or wider; the
+    output of CUDA's kernel is in 16 bits."""
     wide = torch.promote_types(q.dtype, torch.float32)
     S, h, dv = len(q), q.shape[1], v0.shape[2]
     if left is not None and left < 0:
@@ -74,15 +73,15 @@ def context_backward(
 
 
 def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Two softmaxes over different keys, [n, h, dv] and [n, h] each, as the one over all of them."""
+    """Two softmaxes over different keys, outputs [n, h, dv] and log-sum-exps [n, h] → one softmax over all keys."""
     merged = torch.logaddexp(lse, other_lse)
     mine, theirs = (lse - merged).exp()[..., None], (other_lse - merged).exp()[..., None]
     return out * mine + other * theirs, merged
 
 
 def _pieces(run: Run, q: Tensor, left: Left) -> Iterator[tuple[slice, slice, Band | None]]:
-    """(slots, keys, which of them each slot sees; None for all): what precedes a block of slots is seen in full, the
-    block itself causally; with a window both are one piece."""
+    """(slots, keys, which of these keys each slot sees; None for all). A block of slots sees what precedes it in full
+    and itself causally; with a window both are one piece."""
     step = run.end - run.first if _flash_cpu(q) and left is None else BLOCK
     for first in range(run.first, run.end, step):
         end = min(first + step, run.end)
@@ -122,9 +121,8 @@ def _piece_backward(
     keys, values = _per_head(k, q), _per_head(v, q)
     if _flash_cpu(q) and band in (None, CAUSAL):
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        # In fp32: for 16 bits the kernel compiles its products anew for every shape, which takes longer (docs/log.md).
-        wide = (x.to(lse.dtype) for x in _same_width(queries, keys, values, dout, out))
-        queries, keys, values, dout, out = wide
+        # In fp32: in 16 bits the kernel compiles its products for every new shape, which takes longer (docs/log.md).
+        queries, keys, values, dout, out = (x.to(lse.dtype) for x in _same_width(queries, keys, values, dout, out))
         down = flash(dout, queries, keys, values, out, lse, 0.0, band is not None, attn_mask=None, scale=scale)
         down_q, down_k, down_v = down[0][..., :d], down[1][..., :d], down[2][..., :dv]
     else:
@@ -140,7 +138,7 @@ def _flash_cpu(q: Tensor) -> bool:
 
 
 def _by_group(x: Tensor, g: int) -> Tensor:
-    """[n, h, w] → [r, g, n, w]: heads that share keys stand along the batch, so that keys need no copy."""
+    """[n, h, w] → [r, g, n, w]: heads that share keys lie along the batch, so that keys need no copy."""
     return x.view(len(x), g, -1, x.shape[-1]).permute(2, 1, 0, 3)
 
 
@@ -155,7 +153,7 @@ def _per_head(x: Tensor, q: Tensor) -> Tensor:
 
 
 def _same_width(*tensors: Tensor) -> list[Tensor]:
-    """Flash kernels want one width: the narrower tensors get zeros behind, which change no product."""
+    """Flash kernels want one width: narrower tensors are padded with zeros, which change no product."""
     width = max(x.shape[-1] for x in tensors)
     return [F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in tensors]
 
@@ -174,20 +172,20 @@ def _plain_scores(q: Tensor, keys: Tensor, band: Band | None, scale: float) -> T
 
 
 def takes_flash(q: Tensor, v: Tensor) -> bool:
-    """Whether CUDA's flash kernel takes these: 16 bits, widths up to 256 in eights."""
+    """Whether CUDA's flash kernel takes these: 16 bits, widths up to 256 that are multiples of 8."""
     width = max(q.shape[-1], v.shape[-1])
     fits = q.dtype in (torch.bfloat16, torch.float16) and width <= 256 and width % 8 == 0
     return q.device.type == "cuda" and fits
 
 
 def replaced() -> str | None:
-    """What torch's switch has put in the place of its own flash kernel; see `flash.py`."""
-    current = getattr(attention, "current_flash_attention_impl", None)  # not there before torch 2.11
+    """The kernel that torch uses in place of its own flash kernel, if any; see `flash.py`."""
+    current = getattr(attention, "current_flash_attention_impl", None)  # absent before torch 2.11
     return current() if current else None
 
 
 def _kernel_widths(*tensors: Tensor) -> list[Tensor]:
-    """torch's own kernel wants one width; others take values narrower than keys, and some nothing else."""
+    """torch's own kernel wants one width; the others take values narrower than keys, and some take no padded ones."""
     return list(tensors) if replaced() else _same_width(*tensors)
 
 
@@ -195,13 +193,13 @@ def _cuda_forward(
     q: Tensor, k0: Tensor, v0: Tensor, segments: Segments, scale: float, left: Left
 ) -> tuple[Tensor, Tensor]:
     queries, keys, values = _kernel_widths(q, k0, v0)
-    queries, (keys, values) = _spread(queries, segments), _copies(keys, values, segments)
+    queries, keys, values = _spread(queries, segments), *(_rows(x, segments.key_rows) for x in (keys, values))
     edges = (segments.query_edges, segments.key_edges, segments.queries, segments.keys)
     # Causal here means aligned at the end: the last query of a stretch sees all keys of its stretch.
     flash = torch.ops.aten._flash_attention_forward
     out, lse, *_ = flash(queries, keys, values, *edges, 0.0, True, False, scale=scale, **_window(left))
     assert lse.shape == (q.shape[1], segments.query_total), "this torch lays the log-sum-exp out otherwise"
-    return _gather(out, segments)[..., : v0.shape[-1]], _gather(lse.t(), segments)
+    return _rows(out, segments.query_rows)[..., : v0.shape[-1]], _rows(lse.t(), segments.query_rows)
 
 
 def _cuda_backward(
@@ -210,15 +208,15 @@ def _cuda_backward(
     segments = layout.segments
     assert segments is not None
     queries, keys, values, dout, out = _kernel_widths(q, k0, v0, dout, out)
-    keys, values = _copies(keys, values, segments)
+    keys, values = (_rows(x, segments.key_rows) for x in (keys, values))
     queries, dout, out = (_spread(x, segments) for x in (queries, dout, out))
     edges = (segments.query_edges, segments.key_edges, segments.queries, segments.keys)
-    none = torch.empty(0, dtype=torch.uint64, device=q.device)  # the state of a dropout that there is not
+    none = torch.empty(0, dtype=torch.uint64, device=q.device)  # no dropout, so no random state
     # Idle rows have dout = 0 and out = 0, and so no gradient, whatever their log-sum-exp.
     flash = torch.ops.aten._flash_attention_backward
     lse = _spread(lse, segments).t().contiguous()
     down = flash(dout, queries, keys, values, out, lse, *edges, 0.0, True, none, none, scale=scale, **_window(left))
-    dq = _gather(down[0], segments)[..., : q.shape[-1]]
+    dq = _rows(down[0], segments.query_rows)[..., : q.shape[-1]]
     return dq, _added(down[1], k0, layout.runs, segments), _added(down[2], v0, layout.runs, segments)
 
 
@@ -227,36 +225,30 @@ def _window(left: Left) -> dict[str, int]:
     return {} if left is None else {"window_size_left": left, "window_size_right": 0}
 
 
-def _copies(k0: Tensor, v0: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
-    """The keys and values of every run, end to end."""
-    if segments.key_rows is None:
-        return k0, v0
-    return k0.index_select(0, segments.key_rows), v0.index_select(0, segments.key_rows)
-
-
 def _added(copies: Tensor, x: Tensor, runs: Sequence[Run], segments: Segments) -> Tensor:
-    """Gradients of the copies of x [N, g, w] → that of x. In fp32: a key of a long document may be in many runs."""
+    """Gradients of the copies of x [N, g, w] → the gradient of x. Summed in fp32, as a key of a long document may be in
+    many runs."""
     copies = copies[..., : x.shape[-1]]
     if segments.key_rows is None:
         return copies
     total = torch.zeros_like(x, dtype=torch.float32)
-    if len(copies) >= LONG * len(runs):  # little more than half of the bytes, and always in the same order
+    if len(copies) >= LONG * len(runs):  # moves little more than half of the bytes, and always in the same order
         for run, some in zip(runs, copies.split([run.keys.stop - run.keys.start for run in runs]), strict=True):
             total[run.keys].add_(some)
         return total.to(x.dtype)
-    # Part by part: there may be eight times as many copies as keys, and each part is made fp32 first.
+    # Part by part: there may be eight times as many copies as keys, and each part is converted to fp32 first.
     for rows, some in zip(segments.key_rows.split(len(x)), copies.split(len(x)), strict=True):
         total.index_add_(0, rows, some.float())
     return total.to(x.dtype)
 
 
 def _spread(x: Tensor, segments: Segments) -> Tensor:
-    """[S, ...] → [query_total, ...], zeros in idle rows."""
+    """[S, ...] → [query_total, ...], with zeros in idle rows."""
     if segments.query_rows is None:
         return x
     return x.new_zeros(segments.query_total, *x.shape[1:]).index_copy_(0, segments.query_rows, x)
 
 
-def _gather(x: Tensor, segments: Segments) -> Tensor:
-    """[query_total, ...] → [S, ...]."""
-    return x if segments.query_rows is None else x.index_select(0, segments.query_rows)
+def _rows(x: Tensor, rows: Tensor | None) -> Tensor:
+    """These rows of x; all, without a copy, if None."""
+    return x if rows is None else x.index_select(0, rows)

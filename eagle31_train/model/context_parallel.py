@@ -1,15 +1,15 @@
-"""Documents that several ranks share: who has which positions, and how slots and the keys of all come together.
+"""Context parallelism: several ranks share documents. Which rank has which positions, and how they exchange keys.
 
-A slot's own keys stay on the rank that has the slot. What it needs of other ranks are the step-0 keys and values of its
-document. These are exchanged once per layer, before the first step, and serve all K steps, in one of two ways:
+A slot's own keys stay on the slot's rank. From other ranks it needs the step-0 keys and values of its document. These
+are exchanged once per layer, before the first step, and serve all K steps, in one of two ways:
 
-    few heads of keys (GQA)       every rank gets all keys: `GatherRows`. On the way back the gradients that all ranks
-                                  have of a key are added up on the rank that has the key.
-    as many as of queries (MLA)   every rank gets the keys of a share of the heads, and at every step attends with these
-                                  heads for the slots of all ranks: `DealHeads`. No rank holds all keys at once.
+    few key heads (GQA)             `GatherRows`: every rank gets all keys. In the backward pass all ranks' gradients of
+                                    a key are summed on the key's rank.
+    as many as query heads (MLA)    `DealHeads`: every rank gets the keys of a share of the heads, and at every step
+                                    attends with these heads for the slots of all ranks. No rank holds all keys.
 
-Every position, slot and pair is of one rank, so that losses, counts and gradients of weights add up over ranks as they
-do without.
+Every position, slot and pair belongs to one rank, so losses, counts and gradients of weights add up over ranks as they
+do without sharing.
 
 Letters: N ranks that share documents; C positions of their context, of all ranks; C_r of them on this rank.
 """
@@ -25,8 +25,8 @@ from eagle31_train.config import DrafterShape
 
 
 class Mesh:
-    """Where a rank is: `context` neighbouring ranks share their documents, and are together one replica. part: this
-    rank's part of its documents, and of how many; replica: in which of the `replicas`, groups of ranks, it is."""
+    """Where a rank is. `context` neighbouring ranks share their documents and form one replica. part: this rank's part
+    of its documents, and the number of parts; replica: the index of its replica, out of `replicas`."""
 
     def __init__(self, ranks: int = 1, rank: int = 0, context: int = 1) -> None:
         self.ranks, self.rank, self.context = ranks, rank, context
@@ -37,8 +37,8 @@ class Mesh:
 def owners(slots: Tensor, ranks: int) -> Tensor:
     """[T] int64: the rank that has each position of a document. slots: [T] bool.
 
-    Slots, which cost most, are cut into 2N pieces, and rank r has the pieces r and 2N - 1 - r: as many slots as any
-    other rank's, which see about as many keys. The other positions likewise.
+    Slots, which cost most, are cut into 2N pieces; rank r has the pieces r and 2N - 1 - r. So all ranks have as many
+    slots, which see about as many keys. The other positions are dealt likewise.
     """
     owner = torch.empty(len(slots), dtype=torch.int64)
     for some in (slots, ~slots):
@@ -50,16 +50,16 @@ def owners(slots: Tensor, ranks: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Places:
-    """Where shared rows (positions of a context, or slots) stand in what ranks exchange: `most` rows of each rank."""
+    """Where shared rows (positions of a context, or slots) lie in an exchanged tensor: `most` rows for each rank."""
 
     rows: Tensor  # [C] int64 into [N * most]
     most: int
 
 
 def make_places(owner: Tensor, ranks: int) -> Places:
-    """The places of rows [C], by the rank that has each; a rank has its rows in this order."""
+    """The places of rows, given the rank that has each, [C]; a rank has its rows in this order."""
     counts = torch.bincount(owner, minlength=ranks)
-    most = max(1, int(counts.max()))  # not every back end exchanges nothing
+    most = max(1, int(counts.max()))  # some back ends cannot exchange empty tensors
     order = owner.argsort(stable=True)
     rows = torch.empty_like(owner)
     rows[order] = torch.arange(len(owner)) + (torch.arange(ranks) * most - counts.cumsum(0) + counts)[owner[order]]
@@ -74,8 +74,8 @@ def deals_heads(shape: DrafterShape, ranks: int) -> bool:
 
 @dataclass(frozen=True)
 class Exchange:
-    """An exchange of rows (keys, values, queries, …) between the ranks of a group; collective. `back` is the transpose
-    of `forth`, and so gives its gradient."""
+    """A collective exchange of rows (keys, values, queries, …) between the ranks of a group. `back` is the transpose of
+    `forth`, and so computes its gradient."""
 
     places: Places
     group: dist.ProcessGroup
@@ -94,7 +94,7 @@ class Exchange:
 
 
 class GatherRows(Exchange):
-    """All rows for every rank, [C, g, …]; on the way back, what all ranks have of a row, added up."""
+    """Every rank gets all rows, [C, g, …]. On the way back, the sum of all ranks' values of a row."""
 
     def forth(self, x: Tensor) -> Tensor:
         mine = torch.cat([x, x.new_zeros(self.places.most - len(x), *x.shape[1:])])
@@ -110,7 +110,7 @@ class GatherRows(Exchange):
 
 
 class DealHeads(Exchange):
-    """The r-th share of the heads of all rows for rank r, [C, g / N, …]."""
+    """Rank r gets the r-th share of the heads of all rows, [C, g / N, …]."""
 
     def forth(self, x: Tensor) -> Tensor:
         by_rank = x.unflatten(1, (self.group.size(), -1)).transpose(0, 1)
@@ -124,7 +124,7 @@ class DealHeads(Exchange):
         return by_rank.transpose(0, 1).flatten(1, 2)
 
     def _swapped(self, sent: Tensor) -> Tensor:
-        """The r-th part of what is sent goes to rank r; what comes from it is the r-th part."""
+        """The r-th part goes to rank r; what comes from rank r is the r-th part of the result."""
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
         return received

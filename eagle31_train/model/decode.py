@@ -1,12 +1,12 @@
 """The drafter at serving time: drafts from a cache, by the recurrence that training unrolls.
 
-As vLLM aligns it: the row of position p holds the token at p+1 and the target's states of p, has
-RoPE position p, and predicts the token at p+2; draft step j is at position p+j. The keys and
-values of such rows (step 0) stay in the cache of each layer. Those of steps 1.. lie behind them during one
-round and are overwritten by the next round's rows, once the target has spoken. A chain works one such step out after
-another; a parallel drafter, whose rows do not wait for drafted tokens, all of them in one pass.
+As in vLLM, the row of position p reads the token at p+1 and the target's states at p, has RoPE position p, and predicts
+the token at p+2; draft step j is at position p+j. The keys and values of these rows (step 0) stay in the cache of each
+layer. Those of steps 1.. lie behind them during one round and are overwritten by the next round's rows, once the target
+has verified. An autoregressive drafter computes these steps one after another. The rows of a parallel drafter do not
+depend on drafted tokens, so it computes all of them in one pass.
 
-Several sequences are drafted for together, each of its own length.
+Several sequences, each of its own length, are drafted for together.
 
 Shapes: B sequences; n new rows, of all sequences; A auxiliary layers; H target hidden; D draft hidden;
 g key/value heads; h query heads; d and dv widths of a key and a value.
@@ -23,8 +23,8 @@ from eagle31_train.model.drafter import Drafter
 from eagle31_train.model.layer import Layer, applied_to
 from eagle31_train.store.codec import plain
 
-Attend = Callable[["Cache", Tensor], Tensor]  # a layer's cache and attention inputs → what they attend to
-Choose = Callable[[int, Tensor], Tensor]  # step and logits [B, Vd] → which draft tokens [B] int64
+Attend = Callable[["Cache", Tensor], Tensor]  # a layer's cache and attention inputs → attention outputs
+Choose = Callable[[int, Tensor], Tensor]  # step and logits [B, Vd] → chosen draft tokens [B] int64
 
 
 def most_likely(_step: int, logits: Tensor) -> Tensor:
@@ -32,11 +32,11 @@ def most_likely(_step: int, logits: Tensor) -> Tensor:
 
 
 class DraftDecoder:
-    """Drafting for some sequences, one token at each depth, in the dtype of the drafter's weights.
+    """Drafts for some sequences, one token at each depth, in the dtype of the drafter's weights.
 
     Args:
         target_ids: [Vd] int64, the target's id of each draft token.
-        capacity: most rows that a sequence's cache ever holds: its positions and the steps of one round.
+        capacity: the most rows that a sequence's cache ever holds: its positions and the steps of one round.
     """
 
     def __init__(self, drafter: Drafter, target_ids: Tensor, capacity: int, sequences: int = 1) -> None:
@@ -48,13 +48,13 @@ class DraftDecoder:
 
     @torch.no_grad()
     def extend(self, aux: Tensor, next_tokens: Tensor, counts: Sequence[int] | None = None) -> None:
-        """Take in what the target has verified.
+        """Append the rows of positions that the target has verified.
 
         Args:
-            aux: [n, A, H] the target's states of every sequence's next positions, one sequence after the other.
-            next_tokens: [n] int64, the token that follows each of them; the last of a sequence is its newest
+            aux: [n, A, H] the target's states at every sequence's next positions, one sequence after the other.
+            next_tokens: [n] int64, the token after each of these positions; the last of a sequence is its newest
                 token, which the target has not read yet.
-            counts: how many rows each sequence has, at least one; default: all are those of the only one.
+            counts: number of rows of each sequence, at least one; default: there is one sequence.
         """
         counts, device = [len(aux)] if counts is None else list(counts), aux.device
         rows = torch.cat([torch.full((count,), row, device=device) for row, count in enumerate(counts)])
@@ -73,6 +73,7 @@ class DraftDecoder:
         self._newest = x[last], residual[last]
 
     def select(self, sequences: Sequence[int]) -> None:
+        """Go on with these sequences only, in this order."""
         rows = list(sequences)
         self.lengths = [self.lengths[row] for row in rows]
         if self._newest is not None:
@@ -81,7 +82,7 @@ class DraftDecoder:
             cache.select(rows)
 
     def draft(self, count: int) -> list[int]:
-        """The next `count` tokens (target ids) that the drafter expects after the newest token of the only sequence."""
+        """The `count` most likely tokens (target ids) after the newest token of the only sequence."""
         return self.propose(count)[0].tolist()
 
     def propose(self, count: int, choose: Choose = most_likely) -> Tensor:
@@ -113,8 +114,8 @@ class DraftDecoder:
     def _all_at_once(
         self, count: int, choose: Choose, x: Tensor, residual: Tensor, ends: Tensor
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """A parallel drafter's steps, in one pass: mask rows behind the newest row of every sequence. x, residual: of
-        these, [B, ...]; ends: [B] int64, the position after each."""
+        """A parallel drafter's steps in one pass: mask rows behind the newest row of every sequence. x, residual: of
+        the newest rows, [B, ...]; ends: [B] int64, the positions behind them."""
         drafter, top, B, masks = self.drafter, self._caches[-1], len(x), count - 1
         steps = torch.arange(count, device=x.device)
         if masks:
@@ -139,8 +140,8 @@ class DraftDecoder:
     def _through(
         self, embedded: Tensor, state: Tensor, rows: Tensor, positions: Tensor, attend: Attend
     ) -> tuple[Tensor, Tensor]:
-        """Run embeddings and states [n, D] through the layers below the last, and keep keys and values in all; the last
-        layer's attention input [n, I] and residual [n, D]."""
+        """Run embeddings and states [n, D] through the layers below the last, and cache keys and values in all layers →
+        the last layer's attention input [n, I] and residual [n, D]."""
         *below, top = self._caches
         for cache in below:
             x, residual = cache.layer.attention_input(embedded, state)
@@ -152,7 +153,7 @@ class DraftDecoder:
 
 
 class Cache:
-    """Keys and values of one layer, of every sequence. `layer`: reads attention inputs x of width I."""
+    """Keys and values of one layer, of every sequence. I: width of the layer's attention inputs x."""
 
     def __init__(self, layer: Layer, sequences: int, capacity: int) -> None:
         self.layer = layer
@@ -166,32 +167,32 @@ class Cache:
     def write(self, x: Tensor, rows: Tensor, positions: Tensor) -> None:
         """Keys and values of attention inputs x [n, I], at their positions [n] of their sequences `rows` [n]."""
         made = self.layer.self_attn.keys_values(applied_to(x), positions)
-        if not self._kept:  # zeros, since a masked key of garbage may be NaN, which no mask undoes
+        if not self._kept:  # zeros, since uninitialised memory may hold NaN, which no mask removes
             self._kept = [one.new_zeros(self._sequences, self._capacity, *one.shape[1:]) for one in made]
         for kept, one in zip(self._kept, made, strict=True):
             kept[rows, positions] = one
 
     def attend(self, x: Tensor, positions: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Inputs x [B, I], one of every sequence, at its last position, over its lengths[b] rows → [B, h, dv]."""
+        """Inputs x [B, I], one per sequence, at its last position, attend to its lengths[b] rows → [B, h, dv]."""
         q = self.layer.self_attn.queries(applied_to(x), positions)
         longest, mask = max(lengths), None
         if min(lengths) < longest or self._window is not None:
             mask = self._seen(positions, longest)[:, None, None]
         keys, values = (kept[:, :longest].transpose(1, 2) for kept in self._kept)
-        # All heads of a group share keys, and there is one query: heads can stand where queries do.
+        # All heads of a group share keys, and there is one query: heads can take the place of queries.
         grouped = q.unflatten(1, (keys.shape[1], -1))
         out = F.scaled_dot_product_attention(grouped, keys, values, mask, scale=self.layer.self_attn.scale)
         return out.flatten(1, 2)
 
     def attend_each(self, x: Tensor, positions: Tensor, counts: Sequence[int], ends: Sequence[int]) -> Tensor:
-        """Inputs x [n, I] of every sequence's newest positions, counts[b] each, the last of them before ends[b]; all
-        see what is before → [n, h, dv]."""
+        """Inputs x [n, I] of every sequence's newest positions, counts[b] each, the last at ends[b] - 1, attend to the
+        rows up to their own → [n, h, dv]."""
         q, scale, outputs = self.layer.self_attn.queries(applied_to(x), positions), self.layer.self_attn.scale, []
         pieces = zip(q.split(list(counts)), positions.split(list(counts)), ends, strict=True)
         for row, (queries, at, end) in enumerate(pieces):
             keys, values = (kept[row, :end].transpose(0, 1)[None] for kept in self._kept)
             if x.is_cuda and (shared := q.shape[1] // keys.shape[1]) > 1:
-                # There no kernel takes both a mask and shared keys, and plain products hold the scores of all heads.
+                # No CUDA kernel takes both a mask and shared keys, and plain products would hold all heads' scores.
                 keys, values = (each.repeat_interleave(shared, 1) for each in (keys, values))
             block, seen = queries.transpose(0, 1)[None], self._seen(at, end)
             out = F.scaled_dot_product_attention(block, keys, values, seen, scale=scale, enable_gqa=True)
@@ -199,7 +200,7 @@ class Cache:
         return torch.cat(outputs)
 
     def _seen(self, positions: Tensor, end: int) -> Tensor:
-        """[n, end] bool: which of the first rows each position [n] sees: those up to its own, in its window."""
+        """[n, end] bool: which rows each position [n] sees: those up to its own, within its window."""
         rows = torch.arange(end, device=positions.device)
         seen = rows <= positions[:, None]
         return seen if self._window is None else seen & (rows > positions[:, None] - self._window)

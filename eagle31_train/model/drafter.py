@@ -5,15 +5,15 @@
     z_k   = norm(h_k)                          what lm_head reads
     g_k+1 = z_k with norm_output (EAGLE 3.1), h_k without (EAGLE 3)
 
-A parallel drafter's steps 1, 2, … read a learnt state and the mask token instead, the same in every slot. Of earlier
-steps they see only keys and values.
+Steps 1, 2, … of a parallel drafter read a learnt state and the mask token instead, the same in every slot. They depend
+on earlier steps through keys and values only.
 
     g_k   = fuse(mask_hidden),  embed(ptd_token_id) in place of x[t+1+k]      for k > 0
 
 Nothing is detached: gradients flow through every step's state, keys and values.
 
-At step 0 every position needs a key and a value in every layer. So layers below the last compute all positions at step
-0, and slots only from step 1 on. The last layer, usually the only one, computes slots only.
+At step 0 every position needs a key and a value in every layer. So the layers below the last compute all positions at
+step 0, and only slots from step 1 on. The last layer, usually the only one, computes only slots.
 """
 
 from collections.abc import Callable
@@ -37,14 +37,14 @@ from eagle31_train.model.packing import Layout
 from eagle31_train.model.recompute import checkpointed, recomputed
 from eagle31_train.store.codec import Encoded, plain
 
-Read = Callable[[Tensor], Project]  # normed states [n, D] → the attention's input projections of token and state
+Read = Callable[[Tensor], Project]  # normed states [n, D] → projections of the attention's input, token and state
 
 
 class Drafter(nn.Module):
-    """A drafter of one layer or more. Parameters carry the checkpoint's names. embedding: [V, D] the target's embedding
-    rows; frozen and left out of the checkpoint with `shape.share_embedding`, the initial value of its own otherwise."""
+    """A drafter of one layer or more. Parameters have the checkpoint's names. embedding: [V, D] the target's embedding
+    rows. With `shape.share_embedding` they are frozen and not in the checkpoint; else they initialise the drafter's."""
 
-    # Activation checkpointing: keep only states and the attention, and recompute the rest for the gradient.
+    # Activation checkpointing: keep only states and attention outputs, and recompute the rest for the gradient.
     recompute = False
     fused = False  # see `unrolled_attention`
     context_group: ProcessGroup | None = None  # ranks that share documents (context parallelism), for `batch.shared`
@@ -80,12 +80,12 @@ class Drafter(nn.Module):
         return [self.midlayer, *(layer for layer in self.layers.values() if isinstance(layer, Layer))]
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """tokens [...] int64, target ids → [..., D], in the compute dtype."""
+        """tokens [...] int64, target ids → [..., D] in the compute dtype."""
         rows = self.shared_embedding if self.shape.share_embedding else self.embed_tokens.weight
         return nn.functional.embedding(tokens, rows).to(compute_dtype(self.norm.weight))
 
     def fuse(self, aux: Encoded) -> Tensor:
-        """Auxiliary states [n, A, H] of the target, which are decoded here → g_0 [n, D]."""
+        """The target's auxiliary states [n, A, H], still encoded → g_0 [n, D]."""
         dtype = compute_dtype(self.norm.weight)
         states = [layer.decode().to(dtype) for layer in aux.unbind()]
         if self.input_norm is not None:
@@ -94,19 +94,19 @@ class Drafter(nn.Module):
             return self.fc(rows)
 
     def _fc_input(self, *states: Tensor) -> Tensor:
-        """One [n, H] of each auxiliary layer → [n, A * H], normed with `fc_norm`."""
+        """States [n, H] of each auxiliary layer → [n, A * H], normed with `fc_norm`."""
         norms = self.fc_norm if self.fc_norm is not None else [nn.Identity()] * len(states)
         return torch.cat([norm(state) for norm, state in zip(norms, states, strict=True)], dim=-1)
 
     def mask(self) -> tuple[Tensor, Tensor]:
-        """What every slot of a parallel drafter reads at steps 1, 2, …: token [1] int64, state g [1, D]."""
+        """What every slot of a parallel drafter reads at steps 1, 2, …: token [1] int64 and state g [1, D]."""
         token = self.shape.ptd_token_id
         assert token is not None, "contract.check_shape refuses a parallel drafter without"
         tokens = self.mask_hidden.new_full((1,), token, dtype=torch.int64)
         return tokens, self.fuse(plain(self.mask_hidden.view(1, len(self.shape.aux_layers), -1)))
 
     def feedback(self, h: Tensor, z: Tensor) -> Tensor:
-        """The state that a chain's next step reads, from this step's pre-norm h and post-norm z."""
+        """The state that the next step reads, from this step's pre-norm h and post-norm z, if not parallel."""
         return z if self.shape.norm_output else h
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -115,14 +115,14 @@ class Drafter(nn.Module):
         exchange, layout, everywhere = self._sharing(batch)
         *below, last = (AttendingLayer(layer, run, self.fused, exchange) for layer in self.stack)
         ids, steps_read, of_step = batch.ids, batch.read, list(batch.reads)
-        if self.shape.parallel:  # the mask token comes last; one row of it serves all slots
+        if self.shape.parallel:  # the mask token comes last, once for all slots
             mask_token, mask_state = self.mask()
             ids, steps_read = torch.cat([ids, mask_token]), F.pad(steps_read, (0, 1), value=len(ids))
             of_step[1:] = [torch.full_like(mask_token, len(batch.read))] * (batch.ttt_length - 1)
         tokens = TokenHalf(self.midlayer, self.embed(ids), steps_read, all_queries=bool(below))
         slots, positions = batch.slot_rows, batch.positions
 
-        # Step 0: every position up to the last slot gives a key and a value; from here on, only slots count.
+        # Step 0: keys and values of every position up to the last slot. Then only slots.
         g = h = self.fuse(batch.aux)  # [C, D]
         read: Read = partial(tokens.context, batch.following)
         for layer in below:
@@ -137,7 +137,7 @@ class Drafter(nn.Module):
             rms.append(g.detach().float().square().mean(-1).sqrt().sum() / max(len(g), 1))  # no slot: 0, not NaN
             read = partial(tokens.step, of_step[k])
             for layer in below:
-                if k > 0:  # at step 0 it has computed every position, above
+                if k > 0:  # step 0 of every position: above
                     h = run(layer.finish, *layer.attend(h, read, positions + k, layout, own=True))
                 read = applied_to
             h, z = run(self._answer, *last.attend(h, read, positions + k, layout, own=k > 0))
@@ -146,7 +146,7 @@ class Drafter(nn.Module):
         return torch.stack(outputs), torch.stack(rms)
 
     def _sharing(self, batch: Batch) -> tuple[Exchange | None, Layout, Layout]:
-        """How step-0 keys reach other ranks, and who attends to them: slots; in the layers below, all positions."""
+        """How step-0 keys reach other ranks; the layout of the slots; the layout of all positions."""
         if (shared := batch.shared) is None:
             return None, batch.layout, batch.everywhere
         group = self.context_group
@@ -163,10 +163,10 @@ class Drafter(nn.Module):
 
 
 class AttendingLayer:
-    """One layer during the K steps, with the keys and values that its attention has seen so far.
+    """One layer during the K steps, with its keys and values so far.
 
     Args:
-        run: calls a function with or without activation checkpointing.
+        run: calls a function, with or without activation checkpointing.
         fused: see `unrolled_attention`.
         exchange: how the context's keys and values reach the other ranks that share it.
     """
@@ -189,9 +189,9 @@ class AttendingLayer:
     def attend(
         self, states: Tensor, read: Read, positions: Tensor, layout: Layout, own: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Attention of one step, for the slots of a layout: states [S, D], or [1, D] if all have the same → the
-        residual, shaped alike, and attention's output [S, h, dv]. own: also keep the slots' keys and values of this
-        step; those of step 0 are in the context already."""
+        """Attention of one step, for the slots of a layout: states [S, D], or [1, D] if all are the same → the residual
+        in the same shape, and attention's output [S, h, dv]. own: also keep the slots' keys and values of this step;
+        those of step 0 are in the context."""
         q, residual, *key_value = self._run(self._ask, states, read, positions, own)
         if own:
             key, value = key_value
@@ -209,7 +209,7 @@ class AttendingLayer:
             return self._layer.self_attn.keys_values(read(normed), positions)
 
     def _ask(self, states: Tensor, read: Read, positions: Tensor, own: bool) -> tuple[Tensor, ...]:
-        """Query and residual, and with `own` also key and value."""
+        """Query and residual, with `own` also key and value."""
         attention = self._layer.self_attn
         with recomputed(self._layer.state_norm, states) as normed:
             project = read(normed)
@@ -220,13 +220,13 @@ class AttendingLayer:
 class TokenHalf:
     """The embeddings' half of the attention's input projections, computed once for all steps.
 
-    The input concatenates a token's embedding e and a state n, so W · concat(e, n) = W_e · e + W_n · n. K slots read a
-    token, each at another step, with the same W_e · e. A bias is added to this half.
+    The input concatenates a token's embedding e and a state n, so W · concat(e, n) = W_e · e + W_n · n. Up to K slots
+    read the same token, each at another step, with the same W_e · e. A bias is added to this half.
 
     Args:
         embedded: [N, D] embeddings of all packed tokens.
         read: [R] int64, the tokens that slots read.
-        all_queries: project queries of all tokens, not only of those that slots read: there are layers above.
+        all_queries: project queries of all tokens, not only of those that slots read, for layers above.
     """
 
     def __init__(self, layer: Layer, embedded: Tensor, read: Tensor, all_queries: bool = False) -> None:
@@ -236,7 +236,7 @@ class TokenHalf:
         everyone = attention.query_inputs + attention.key_inputs
         halves = {projection: projection.weight.to(dtype).split(D, 1) for projection in everyone}
         self._state = {projection: half[1].contiguous() for projection, half in halves.items()}
-        # Keys and values are needed of all tokens [N, width], queries often only of those that slots read [R, width].
+        # Keys and values are needed for all tokens [N, width], queries often only for those that slots read [R, width].
         of_all = everyone if all_queries else attention.key_inputs
         self._all = {projection: projection.shifted(linear(e, halves[projection][0])) for projection in of_all}
         self._read = {projection: rows.index_select(0, read) for projection, rows in self._all.items()}
@@ -249,8 +249,8 @@ class TokenHalf:
         return lambda projection: self._join(projection, self._all[projection].index_select(0, following), normed)
 
     def step(self, reads: Tensor, normed: Tensor) -> Project:
-        """Projections of every slot: normed states [S, D] with the tokens at `reads` [S] among those read; or one row
-        of each, if all slots have the same."""
+        """Projections of every slot: normed states [S, D] with the tokens at `reads` [S] among those read; one row of
+        each if all slots have the same."""
         return lambda projection: self._join(projection, self._read[projection].index_select(0, reads), normed)
 
     def _join(self, projection: Linear, token_half: Tensor, normed: Tensor) -> Tensor:
@@ -258,5 +258,5 @@ class TokenHalf:
 
 
 def call(function: Callable, *args: Any) -> Any:
-    """function(*args), in place of `checkpointed` when activations are kept."""
+    """function(*args), where `checkpointed` would recompute."""
     return function(*args)

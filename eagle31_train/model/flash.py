@@ -1,17 +1,17 @@
-"""FlashAttention 3 or 4 in the place of torch's own flash kernel (FlashAttention 2), where one is installed.
+"""FlashAttention 3 or 4 instead of torch's own flash kernel (FlashAttention 2), where one is installed.
 
-torch's switch (torch.nn.attention.activate_flash_attention_impl, from torch 2.11 on) puts it behind aten's operators
-_flash_attention_forward and _backward, and those of scaled_dot_product_attention, for the whole process. On CUDA
-`context_attention.py` calls the former, and needs to know one thing: that values narrower than keys stay so.
+torch.nn.attention.activate_flash_attention_impl (torch 2.11 and later) puts it behind aten's operators
+_flash_attention_forward and _backward, and behind scaled_dot_product_attention, for the whole process. On CUDA
+`context_attention.py` calls these operators; it only has to keep values narrower than keys as they are.
 
-What each takes, by torch/nn/attention/_fa3.py and _fa4.py and by the sources of flash-attention of 2026-08 (hopper/ and
-flash_attn/cute/): packed runs aligned at the end, windows, shared key heads and the log-sum-exp [h, queries] as torch's
-own has them.
+Like torch's own kernel, both take packed runs aligned at the end, windows and shared key heads, and return the
+log-sum-exp as [h, queries]. Their limits, by torch/nn/attention/_fa3.py and _fa4.py and by flash-attention's sources of
+2026-08 (hopper/ and flash_attn/cute/):
 
-    FA3    Hopper; widths up to 256; values unlike keys in width only where keys are up to 64, or up to 192 and values
-           from 97 to 128 (Kimi's are 192 and 128); no deterministic gradient at width 256
-    FA4    Hopper, and Blackwell with widths up to 128, or 192 and 128, or 256. From 2026-06 on its forward gives four
-           results, of which torch 2.11 and 2.13 take two and raise; torch 2.15 takes them
+    FA3    Hopper. Widths up to 256; values of another width than keys only where keys are up to 64 wide, or up to 192
+           with values from 97 to 128 (Kimi: 192 and 128). No deterministic gradient at width 256
+    FA4    Hopper, and Blackwell with widths up to 128, or 192 and 128, or 256. Since 2026-06 its forward returns four
+           results; torch 2.11 and 2.13 expect two and raise, torch 2.15 takes four
 """
 
 import torch
@@ -25,14 +25,14 @@ from eagle31_train.model import context_attention
 from eagle31_train.model.attention import unrolled_attention
 from eagle31_train.model.packing import Layout, make_layout
 
-NAMES = {9: ("FA3", "FA4"), 10: ("FA4",)}  # by the major number of the GPU's compute capability; the first that works
-NEAR = 0.02  # of the norm, by which two kernels in bf16 may differ: twice what each may be off
-WINDOW = 22  # positions that a slot of the trial sees, of a drafter with a window
+NAMES = {9: ("FA3", "FA4"), 10: ("FA4",)}  # by major compute capability of the GPU; the first that works is used
+NEAR = 0.02  # two bf16 kernels may differ by so much of the norm: twice the error of each
+WINDOW = 22  # positions that a slot sees in the trial of a drafter with a window
 
 
 def switch_flash(shape: DrafterShape, device: torch.device) -> str | None:
-    """Switch a drafter's attention on a CUDA device to FlashAttention 3 or 4, if its results agree with torch's own;
-    which is in use, and why not another, or None if neither supports the device or the shape.
+    """Switch a drafter's attention on a CUDA device to FlashAttention 3 or 4 if its results agree with torch's own.
+    Returns which kernel is in use, and why not another; None if neither supports the device or the shape.
 
     A small random problem with the drafter's heads decides, forward and backward. A kernel that cannot be loaded,
     raises or differs is switched off again, and torch's own stays.
@@ -53,7 +53,7 @@ def switch_flash(shape: DrafterShape, device: torch.device) -> str | None:
             attention.activate_flash_attention_impl(name)
             results = _worked_out(*problem, window)
             errors = [(a.float() - b).norm() / b.float().norm() for a, b in zip(results, right, strict=True)]
-            error = torch.stack(errors).max().item()  # not a number if one is none
+            error = torch.stack(errors).max().item()  # NaN if any is
             if error <= NEAR:
                 return f"attention by {name}"
             wrong.append(f"{name} differs from it by {error:.1%}")
@@ -82,9 +82,8 @@ def _problem(shape: DrafterShape, device: torch.device) -> tuple[Tensor, Tensor,
 def _worked_out(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, layout: Layout, scale: float, window: int | None
 ) -> list[Tensor]:
-    """Attention, and the gradients of q, k and v, of a step with own keys: the kernel's softmax is a part of that over
-    more keys. And a decoded output: the switch is the process', and the decoder that measures acceptance asks for
-    attention so (`decode.py`)."""
+    """Attention and gradients of q, k and v in a step with own keys, so that the kernel computes part of a softmax. And
+    an output of the decoder (`decode.py`), which measures acceptance in the same process."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     own_k, own_v = [k[layout.slots]], [v[layout.slots]]
     out = unrolled_attention(leaves[0], leaves[1], leaves[2], own_k, own_v, layout, scale, window=window)

@@ -1,6 +1,6 @@
 """The drafter's layers: attention's projections, MLP, norms and residuals.
 
-Parameter names are those of the checkpoint (`contract.py`): saving a drafter renames nothing.
+Parameters have the checkpoint's names (`contract.py`): saving a drafter renames nothing.
 
 Shapes: n rows; D draft hidden; I the attention's input; h query heads; g key/value heads; d and dv widths of a key and
 a value.
@@ -20,7 +20,7 @@ from eagle31_train.model.norm import RMSNorm
 from eagle31_train.model.recompute import recomputed
 from eagle31_train.model.rope import Rope
 
-Project = Callable[[Linear], Tensor]  # a linear layer → what it makes of the attention's input, [n, its width]
+Project = Callable[[Linear], Tensor]  # a linear layer → its output for the attention's input, [n, its width]
 
 
 def applied_to(x: Tensor) -> Project:
@@ -31,8 +31,8 @@ def applied_to(x: Tensor) -> Project:
 class GroupedQueryAttention(nn.Module):
     """Projections of one layer's attention, as in Llama; `inputs`: I. Who attends to whom: `attention.py`.
 
-    The caller works out the projections of the input, `query_inputs` for queries and `key_inputs` for keys and values:
-    training computes the embedding's half of the first layer's once for all steps.
+    The caller computes the projections of the input, `query_inputs` for queries and `key_inputs` for keys and values,
+    since training computes the embedding's half of the first layer's once for all steps.
     """
 
     def __init__(self, shape: DrafterShape, inputs: int) -> None:
@@ -51,26 +51,25 @@ class GroupedQueryAttention(nn.Module):
         self.window = shape.sliding_window
 
     def queries(self, project: Project, positions: Tensor) -> Tensor:
-        """Positions [n] → q [n, h, d], normed with `qk_norm`, and rotated."""
+        """Positions [n] → q [n, h, d], rotated, with `qk_norm` normed before."""
         return self.rope(self.q_norm(project(self.q_proj).unflatten(-1, (self.heads, self.width))), positions)
 
     def keys_values(self, project: Project, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Positions [n] → k [n, g, d], normed with `qk_norm`, and rotated; and v [n, g, d]."""
+        """Positions [n] → k [n, g, d], rotated, with `qk_norm` normed before; v [n, g, d]."""
         k = self.rope(self.k_norm(project(self.k_proj).unflatten(-1, (self.groups, self.width))), positions)
         return k, project(self.v_proj).unflatten(-1, (self.groups, self.width))
 
 
 class LatentAttention(nn.Module):
-    """Projections of multi-head latent attention, as in DeepSeek-V2 and Kimi; `GroupedQueryAttention`'s interface.
+    """Projections of multi-head latent attention, as in DeepSeek-V2 and Kimi, with `GroupedQueryAttention`'s interface.
 
-    Keys and values come out of one narrow latent per token, queries out of another (or, without `q_lora_rank`, of
-    the input itself). Each head's key is [without position | with position]; the second part is the same for all
-    heads. Training and decoding expand the latent into a key and a value per head: then it is ordinary attention
-    with as many key heads as query heads. (vLLM keeps the latent and moves the expansion into queries and outputs:
-    the same numbers in another order.)
+    Keys and values are made from one narrow latent per token, queries from another (without `q_lora_rank`, from the
+    input). Each head's key is [without position | with position]; the second part is the same for all heads. Here the
+    latent is expanded into a key and a value per head, so it is ordinary attention with as many key heads as query
+    heads. (vLLM keeps the latent and moves the expansion into queries and outputs: the same numbers in another order.)
 
-    Source: DeepSeek-V2 (arXiv 2405.04434); names and order of the parts as vLLM's DeepseekV2MLAAttention reads them.
-    Shapes: d = nope + rope width of a key; c latent width.
+    Source: DeepSeek-V2 (arXiv 2405.04434); names and order of the parts as in vLLM's DeepseekV2MLAAttention.
+    Shapes: d = nope + rope width of a key.
     """
 
     def __init__(self, shape: DrafterShape, inputs: int) -> None:
@@ -110,7 +109,7 @@ class LatentAttention(nn.Module):
         heads = self.kv_b_proj(self.kv_a_layernorm(latent)).unflatten(-1, (self.heads, -1))
         still, v = heads.split(self.head_parts, -1)
         shared = self.rope(turning[:, None], positions).expand(-1, self.heads, -1)
-        # v is copied so that what is kept for the gradient is v, and not the keys' part beside it, too.
+        # A copy of v, so that the keys' part beside it is not kept for the gradient, too.
         return torch.cat([still, shared], -1), v.contiguous()
 
 
@@ -154,7 +153,7 @@ class _SiluTimes(torch.autograd.Function):
 
 
 class Layer(nn.Module):
-    """A Llama's layer, split where training and decoding differ: around the attention. The `first`, in most drafters
+    """A Llama layer, split around the attention, where training and decoding differ. The `first` one, in most drafters
     the only one, reads a token's embedding beside the state."""
 
     def __init__(self, shape: DrafterShape, first: bool = False) -> None:
@@ -171,15 +170,15 @@ class Layer(nn.Module):
 
     @property
     def state_norm(self) -> RMSNorm:
-        """The norm of a state, before attention reads it."""
+        """The norm that is applied to a state before attention reads it."""
         return self.hidden_norm if self.first else self.input_layernorm
 
     def residual(self, g: Tensor, normed: Tensor) -> Tensor:
-        """What attention's output is added to, of a state and its norm, [n, D] each."""
+        """What attention's output is added to; a state and its norm are [n, D] each."""
         return normed if self.normed_residual else g
 
     def attention_input(self, e: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        """Embedding e, for the first layer, and state g, [n, D] each: attention's input [n, I], residual [n, D]."""
+        """Embedding e (read by the first layer only) and state g, [n, D] each → attention's input [n, I], residual."""
         normed = self.state_norm(g)
         x = torch.cat([self.input_layernorm(e), normed], dim=-1) if self.first else normed
         return x, self.residual(g, normed)

@@ -1,11 +1,11 @@
-"""Matrix products of the drafter: torch's own, but for fp32 on a CPU.
+"""Matrix products of the drafter: torch's own, except in fp32 on a CPU.
 
-There torch asks MKL, which on AMD's processors runs at less than half of what oneDNN reaches on the same
-numbers in the same precision (docs/log.md). oneDNN is inside every CPU build of torch, but torch hands it
-fp32 products only through an operator without a gradient, so the gradient is written here: two more products.
+There torch calls MKL, which on AMD's processors is less than half as fast as oneDNN in the same precision
+(docs/log.md). oneDNN is in every CPU build of torch, but fp32 products reach it only through an operator without a
+gradient, so the gradient is written here: two more products.
 
-bf16 products on a CPU are oneDNN's, which compiles a kernel for every new shape, for 1 to 5 ms. The rows of training
-are of another number at every step, so many are filled up to a multiple of ROWS.
+For bf16 products on a CPU torch calls oneDNN, which compiles a kernel for every new shape, in 1 to 5 ms. The number of
+rows differs in every training step, so large numbers are rounded up to a multiple of ROWS with rows of zeros.
 """
 
 from typing import Any
@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-BLOCK = 512  # logits of which a largest one is looked for at once
-ROWS = 64  # few shapes, and at most a fifth more rows: fewer than 4 * ROWS stay as they are
+BLOCK = 512  # logits per block in `first_largest`
+ROWS = 64  # few shapes, and at most a fifth more rows: up to 4 * ROWS stay as they are
 ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 class Linear(nn.Linear):
-    """nn.Linear by `linear`, in few drafters with a bias, which starts at 0."""
+    """nn.Linear computed by `linear`. A bias, which few drafters have, starts at 0."""
 
-    int8_inputs = False  # as vLLM serves int8 weights (checkpoint/int8.py), which are float32 then, whatever x is
+    int8_inputs = False  # round inputs as vLLM does with int8 weights (checkpoint/int8.py), which are float32 here
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
         super().__init__(inputs, outputs, bias)
@@ -36,12 +36,12 @@ class Linear(nn.Linear):
         return self.shifted(linear(x, self.weight))
 
     def shifted(self, rows: Tensor) -> Tensor:
-        """Products [..., outputs] with the bias added, if there is one."""
+        """Products [..., outputs] plus the bias, if there is one."""
         return rows if self.bias is None else rows + self.bias.to(rows.dtype)
 
 
 def int8_rows(x: Tensor) -> Tensor:
-    """x [..., n] → float32, the nearest of 255 evenly spaced values, the outermost plus and minus a row's largest."""
+    """x [..., n] → float32, rounded to 255 evenly spaced values; the outermost are ± the row's largest."""
     scale = x.float().abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / 127
     return (x.float() / scale).round() * scale
 
@@ -56,14 +56,14 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def soft_capped(logits: Tensor, cap: float | None) -> Tensor:
-    """Logits, overwritten by cap * tanh(logits / cap) where there is a cap, as Gemma 2 has one."""
+    """Logits, overwritten by cap * tanh(logits / cap) if there is a cap, as in Gemma 2."""
     return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
 
 def first_largest(logits: Tensor) -> Tensor:
-    """logits [n, V] → [n] int64, as `logits.max(-1).indices`: of equal ones the first, and NaN before all.
+    """logits [n, V] → [n] int64, as `logits.max(-1).indices`: the first of equal ones, and NaN before all.
 
-    A CPU finds a largest value many times as fast as its place: so first the block that has it, then the place in that.
+    A CPU finds a largest value many times as fast as its index: so find the block first, then the index within it.
     """
     if logits.device.type != "cpu":
         return logits.max(-1).indices
@@ -73,33 +73,33 @@ def first_largest(logits: Tensor) -> Tensor:
     largest = logits[:, :whole].unflatten(-1, (-1, width)).amax(-1)
     if whole < V:
         largest = torch.cat([largest, logits[:, whole:].amax(-1, keepdim=True)], -1)
-    # The last block begins early enough to be full: what it shares with the block before is smaller.
+    # The last block begins early enough to be full: what it shares with the block before it is smaller.
     start = (largest.max(-1).indices * width).clamp_max(V - width)
     places = start[:, None] + torch.arange(width, device=logits.device)
     return start + logits.gather(-1, places).max(-1).indices
 
 
 def spare_rows(count: int, x: Tensor) -> int:
-    """How many rows to add to `count` rows like x, so that few shapes come up where each new one costs time."""
+    """How many rows to add to `count` rows like x, so that few shapes occur where each new one costs time."""
     many = count > 4 * ROWS and x.device.type == "cpu" and compute_dtype(x) == torch.bfloat16
     return -count % ROWS if many else 0
 
 
 def filled_up(x: Tensor, spare: int) -> Tensor:
-    """x [n, ...] with as many rows of zeros behind; x itself if none are wanted."""
+    """x [n, ...] and behind it `spare` rows of zeros; x itself if that is 0."""
     return torch.cat([x, x.new_zeros(spare, *x.shape[1:])]) if spare else x
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype that products of x are worked out in: autocast's where it is on."""
+    """The dtype of products of x: autocast's where it is on."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """a [n, k], b [m, k] → a @ b.T [n, m]; for use where no gradient is recorded."""
+    """a [n, k], b [m, k] → a @ b.T [n, m], where no gradient is recorded."""
     if _asks_onednn(a, b):
-        # For rows or columns that lie apart, oneDNN has reference code only, a thousand times slower.
+        # For other strides oneDNN has reference code only, a thousand times slower.
         b = b if b.is_contiguous() or b.T.is_contiguous() else b.contiguous()
         return torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
     return a @ b.T
@@ -124,13 +124,13 @@ class _Linear(torch.autograd.Function):
 
 
 class _FilledUp(torch.autograd.Function):
-    """F.linear as autocast has it, of rows that are filled up for the products alone: what is kept is x itself."""
+    """F.linear as under autocast, with rows filled up for the products alone: x itself is kept for the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, spare: int) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.spare = spare
-        low = compute_dtype(x)  # not autocast's own cast: it would be cached without a gradient
+        low = compute_dtype(x)  # not by autocast, which would cache the weight's cast without a gradient
         return (filled_up(x.to(low), spare) @ weight.to(low).T)[: len(x)]
 
     @staticmethod

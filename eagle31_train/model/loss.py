@@ -2,9 +2,9 @@
 
     L = sum_k gamma^k / N_k * sum_{trained (t,k)} KL(p[t+1+k] || q_k[t])
 
-p is the target's softmax over the draft rows of its lm_head. It is computed from the stored last hidden state, once per
-block of positions, and used by every step that it supervises. Loss, accuracy and all gradients of a block are computed
-while its [pairs, Vd] logits exist; no tensor of size [tokens, Vd] ever does.
+p is the target's softmax over the draft rows of its lm_head, computed from the stored last hidden state once per block
+of positions for all steps that it supervises. Loss, accuracy and all gradients of a block are computed while its
+[pairs, Vd] logits exist; no tensor of size [tokens, Vd] ever does.
 
 Shapes: K steps, S slots, P pairs, J supervised positions, D draft hidden, H target hidden, Vd draft vocabulary.
 """
@@ -48,36 +48,36 @@ class Teacher(nn.Module):
         self.register_buffer("target_ids", target_ids, persistent=False)
 
     def logits(self, last: Tensor) -> Tensor:
-        """last [n, H] → [n, Vd], in the dtype of head_rows; without a gradient where they are capped."""
+        """last [n, H] → [n, Vd], in the dtype of head_rows; without a gradient if they are capped."""
         wide = last if last.dtype == torch.float64 else last.float()
         normed = rms_norm(wide, self.norm_weight.to(wide.dtype), self.eps)
         return soft_capped(linear(normed.to(self.head_rows.dtype), self.head_rows), self.soft_cap)
 
 
-# What a batch is measured by, [K] each: sums, so that batches and ranks add up.
+# Measures of a batch, [K] each. All are sums, so that batches and ranks add up.
 MEASURES = (
     "loss",  # summed divergence
     "trained",  # pairs in that sum
     "correct",  # pairs whose arg-max is the target's over the full vocabulary
-    "eligible",  # pairs that `correct` is a share of
+    "eligible",  # pairs: the denominator of `correct`
     "prefix",  # slots that are correct at every step 0..k
-    "eligible_prefix",  # slots that `prefix` is a share of
+    "eligible_prefix",  # slots: the denominator of `prefix`
     "rms",  # summed RMS of the states that step k reads
     "slots",
 )
 
-# Most logits (rows × Vd) at once, by device: in one matrix product, and in one piece of softmax and divergence, which
-# make several copies. Products are faster with many rows, a CPU with pieces that stay in its cache; the fused kernel
-# makes no copies.
+# The most logits (rows × Vd) at once, by device: in one matrix product, and in one piece of softmax and divergence, of
+# which several copies are made. Products are faster with many rows, a CPU with pieces that fit its cache. The fused
+# kernel makes no copies.
 LOGITS = {"cpu": (2**23, 2**18), "other": (2**28, 2**26), "fused": (2**30, 2**26)}
 
-# torch 2.9 refuses to add bf16 products to an fp32 sum (pytorch's pull request 167931 allowed it); 2.11 is what ran.
+# torch 2.9 cannot add bf16 products to an fp32 sum (PyTorch pull request 167931 allowed it); 2.11 was seen to.
 ADDS_IN_FP32 = torch.torch_version.__version__ >= "2.11"
 
 
 class Objective(nn.Module):
-    """Drafter and teacher as one module whose forward is the loss, which DDP, FSDP2 and DeepSpeed can wrap. `loss` is
-    "kl" or "ce", and `lk` the share of the LK loss: see `divergence`."""
+    """Drafter and teacher in one module whose forward is the loss, for DDP, FSDP2 and DeepSpeed to wrap. `loss` is "kl"
+    or "ce", `lk` the share of the LK loss: see `divergence`."""
 
     # Autocast dtype of matrix products; None: the caller's, or the weights'. Set here, not by the launcher, so that a
     # recipe computes the same under every launch profile.
@@ -96,15 +96,15 @@ class Objective(nn.Module):
         return LOGITS["fused" if self.fused else "cpu" if device.type == "cpu" else "other"]
 
     def fuse_kernels(self) -> None:
-        """Use the fused kernels for divergence, norms, SwiGLU and own keys; they compute in fp32."""
+        """Use the fused kernels, which compute in fp32, for divergence, norms, SwiGLU and own keys."""
         self.fused = self.drafter.fused = True
         for module in self.drafter.modules():
             if isinstance(module, RMSNorm | Mlp):
                 module.fused = True
 
     def forward(self, batch: Batch, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """The weighted loss of a batch, and what it is measured by, [len(MEASURES), K] fp32. weights: [K] fp32,
-        gamma^k / N_k with N_k counted over the whole global batch."""
+        """The weighted loss of a batch, and its measures [len(MEASURES), K] fp32. weights: [K] fp32, gamma^k / N_k with
+        N_k counted over the whole global batch."""
         with torch.autocast(weights.device.type, self.autocast) if self.autocast else nullcontext():
             (z, rms), head, learn = self.drafter(batch), self.drafter.lm_head.weight, torch.is_grad_enabled()
             total, sums, hits = _ChunkedDivergence.apply(z.flatten(0, 1), head, batch, weights, self, learn)
@@ -147,7 +147,7 @@ def divergence(
     q = log_q.exp_()
     if not lk:
         return value, q.sub_(p_pairs)
-    # Where p and q share no mass that fp32 can hold, the loss stays finite and its gradient is 0.
+    # Where p and q overlap by less than fp32 can hold, the loss stays finite and its gradient is 0.
     alpha = torch.minimum(p_pairs, q).sum(-1, keepdim=True).clamp_min(torch.finfo(q.dtype).tiny)
     # d alpha / d q is 1 where q < p, 0 elsewhere; then through the softmax.
     short = q * (q < p_pairs)
@@ -156,9 +156,9 @@ def divergence(
 
 
 def plain_pairs(logits: Tensor, teacher: Tensor, supervised: Tensor, objective: Objective) -> tuple[Tensor, Tensor]:
-    """Loss of each pair of a block, [P] in nats, fp32 or wider, and arg-max, [P] int64. Overwrites the drafter's logits
-    [P, Vd] with the loss's gradient in them. teacher: [J, Vd] logits of the target; supervised: [P], which of its rows
-    supervises each pair."""
+    """Loss [P] of each pair of a block in nats, fp32 or wider, and arg-max [P] int64. Overwrites the drafter's logits
+    [P, Vd] with the loss's gradient in them. teacher: [J, Vd] logits of the target; supervised: [P], which of these
+    rows supervises each pair."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     rows = objective.logit_counts(logits.device)[1] // logits.shape[1]
     p, negentropy = torch.empty_like(teacher, dtype=wide), teacher.new_empty(len(teacher), dtype=wide)
@@ -174,7 +174,7 @@ def plain_pairs(logits: Tensor, teacher: Tensor, supervised: Tensor, objective: 
 
 
 class _ChunkedDivergence(torch.autograd.Function):
-    """Loss and gradients in one pass, so that logits need not be kept for the backward pass."""
+    """Loss and gradients in one pass, so that no logits are kept for the backward pass."""
 
     @staticmethod
     def forward(
@@ -182,8 +182,8 @@ class _ChunkedDivergence(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """z [K*S, D], head [Vd, D] → loss (), summed divergence per step [K], hits [K*S] bool.
 
-        With `learn`, z's memory becomes its gradient's, row by row, once a row has been read: one copy of z less. If
-        something else kept z for its own gradient, torch would raise.
+        With `learn`, z's memory is reused for its gradient, row by row, once a row has been read: one copy of z less.
+        If another operator had kept z for its gradient, torch would raise.
         """
         compute = compute_dtype(z)
         wide = torch.float64 if z.dtype == torch.float64 else torch.float32
@@ -208,7 +208,7 @@ class _ChunkedDivergence(torch.autograd.Function):
                 if spare:
                     logits[count:] = 0
                 weight = weights.to(wide).index_select(0, steps)
-                if objective.fused:  # the kernel multiplies the gradients by the weights, too
+                if objective.fused:  # the kernel also multiplies the gradients by the weights
                     each, kl = teacher_sums(teacher), objective.kind == "kl"
                     value, best = fused_divergence(logits[:count], teacher, *each, supervised, weight, kl, objective.lk)
                 else:
@@ -243,7 +243,7 @@ def weighted(x: Tensor, weights: Tensor | None) -> Tensor:
 
 
 def blocks(chunks: list[tuple[int, int, int, int]], rows: int) -> list[tuple[int, int, int, int]]:
-    """Join neighbouring chunks (first, last position; begin, end pair) while they have at most `rows` pairs."""
+    """Join neighbouring chunks (first, last position; begin, end pair) of together at most `rows` pairs."""
     joined: list[tuple[int, int, int, int]] = []
     for first, last, begin, end in chunks:
         if joined and end - joined[-1][2] <= rows:
@@ -255,12 +255,12 @@ def blocks(chunks: list[tuple[int, int, int, int]], rows: int) -> list[tuple[int
 
 def add_product(total: Tensor, logits: Tensor, states: Tensor, part: int) -> None:
     """total [Vd, D] += logits [P, Vd].T @ states [P, D], in slices of at most `part` values. In 16 bits on CUDA cuBLAS
-    adds to the fp32 sum itself: nothing is rounded to bf16, and on an H100 it takes a seventh less time."""
+    itself adds to the fp32 sum: nothing is rounded to bf16, and it takes a seventh less time on an H100."""
     if ADDS_IN_FP32 and logits.is_cuda and logits.dtype != total.dtype:
         torch.addmm(total, logits.T, states, out_dtype=torch.float32, out=total)
         return
     rows = part // total.shape[1]
-    # A slice of bf16 logits that begins off 16 bytes takes twice as long on an H100.
+    # A slice of bf16 logits that is not aligned to 16 bytes takes twice as long on an H100.
     for some in parts(len(total), rows // 64 * 64 or rows):
         total[some].add_(product(logits[:, some].T, states.T))
 

@@ -1,4 +1,4 @@
-"""RMSNorm, as vLLM computes it, with a gradient that keeps little."""
+"""RMSNorm, as vLLM computes it, with a gradient that keeps little memory."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ class RMSNorm(nn.Module):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, fused: bool = False) -> Tensor:
-    """RMSNorm with an explicit weight; fp64, which no kernel takes, stays fp64, all else is computed in fp32."""
+    """RMSNorm with an explicit weight, computed in fp32; in fp64 for fp64, which no kernel takes."""
     return _RmsNorm.apply(x, weight, eps, fused)
 
 
@@ -57,5 +57,5 @@ class _RmsNorm(torch.autograd.Function):
         if not wants_dx:
             return None, dweight, None, None
         dscaled = dout * weight
-        along = (dscaled * scaled).mean(-1, keepdim=True)  # what lies along x cannot change x / rms(x)
+        along = (dscaled * scaled).mean(-1, keepdim=True)  # a change along x does not change x / rms(x)
         return ((dscaled - scaled * along) * inverse).to(x.dtype), dweight, None, None

@@ -1,8 +1,8 @@
 """Where documents and slots lie in a packed batch, and so which step-0 keys each slot sees.
 
-Slots at consecutive positions of one document form a *run*. Its last slot sees the document up to its own
-position, the one before it one key less, and so on: a run is a causal block of attention, aligned at its
-end, and needs no mask. This is all that an attention kernel has to know.
+Slots at consecutive positions of one document form a *run*. Its last slot sees the document up to its own position, the
+slot before it one key less, and so on. So a run is a causal block of attention, aligned at its end, and needs no mask.
+An attention kernel has to know nothing else.
 """
 
 from dataclasses import dataclass
@@ -33,14 +33,14 @@ class Run:
 
 @dataclass(frozen=True)
 class Segments:
-    """The runs as a flash kernel for packed sequences wants them: query and key stretches, end to end."""
+    """The runs for a flash kernel that takes packed sequences: stretches of queries and of keys, end to end."""
 
-    query_edges: Tensor  # [R + 1] int32, where each run's queries begin
+    query_edges: Tensor  # [R + 1] int32, where each run's queries begin, and the end
     key_edges: Tensor  # [R + 1] int32, likewise
-    queries: int  # queries of the longest stretch, at least 2: for 1 torch's kernel takes its algorithm for decoding
-    keys: int
-    key_rows: Tensor | None  # [M] int64, the position whose key stands in each row; None if they stand as they are
-    query_rows: Tensor | None  # [S] int64, the row of each slot's query among `query_total`; None likewise
+    queries: int  # in the longest stretch, but at least 2: for 1 torch's kernel takes its algorithm for decoding
+    keys: int  # in the longest stretch
+    key_rows: Tensor | None  # [M] int64, the position whose key is in each row; None: no key is copied
+    query_rows: Tensor | None  # [S] int64, the row of each slot's query among `query_total`; None: no idle rows
     query_total: int
 
 
@@ -50,9 +50,9 @@ class Layout:
 
     documents: list[tuple[int, int]]  # first and end position of each, in order, without gaps
     slots: Tensor  # [S] int64, the packed position t of each slot, ascending
-    runs: list[Run]  # the slots again, as stretches of consecutive positions within one document
-    segments: Segments | None  # the runs once more, for a flash kernel; None where there are no slots
-    heads: DealHeads | None = None  # how ranks deal out heads, where the slots are those of several ranks
+    runs: list[Run]  # the slots as stretches of consecutive positions within one document
+    segments: Segments | None  # the runs for a flash kernel; None without slots
+    heads: DealHeads | None = None  # how ranks deal out heads, if the slots are those of several ranks
 
 
 def make_layout(documents: list[tuple[int, int]], slots: Tensor) -> Layout:
@@ -70,9 +70,9 @@ def make_segments(
 ) -> Segments:
     """The runs (at least one) for a kernel that takes packed sequences.
 
-    Runs of one document see overlapping keys, so each run gets a copy of what it sees, but for documents of
-    one run each. Where that would be more than `most_copies` times the batch (slots scattered over long documents), the
-    queries are spread over whole documents instead, with idle rows between the slots.
+    Runs of one document see overlapping keys, so each run gets a copy of the keys it sees, unless every document is one
+    run. If the copies would be more than `most_copies` times the batch (slots scattered over long documents), queries
+    are spread over whole documents instead, with idle rows between the slots.
     """
     total = documents[-1][1]
     spans = [run.keys for run in runs]

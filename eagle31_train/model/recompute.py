@@ -1,8 +1,8 @@
-"""What the backward pass works out again, so that it need not be kept.
+"""What the backward pass recomputes instead of keeping it.
 
-Of a step's activations the largest are the cheapest: a norm's output or SwiGLU's product takes one pass over what they
-come from, which is kept anyway. `recomputed` is for those, at every step of every run. `checkpointed` is for everything
-between attention and attention, matrix products included: train.activation_checkpointing.
+The largest activations of a step are the cheapest to compute: a norm's output or SwiGLU's product takes one pass over
+its inputs, which are kept anyway. `recomputed` is for those, and always on. `checkpointed` is for everything between
+two attentions, matrix products included: train.activation_checkpointing.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,10 +21,10 @@ _checkpointing = ContextVar("_checkpointing", default=False)
 
 @contextmanager
 def recomputed(function: Callable[..., Tensor], *inputs: Any) -> Iterator[Tensor]:
-    """function(*inputs). What is done with it inside does not keep it for its gradients, but calls the function again.
+    """function(*inputs). Operators inside the context do not keep it for their gradients, but call the function again.
 
-    The function must be cheap, keep its inputs for its own gradient anyway, and give the same bits every time, outside
-    of autocast too (so no matrix product).
+    The function must be cheap, keep its inputs for its own gradient anyway, and give the same bits every time, also
+    outside autocast (so no matrix product).
     """
     out = function(*inputs)
     if not torch.is_grad_enabled() or _checkpointing.get():  # hooks in a checkpoint would keep what it must forget
@@ -36,15 +36,15 @@ def recomputed(function: Callable[..., Tensor], *inputs: Any) -> Iterator[Tensor
 
 
 class _Again:
-    """What autograd keeps in place of a tensor: how to work it out again, once for all operators that wait for it."""
+    """What autograd keeps instead of a tensor: how to compute it again, once for all operators that wait for it."""
 
     def __init__(self, function: Callable[[], Tensor], out: Tensor) -> None:
-        self._function, self._place = function, _place(out)  # not `out` itself, which is to go
+        self._function, self._place = function, _place(out)  # not `out` itself, which must be freed
         self._waiting = 0
         self._out: Tensor | None = None
 
     def pack(self, saved: Tensor) -> Tensor | None:
-        """None for the tensor, anything else as it is."""
+        """None for the tensor; anything else as it is."""
         if _place(saved) != self._place:
             return saved
         self._waiting += 1
@@ -64,7 +64,7 @@ def _place(x: Tensor) -> tuple[Any, ...]:
 
 
 def checkpointed(function: Callable, *args: Any) -> Any:
-    """function(*args), which keeps nothing but its arguments, and is called again as a whole for the gradient."""
+    """function(*args). Only the arguments are kept; the whole function is called again for the gradient."""
     return checkpoint(
         function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: (_inside(), _inside())
     )

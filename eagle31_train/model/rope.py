@@ -1,13 +1,13 @@
 """Rotary position embedding with the drafter's own base and scaling.
 
-Two layouts of the same rotation: Llama turns the pairs (i, i + d/2) of a head, DeepSeek the pairs (2i, 2i + 1).
+Two layouts of the same rotation: Llama rotates the pairs (i, i + d/2) of a head, DeepSeek the pairs (2i, 2i + 1).
 
-With YaRN an MLA drafter also sharpens its softmax: by mscale² in the scale, of which `Rope.softmax_factor`
-is the one home. As vLLM computes both (its DeepseekScalingRotaryEmbedding and DeepseekV2MLAAttention):
+YaRN also sharpens the softmax of an MLA drafter, by a factor of its scale, `Rope.softmax_factor`. As vLLM computes both
+(its DeepseekScalingRotaryEmbedding and DeepseekV2MLAAttention):
 
     m(a) = 0.1 a ln(factor) + 1
     cos, sin   times m(mscale) / m(mscale_all_dim)
-    softmax    times m(mscale_all_dim)²              mscale is 1 and mscale_all_dim 0 unless given
+    softmax    times m(mscale_all_dim)²              defaults: mscale 1, mscale_all_dim 0
 
 Shapes: n rows; d rotated width.
 """
@@ -24,13 +24,13 @@ from eagle31_train.config import DrafterShape, mla_widths
 
 ORIGINAL = "original_max_position_embeddings"
 _YARN = ({"factor", ORIGINAL}, {"beta_fast", "beta_slow", "mscale", "mscale_all_dim"})
-# Each scaling that vLLM and transformers read alike: what it must say, and what it may say. An MLA drafter's vLLM takes
-# every scaling for YaRN. Not here: longrope, of which vLLM takes the long factors wherever the target's contexts may be
-# long, in whatever context it was trained; and proportional, which is two things in the two.
+# Scalings that vLLM and transformers read alike: required keys, optional keys. For an MLA drafter vLLM takes every
+# scaling for YaRN. Not here: longrope, since vLLM uses the long factors wherever the target's contexts may be long,
+# whatever contexts it was trained on; and proportional, which means two different things in the two.
 SCALINGS: dict[str, dict[str, tuple[set[str], set[str]]]] = {
     "llama": {
         "linear": ({"factor"}, set()),
-        "dynamic": ({"factor"}, set()),  # as its first tokens: never scaled
+        "dynamic": ({"factor"}, set()),  # trained as for the first tokens: unscaled
         "llama3": ({"factor", "low_freq_factor", "high_freq_factor", ORIGINAL}, set()),
         "yarn": (_YARN[0], _YARN[1] | {"attention_factor", "truncate"}),
     },
@@ -39,10 +39,10 @@ SCALINGS: dict[str, dict[str, tuple[set[str], set[str]]]] = {
 
 
 class Rope(nn.Module):
-    """The rotation of queries and keys.
+    """The rotation of queries and keys. A UserError for a scaling that vLLM would read otherwise.
 
-    The frequencies come from transformers, so every scaling it knows (llama3, yarn, linear, …) is the one that the
-    target uses too; angles are computed in fp32. A UserError for a scaling that vLLM would read otherwise.
+    The frequencies come from transformers, so a scaling (llama3, yarn, linear, …) is computed as the target's. Angles
+    are fp32.
     """
 
     def __init__(self, shape: DrafterShape) -> None:
@@ -51,22 +51,22 @@ class Rope(nn.Module):
         latent = shape.architecture == "mla"
         self.interleaved = latent
         width = mla_widths(shape)[2] if latent else shape.head_dim
-        with torch.device("cpu"):  # numbers, even where the weights have none: a drafter on the meta device
+        with torch.device("cpu"):  # numbers even on the meta device, where weights have none
             self.exact, self.factor = frequencies(shape, width)
-        self.softmax_factor = 1.0  # what the scaling multiplies the softmax scale by
+        self.softmax_factor = 1.0  # the scaling's factor of the softmax scale
         if latent:
             self.factor, self.softmax_factor = mla_factors(shape)
         self.inv_freq: Tensor
         self.register_buffer("inv_freq", self.exact, persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Rope":
-        """Move with the module, but never to a narrower dtype: bf16 frequencies turn long contexts wrongly."""
+        """Move with the module, but never to a narrower dtype: bf16 frequencies are wrong in long contexts."""
         super()._apply(fn, recurse)
         self.inv_freq = self.exact.to(self.inv_freq.device)
         return self
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x [n, heads, d], positions [n] int64 → x rotated, same dtype."""
+        """x [n, heads, d], positions [n] int64 → x rotated, in the same dtype."""
         angles = positions[:, None].to(self.inv_freq.dtype) * self.inv_freq
         cos, sin = angles.cos() * self.factor, angles.sin() * self.factor
         cos, sin = cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)
@@ -76,8 +76,8 @@ class Rope(nn.Module):
 
 
 def frequencies(shape: DrafterShape, width: int) -> tuple[Tensor, float]:
-    """Inverse frequencies [width / 2] fp32, and what transformers multiplies cos and sin by; of a checked RoPE. A
-    UserError if its numbers give none."""
+    """Of a checked RoPE: inverse frequencies [width / 2] fp32, and transformers' factor of cos and sin. A UserError if
+    its numbers give no frequencies."""
     parameters, theta = rope_parameters(shape), shape.rope_theta
     if parameters["rope_type"] == "default":
         return 1.0 / theta ** (torch.arange(0, width, 2).float() / width), 1.0
@@ -93,7 +93,7 @@ def frequencies(shape: DrafterShape, width: int) -> tuple[Tensor, float]:
     )
     try:
         inverse, factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, torch.device("cpu"))
-    except (ArithmeticError, ValueError):  # of a base of 1, say, or numbers near the largest
+    except (ArithmeticError, ValueError):  # a base of 1, say, or numbers near the largest float
         inverse, factor = torch.full((1,), torch.nan), 1.0
     if not torch.isfinite(inverse).all():
         raise UserError(f"drafter.rope_scaling={shape.rope_scaling} gives no frequencies with rope_theta={theta}")
@@ -101,7 +101,7 @@ def frequencies(shape: DrafterShape, width: int) -> tuple[Tensor, float]:
 
 
 def mla_factors(shape: DrafterShape) -> tuple[float, float]:
-    """What a checked YaRN multiplies an MLA drafter's cos and sin by, and its softmax scale; 1 and 1 without."""
+    """A checked YaRN's factors of an MLA drafter's cos and sin, and of its softmax scale; 1 and 1 without YaRN."""
     yarn = rope_parameters(shape)
     if yarn["rope_type"] == "default":
         return 1.0, 1.0
@@ -115,7 +115,7 @@ def _mscale(factor: float, weight: float) -> float:
 
 
 def rope_parameters(shape: DrafterShape) -> dict:
-    """The RoPE of a drafter as transformers 5 writes it: type, theta and scaling in one place."""
+    """A drafter's RoPE as transformers 5 writes it: type, theta and scaling in one dictionary."""
     scaling = dict(shape.rope_scaling or {})
     kind = scaling.pop("type", None) or scaling.pop("rope_type", None) or "default"
     if scaling and kind == "default":
@@ -126,7 +126,7 @@ def rope_parameters(shape: DrafterShape) -> dict:
 
 
 def check_rope(shape: DrafterShape) -> dict:
-    """`rope_parameters`, which mean in vLLM what they mean in training; else a UserError that names the key."""
+    """`rope_parameters`. A UserError that names the key if vLLM would read them otherwise than training does."""
     rotated = "qk_rope_head_dim" if shape.architecture == "mla" else "head_dim"
     if (width := getattr(shape, rotated)) % 2:
         raise UserError(f"drafter.{rotated}={width} must be even: RoPE turns pairs")
@@ -168,20 +168,20 @@ def check_rope(shape: DrafterShape) -> dict:
 
 
 def table_end(checked: dict) -> float | None:
-    """Positions in vLLM's table of a YaRN; None for other RoPE, whose table is as long as the target's contexts."""
+    """Positions in vLLM's table of a YaRN; None for other RoPEs, whose table is as long as the target's contexts."""
     return checked["factor"] * checked[ORIGINAL] if checked["rope_type"] == "yarn" else None
 
 
 def stretched(positions: int, scaling: Mapping[str, Any] | None) -> int:
-    """How far vLLM's table of a RoPE goes that was written down with so many positions. A linear scaling multiplies
-    them. A dynamic one does not: vLLM takes longer contexts, and fails there."""
+    """How many positions vLLM's table of a RoPE has whose config names so many. A linear scaling multiplies them. A
+    dynamic one does not: vLLM accepts longer contexts, and fails there."""
     scaling = scaling or {}
     linear = "linear" in (scaling.get("rope_type"), scaling.get("type"))
     return int(positions * (scaling.get("factor") or 1)) if linear else positions
 
 
 def target_positions(count: int | None, model_type: str, scalings: Iterable[Mapping[str, Any]]) -> int | None:
-    """How many positions a target has whose config.json says `count`, with these scalings; None for no bound."""
-    if count is None or "gemma3" in model_type:  # Gemma 3's are of the stretched RoPE
+    """How many positions a target has whose config.json says `count`, with these scalings; None: no bound."""
+    if count is None or "gemma3" in model_type:  # Gemma 3's count is that of the stretched RoPE
         return count
     return max((stretched(count, scaling) for scaling in scalings), default=count)

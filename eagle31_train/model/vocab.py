@@ -1,6 +1,6 @@
-"""The draft vocabulary: which of the target's tokens the drafter can propose. `d2t` is what vLLM reads: an **offset**,
-target id = k + d2t[k]. `t2d` says per target id whether the draft vocabulary holds it. Draft ids are in ascending order
-of target ids, so both maps follow from either one. NumPy only: the data stage imports it, and no torch."""
+"""The draft vocabulary: which of the target's tokens the drafter can propose. vLLM reads `d2t`, an **offset**: target
+id = k + d2t[k]. `t2d` says of each target id whether the draft vocabulary holds it. Draft ids are in the order of the
+target's, so each map follows from the other. Only NumPy: the data stage imports this without torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,12 +48,12 @@ class DraftVocab:
 
 
 def choose(counts: NDArray[np.int64], always: list[int], size: int | None = None) -> DraftVocab:
-    """Keep the most frequent tokens; UserError where `always` alone are more than `size`.
+    """Keep the most frequent tokens. A UserError if `always` alone are more than `size`.
 
     Args:
         counts: [V] how often the assistant wrote each token.
-        always: ids that are kept whatever their count (`ChatTemplate.kept_ids`).
-        size: how many tokens to keep; None, and any number from V on, keeps all V.
+        always: ids to keep whatever their count (`ChatTemplate.kept_ids`).
+        size: how many tokens to keep; None, or V and more, keeps all V.
     """
     V = len(counts)
     forced = np.unique(np.asarray(always, dtype=np.int64))
@@ -69,7 +69,7 @@ def choose(counts: NDArray[np.int64], always: list[int], size: int | None = None
 
 
 def from_maps(d2t: NDArray[np.int64], t2d: NDArray[np.bool_]) -> DraftVocab:
-    """The vocabulary of a checkpoint's maps; UserError where they contradict each other."""
+    """The vocabulary of a checkpoint's maps. A UserError if they contradict each other."""
     if d2t.ndim != 1 or d2t.dtype.kind != "i" or t2d.ndim != 1 or t2d.dtype.kind != "b":
         raise UserError(
             f"d2t {list(d2t.shape)} {d2t.dtype} and t2d {list(t2d.shape)} {t2d.dtype} are no vocabulary maps: "
