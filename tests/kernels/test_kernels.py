@@ -15,12 +15,13 @@ from conftest import kept_mask, make_document, make_mla_shape, make_objective, m
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model.test_attention import PROBLEM, assert_within_16_bits, in_fp64, make, problems, run
-from planting import instead_of, replaced
+from planting import instead_of
 from torch.nn import functional as F
 
 from eagle31_train.kernels import divergence as fused
-from eagle31_train.kernels import own_keys, swiglu, trial, triton_kernels
+from eagle31_train.kernels import own_keys, swiglu, trial
 from eagle31_train.kernels import rms_norm as fused_norm
+from eagle31_train.kernels.launching import launch
 from eagle31_train.model import attention, loss
 from eagle31_train.model.attention import unrolled_attention
 from eagle31_train.model.batch import build_batch
@@ -87,25 +88,14 @@ def test_divergence_slope_and_arg_max_are_those_of_fp64(pairs, width, dtype, kin
     assert torch.equal(best, logits.double().argmax(-1))
 
 
-def kl_of_two(logits):
-    """Values and arg-max of two rows of logits by one of the teacher's."""
-    teacher, supervised, weights = torch.zeros(1, logits.shape[1]), torch.tensor([0, 0]), torch.ones(2)
-    return fused.fused_divergence(logits, teacher, *fused.teacher_sums(teacher), supervised, weights, True, 0.0)
-
-
-def test_of_equal_logits_the_first_is_the_arg_max():
-    _, best = kl_of_two(torch.tensor([[0.0] * 9 + [5.0] + [1.0] * 7 + [5.0] * 4, [2.0] * 21]))
-    assert best.tolist() == [9, 0]
-
-
-def test_what_is_not_a_number_stays_so():
-    """The step's loss is not finite then, and it is left out."""
-    logits = torch.zeros(2, 20)
-    logits[1, 17] = torch.nan
-    value, best = kl_of_two(logits)
-    assert value.isfinite().tolist() == [True, False]
-    assert logits.isfinite().all(-1).tolist() == [True, False]
-    assert 0 <= best.min() <= best.max() < 20
+def test_of_equal_logits_the_first_is_the_arg_max_and_nan_stays_nan():
+    """With NaN the step's loss is not finite, and the step is skipped."""
+    logits = torch.tensor([[0.0] * 9 + [5.0] + [1.0] * 7 + [5.0] * 4, [2.0] * 21, [2.0] * 17 + [torch.nan] + [2.0] * 3])
+    teacher, supervised, weights = torch.zeros(1, 21), torch.tensor([0, 0, 0]), torch.ones(3)
+    value, best = fused.fused_divergence(logits, teacher, *fused.teacher_sums(teacher), supervised, weights, True, 0.0)
+    assert best[:2].tolist() == [9, 0]
+    assert 0 <= best[2] < 21
+    assert value.isfinite().tolist() == logits.isfinite().all(-1).tolist() == [True, True, False]
 
 
 @st.composite
@@ -179,55 +169,42 @@ def test_own_keys_in_bf16_stay_within_its_rounding():
 
 def test_torch_knows_the_operators():
     """Their schema, and what they do to fake tensors."""
-    x, weight = torch.randn(4, 9), torch.rand(9)
-    torch.library.opcheck(fused_norm.norm_rows, (x, weight, 1e-5))
-    backward = (torch.randn(4, 9), x, weight, torch.rand(4), True)
-    torch.library.opcheck(fused_norm.norm_rows_backward, backward)
-    torch.library.opcheck(swiglu.silu_times, (x, torch.randn(4, 9)))
-    torch.library.opcheck(swiglu.silu_times_backward, tuple(torch.randn(3, 4, 9)))
-    q, out, lse, keys, values = (
-        torch.randn(size) for size in ((3, 4, 6), (3, 4, 5), (3, 4), (2, 3, 2, 6), (2, 3, 2, 5))
-    )
-    torch.library.opcheck(own_keys.merge_own_keys, (q, out, lse, keys, values, 0.4))
-    torch.library.opcheck(own_keys.merge_own_keys_backward, (out, q, out, lse, keys, values, q, 0.4))
-    teacher = torch.randn(2, 9)
-    torch.library.opcheck(fused.teacher_sums, (teacher,))
-    pairs = (torch.randn(3, 9), teacher, torch.rand(2), torch.rand(2), torch.tensor([0, 1, 1]), torch.rand(3))
-    torch.library.opcheck(fused.fused_divergence, (*pairs, True, 0.3))
+    x, y, dout, weight = *torch.randn(3, 4, 9), torch.rand(9)
+    sizes = ((3, 4, 6), (3, 4, 5), (3, 4), (2, 3, 2, 6), (2, 3, 2, 5))
+    q, out, lse, keys, values = (torch.randn(size) for size in sizes)
+    teacher, supervised = torch.randn(2, 9), torch.tensor([0, 1, 1])
+    pairs = (torch.randn(3, 9), teacher, torch.rand(2), torch.rand(2), supervised, torch.rand(3), True, 0.3)
+    for operator, arguments in [
+        (fused_norm.norm_rows, (x, weight, 1e-5)),
+        (fused_norm.norm_rows_backward, (dout, x, weight, torch.rand(4), True)),
+        (swiglu.silu_times, (x, y)),
+        (swiglu.silu_times_backward, (dout, x, y)),
+        (own_keys.merge_own_keys, (q, out, lse, keys, values, 0.4)),
+        (own_keys.merge_own_keys_backward, (out, q, out, lse, keys, values, q, 0.4)),
+        (fused.teacher_sums, (teacher,)),
+        (fused.fused_divergence, pairs),
+    ]:
+        torch.library.opcheck(operator, arguments)
 
 
-def test_every_kernel_is_launched_on_the_device_of_its_tensors(monkeypatch):
-    """Which need not be the current one, where Triton launches."""
-    guarded, launched = [], {}
+def test_a_kernel_is_launched_on_the_device_of_its_first_tensor(monkeypatch):
+    """It need not be the current one, where Triton itself would launch."""
+    done = []
 
     @contextmanager
     def device_of(x):
-        guarded.append(x)
+        done.append(x)
         yield
-        guarded.pop()
+        done.append("the device before")
 
-    class Spy:
-        def __init__(self, name, kernel):
-            self.name, self.kernel = name, kernel
-
+    class Kernel:
         def __getitem__(self, grid):
-            def run(first, *rest, **options):
-                launched[self.name] = bool(guarded) and guarded[-1] is first
-                return self.kernel[grid](first, *rest, **options)
-
-            return run
+            return lambda *arguments, **options: done.append((grid, arguments, options))
 
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
-    kernels = {name: kernel for name, kernel in vars(triton_kernels).items() if name.endswith("_kernel")}
-    for name, kernel in kernels.items():
-        monkeypatch.setattr(triton_kernels, name, Spy(name, kernel))
-    both(5, 3, 20, torch.float32, "kl", 0.0)
-    merged(PROBLEM, torch.float32)
-    x, weight = torch.randn(2, 9), torch.ones(9)
-    _, inverse = fused_norm.norm_rows(x, weight, 1e-5)
-    fused_norm.norm_rows_backward(x, x, weight, inverse, True)
-    swiglu.silu_times_backward(x, x, swiglu.silu_times(x, x))
-    assert launched == dict.fromkeys(kernels, True)
+    launch(Kernel(), (2, 3), "tensor", 7, BLOCK=8)
+    launch(Kernel(), (0, 3), "tensor", 7, BLOCK=8)  # CUDA refuses an empty grid
+    assert done == ["tensor", ((2, 3), ("tensor", 7), {"BLOCK": 8}), "the device before"]
 
 
 def test_what_keeps_triton_from_launching_is_said_in_a_line(monkeypatch):
@@ -258,23 +235,21 @@ def test_a_fused_objective_is_the_plain_one(shape):
     torch.testing.assert_close(losses_and_gradients(objective, batch), plain, rtol=1e-4, atol=1e-5)
 
 
-def test_a_merge_with_another_log_sum_exp_is_found(monkeypatch):
-    wrong = instead_of(attention, "merge_own_keys")(lambda right, q, out, lse, *rest: right(q, out, lse + 1e-2, *rest))
-    wrong(monkeypatch)
-    ours, truth = merged(PROBLEM, torch.float32)
+def test_planted_mistakes_are_found():
+    def other_sums(lse, negentropy):
+        return instead_of(fused, "teacher_sums")(lambda right, x: tuple(map(torch.add, right(x), (lse, negentropy))))
+
+    for plant in (other_sums(1e-3, 0), other_sums(0, 1e-3)):
+        with pytest.MonkeyPatch.context() as patch:
+            plant(patch)
+            (value, _, _), (truth, _), _ = both(5, 3, 20, torch.float32, "kl", 0.0)
+        assert (value.double() - truth).abs().max() > 3e-4
+
+    plant = instead_of(attention, "merge_own_keys")(lambda right, q, out, lse, *rest: right(q, out, lse + 1e-2, *rest))
+    with pytest.MonkeyPatch.context() as patch:
+        plant(patch)
+        ours, truth = merged(PROBLEM, torch.float32)
     assert (ours[0].double() - truth[0]).abs().max() > 1e-3
-
-
-@pytest.mark.parametrize("wrong", ["log-sum-exp", "negative entropy"])
-def test_planted_mistakes_are_found(wrong, monkeypatch):
-
-    @replaced(monkeypatch, fused, "teacher_sums")
-    def planted(right, teacher):
-        lse, negentropy = right(teacher)
-        return (lse + 1e-3, negentropy) if wrong == "log-sum-exp" else (lse, negentropy + 1e-3)
-
-    (value, _, _), (truth, _), _ = both(5, 3, 20, torch.float32, "kl", 0.0)
-    assert (value.double() - truth).abs().max() > 3e-4
 
 
 def test_the_kernels_compile_for_gpus_that_are_not_here_and_hardly_spill(tmp_path):

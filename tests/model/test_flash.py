@@ -27,7 +27,7 @@ class Imitation:
     """What one of the two packages has, with a mistake or none; a number: of the window."""
 
     def __init__(self, mistake=None):
-        self.mistake, self.calls, self.widths = mistake, [], set()
+        self.mistake, self.widths = mistake, set()
 
     def window(self, left, right):
         """As aten has it."""
@@ -36,30 +36,24 @@ class Imitation:
         off = self.mistake if isinstance(self.mistake, int) else 0
         return {"window_size_left": left + off, "window_size_right": right}
 
-    def forward(self, q, k, v, query_edges, key_edges, queries, keys, scale, causal, left, right):
-        self.calls.append("forward")
+    def forward(self, q, k, v, edges, scale, causal, *window):
         self.widths.add((k.shape[-1], v.shape[-1]))
         if self.mistake == "the forward raises":
             raise AssertionError("(head_dim, head_dim_v)=(7, 5) is not supported\non this GPU")
-        if self.mistake == "scale":
-            scale *= 1.1
-        edges = (query_edges, key_edges, queries, keys)
-        out, lse, *_ = imitated_forward(q, k, v, *edges, 0.0, causal, False, scale=scale, **self.window(left, right))
+        scale *= 1.1 if self.mistake == "scale" else 1.0
+        out, lse, *_ = imitated_forward(q, k, v, *edges, 0.0, causal, False, scale=scale, **self.window(*window))
         if self.mistake == "not a number":
             out[3] = math.nan
         return out, lse / math.log(2) if self.mistake == "base of the log-sum-exp" else lse
 
-    def backward(self, dout, q, k, v, out, lse, query_edges, key_edges, scale, causal, left, right):
-        self.calls.append("backward")
+    def backward(self, dout, q, k, v, out, lse, edges, scale, causal, *window):
         if self.mistake == "the backward raises":
             raise RuntimeError("Deterministic backward not supported for hdim 256.")
-        edges = (query_edges, key_edges, None, None)
         if self.mistake == "its own log-sum-exp":
-            longest = (max(2, int(query_edges.diff().max())), int(key_edges.diff().max()))
-            own = (query_edges, key_edges, *longest, 0.0, causal, False)
-            lse = imitated_forward(q, k, v, *own, scale=scale, **self.window(left, right))[1]
-        none = (0.0, causal, None, None)
-        down = imitated_backward(dout, q, k, v, out, lse, *edges, *none, scale=scale, **self.window(left, right))
+            longest = (max(2, int(edges[0].diff().max())), int(edges[1].diff().max()))
+            lse = self.forward(q, k, v, (*edges, *longest), scale, causal, *window)[1]
+        none = (None, None, 0.0, causal, None, None)
+        down = imitated_backward(dout, q, k, v, out, lse, *edges, *none, scale=scale, **self.window(*window))
         if self.mistake == "a gradient is not a number":
             down[2][3] = math.nan
         return down
@@ -70,31 +64,30 @@ class Imitation:
     ):  # fmt: skip
         """By the schema of torch.ops.flash_attn_3.fwd."""
         assert all(x is None for x in (k_new, v_new, q_v, out, new_edges, used_q, used_k, pages, batch, leftpad))
-        out, lse = self.forward(q, k, v, query_edges, key_edges, queries, keys, scale, causal, left, right)
-        return out, lse, None, None
+        edges = (query_edges, key_edges, queries, keys)
+        return *self.forward(q, k, v, edges, scale, causal, left, right), None, None
 
     def fa3_backward(
         self, dout, q, k, v, out, lse, dq, dk, dv, query_edges, key_edges, used_q, used_k, queries, keys, scale,
         causal, left, right, *_
     ):  # fmt: skip
         """By the schema of torch.ops.flash_attn_3.bwd, which fills dq, dk and dv."""
-        down = self.backward(dout, q, k, v, out, lse, query_edges, key_edges, scale, causal, left, right)
+        down = self.backward(dout, q, k, v, out, lse, (query_edges, key_edges), scale, causal, left, right)
         for into, result in zip((dq, dk, dv), down, strict=True):
             into.copy_(result)
 
-    def fa4_forward(self, q, k, v, *, softmax_scale, causal, window_size_left, window_size_right, **more):
+    def fa4_forward(self, q, k, v, **named):
         """flash_attn.cute.interface._flash_attn_fwd."""
-        edges = [more[name] for name in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")]
-        return self.forward(q, k, v, *edges, softmax_scale, causal, window_size_left, window_size_right)
+        edges = [named[name] for name in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")]
+        return self.forward(q, k, v, edges, *(named[name] for name in FA4))
 
-    def fa4_backward(
-        self, q, k, v, out, dout, lse, *, softmax_scale, causal, window_size_left, window_size_right, **more
-    ):
+    def fa4_backward(self, q, k, v, out, dout, lse, **named):
         """flash_attn.cute.interface._flash_attn_bwd."""
-        edges = (more["cu_seqlens_q"], more["cu_seqlens_k"])
-        return self.backward(
-            dout, q, k, v, out, lse, *edges, softmax_scale, causal, window_size_left, window_size_right
-        )
+        edges = (named["cu_seqlens_q"], named["cu_seqlens_k"])
+        return self.backward(dout, q, k, v, out, lse, edges, *(named[name] for name in FA4))
+
+
+FA4 = ("softmax_scale", "causal", "window_size_left", "window_size_right")
 
 
 def either(operator, own, *args, **kwargs):
@@ -172,19 +165,15 @@ def test_the_one_for_the_gpu_is_switched_to(on, major, names, chosen, shape):
     with installed(**imitations):
         assert on(major, shape) == f"attention by {chosen}"
         assert context_attention.replaced() == chosen
-        assert [name for name, one in imitations.items() if one.calls] == [chosen]
         widths = (22, 5) if shape.architecture == "mla" else (4, 4)
-        assert imitations[chosen].widths == {widths}, "values stay as wide as they are"
+        for name, one in imitations.items():
+            assert one.widths == ({widths} if name == chosen else set()), "values stay as wide as they are"
 
 
-def test_where_none_is_installed_torchs_own_stays(on):
+def test_where_none_is_installed_or_torch_has_no_switch_torchs_own_stays(on, monkeypatch):
     with installed():
         assert on(9) == f"torch's own attention (FA3: {NONE['FA3']}; FA4: {NONE['FA4']})"
         assert on(8) is on(12) is None
-
-
-def test_a_torch_without_the_switch_is_told(on, monkeypatch):
-    with installed():
         monkeypatch.delattr(attention, "restore_flash_attention_impl")
         assert on(10) == "torch's own attention (before 2.11 it has no other)"
 
