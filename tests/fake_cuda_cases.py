@@ -21,7 +21,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import fake_cuda
 from benchmarks.fake_cuda import DEVICE, Count, FakeStep, Options
-from benchmarks.gpu_model import Rates, estimate
 from benchmarks.gpu_step import drafter_of
 from benchmarks.shapes import Case
 from eagle31_train.model import norm
@@ -158,7 +157,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fused": {},
     "plain": {"kernels": "plain"},
     "fp32": {"precision": "no"},
-    **{codec: {"codec": codec} for codec in ("int8_channel", "fp8", "int8", "int4")},
+    **{codec: {"codec": codec} for codec in ("int8_channel", "fp8", "int4")},
     "muon": {"optimizer": "muon"},
     "recomputed": {"recompute": True},
     "lk": {"lk": 0.5},
@@ -166,50 +165,36 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "frozen head": {"train_lm_head": False},
     "some slots": {"slots": 20},
 }
-OF_ATTENTION = {"fused", "plain", "fp32", "muon", "recomputed", "some slots"}  # what is another computation with MLA
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
-    f"{kind}, {name}": lambda shape=shape, options=options: step(shape, **options)
-    for kind, shape in (("gqa", GQA), ("mla", MLA))
-    for name, options in OPTIONS.items()
-    if kind == "gqa" or name in OF_ATTENTION
+    f"gqa, {name}": lambda options=options: step(GQA, **options) for name, options in OPTIONS.items()
 }
 CASES |= {
     "gqa, eagle 3": lambda: step(shape_of(fc_norm=False, norm_output=False)),
     "gqa, own embedding": lambda: step(shape_of(share_embedding=False)),
-}
-DRAFTING = {"gqa": GQA, "mla": MLA, "gqa of two layers": shape_of(num_layers=2)}
-CASES |= {f"{kind}, drafting": lambda shape=shape: decoder(shape) for kind, shape in DRAFTING.items()}
-CASES |= {"extraction": extraction, "planted: copies": lambda: extraction(torch.Tensor.cpu)}
-CASES |= {f"planted: {name}": lambda plant=plant: planted(*plant) for name, plant in PLANTED.items()}
-CASES |= {
-    "long gqa, 1 turn": lambda: planned(LLAMA, 8192, 1),
+    "mla, fused": lambda: step(MLA),
+    "gqa, drafting": lambda: decoder(GQA),
+    "mla, drafting": lambda: decoder(MLA),
+    "extraction": extraction,
+    "planted: copies": lambda: extraction(torch.Tensor.cpu),
     "long gqa, 14 turns": lambda: planned(LLAMA, 8192, 14),
-    "long mla, 4 turns, recomputed": lambda: planned(KIMI, 8192, 4, ttt_length=4, recompute=True),
     "long mla, 14 turns": lambda: planned(KIMI, 8192, 14, ttt_length=4),
     "long mla, 30 turns, recomputed": lambda: planned(KIMI, 8192, 30, ttt_length=4, recompute=True),
 }
+CASES |= {f"planted: {name}": lambda plant=plant: planted(*plant) for name, plant in PLANTED.items()}
 
 
 def traffic(text: str, kernels: str) -> dict[str, Any]:
     """A step of a case of benchmarks.gpu_model."""
-    case, (kernels, *recompute) = Case.parse(text), kernels.split("+recompute")
-    how = {"ttt_length": case.unroll, "recompute": bool(recompute), "kernels": kernels}
-    return step(drafter_of(case), case.masks, **how)
+    case = Case.parse(text)
+    return step(drafter_of(case), case.masks, ttt_length=case.unroll, kernels=kernels)
 
 
 # Of the cases of `make bench-gpu-model`: operators but products and attention, and their GB.
 TRAFFIC = {
-    "llama8b:2x4096:1, fused": (969, 130.1),
     "llama8b:2x4096:0.35, fused": (1119, 78.2),
-    "llama8b:2x4096:0.35, plain": (2495, 205.1),
-    "llama8b:1x32768:1, fused": (1064, 420.7),
-    "llama8b:1x65536:1, fused+recompute": (1468, 902.8),
-    "kimi:1x20480:0.35, fused+recompute": (967, 388.6),
     "kimi:1x20480:0.35, fused+FA3": (779, 354.0),
 }
 CASES |= {name: lambda name=name: traffic(*name.split(", ")) for name in TRAFFIC}
-LONG = Case.parse("llama8b:1x65536:1")
-CASES["estimate of 65536"] = lambda: estimate(drafter_of(LONG), LONG.masks, Options(kernels="fused+FA3"), Rates())
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from forking import served
 from plan_cases import LOGITS
 from sharing import DEEP, LONG, MASKS, PLANTED, RANKS, SPLIT, WHOLE, Mesh
 
-from eagle31_train.model.context_parallel import deals_heads, owners
+from eagle31_train.model.context_parallel import owners
 from eagle31_train.planning.footprint import Step, activations
 from eagle31_train.planning.work import count_work
 
@@ -93,15 +93,6 @@ def test_two_ranks_take_at_most_three_fifths_each_as_the_plan_says(found, kind):
     reckoned = activations(LONG[kind], work, step)
     assert reckoned.after_forward == pytest.approx(shared[0], rel=0.01)
     assert reckoned.peak == pytest.approx(shared[1], rel=0.1)
-
-
-def test_heads_are_dealt_where_keys_have_as_many_and_the_ranks_divide_them():
-    dealt = {name for name, shape in sharing.SHAPES.items() if deals_heads(shape, 2)}
-    assert dealt == {"mla", "dealt layers", "dealt parallel"}
-    assert not any(deals_heads(shape, 8) for shape in sharing.SHAPES.values())
-
-
-# ---------------------------------------------------------------- who has what
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
