@@ -26,10 +26,6 @@ def weighted(scores, values):
     return sum(share * value for share, value in zip(shares, values, strict=True))
 
 
-def kl(p, log_q):
-    return (p * (torch.log(p) - log_q)).sum()
-
-
 class ReferenceDrafter:
     """weights: checkpoint tensors by name; embedding [V, D]."""
 
@@ -127,25 +123,24 @@ class ReferenceDrafter:
             g = u + self.product(layer, "mlp.down_proj", gate)
         return g
 
-    def loss(self, documents, steps, gamma, kept_ids, teacher, oov="mask", cost=kl, taken=None):
-        """The unrolled loss over documents, pair by pair; teacher(y) → logits over the draft vocabulary.
+    def loss(self, documents, steps, gamma, kept_ids, teacher, oov, cost):
+        """The unrolled loss over documents, pair by pair, and counts per step by their names in MEASURES.
 
-        taken: for each document, [T] bool, which positions may be slots.
+        teacher(y) → logits over the draft vocabulary; cost(p, log q) → the loss of a pair.
         """
-        sums, counts, hits, eligible = ([0] * steps for _ in range(4))
+        sums = [0] * steps
+        counts = {name: [0] * steps for name in ("trained", "correct", "eligible", "prefix", "eligible_prefix")}
         kept = set(kept_ids)
-        for i, d in enumerate(documents):
+        for d in documents:
             T, context = len(d.tokens), None
             for t in range(T):
-                if taken is not None and not taken[i][t]:
-                    continue
                 pairs = [k for k in range(steps) if t + 2 + k < T and d.loss_mask[t + 2 + k]]
                 if not pairs:
                     continue
                 context = context or self.context(d.tokens, d.all_aux, T - 1)
                 zs, _ = self.slot(d.tokens, d.all_aux, t, max(pairs) + 1, context)
+                correct = dict.fromkeys(pairs, False)
                 for k in pairs:
-                    eligible[k] += 1
                     top1 = int(d.top1[t + 1 + k])
                     if oov == "mask" and top1 not in kept:
                         continue
@@ -153,10 +148,16 @@ class ReferenceDrafter:
                     logits = self.w["lm_head.weight"] @ zs[k]
                     q = torch.log_softmax(logits, -1)
                     sums[k] = sums[k] + cost(p, q)
-                    counts[k] += 1
-                    hits[k] += int(kept_ids[int(logits.argmax())] == top1)
-        total = sum(gamma**k * sums[k] / counts[k] for k in range(steps) if counts[k])
-        return total, counts, hits, eligible
+                    counts["trained"][k] += 1
+                    correct[k] = kept_ids[int(logits.argmax())] == top1
+                for k in pairs:
+                    before = [correct.get(j) for j in range(k + 1)]  # None: not eligible
+                    counts["eligible"][k] += 1
+                    counts["correct"][k] += correct[k]
+                    counts["eligible_prefix"][k] += None not in before
+                    counts["prefix"][k] += all(before)
+        total = sum(gamma**k * sums[k] / n for k, n in enumerate(counts["trained"]) if n)
+        return total, counts
 
 
 def dense_scores(q, k0, v0, own_k, own_v, layout, scale, window=None):

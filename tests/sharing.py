@@ -1,7 +1,7 @@
 """Four gloo ranks that share documents, and one process, do the same optimizer step; test_context_parallel.py compares.
 
 Each rank takes every step of CASES, and those with planted mistakes, updates matrices by Muon, measures memory, and
-leaves what it found in a file.
+writes its results to a file.
 """
 
 import os
@@ -43,14 +43,9 @@ SHAPES = {
     "undivided heads": make_mla_shape(num_attention_heads=3),
 }
 # Name → shape, documents, options of the training.
-STEPS = {
-    "gqa": ("gqa", RAGGED, {}),
-    "mla": ("mla", RAGGED, {}),
-    "layers": ("layers", RAGGED, {}),
-    "dealt layers": ("dealt layers", RAGGED, {}),
-    "dealt parallel": ("dealt parallel", RAGGED, {}),
+STEPS = {name: (name, RAGGED, {}) for name in SHAPES}
+STEPS |= {
     "dealt, one position": ("dealt layers", {4: [2]}, {"oov": "keep"}),
-    "undivided heads": ("undivided heads", RAGGED, {}),
     "recomputed": ("mla", RAGGED, {"activation_checkpointing": True}),
     "dealt layers, recomputed": ("dealt layers", RAGGED, {"activation_checkpointing": True}),
     "in three parts": ("gqa", RAGGED, {"gradient_accumulation_steps": 3}),  # of four ranks, more than documents
@@ -142,6 +137,10 @@ def detach_remote_keys(right, ctx, *grads):
     return *(0 * grad for grad in right(ctx, *grads)[:2]), None
 
 
+own_offsets = of_part(lambda batch, *_: {"layout": make_layout(batch.layout.documents, batch.slot_rows)})
+own_positions = of_part(lambda batch, *_: {"positions": torch.arange(len(batch.positions))})
+
+
 def in_rank_order(name):
     """Positions or slots of all ranks are taken for those of rank 0, then those of rank 1."""
 
@@ -190,15 +189,9 @@ SPLIT = {
 PLANTED = {
     "remote key gradients dropped": ("gqa", drop_remote_gradients),
     "no key gradients": ("gqa", detach_remote_keys),
-    "causal offset among a rank's own positions": (
-        "gqa",
-        of_part(lambda batch, *_: {"layout": make_layout(batch.layout.documents, batch.slot_rows)}),
-    ),
+    "causal offset among a rank's own positions": ("gqa", own_offsets),
     "keys in the order of ranks": ("gqa", in_rank_order("context")),
-    "RoPE positions of the part": (
-        "gqa",
-        of_part(lambda batch, *_: {"positions": torch.arange(len(batch.positions))}),
-    ),
+    "RoPE positions of the part": ("gqa", own_positions),
     "N_k of each rank": ("gqa", count_own_pairs),
     "N_k of the whole on every rank": ("gqa", whole("population")),
     "eligible pairs of the whole on every rank": ("gqa", whole("eligible")),

@@ -37,14 +37,7 @@ def gradients(changes, precision="fp32", recompute=False):
     objective.autocast, objective.drafter.recompute = autocast, recompute
     loss, _ = objective(batch, WEIGHTS)
     loss.backward()
-    found = {name: p.grad for name, p in objective.drafter.named_parameters()}
-    return {"loss": loss.detach(), **found}
-
-
-def keep_everything(monkeypatch):
-    """As if there were no `recomputed`."""
-    for module in (drafter, layer):
-        monkeypatch.setattr(module, "recomputed", lambda function, *inputs: nullcontext(function(*inputs)))
+    return {"loss": loss.detach(), **{name: p.grad for name, p in objective.drafter.named_parameters()}}
 
 
 @pytest.mark.core
@@ -52,7 +45,8 @@ def keep_everything(monkeypatch):
 def test_gradients_are_to_the_bit_those_of_keeping_everything(name, precision, monkeypatch):
     changes = SHAPES[name]
     some, whole = gradients(changes, precision), gradients(changes, precision, recompute=True)
-    keep_everything(monkeypatch)
+    for module in (drafter, layer):  # as if there were no `recomputed`
+        monkeypatch.setattr(module, "recomputed", lambda function, *inputs: nullcontext(function(*inputs)))
     kept = gradients(changes, precision)
     for name, gradient in kept.items():
         assert torch.equal(some[name], gradient), name
