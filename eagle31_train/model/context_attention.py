@@ -193,7 +193,8 @@ def _cuda_forward(
     q: Tensor, k0: Tensor, v0: Tensor, segments: Segments, scale: float, left: Left
 ) -> tuple[Tensor, Tensor]:
     queries, keys, values = _kernel_widths(q, k0, v0)
-    queries, keys, values = _spread(queries, segments), *(_rows(x, segments.key_rows) for x in (keys, values))
+    queries = _spread(queries, segments)
+    keys, values = (_rows(x, segments.key_rows) for x in (keys, values))
     edges = (segments.query_edges, segments.key_edges, segments.queries, segments.keys)
     # Causal here means aligned at the end: the last query of a stretch sees all keys of its stretch.
     flash = torch.ops.aten._flash_attention_forward

@@ -115,14 +115,10 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(loss_module, "LOGITS", {"cpu": (1, 1)})
 
 
-@pytest.mark.core
-def test_small_chunks_train_as_the_reference_does(tiny, small_chunks):
-    test_recurrence.assert_right(*tiny)
-
-
 @pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES.keys())
 @pytest.mark.core
 def test_a_planted_off_by_one_is_caught(tiny, small_chunks, mistake, monkeypatch):
+    test_recurrence.assert_right(*tiny)
     mistake(monkeypatch)
     with pytest.raises((AssertionError, IndexError, RuntimeError)):  # the last where a document has no such states
         test_recurrence.assert_right(*tiny)
