@@ -21,6 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import fake_cuda
 from benchmarks.fake_cuda import DEVICE, Count, FakeStep, Options
+from benchmarks.gpu_model import Rates, estimate
 from benchmarks.gpu_step import drafter_of
 from benchmarks.shapes import Case
 from eagle31_train.model import norm
@@ -174,6 +175,7 @@ CASES |= {
     "mla, fused": lambda: step(MLA),
     "gqa, drafting": lambda: decoder(GQA),
     "mla, drafting": lambda: decoder(MLA),
+    "gqa of two layers, drafting": lambda: decoder(shape_of(num_layers=2)),
     "extraction": extraction,
     "planted: copies": lambda: extraction(torch.Tensor.cpu),
     "long gqa, 14 turns": lambda: planned(LLAMA, 8192, 14),
@@ -192,9 +194,12 @@ def traffic(text: str, kernels: str) -> dict[str, Any]:
 # Of the cases of `make bench-gpu-model`: operators but products and attention, and their GB.
 TRAFFIC = {
     "llama8b:2x4096:0.35, fused": (1119, 78.2),
+    "llama8b:2x4096:0.35, plain": (2495, 205.1),
     "kimi:1x20480:0.35, fused+FA3": (779, 354.0),
 }
 CASES |= {name: lambda name=name: traffic(*name.split(", ")) for name in TRAFFIC}
+LONG = Case.parse("llama8b:1x65536:1")
+CASES["estimate of 65536"] = lambda: estimate(drafter_of(LONG), LONG.masks, Options(kernels="fused+FA3"), Rates())
 
 
 def main() -> None:
