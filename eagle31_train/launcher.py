@@ -1,14 +1,15 @@
 """`python -m eagle31_train.launcher`: accelerate's launcher of several processes, which ends without a traceback.
 
-Its exit status is that of the process that failed first: 75 of a training that was told to stop, and saved. SIGTERM
-goes on to the processes, which may take as long as they need; torchrun itself would kill them after 30 seconds, and end
-with 1. After Ctrl-C it waits for them, too, and ends with 130.
+Its exit status is that of the process that failed first: 75 of a training that was told to stop, and saved; 130 after
+Ctrl-C. SIGTERM goes on to the processes, which may take as long as they need; torchrun itself would kill them after 30
+seconds, and end with 1.
 """
 
 import logging
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from importlib import import_module
 from subprocess import CalledProcessError
 
@@ -24,7 +25,11 @@ def main() -> None:
     def pass_on(number: int, _: object) -> None:
         if number == signal.SIGINT:
             pressed.append(number)
-        if not _passed_on(number):  # nothing runs yet
+        processes = psutil.Process().children()
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+        if not processes:  # nothing runs yet
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
@@ -53,17 +58,6 @@ def main() -> None:
             killer, reason = signal.Signals(-status), ", for want of memory perhaps"
             note(f"error: rank {rank} was killed by {killer.name}{reason * (killer == signal.SIGKILL)}", error=True)
         raise SystemExit(status if status > 0 else 128 - status) from None
-
-
-def _passed_on(number: int) -> bool:
-    """Send a signal to the processes that were launched; whether there are any."""
-    processes = psutil.Process().children()
-    for process in processes:
-        try:
-            process.send_signal(number)
-        except psutil.NoSuchProcess:
-            continue
-    return bool(processes)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from eagle31_train.planning import footprint, inputs
 from eagle31_train.planning.dealing import Dealt, deal
 from eagle31_train.planning.footprint import FP32, Activations, Memory, Profile, State
 from eagle31_train.planning.inputs import Data, Target
-from eagle31_train.planning.work import NOT_MAPS, extraction_flops, training_flops
+from eagle31_train.planning.work import NOT_MAPS, Work, extraction_flops, training_flops
 from eagle31_train.store.codec import CODECS
 from eagle31_train.store.shard_plan import TOKEN_BYTES, Shape
 from eagle31_train.targets.derive import complete, default_weight_decay, planned_drafter, row
@@ -76,8 +76,7 @@ class Planned:
     def dealt(self, devices: int) -> Dealt:
         """How evenly steps are shared out among so many devices."""
         if devices not in self._dealt:
-            share, head = self.trained_share, self.config.drafter.train_lm_head
-            flops = [sum(training_flops(self.shape, one.of_slots(share), head).values()) for one in self.data.each]
+            flops = [self._flops(one) for one in self.data.each]
             many, replicas = self.data.work.conversations, self.replicas(devices)
             self._dealt[devices] = deal(self.data.each, flops, many, self.config.train, replicas)
         return self._dealt[devices]
@@ -92,8 +91,11 @@ class Planned:
         return self.dealt(self.config.plan.devices).busy
 
     def training_flops(self) -> float:
-        work = (self.data.work * (self.tokens / self.data.work.tokens)).of_slots(self.trained_share)
-        return sum(training_flops(self.shape, work, self.config.drafter.train_lm_head).values())
+        return self._flops(self.data.work * (self.tokens / self.data.work.tokens))
+
+    def _flops(self, work: Work) -> float:
+        parts = training_flops(self.shape, work.of_slots(self.trained_share), self.config.drafter.train_lm_head)
+        return sum(parts.values())
 
     def extraction_flops(self) -> float:
         """FLOPs of running the target over the training and the held-out split."""
