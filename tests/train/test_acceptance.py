@@ -220,25 +220,19 @@ def test_a_run_ends_where_acceptance_rises_no_more(unchosen, new_run, capsys):
     assert run.manifest()["checkpoint"] == manifest["checkpoint"]
 
 
-def test_a_store_without_trajectories_trains_and_says_so(new_run, capsys):
+def test_a_store_trains_without_trajectories_but_not_with_damaged_ones_or_too_short_ones(new_run, capsys):
     run = new_run()
-    for file in (run.folder / "run" / "store").glob("trajectories.*"):
+    store = run.folder / "run" / "store"
+    message = message_of(run, "evaluate.num_speculative_tokens=9", "evaluate.max_speculative_tokens=9")
+    assert "are for at most 8 (evaluate.max_speculative_tokens of their extraction): train with 8 or" in message
+    flip_bit(store / "trajectories.safetensors")
+    assert "trajectories.safetensors is not as it was written" in message_of(run)
+    for file in store.glob("trajectories.*"):
         file.unlink()
     run.fit("train.max_steps=1")
-    assert f"acceptance is not measured: {run.folder / 'run' / 'store'} has no trajectories" in capsys.readouterr().out
+    assert f"acceptance is not measured: {store} has no trajectories" in capsys.readouterr().out
     assert "acceptance_length" not in run.manifest()["heldout"]
     assert "has no trajectories to measure it on" in message_of(run, "train.keep_best=true", "overwrite=true")
-
-
-def test_more_draft_tokens_than_trajectories_go_on_for_are_refused(new_run):
-    message = message_of(new_run(), "evaluate.num_speculative_tokens=9", "evaluate.max_speculative_tokens=9")
-    assert "are for at most 8 (evaluate.max_speculative_tokens of their extraction): train with 8 or" in message
-
-
-def test_damaged_trajectories_are_refused(new_run):
-    run = new_run()
-    flip_bit(run.folder / "run" / "store" / "trajectories.safetensors")
-    assert "trajectories.safetensors is not as it was written" in message_of(run)
 
 
 def test_prompts_that_an_earlier_store_was_measured_on_stay_known(monkeypatch):

@@ -83,14 +83,13 @@ def test_only_a_parallel_drafter_with_biases_looks_back(new_run, options, looks)
     ],
 )
 def test_kernels_are_fused_where_they_can_be(tiny, monkeypatch, device, capability, triton, says):
-    objective, _ = tiny
+    objective, fused = tiny[0], says == "fused kernels"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(kernels, "trial", lambda device: triton)
     assert choose_kernels(objective, TrainConfig(kernels="plain"), device) == "plain kernels"
     assert not objective.fused
-    if says != "fused kernels":
+    if not fused:
         with pytest.raises(UserError, match=r"train\.kernels=fused cannot be"):
             choose_kernels(objective, TrainConfig(kernels="fused"), device)
     assert choose_kernels(objective, TrainConfig(), device) == says
-    assert objective.fused == (says == "fused kernels")
-    assert objective.drafter.norm.fused == objective.drafter.midlayer.mlp.fused == objective.fused
+    assert objective.fused == objective.drafter.norm.fused == objective.drafter.midlayer.mlp.fused == fused

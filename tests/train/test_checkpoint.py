@@ -4,6 +4,7 @@ operation: the checkpoint before it or the new one is there, whole."""
 import errno
 import os
 import shutil
+from contextlib import suppress
 from dataclasses import replace
 from unittest.mock import Mock
 
@@ -100,6 +101,7 @@ def test_a_snapshot_comes_back_bit_for_bit(tmp_path):
     assert same(newest(tmp_path), meant)
     assert not same(newest(tmp_path), snapshot(100))
     assert names(path) == FILES
+    assert "it is of a run of other inputs" in checkpoint.damage(path, "e" * 16)
 
 
 @pytest.fixture(scope="module")
@@ -137,10 +139,6 @@ def test_a_checkpoint_that_a_disk_reads_wrongly_once_is_used(two, tmp_path, monk
     flip_bit(step(copy, 2) / name)
     monkeypatch.setattr(artifacts, "forget_pages", lambda file: shutil.copy(two / file.relative_to(copy), file))
     assert same(newest(copy), snapshot(2))
-
-
-def test_a_checkpoint_of_another_run_is_passed_over(two):
-    assert "it is of a run of other inputs" in checkpoint.damage(step(two, 2), "e" * 16)
 
 
 def test_a_damaged_checkpoint_does_not_count_among_the_kept(tmp_path):
@@ -213,16 +211,12 @@ STATES = [first, another, over_a_damaged_one, among_leftovers]
 
 def go_on(folder, meant, machine):
     """What a run does: find the newest, save; returns the saver, or None if the process died."""
-    try:
-        with running(machine):
-            found = checkpoint.newest(folder, FINGERPRINT, lambda _: None)
-            after = checkpoint.step_of(found) if found else 0
-            ours = saver(folder, 2, lambda _: None, after)
-            ours.save(meant)
-            ours.wait()
-    except Killed:
-        return None
-    return ours
+    with suppress(Killed), running(machine):
+        found = checkpoint.newest(folder, FINGERPRINT, lambda _: None)
+        ours = saver(folder, 2, lambda _: None, checkpoint.step_of(found) if found else 0)
+        ours.save(meant)
+        ours.wait()
+        return ours
 
 
 def assert_whole(folder, meant, before):
@@ -244,7 +238,6 @@ def test_a_save_that_dies_at_any_operation_loses_nothing(state, tmp_path):
     folder = shutil.copytree(tmp_path / "before", tmp_path / "undisturbed")
     ours = go_on(folder, meant, undisturbed := Machine())
     assert ours.committed.name == checkpoint.name_of(meant.step)
-    assert undisturbed.count > 20
     assert {"open", "write", "fsync", "os.rename", "os.mkdir"} <= set(undisturbed.names)
     outcomes = set()
     for at in range(undisturbed.count):

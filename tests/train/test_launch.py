@@ -99,10 +99,6 @@ def test_a_deepspeed_that_would_update_by_nan_is_refused(monkeypatch):
     assert f'"deepspeed>={launch.DEEPSPEED},' in (launching.ROOT / "pyproject.toml").read_text()
 
 
-def came(kind, processes, device):
-    return SimpleNamespace(distributed_type=kind, num_processes=processes, device=device)
-
-
 TWO, ON_CPU = {"WORLD_SIZE": "2"}, {"ACCELERATE_USE_CPU": "true"}
 WRONG = {
     "each alone": (TWO, (KIND.NO, 1, CPU), "each would train alone"),
@@ -115,7 +111,9 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("variables", "what", "words"), WRONG.values(), ids=WRONG)
-def test_what_came_otherwise_than_it_was_asked_for_is_refused(monkeypatch, variables, what, words):
+@pytest.mark.parametrize(("variables", "came", "words"), WRONG.values(), ids=WRONG)
+def test_what_came_otherwise_than_it_was_asked_for_is_refused(monkeypatch, variables, came, words):
     use(monkeypatch, variables)
-    assert words in message_of(launch.check_accelerator, came(*what))
+    kind, processes, device = came
+    accelerator = SimpleNamespace(distributed_type=kind, num_processes=processes, device=device)
+    assert words in message_of(launch.check_accelerator, accelerator)

@@ -7,7 +7,7 @@ import signal
 from types import SimpleNamespace
 
 import pytest
-from launching import ROOT, arguments, command, environment, execute
+from launching import ROOT, TRAIN, arguments, command, environment, execute
 from pipeline import assert_close
 from surviving import calling, launched, lines, tell, wait_until, working
 from watching import updates_of
@@ -112,32 +112,30 @@ def test_a_rank_that_is_told_to_stop_stops_the_other_after_the_same_step(new_run
     assert_close(run.fit(*SHORT).weights(), by_one(*SHORT).weights(), 1e-5)
 
 
-def told_to_stop(run, words, profile, kill=os.kill):
-    """A launch that is sent a SIGTERM after some steps, saves and leaves no process: its status, and what it said."""
-    with launched([*words, *arguments(run, *ENDLESS)], environment(profile)) as process:
+OURS = "eagle31_train.launcher"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("profile", "processes", "kill", "launcher"),
+    [
+        *((profile, 2, kill, []) for profile in ("ddp", "zero2") for kill in (os.kill, os.killpg)),
+        *((profile, processes, os.kill, [OURS]) for profile, processes in (("ddp", 2), ("zero2", 2), ("cpu", 1))),
+    ],
+)
+def test_a_launch_that_is_told_to_stop_saves_and_leaves_no_process(new_run, profile, processes, kill, launcher):
+    """The launcher alone, as by Kubernetes, or every process, as by Slurm. Our launcher ends as the training does."""
+    run = new_run()
+    words = [*command(profile, processes, TRAIN, *launcher), *arguments(run, *ENDLESS)]
+    with launched(words, environment(profile)) as process:
         wait_until(lambda: lines(run.train / "metrics.jsonl") > 3, lambda: process.poll() is None)
         kill(process.pid, signal.SIGTERM)
         _, said = process.communicate()
         with pytest.raises(ProcessLookupError):
             os.killpg(process.pid, 0)
     assert stopped_after(run, said, "SIGTERM") > 3
-    return process.returncode, said
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kill", [os.kill, os.killpg], ids=["the launcher", "everybody"])
-@pytest.mark.parametrize("profile", ["ddp", "zero2"])
-def test_a_launch_that_is_told_to_stop_saves(new_run, profile, kill):
-    """The launcher alone, as Kubernetes does it, or every process, as Slurm does it."""
-    status, _ = told_to_stop(new_run(), command(profile, 2), profile, kill)
-    assert status != 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("profile", "processes"), [("ddp", 2), ("zero2", 2), ("cpu", 1)])
-def test_our_launcher_lets_the_training_save_and_ends_as_it_does(new_run, profile, processes):
-    words = command(profile, processes, launcher="eagle31_train.launcher")
-    status, said = told_to_stop(new_run(), words, profile)
-    assert status == STOPPED
-    assert "Traceback" not in said
-    assert "exitcode" not in said
+    assert process.returncode != 0
+    if launcher:
+        assert process.returncode == STOPPED
+        assert "Traceback" not in said
+        assert "exitcode" not in said
