@@ -205,7 +205,8 @@ def claim_folder(config: Config, data: Inputs, accelerator: Accelerator, resourc
     def up_to_date() -> bool:
         # Before anything of an earlier run is replaced.
         check_consumer(data.store.storage, data.store.fingerprint, data.made_from.fingerprint)
-        resources.enter_context(locks.alone(lock, f"another process trains in {folder} now"))
+        artifacts.make_folder(lock.parent)
+        locks.hold(resources.enter_context(lock.open("a")), f"another process trains in {folder} now")
         claim(folder, data.made_from, config.overwrite)
         return provenance.up_to_date(folder, data.made_from, overwrite=False)
 

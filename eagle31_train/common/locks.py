@@ -3,7 +3,7 @@
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -38,26 +38,23 @@ def users_of(file: IO[Any]) -> list[int]:
 
 @contextmanager
 def alone(path: Path, who: str, instead: str = "name=… or run_dir=…") -> Iterator[None]:
-    """While this lasts, no other process holds `path`, a file for this alone, which stays; UserError as `hold`."""
+    """While this lasts, no other process holds `path`, a file for this alone, which is gone afterwards; UserError as
+    `hold`."""
     make_folder(path.parent)
-    with path.open("a") as file:
-        hold(file, who, instead)
-        yield
-
-
-@contextmanager
-def writing(folder: Path, instead: str = "name=… or run_dir=…") -> Iterator[None]:
-    """While this lasts, no other process that asks so writes this folder; UserError as `hold`. Two would build it in
-    one temporary folder, each removing what the other has there."""
-    whole = folder.absolute()  # `.` has no name
-    path, mine = whole.with_name(f".{whole.name}.lock"), False
-    make_folder(path.parent)
+    mine = False
     while not mine:
         with path.open("a") as file:
-            hold(file, f"another process writes {folder} now", instead)
+            hold(file, who, instead)
             # Else whoever had it has removed it since it was opened, and the next would make another.
             if mine := path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno())):
                 try:
                     yield
                 finally:
                     path.unlink(missing_ok=True)
+
+
+def writing(folder: Path, instead: str = "name=… or run_dir=…") -> AbstractContextManager[None]:
+    """`alone`, among those who ask so, in writing this folder. Two would build it in one temporary folder, each
+    removing what the other has there."""
+    whole = folder.absolute()  # `.` has no name
+    return alone(whole.with_name(f".{whole.name}.lock"), f"another process writes {folder} now", instead)
