@@ -16,7 +16,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from safetensors.torch import load_file
 from tqdm import tqdm
 
 from eagle31_train.common import artifacts
@@ -25,11 +24,11 @@ from eagle31_train.common.errors import UserError
 from eagle31_train.config import byte_count
 from eagle31_train.store import format as files
 from eagle31_train.store.backends import Storage, Use, open_storage
-from eagle31_train.store.head import Head, Problem, big_files, damage_of, near, read_head
-from eagle31_train.store.shard import ContentError, open_shard
-from eagle31_train.store.shard_plan import Plan, shape_of
+from eagle31_train.store.head import Head, Problem, big_files, near, read_head, read_tensors
+from eagle31_train.store.sealed import DamagedError
+from eagle31_train.store.shard import open_shard
+from eagle31_train.store.shard_plan import Plan
 from eagle31_train.store.stream import read_consumed
-from eagle31_train.store.tensors import wrong_shape
 
 
 def inspect(storage: Storage) -> tuple[Head, list[Problem]]:
@@ -62,13 +61,10 @@ def check(storage: Storage, checked: Counter[str]) -> Iterator[Problem]:
         coming = name == files.TARGET and head.manifest is None and storage.size(files.line_name(name)) is None
         if coming:
             continue
-        damage = damage_of(storage, name, head.provenance["fingerprint"])
-        if damage is None and name == files.TARGET:
-            states = head.provenance["states"]
-            wrong = wrong_shape(storage.opened(name, load_file), states["vocab_size"], states["hidden_size"])
-            damage = wrong and f"{storage.location}/{name} {wrong}"
-        if damage:  # without its line it is made anew, even where only sizes are looked at
-            yield Problem(damage, files.line_name(name) if storage.size(name) is not None else None)
+        try:
+            read_tensors(storage, name, head.provenance)
+        except DamagedError as error:  # without its line it is made anew, even where only sizes are looked at
+            yield Problem(str(error), files.line_name(name) if storage.size(name) is not None else None)
     yield from _shards(head, head.plan, head.provenance, checked)
     ours = files.FILES | {shard.name for shard in head.plan.shards}
     if head.manifest is None:  # lines have files of their own
@@ -81,8 +77,7 @@ def check(storage: Storage, checked: Counter[str]) -> Iterator[Problem]:
 
 def _shards(head: Head, plan: Plan, provenance: dict[str, Any], checked: Counter[str]) -> Iterator[Problem]:
     """Open every committed shard, and count those that were used up."""
-    storage, states = head.storage, provenance["states"]
-    shape = shape_of(states)
+    storage = head.storage
     gone = {name for name in head.consumed if storage.size(name) is None}
     checked["consumed"] = len(gone)
     shards = [shard for shard in plan.shards if shard.name in head.lines and shard.name not in gone]
@@ -92,7 +87,7 @@ def _shards(head: Head, plan: Plan, provenance: dict[str, Any], checked: Counter
         for turn, shard in enumerate(shards):
             line, where = head.lines[shard.name], f"{storage.location}/{shard.name}"
             try:
-                file = open_shard(storage, line, plan.lengths_of(shard), shape, states["vocab_size"])
+                file = open_shard(storage, plan, shard, line, provenance["states"])
                 if bad := [str(shard.first + index) for index in file.not_finite()]:
                     text = f"{where} holds states that are not finite, in sample {', '.join(bad)} of {shard.split}"
                     yield Problem(text, shard.name)
@@ -103,8 +98,8 @@ def _shards(head: Head, plan: Plan, provenance: dict[str, Any], checked: Counter
                     checked["consumed"] += 1
                 else:
                     yield Problem(f"{where} ({shard.samples()}) is missing")
-            except ContentError as error:
-                yield Problem(f"{where} ({shard.samples()}) {error}", shard.name)
+            except DamagedError as error:
+                yield Problem(str(error), shard.name)
             storage.passed(turn)
             bar.update(line.size)
 

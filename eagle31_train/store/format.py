@@ -100,10 +100,6 @@ class Line:
         return seal(asdict(self))
 
 
-class ContentError(ValueError):
-    """A big file is not what it should be; says how, in words that follow its name."""
-
-
 def line_name(name: str) -> str:
     """The file that commits a shard's file of this name."""
     return name.replace(".safetensors", ".json")
@@ -111,17 +107,19 @@ def line_name(name: str) -> str:
 
 def read_record(storage: Storage, name: str, parse: Callable[[Any], T], store: str | None = None) -> T | None:
     """A small file of a store, as `parse_record` reads it, once more where it is damaged; None if it is missing."""
+    where = f"{storage.location}/{name}"
+    with suppress(FileNotFoundError):
+        return read_twice(storage, name, lambda: parse_record(storage.read(name), where, parse, store))
+    return None
 
-    def once() -> T | None:
-        with suppress(FileNotFoundError):
-            return parse_record(storage.read(name), f"{storage.location}/{name}", parse, store)
-        return None
 
+def read_twice(storage: Storage, name: str, read: Callable[[], T]) -> T:
+    """`read()` of a file; where that says that it is damaged, once more, from where the file lies."""
     try:
-        return once()
+        return read()
     except DamagedError:
         storage.forget(name)
-        return once()
+        return read()
 
 
 def parse_record(data: bytes, where: str, parse: Callable[[Any], T], store: str | None = None) -> T:
@@ -145,19 +143,25 @@ def read_line(storage: Storage, name: str, store: str) -> Line | None:
     return line
 
 
-def open_checked(storage: Storage, name: str, size: int, expected: str | None, opener: Callable[[Path], T]) -> T:
-    """`opener` of a file of this size and checksum (None if that is known); one that is not is read once more.
-    ContentError if the file is another, FileNotFoundError if it is missing."""
+def open_checked(
+    storage: Storage, line: Line, opener: Callable[[Path], T], what: str = "", verified: bool = False
+) -> T:
+    """`opener` of a big file that is as its line says; the checksum of one that is `verified` already is not compared.
+    DamagedError, naming the file and `what` follows its name, if it is another; FileNotFoundError if it is missing."""
 
     def checked(path: Path) -> T:
-        if (length := path.stat().st_size) != size:
-            raise ContentError(f"has {length} bytes, not {size}: truncated or replaced")
-        if expected is not None and artifacts.checksum(path) != expected:
-            raise ContentError("is not as it was written (its checksum differs)")
-        return opener(path)
+        if (size := path.stat().st_size) != line.size:
+            raise DamagedError(f"has {size} bytes, not {line.size}: truncated or replaced")
+        if not verified and artifacts.checksum(path) != line.checksum:
+            raise DamagedError("is not as it was written (its checksum differs)")
+        try:
+            return opener(path)
+        except DamagedError:
+            raise
+        except foreign.NO_TENSORS as error:
+            raise DamagedError(f"cannot be read ({error})") from None
 
     try:
-        return storage.opened(name, checked)
-    except ContentError:
-        storage.forget(name)
-        return storage.opened(name, checked)
+        return read_twice(storage, line.name, lambda: storage.opened(line.name, checked))
+    except DamagedError as error:
+        raise DamagedError(f"{storage.location}/{line.name}{what} {error}") from None

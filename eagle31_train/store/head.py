@@ -1,12 +1,13 @@
 """A store without its states: what its small files say, complete or begun, and what is wrong with them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file
+from torch import Tensor
 
 from eagle31_train.common import artifacts, foreign
 from eagle31_train.common.console import note
@@ -14,11 +15,11 @@ from eagle31_train.common.errors import UserError
 from eagle31_train.provenance import Provenance
 from eagle31_train.store import format as files
 from eagle31_train.store.backends import Storage, at_once
-from eagle31_train.store.format import ContentError, Line
+from eagle31_train.store.format import Line
 from eagle31_train.store.sealed import DamagedError
 from eagle31_train.store.shard_plan import Plan, PlannedShard
 from eagle31_train.store.stream import read_bound, read_consumed
-from eagle31_train.store.tensors import first_not_finite
+from eagle31_train.store.tensors import first_not_finite, wrong_shape
 
 
 @dataclass(frozen=True)
@@ -137,34 +138,31 @@ def big_files(storage: Storage) -> list[str]:
     return [files.TARGET, files.TRAJECTORIES] if trajectories else [files.TARGET]
 
 
-def damage_of(storage: Storage, name: str, store: str, by_size: bool = False) -> str | None:
-    """What is wrong with a big file beside the shards, or with its size, in words; None if nothing is."""
-    where = f"{storage.location}/{name}"
+def read_tensors(storage: Storage, name: str, provenance: Mapping[str, Any]) -> dict[str, Tensor]:
+    """A big file beside the shards, mapped. DamagedError, naming it, if it is missing, or not as it was written, or a
+    value is not finite, or the target's weights are not of the size that the store's provenance says."""
+
+    def load(path: Path) -> dict[str, Tensor]:
+        tensors = load_file(path)
+        if wrong := first_not_finite(tensors):
+            raise DamagedError(f"holds {wrong} with values that are not finite")
+        states = provenance["states"]
+        if name == files.TARGET and (wrong := wrong_shape(tensors, states["vocab_size"], states["hidden_size"])):
+            raise DamagedError(wrong)
+        return tensors
+
+    line = _line_of(storage, name, provenance)
     try:
-        line = files.read_line(storage, name, store)
-        if line is None:
-            return f"{storage.location}/{files.line_name(name)} is missing"
-        if by_size:
-            size = storage.size(name)
-            return None if size == line.size else f"{where} has {size or 'no'} bytes, not {line.size}"
-        files.open_checked(storage, name, line.size, line.checksum, _check_tensors)
-    except DamagedError as error:
-        return str(error)
-    except ContentError as error:
-        return f"{where} {error}"
+        return files.open_checked(storage, line, load)
     except FileNotFoundError:
-        return f"{where} is missing"
-    return None
+        raise DamagedError(f"{storage.location}/{name} is missing") from None
 
 
-def _check_tensors(path: Path) -> None:
-    """ContentError unless a file holds tensors, all of them finite."""
-    try:
-        wrong = first_not_finite(load_file(path))
-    except foreign.NO_TENSORS as error:  # or a number for a tensor
-        raise ContentError(f"cannot be read ({error})") from None
-    if wrong is not None:
-        raise ContentError(f"holds {wrong} with values that are not finite")
+def _line_of(storage: Storage, name: str, provenance: Mapping[str, Any]) -> Line:
+    line = files.read_line(storage, name, provenance["fingerprint"])
+    if line is None:
+        raise DamagedError(f"{storage.location}/{files.line_name(name)} is missing")
+    return line
 
 
 def finished(storage: Storage, provenance: Provenance, overwrite: bool) -> dict[str, Any] | None:
@@ -178,7 +176,8 @@ def finished(storage: Storage, provenance: Provenance, overwrite: bool) -> dict[
         provenance.refuse_other(storage.location, head.manifest, overwrite)
         if not provenance.matches(head.manifest):
             return None
-        damage = damage or _first_damage(head, head.manifest["fingerprint"])
+        if damage is None and head.provenance is not None:  # which is there where nothing is damaged
+            damage = _first_damage(head, head.provenance)
     if damage:
         note(f"{damage}; making it again")
         storage.remove(artifacts.MANIFEST)
@@ -186,14 +185,18 @@ def finished(storage: Storage, provenance: Provenance, overwrite: bool) -> dict[
     return head.manifest
 
 
-def _first_damage(head: Head, store: str) -> str | None:
+def _first_damage(head: Head, provenance: Mapping[str, Any]) -> str | None:
     """Name the first big file of a complete store that is missing or not as long as it was written."""
     storage = head.storage
-    for name in big_files(storage):
-        if damage := damage_of(storage, name, store, by_size=storage.remote):  # no download only to compare
-            return damage
-    sizes = storage.sizes("shards")
-    for line in head.lines.values():
+    try:
+        lines = [_line_of(storage, name, provenance) for name in big_files(storage)]
+        if not storage.remote:  # no download only to compare
+            for line in lines:
+                read_tensors(storage, line.name, provenance)
+    except DamagedError as error:
+        return str(error)
+    sizes = storage.sizes("") | storage.sizes("shards")
+    for line in [*lines, *head.lines.values()]:
         if line.name not in head.consumed and sizes.get(line.name) != line.size:
             return f"{storage.location}/{line.name} has {sizes.get(line.name, 'no')} bytes, not {line.size}"
     return None

@@ -9,7 +9,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file
 from torch import Tensor
 
 from eagle31_train.common import artifacts
@@ -17,11 +16,11 @@ from eagle31_train.common.errors import UserError
 from eagle31_train.store import format as files
 from eagle31_train.store.backends import Storage, open_storage
 from eagle31_train.store.document import Document
-from eagle31_train.store.head import damage_of, near, read_head, read_lines
-from eagle31_train.store.shard import ContentError, ShardFile, open_shard
-from eagle31_train.store.shard_plan import PlannedShard, shape_of
+from eagle31_train.store.head import near, read_head, read_lines, read_tensors
+from eagle31_train.store.sealed import DamagedError
+from eagle31_train.store.shard import ShardFile, open_shard
+from eagle31_train.store.shard_plan import PlannedShard
 from eagle31_train.store.stream import Pause, read_bound, read_consumed, wait
-from eagle31_train.store.tensors import wrong_shape
 
 OPEN = {"local": 1024, "remote": 8}  # mapped shards: a cached copy that is evicted frees its bytes only once unmapped
 
@@ -61,10 +60,10 @@ class Store:
         if head.provenance is None or head.plan is None:
             raise UserError(f"{self.location} lacks {files.PROVENANCE} or {files.PLAN}: {files.REMAKE}")
         self.manifest, self.plan = head.manifest, head.plan
+        self._provenance = head.provenance
         self.fingerprint: str = head.provenance["fingerprint"]
         self.inputs: dict[str, Any] = head.provenance["inputs"]
         self.states: dict[str, Any] = head.provenance["states"]  # what they mean
-        self.shape = shape_of(self.states)
         self._lines = head.lines
         self._bound: int | None = None
         self._verified: dict[str, tuple[int, int]] = {}  # shards whose checksums were compared → inode, time
@@ -76,8 +75,6 @@ class Store:
     def target(self) -> dict[str, Tensor]:
         """The target's weights: embed_tokens [V, H], norm [H] (effective), lm_head [V, H]."""
         weights = self._tensors(files.TARGET)
-        if wrong := wrong_shape(weights, self.states["vocab_size"], self.shape.hidden_size):
-            raise UserError(f"{self.location}/{files.TARGET} {wrong}: {files.REMAKE}")
         weights.setdefault("lm_head", weights["embed_tokens"])
         return weights
 
@@ -87,10 +84,10 @@ class Store:
         return self._tensors(files.TRAJECTORIES) if self.storage.size(files.TRAJECTORIES_LINE) is not None else {}
 
     def _tensors(self, name: str) -> dict[str, Tensor]:
-        """A big file beside the shards, once its bytes are known to be those that were written."""
-        if damage := damage_of(self.storage, name, self.fingerprint):
-            raise UserError(f"{damage}: {files.REMAKE}")
-        return self.storage.opened(name, load_file)
+        try:
+            return read_tensors(self.storage, name, self._provenance)
+        except DamagedError as error:
+            raise UserError(f"{error}: {files.REMAKE}") from None
 
     @property
     def max_bytes(self) -> int | None:
@@ -140,23 +137,22 @@ class Store:
             return self._open[shard.name]
 
     def _map(self, shard: PlannedShard) -> ShardFile:
-        line, lengths = self._lines[shard.name], self.plan.lengths_of(shard)
-        where = f"{self.location}/{shard.name} ({shard.samples()})"
         try:
             status = self.storage.opened(shard.name, Path.stat)
             version = status.st_ino, status.st_mtime_ns  # others, if it was replaced or fetched anew since
             known = self._verified.get(shard.name) == version
-            file = open_shard(self.storage, line, lengths, self.shape, self.states["vocab_size"], known)
+            file = open_shard(self.storage, self.plan, shard, self._lines[shard.name], self.states, known)
             self._verified[shard.name] = version
             return file
-        except ContentError as error:
-            what = str(error)
+        except DamagedError as error:
+            raise UserError(f"{error}: see `eagle31 store verify {self.location}`") from None
         except FileNotFoundError:
-            consumed, what = read_consumed(self.storage, self.fingerprint), "is missing"
+            where = f"{self.location}/{shard.name} ({shard.samples()})"
+            consumed = read_consumed(self.storage, self.fingerprint)
             if shard.name in consumed.shards:
                 text = f"{where} was used up and removed by the training {consumed.by}"
                 raise UserError(f"{text}: remove the store and extract again") from None
-        raise UserError(f"{where} {what}: see `eagle31 store verify {self.location}`")
+            raise UserError(f"{where} is missing: see `eagle31 store verify {self.location}`") from None
 
     def release(self, shards: Sequence[PlannedShard]) -> None:
         """Unmap shards that are needed no more, so that their bytes are free once they are removed."""

@@ -11,7 +11,7 @@ CHECK = "check"
 
 
 class DamagedError(ValueError):
-    """The text is not what was sealed; says why."""
+    """A file is not what was written; says why."""
 
 
 def seal(value: dict[str, Any], indent: int | None = None) -> bytes:

@@ -12,17 +12,18 @@ Where a sample's rows begin follows from the lengths and the loss mask, and is s
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from eagle31_train.common import foreign
 from eagle31_train.store.backends import Storage
 from eagle31_train.store.codec import CODECS, Encoded, concatenate, plain
 from eagle31_train.store.document import Document, attended_positions, supervised_positions
-from eagle31_train.store.format import ContentError, Line, open_checked
-from eagle31_train.store.shard_plan import Shape
+from eagle31_train.store.format import Line, open_checked
+from eagle31_train.store.sealed import DamagedError
+from eagle31_train.store.shard_plan import Plan, PlannedShard, Shape, shape_of
 from eagle31_train.store.tensors import save_file
 
 NONE = plain(torch.empty(0, 0))
@@ -45,20 +46,18 @@ def write_shard(path: Path, documents: Sequence[Document]) -> None:
 
 class ShardFile:
     """A shard of samples of these lengths, mapped into memory: what is read is copied only when it is used.
-    ContentError if the file is no shard, or not one of such samples and states, or holds ids beyond `vocab_size`."""
+    DamagedError if it is not one of such samples and states, or holds ids beyond `vocab_size`; one of
+    `foreign.NO_TENSORS` if the file is no shard."""
 
     def __init__(self, path: Path, lengths: Sequence[int], shape: Shape, vocab_size: int) -> None:
-        try:
-            tensors = load_file(path)  # maps it
-            self.tokens, self.loss_mask, self.top1 = tensors["tokens"], tensors["loss_mask"], tensors["top1"]
-        except foreign.NO_TENSORS as error:
-            raise ContentError(f"cannot be read ({error})") from None
+        tensors = load_file(path)  # maps it
+        self.tokens, self.loss_mask, self.top1 = tensors["tokens"], tensors["loss_mask"], tensors["top1"]
         for tensor, dtype in ((self.tokens, torch.int32), (self.loss_mask, torch.bool), (self.top1, torch.int32)):
             if tensor.dim() != 1 or tensor.dtype != dtype:
-                raise ContentError(f"holds {list(tensor.shape)} {tensor.dtype} for a list of {dtype}")
+                raise DamagedError(f"holds {list(tensor.shape)} {tensor.dtype} for a list of {dtype}")
         total = sum(lengths)
         if not len(self.tokens) == len(self.loss_mask) == len(self.top1) == total:
-            raise ContentError(f"holds {len(self.tokens)} tokens, not {total}")
+            raise DamagedError(f"holds {len(self.tokens)} tokens, not {total}")
         # Where each of S samples begins, and the last ends: [S + 1] each.
         supervised = [supervised_positions(mask) for mask in self.loss_mask.split(list(lengths))]
         self._edges, self._aux_edges, self._last_edges = _find_rows(lengths, supervised)
@@ -67,10 +66,10 @@ class ShardFile:
         # Ids that the vocabulary lacks: as indices they fail far from here, or silently wrap.
         for name, ids, least in (("tokens", self.tokens, 0), ("top1", self.top1, -1)):
             if len(ids) and (ids.min() < least or ids.max() >= vocab_size):
-                raise ContentError(f"holds {name} outside the {vocab_size} tokens of its target's vocabulary")
+                raise DamagedError(f"holds {name} outside the {vocab_size} tokens of its target's vocabulary")
         for top1, where in zip(self.top1.split(list(lengths)), supervised, strict=True):
             if (top1[where] < 0).any():
-                raise ContentError("lacks the target's arg-max (top1) before some of the assistant's tokens")
+                raise DamagedError("lacks the target's arg-max (top1) before some of the assistant's tokens")
 
     def not_finite(self) -> list[int]:
         """Samples, counted from the shard's first, of which a state is NaN or infinite."""
@@ -97,7 +96,7 @@ def _find_rows(lengths: Sequence[int], supervised: Sequence[Tensor]) -> tuple[li
 
 
 def _states(tensors: Mapping[str, Tensor], name: str, codec: str, row: tuple[int, ...], edges: list[int]) -> Encoded:
-    """A shard's states, a row of this shape for each position; ContentError if they are of another shape or type than
+    """A shard's states, a row of this shape for each position; DamagedError if they are of another shape or type than
     the store's: they would fail far from here."""
     how, samples, (*outer, width) = CODECS[codec], len(edges) - 1, row
     blocks = -(-width // how.block) if how.block else 0
@@ -110,17 +109,17 @@ def _states(tensors: Mapping[str, Tensor], name: str, codec: str, row: tuple[int
     if not how.channels:
         held["channels"] = torch.empty(expected["channels"][0], dtype=torch.bfloat16)
     if {part: (tuple(tensor.shape), tensor.dtype) for part, tensor in held.items()} != expected:
-        raise ContentError("holds other states than its store and its loss mask ask for")
+        raise DamagedError("holds other states than its store and its loss mask ask for")
     document = torch.arange(samples).repeat_interleave(torch.tensor(edges).diff())
     return Encoded(codec, width, **held, document=document)
 
 
 def open_shard(
-    storage: Storage, line: Line, lengths: Sequence[int], shape: Shape, vocab_size: int, verified: bool = False
+    storage: Storage, plan: Plan, shard: PlannedShard, line: Line, states: Mapping[str, Any], verified: bool = False
 ) -> ShardFile:
-    """A shard's file, if it is what its line says; its checksum is compared unless it is `verified` already.
-    ContentError if it is damaged, FileNotFoundError if it is missing."""
-    expected = None if verified else line.checksum
+    """A shard's file, if it is what the plan, its line and the store's states say; see `open_checked`."""
+    lengths, shape = plan.lengths_of(shard), shape_of(states)
+    what = f" ({shard.samples()})"
     return open_checked(
-        storage, line.name, line.size, expected, lambda path: ShardFile(path, lengths, shape, vocab_size)
+        storage, line, lambda path: ShardFile(path, lengths, shape, states["vocab_size"]), what, verified
     )

@@ -45,7 +45,7 @@ class Shape:
         return aux * self.aux_layers + last
 
 
-def shape_of(states: dict[str, Any]) -> Shape:
+def shape_of(states: Mapping[str, Any]) -> Shape:
     return Shape(states["hidden_size"], len(states["aux_layers"]), states["aux_codec"], states["last_codec"])
 
 

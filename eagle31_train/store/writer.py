@@ -14,7 +14,7 @@ from eagle31_train.store import format as files
 from eagle31_train.store.backends import Storage, at_once
 from eagle31_train.store.document import Document
 from eagle31_train.store.format import Line
-from eagle31_train.store.head import damage_of, read_lines
+from eagle31_train.store.head import read_lines, read_tensors
 from eagle31_train.store.sealed import DamagedError, digest, seal
 from eagle31_train.store.shard import write_shard
 from eagle31_train.store.shard_plan import Plan, PlannedShard, shape_of
@@ -129,7 +129,10 @@ class StoreWriter:
     @property
     def has_trajectories(self) -> bool:
         """Whether they are there, as an earlier start wrote them."""
-        return damage_of(self.storage, files.TRAJECTORIES, self.id) is None
+        try:
+            return bool(read_tensors(self.storage, files.TRAJECTORIES, self.provenance))
+        except DamagedError:
+            return False
 
     def write_tensors(self, file: str, tensors: dict[str, Tensor]) -> None:
         """Write `TRAJECTORIES`, if any, and then `TARGET`, for which a training waits. UserError where a tensor is not

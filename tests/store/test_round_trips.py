@@ -11,7 +11,8 @@ from whole import Whole, encode, encoded
 from eagle31_train.store import document, make_plan, shard
 from eagle31_train.store.codec import CODECS
 from eagle31_train.store.document import Document
-from eagle31_train.store.shard import ContentError, ShardFile, write_shard
+from eagle31_train.store.sealed import DamagedError
+from eagle31_train.store.shard import ShardFile, write_shard
 from eagle31_train.store.shard_plan import SPLITS, Shape, sample_size
 
 VOCAB = 1000
@@ -141,5 +142,5 @@ MISTAKES += [scale_of_the_neighbour(-1), scale_of_the_neighbour(0), rows_of_all_
 @pytest.mark.parametrize("plant", MISTAKES)
 def test_a_planted_mistake_is_found(tmp_path, monkeypatch, plant):
     plant(monkeypatch)
-    with pytest.raises((AssertionError, ContentError)):
+    with pytest.raises((AssertionError, DamagedError)):
         round_trips(tmp_path, 0, 300)
