@@ -132,14 +132,15 @@ ENGINE_RESOURCES |= {"max_num_batched_tokens", "disable_log_stats"}
 WITHOUT_EFFECT = {"accumulation", "recompute", "compile", "workers", "eval_every", "eval_samples", "checkpoint_every"}
 WITHOUT_EFFECT |= {"keep_checkpoints", "time_limit", "skip_nonfinite", "wandb", "project", "tensorboard"}
 WITHOUT_EFFECT |= {"deterministic", "kernels", "context_parallel"}
-# Options of evaluation that choose prompts, and are recorded with the workloads.
-CHOICE = {  # inputs of a training whose checkpoint is chosen by measured acceptance → the options that they come from
+# Inputs of a training whose checkpoint is chosen by measured acceptance → the options that they come from.
+CHOICE = {
     "train.choice.draft_tokens": "evaluate.num_speculative_tokens",
     "train.choice.dtype": "evaluate.dtype",
     "train.choice.every": "train.eval_every",
     "train.choice.keep_best": "train.keep_best",
     "train.choice.early_stop": "train.early_stop",
 }
+# Options of evaluation that choose prompts, and are recorded with the workloads.
 CHOOSE_PROMPTS = {"prompts", "suites", "perturbations", "leave_out"}
 OF_WORKLOAD = {"num_prompts", "temperature", "top_p", "backend"}  # likewise; measurements are by one backend alone
 SERVING_ONLY = {"serve_depths", "concurrency", "vllm_python", "vllm_args"}

@@ -36,10 +36,14 @@ def explained(doing: str, remedy: str) -> Iterator[None]:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and those above it, unless it is there; UserError where none can be, as under /proc, or in
-    the place of a file."""
+    """Make a folder and those above it, unless it is there, so that their names survive a power cut; UserError where
+    none can be, as under /proc, or in the place of a file."""
+    if path.is_dir():
+        return
+    make_folder(path.parent)
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(exist_ok=True)
+        fsync_path(path.parent)
     except FileNotFoundError:  # what that says is of the folder above; other errors are `console.explained`'s
         raise UserError(f"{path} cannot be made there: choose another folder") from None
     except (FileExistsError, NotADirectoryError):
@@ -158,16 +162,15 @@ class Record(dict[str, Any]):
 
 def read_json(path: Path, made_by: str) -> Record:
     """Read a JSON object; `made_by` is the command that makes it, for the error."""
-    missing = UserError(f"{path} is missing: run `{made_by}` first")
-    if not path.is_file():
-        raise missing
     try:
+        if not path.is_file():
+            raise FileNotFoundError(path)
         value = foreign.read_object(path)
         if not isinstance(value.get("inputs", {}), dict):
             raise ValueError("its inputs are no object")  # noqa: TRY004 (of the file)
         return Record(value, path, made_by)
-    except FileNotFoundError:  # another process has just removed it
-        raise missing from None
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing: run `{made_by}` first") from None
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error}): remove it and run `{made_by}` again") from None
 

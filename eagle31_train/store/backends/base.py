@@ -144,20 +144,19 @@ class LocalStorage(Storage):
 
     def write(self, name: str, data: bytes) -> None:
         with self._explained("write", name):
-            self._make((self.folder / name).parent)
             artifacts.write_bytes(self.folder / name, data)
 
     def scratch(self, name: str) -> Path:
         path = self.folder / name
         with self._explained("write", name):
-            self._make(path.parent)
+            artifacts.make_folder(path.parent)
         return path.with_name(f".{path.name}.tmp")
 
     def lock(self, name: str) -> Path:
         artifacts.refuse_dead_link(self.folder)  # before anything is made where it leads
         beside = self._beside(name)
         with self._explained("write", ""):
-            self._make(beside.parent)
+            artifacts.make_folder(beside.parent)
         # Where nothing can be made beside the folder, as beside a mount, `discard` cannot rename it either.
         return beside if os.access(beside.parent, os.W_OK) else self.folder / beside.name
 
@@ -209,13 +208,6 @@ class LocalStorage(Storage):
         """A hidden name beside the folder, wherever a link leads."""
         folder = Path(os.path.realpath(self.folder))
         return folder.with_name(f".{folder.name}.{end}")
-
-    def _make(self, folder: Path) -> None:
-        """A folder whose own name survives a power cut, like the files in it."""
-        if not folder.is_dir():
-            self._make(folder.parent)
-            folder.mkdir(exist_ok=True)
-            artifacts.fsync_path(folder.parent)
 
     def _explained(self, what: str, name: str) -> AbstractContextManager[None]:
         remedy = "mend that or choose another store_dir, then run the same command again"

@@ -183,8 +183,6 @@ class CachedStorage(Storage):
         """See `Storage.prefetch`: no more than `ahead` bytes, or one file, that are not yet used. What is not obtained
         is left to `local`."""
         with self._changed:
-            if self._stopped:
-                return
             self._uses, self._ready, self._turn = iter(uses), {}, -1
             self._advance()
             for worker in self._workers:

@@ -58,20 +58,25 @@ class RemoteStorage(CachedStorage):
         return int(info["size"]) if info["type"] == "file" else None
 
     def sizes(self, folder: str) -> dict[str, int]:
-        path, sizes = self._path(folder), {}
+        entries = self._list(folder).items()
+        # A web server's listing knows no sizes.
+        return visible(folder, {name: int(entry["size"] or 0) for name, entry in entries if entry["type"] == "file"})
+
+    def _list(self, folder: str) -> dict[str, dict[str, Any]]:
+        """What lies directly in a folder, as fsspec describes it, by names; nothing if it is absent, or a file."""
+        path = self._path(folder)
 
         def call() -> list[dict[str, Any]]:
             self.fs.invalidate_cache()  # drivers with a memory of their own
             entries: list[dict[str, Any]] = self.fs.ls(path, detail=True)
             return entries
 
-        with suppress(FileNotFoundError):
-            for entry in self._call("listing", folder, call):
-                file = PurePosixPath(entry["name"].lstrip("/"))
-                # Asked for a file, drivers list the file itself.
-                if entry["type"] == "file" and str(file.parent) == path.lstrip("/"):
-                    sizes[file.name] = int(entry["size"] or 0)  # a web server's listing knows no sizes
-        return visible(folder, sizes)
+        try:
+            entries = {PurePosixPath(entry["name"].strip("/")): entry for entry in self._call("listing", folder, call)}
+        except FileNotFoundError:
+            return {}
+        # Asked for a file, drivers list the file itself; some list a folder in itself, too.
+        return {one.name: entry for one, entry in entries.items() if str(one.parent) == path.strip("/")}
 
     def remove(self, name: str) -> None:
         with suppress(FileNotFoundError):
@@ -79,12 +84,7 @@ class RemoteStorage(CachedStorage):
         self.forget(name)
 
     def entries(self) -> list[str]:
-        def call() -> list[str]:
-            self.fs.invalidate_cache()
-            below = [path.strip("/").removeprefix(self.root.strip("/")) for path in self.fs.find(self.root)]
-            return sorted({path.strip("/").partition("/")[0] for path in below})
-
-        return self._call("reading", "", call)
+        return sorted(self._list(""))
 
     def discard(self) -> None:
         """Remove every file, the manifest first, and last what stands beside the shards, which says whose they are:
