@@ -16,7 +16,7 @@ from eagle31_train.common import artifacts
 from eagle31_train.common.artifacts import checksum
 from eagle31_train.common.errors import UserError
 from eagle31_train.model import vocab
-from eagle31_train.store.format import SHARDS, TARGET, TARGET_LINE
+from eagle31_train.store.format import SHARDS, TARGET_LINE, TRAJECTORIES_LINE
 from eagle31_train.store.sealed import seal, unseal
 
 LAYERS, HIDDEN, VOCAB = 6, 32, 40
@@ -161,20 +161,20 @@ def contents(folder):
 
 
 def reseal(store):
-    """Let the lines and the manifest of a complete store list its files as they are now, as if written so."""
-    lines = [unseal(line) for line in (store / SHARDS).read_bytes().splitlines(keepends=True)]
-    now = [
-        {**line, "size": (store / line["name"]).stat().st_size, "checksum": checksum(store / line["name"])}
-        for line in lines
-    ]
-    (store / SHARDS).write_bytes(b"".join(map(seal, now)))
-    line = unseal((store / TARGET_LINE).read_bytes())
-    line |= {"size": (store / TARGET).stat().st_size, "checksum": checksum(store / TARGET)}
-    (store / TARGET_LINE).write_bytes(seal(line))
-    manifest = unseal((store / artifacts.MANIFEST).read_bytes())
-    for name, entry in manifest["files"].items():
-        entry |= {"bytes": (store / name).stat().st_size, "checksum": checksum(store / name)}
-    (store / artifacts.MANIFEST).write_bytes(seal(manifest))
+    """Let the lines and the manifest of a store list its files as they are now, as if written so."""
+
+    def now(name, size):
+        return {size: (store / name).stat().st_size, "checksum": checksum(store / name)}
+
+    own = [str(path.relative_to(store)) for path in store.glob("shards/*.json")]
+    for name in (SHARDS, TARGET_LINE, TRAJECTORIES_LINE, *own):
+        if (file := store / name).exists():
+            lines = [unseal(line) for line in file.read_bytes().splitlines(keepends=True)]
+            file.write_bytes(b"".join(seal(line | now(line["name"], "size")) for line in lines))
+    if (file := store / artifacts.MANIFEST).exists():
+        manifest = unseal(file.read_bytes())
+        manifest["files"] = {name: now(name, "bytes") for name in manifest["files"]}
+        file.write_bytes(seal(manifest))
 
 
 def message_of(run, *more):

@@ -9,16 +9,13 @@ from pipeline import reseal
 from safetensors.torch import load_file
 from whole import encode
 
-from eagle31_train.common import artifacts
 from eagle31_train.store import Store
 from eagle31_train.store.codec import CODECS
-from eagle31_train.store.format import TARGET, TRAJECTORIES, TRAJECTORIES_LINE
-from eagle31_train.store.sealed import seal, unseal
+from eagle31_train.store.format import TARGET, TRAJECTORIES
 from eagle31_train.store.tensors import save_file
 
 pytestmark = pytest.mark.usefixtures("no_power_is_lost")
 NAN, INF = float("nan"), float("inf")
-TRAJECTORY = {"0.prompt": torch.tensor([1, 2]), "0.aux": torch.ones(1, 2, 16)}
 PLANTED = [
     (codec, f"{of}.{part}")
     for codec, how in CODECS.items()
@@ -70,33 +67,22 @@ def test_scales_that_are_finite_and_decode_to_what_is_not_are_found(codec):
     assert replace(encoded, scale=scale, values=torch.zeros_like(encoded.values)).finite
 
 
-@pytest.mark.parametrize("name", ["embed_tokens", "norm", "lm_head"])
+@pytest.mark.parametrize(
+    ("file", "name"), [(TARGET, "embed_tokens"), (TARGET, "norm"), (TARGET, "lm_head"), (TRAJECTORIES, "0.aux")]
+)
 @pytest.mark.parametrize("value", [NAN, INF])
-def test_a_targets_weights_that_are_not_finite_are_neither_written_nor_read(tmp_path, name, value):
-    stored = made()
-    stored.write(tmp_path)
-    plant(tmp_path / TARGET, name, value, row=3)
-    reseal(tmp_path)
-    found = f"{TARGET} holds {name} with values that are not finite"
-    assert problems(tmp_path) == [f"the store/{found}"]
-    assert found in message_of(lambda: Store(tmp_path).target)
-    stored.weights[name][3] = value
-    assert f"would hold {name} with values that are not finite" in message_of(stored.write, tmp_path / "new")
-    assert not (tmp_path / "new" / TARGET).exists()
-
-
-def test_trajectories_that_are_not_finite_are_neither_written_nor_read(tmp_path):
-    stored = made()
-    writer = stored.write(tmp_path)
-    writer.write_tensors(TRAJECTORIES, TRAJECTORY)
+def test_tensors_beside_the_shards_that_are_not_finite_are_neither_written_nor_read(tmp_path, file, name, value):
+    writer = made().write(tmp_path)
+    writer.write_tensors(TRAJECTORIES, {"0.prompt": torch.tensor([1, 2]), "0.aux": torch.ones(1, 2, 16)})
     assert problems(tmp_path) == []
-    plant(tmp_path / TRAJECTORIES, "0.aux", INF)
-    line = unseal((tmp_path / TRAJECTORIES_LINE).read_bytes())
-    line["checksum"] = artifacts.checksum(tmp_path / TRAJECTORIES)
-    (tmp_path / TRAJECTORIES_LINE).write_bytes(seal(line))
-    found = f"{TRAJECTORIES} holds 0.aux with values that are not finite"
+    plant(tmp_path / file, name, value)
+    reseal(tmp_path)
+    found = f"{file} holds {name} with values that are not finite"
     assert problems(tmp_path) == [f"the store/{found}"]
-    assert found in message_of(lambda: Store(tmp_path).trajectories)
-    assert not writer.has_trajectories, "an extraction makes them anew"
-    bad = {**TRAJECTORY, "0.aux": torch.full((1, 2, 16), NAN)}
-    assert "would hold 0.aux" in message_of(writer.write_tensors, TRAJECTORIES, bad)
+    assert found in message_of(lambda: (Store(tmp_path).target, Store(tmp_path).trajectories))
+    assert writer.has_trajectories == (file == TARGET), "an extraction makes them anew"
+    new = made().writer(tmp_path / "new")
+    assert f"would hold {name} with values that are not finite" in message_of(
+        new.write_tensors, file, load_file(tmp_path / file)
+    )
+    assert not (tmp_path / "new" / file).exists()
