@@ -28,13 +28,19 @@ def up_to_date(folder, inputs=INPUTS, overwrite=False):
     return provenance.up_to_date(folder, Provenance(inputs), overwrite)
 
 
-def test_only_a_whole_output_of_the_same_inputs_is_up_to_date(tmp_path):
-    assert not up_to_date(tmp_path / "out")
-    make_stage(tmp_path / "out", a="one")
-    assert up_to_date(tmp_path / "out")
-    assert up_to_date(tmp_path / "out", {"train": {"betas": [0.9, 0.95], "lr": 0.1}, "data": "abc"}), "in any order"
-    (tmp_path / "out" / artifacts.MANIFEST).unlink()
-    assert not up_to_date(tmp_path / "out")
+def test_only_a_whole_output_of_the_same_inputs_is_up_to_date_and_another_is_refused_or_made_anew(tmp_path):
+    out, other = tmp_path / "out", {"data": "abc", "train": {"lr": 0.2, "betas": [0.9, 0.95]}}
+    assert not up_to_date(out)
+    make_stage(out, a="one")
+    with pytest.raises(UserError, match=r"train\.lr: 0\.1 there, 0\.2 here\): choose another name=") as error:
+        up_to_date(out, other)
+    assert str(out) in str(error.value)
+    assert not up_to_date(out, other, overwrite=True)
+    assert (out / "a").exists(), "it goes when there is something in its place"
+    assert up_to_date(out)
+    assert up_to_date(out, {"train": {"betas": [0.9, 0.95], "lr": 0.1}, "data": "abc"}), "in any order"
+    (out / artifacts.MANIFEST).unlink()
+    assert not up_to_date(out)
 
 
 @pytest.mark.parametrize(
@@ -51,17 +57,6 @@ def test_a_damaged_file_is_named_and_its_output_made_again(tmp_path, capsys, har
     assert not up_to_date(tmp_path / "out")
     assert capsys.readouterr().out == f"{tmp_path / 'out' / 'a'} {words}; making {tmp_path / 'out'} again\n"
     assert (tmp_path / "out" / "b").exists()
-
-
-def test_an_output_of_other_inputs_is_refused_with_what_differs_or_made_anew_when_asked(tmp_path):
-    make_stage(tmp_path / "out", a="one")
-    other = {"data": "abc", "train": {"lr": 0.2, "betas": [0.9, 0.95]}}
-    with pytest.raises(UserError, match=r"train\.lr: 0\.1 there, 0\.2 here\): choose another name=") as error:
-        up_to_date(tmp_path / "out", other)
-    assert str(tmp_path / "out") in str(error.value)
-    assert up_to_date(tmp_path / "out"), "nothing was touched"
-    assert not up_to_date(tmp_path / "out", other, overwrite=True)
-    assert (tmp_path / "out" / "a").exists(), "it goes when there is something in its place"
 
 
 def inputs_of(*options, chosen_on=None):
