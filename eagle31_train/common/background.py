@@ -17,9 +17,10 @@ class Background:
         return self
 
     def __exit__(self, error: object, *_: object) -> None:
-        if error is None:
-            self.close()
-        else:  # which comes first
+        try:
+            if error is None:  # which comes first
+                self.wait()
+        finally:
             self._thread.shutdown()
 
     def start(self, call: Callable[..., None], *arguments: Any) -> None:
@@ -41,7 +42,4 @@ class Background:
             raise error
 
     def close(self) -> None:
-        try:
-            self.wait()
-        finally:
-            self._thread.shutdown()
+        self.__exit__(None)

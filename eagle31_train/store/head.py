@@ -98,38 +98,40 @@ def read_lines(
             return Problem(f"{error}, of {shard.samples()}", shard.line)
 
     there = set(storage.names("shards")) if len(shards) > 1 else {shard.line for shard in shards}
-    results = at_once(read, [shard for shard in shards if shard.line in there])
-    lines = {line.name: line for line in results if isinstance(line, Line)}
-    problems = [problem for problem in results if isinstance(problem, Problem)]
+    own = at_once(read, [shard for shard in shards if shard.line in there])
     # Merged ones last: the first process may be merging them just now, and removes the others then.
-    where = f"{storage.location}/{files.SHARDS}"
-    try:
-        merged, damaged = _merged_lines(storage, where, store)
-        if damaged:
-            storage.forget(files.SHARDS)
-            merged, damaged = _merged_lines(storage, where, store)
-    except FileNotFoundError:
-        return lines, problems
-    problems += damaged
-    for shard in plan.shards:
-        if shard.name in merged:
-            lines.setdefault(shard.name, merged[shard.name])
-        elif shard.name not in lines:
-            problems.append(Problem(f"{where} has no line for {shard.name} ({shard.samples()})"))
+    merged = _merged_lines(storage, store)
+    found = {one.name: one for one in [*(merged or []), *own] if isinstance(one, Line)}
+    lines = {shard.name: found[shard.name] for shard in plan.shards if shard.name in found}
+    problems = [one for one in [*own, *(merged or [])] if isinstance(one, Problem)]
+    for shard in plan.shards if merged is not None else []:
+        if shard.name not in lines:
+            what = f"has no line for {shard.name} ({shard.samples()})"
+            problems.append(Problem(f"{storage.location}/{files.SHARDS} {what}"))
     return lines, problems
 
 
-def _merged_lines(storage: Storage, where: str, store: str) -> tuple[dict[str, Line], list[Problem]]:
-    """The lines of shards.jsonl, read now, by the shards that they commit; and what is damaged."""
-    lines: dict[str, Line] = {}
-    problems: list[Problem] = []
-    for number, text in enumerate(storage.read(files.SHARDS).splitlines(keepends=True), 1):
+def _merged_lines(storage: Storage, store: str) -> list[Line | Problem] | None:
+    """The lines of shards.jsonl, once more where some are damaged; None without it."""
+
+    def parse(number: int, text: bytes) -> Line | Problem:
+        where = f"{storage.location}/{files.SHARDS}:{number}"
         try:
-            line = files.parse_record(text, f"{where}:{number}", partial(foreign.typed, Line), store)
-            lines[line.name] = line
+            return files.parse_record(text, where, partial(foreign.typed, Line), store)
         except DamagedError as error:
-            problems.append(Problem(str(error)))
-    return lines, problems
+            return Problem(str(error))
+
+    def read() -> list[Line | Problem]:
+        return [parse(*line) for line in enumerate(storage.read(files.SHARDS).splitlines(keepends=True), 1)]
+
+    try:
+        lines = read()
+        if any(isinstance(line, Problem) for line in lines):
+            storage.forget(files.SHARDS)
+            lines = read()
+    except FileNotFoundError:
+        return None
+    return lines
 
 
 def big_files(storage: Storage) -> list[str]:

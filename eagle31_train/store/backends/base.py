@@ -40,6 +40,7 @@ class Storage(ABC):
     UserError for what the user can mend: permissions, credentials, a full disk, a host that cannot be reached."""
 
     location: str  # as the user wrote it, for messages
+    folder: Path  # of this machine: where files lie, or copies of them
     remote: bool
 
     @abstractmethod
@@ -50,9 +51,16 @@ class Storage(ABC):
     def write(self, name: str, data: bytes) -> None:
         """Write a small file, whole or not at all."""
 
-    @abstractmethod
     def scratch(self, name: str) -> Path:
         """Where, on this machine, to build a big file that `put` then commits."""
+        path = self.folder / name
+        with self._explained("write", name):
+            artifacts.make_folder(path.parent)
+        return path.with_name(f".{path.name}.tmp")
+
+    @abstractmethod
+    def _explained(self, what: str, name: str) -> AbstractContextManager[None]:
+        """Around the use of this machine's disk for a file: its errors as UserError."""
 
     @abstractmethod
     def lock(self, name: str) -> Path:
@@ -145,12 +153,6 @@ class LocalStorage(Storage):
     def write(self, name: str, data: bytes) -> None:
         with self._explained("write", name):
             artifacts.write_bytes(self.folder / name, data)
-
-    def scratch(self, name: str) -> Path:
-        path = self.folder / name
-        with self._explained("write", name):
-            artifacts.make_folder(path.parent)
-        return path.with_name(f".{path.name}.tmp")
 
     def lock(self, name: str) -> Path:
         artifacts.refuse_dead_link(self.folder)  # before anything is made where it leads

@@ -63,7 +63,7 @@ class CachedStorage(Storage):
         self._stopped = False
         self._workers = [threading.Thread(target=self._work, daemon=True) for _ in range(THREADS)]
         with self._explained():
-            self.folder.mkdir(parents=True, exist_ok=True)
+            artifacts.make_folder(self.folder)
 
     @abstractmethod
     def _download(self, name: str, path: Path, size: int) -> None:
@@ -83,12 +83,6 @@ class CachedStorage(Storage):
         self._sizes.pop(name, None)
         (self.folder / name).unlink(missing_ok=True)
         self._used(name)
-
-    def scratch(self, name: str) -> Path:
-        path = self.folder / name
-        with self._explained():
-            path.parent.mkdir(parents=True, exist_ok=True)
-        return path.with_name(f".{path.name}.tmp")
 
     def lock(self, name: str) -> Path:
         return self.base / f".{self.folder.name}.{name}"
@@ -172,8 +166,7 @@ class CachedStorage(Storage):
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
-    def _explained(self) -> AbstractContextManager[None]:
-        """Errors of this machine's disk. Other machines' are UserError already."""
+    def _explained(self, *_: str) -> AbstractContextManager[None]:
         remedy = "free space there, lower store.cache_bytes, or choose another store.cache_dir"
         return artifacts.explained(f"use {self.base} for copies of {self.location}", remedy)
 
