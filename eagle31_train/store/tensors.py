@@ -74,7 +74,5 @@ def first_not_finite(tensors: Mapping[str, Tensor]) -> str | None:
     padding, which nobody reads."""
     if {"embed_tokens", "lm_head"} <= tensors.keys():
         tensors = {**tensors, "embed_tokens": tensors["embed_tokens"][: len(tensors["lm_head"])]}
-    wide = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # torch has no order of narrower floats
     floats = ((name, tensor) for name, tensor in tensors.items() if tensor.is_floating_point())
-    compared = ((name, tensor if tensor.dtype in wide else tensor.float()) for name, tensor in floats)
-    return next((name for name, tensor in compared if not all_finite(tensor)), None)
+    return next((name for name, tensor in floats if not all_finite(tensor)), None)

@@ -177,7 +177,8 @@ class CachedStorage(Storage):
         is left to `local`."""
         with self._changed:
             self._uses, self._ready, self._turn = iter(uses), {}, -1
-            self._advance()
+            self._head = next(self._uses, None)
+            self._changed.notify_all()
             for worker in self._workers:
                 if worker.ident is None:
                     worker.start()
@@ -185,15 +186,7 @@ class CachedStorage(Storage):
     def passed(self, turn: int) -> None:
         with self._changed:
             self._turn = max(self._turn, turn)
-            self._ready = {name: use for name, use in self._ready.items() if use.turn > self._turn}
-            if self._head is not None and self._head.turn <= self._turn:
-                self._advance()
             self._changed.notify_all()
-
-    def _advance(self) -> None:
-        """Find the next file to prefetch; whoever calls holds `_changed`."""
-        self._head = next((use for use in self._uses if use.turn > self._turn), None)
-        self._changed.notify_all()
 
     def close(self) -> None:
         with self._changed:
@@ -217,18 +210,18 @@ class CachedStorage(Storage):
 
     def _next(self) -> str | None:
         """Wait for the next file to fit into the look-ahead, and take it; None: closed."""
-
-        def fits() -> bool:
-            free = self.ahead - sum(use.bytes for use in self._ready.values())
-            return self._stopped or (self._head is not None and (not self._ready or self._head.bytes <= free))
-
         with self._changed:
-            self._changed.wait_for(fits)
-            if self._stopped or self._head is None:
-                return None
-            use = self._ready[self._head.name] = self._head
-            self._advance()
-            return use.name
+            while not self._stopped:
+                self._ready = {name: use for name, use in self._ready.items() if use.turn > self._turn}
+                while self._head is not None and self._head.turn <= self._turn:
+                    self._head = next(self._uses, None)
+                free = self.ahead - sum(use.bytes for use in self._ready.values())
+                if self._head is not None and (not self._ready or self._head.bytes <= free):
+                    use = self._ready[self._head.name] = self._head
+                    self._head = next(self._uses, None)
+                    return use.name
+                self._changed.wait()
+        return None
 
 
 def _holds(path: Path, size: int) -> bool:
