@@ -94,7 +94,8 @@ def _shards(head: Head, plan: Plan, provenance: dict[str, Any], checked: Counter
                 else:
                     checked.update(shards=1, tokens=shard.tokens, bytes=line.size)
             except FileNotFoundError:
-                if shard.name in _used_up(storage, provenance["fingerprint"]):  # by a training, since we looked
+                # By a training, perhaps, since we looked.
+                if shard.name in read_consumed(storage, provenance["fingerprint"]).shards:
                     checked["consumed"] += 1
                 else:
                     yield Problem(f"{where} ({shard.samples()}) is missing")
@@ -102,13 +103,6 @@ def _shards(head: Head, plan: Plan, provenance: dict[str, Any], checked: Counter
                 yield Problem(str(error), shard.name)
             storage.passed(turn)
             bar.update(line.size)
-
-
-def _used_up(storage: Storage, store: str) -> list[str]:
-    try:
-        return read_consumed(storage, store).shards
-    except UserError:  # which was named already
-        return []
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -224,9 +224,10 @@ class StoreWriter:
             raise UserError(f"{storage.location} holds shards, but no whole {files.PROVENANCE}: remove it")
         if begun is not None and begun != self.provenance:
             ours = {*files.FILES, files.STREAM, "shards"}
-            if foreign := [name for name in storage.entries() if name not in ours and not name.startswith(".")]:
+            others = [name for name in storage.listing("") if name not in ours and not name.startswith(".")]
+            if others:
                 raise UserError(
-                    f"{storage.location} holds {foreign[0]}, too, which is no file of a store, and overwrite=true "
+                    f"{storage.location} holds {min(others)}, too, which is no file of a store, and overwrite=true "
                     "would remove it: move it away, or give the store a folder of its own (store_dir=…)"
                 )
             storage.discard()

@@ -5,7 +5,7 @@ import os
 import shutil
 import stat
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
@@ -75,9 +75,15 @@ class Storage(ABC):
         """A file's bytes; None if it is absent."""
 
     @abstractmethod
+    def listing(self, folder: str) -> dict[str, int | None]:
+        """All that lies directly in a folder ("" is the storage itself), whosever it is, as it is now: a file's bytes
+        by its name, None of a folder. Nothing where the folder is absent, or is a file."""
+
     def sizes(self, folder: str) -> dict[str, int]:
-        """Every visible file directly in a folder ("" is the storage itself) with its bytes, from one fresh listing, by
-        names relative to the storage. A folder that is absent, or is a file, has none."""
+        """Of these the visible files, by names relative to the storage."""
+        there = {name: size for name, size in self.listing(folder).items() if not name.startswith(".")}
+        prefix = f"{folder}/" if folder else ""
+        return {prefix + name: size for name, size in there.items() if size is not None}
 
     def names(self, folder: str) -> list[str]:
         return sorted(self.sizes(folder))
@@ -85,10 +91,6 @@ class Storage(ABC):
     @abstractmethod
     def remove(self, name: str) -> None:
         """Remove a file; an absent one is fine."""
-
-    @abstractmethod
-    def entries(self) -> list[str]:
-        """Names of all that lies in it, files and folders, whosever they are."""
 
     @abstractmethod
     def discard(self) -> None:
@@ -125,12 +127,6 @@ class Storage(ABC):
         """Remove what killed writes of these names have left."""
         for name in names:
             self.scratch(name).unlink(missing_ok=True)
-
-
-def visible(folder: str, sizes: Mapping[str, int]) -> dict[str, int]:
-    """The entries of a folder as `Storage.sizes` gives them."""
-    prefix = f"{folder}/" if folder else ""
-    return {prefix + name: size for name, size in sizes.items() if name and not name.startswith(".")}
 
 
 class LocalStorage(Storage):
@@ -172,14 +168,13 @@ class LocalStorage(Storage):
             return status.st_size if stat.S_ISREG(status.st_mode) else None
         return None
 
-    def sizes(self, folder: str) -> dict[str, int]:
-        sizes = {}
+    def listing(self, folder: str) -> dict[str, int | None]:
+        found = {}
         with self._explained("list", folder), suppress(FileNotFoundError, NotADirectoryError):
             for entry in os.scandir(self.folder / folder):
                 with suppress(FileNotFoundError):  # listed, then removed by another process
-                    if entry.is_file():
-                        sizes[entry.name] = entry.stat().st_size
-        return visible(folder, sizes)
+                    found[entry.name] = entry.stat().st_size if entry.is_file() else None
+        return found
 
     def remove(self, name: str) -> None:
         with self._explained("remove", name):
@@ -192,10 +187,6 @@ class LocalStorage(Storage):
 
     def forget(self, name: str) -> None:
         artifacts.forget_pages(self.folder / name)
-
-    def entries(self) -> list[str]:
-        with self._explained("read", ""):
-            return sorted(path.name for path in self.folder.iterdir()) if self.folder.is_dir() else []
 
     def discard(self) -> None:
         with self._explained("remove", ""):

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from eagle31_train.common import artifacts
 from eagle31_train.common.console import note
 from eagle31_train.common.errors import UserError
-from eagle31_train.store.backends.base import FULL, visible
+from eagle31_train.store.backends.base import FULL
 from eagle31_train.store.backends.cache import CachedStorage
 
 T = TypeVar("T")
@@ -57,34 +57,26 @@ class RemoteStorage(CachedStorage):
             return None
         return int(info["size"]) if info["type"] == "file" else None
 
-    def sizes(self, folder: str) -> dict[str, int]:
-        entries = self._list(folder).items()
-        # A web server's listing knows no sizes.
-        return visible(folder, {name: int(entry["size"] or 0) for name, entry in entries if entry["type"] == "file"})
-
-    def _list(self, folder: str) -> dict[str, dict[str, Any]]:
-        """What lies directly in a folder, as fsspec describes it, by names; nothing if it is absent, or a file."""
-        path = self._path(folder)
-
+    def listing(self, folder: str) -> dict[str, int | None]:
         def call() -> list[dict[str, Any]]:
             self.fs.invalidate_cache()  # drivers with a memory of their own
-            entries: list[dict[str, Any]] = self.fs.ls(path, detail=True)
+            entries: list[dict[str, Any]] = self.fs.ls(self._path(folder), detail=True)
             return entries
 
-        try:
-            entries = {PurePosixPath(entry["name"].strip("/")): entry for entry in self._call("listing", folder, call)}
-        except FileNotFoundError:
-            return {}
-        # Asked for a file, drivers list the file itself; some list a folder in itself, too.
-        return {one.name: entry for one, entry in entries.items() if str(one.parent) == path.strip("/")}
+        found: dict[str, int | None] = {}
+        with suppress(FileNotFoundError):
+            for entry in self._call("listing", folder, call):
+                one = PurePosixPath(entry["name"].strip("/"))
+                # Asked for a file, drivers list the file itself; some list a folder in itself, too.
+                if one.parent == PurePosixPath(self._path(folder).strip("/")):
+                    # A web server's listing knows no sizes.
+                    found[one.name] = int(entry["size"] or 0) if entry["type"] == "file" else None
+        return found
 
     def remove(self, name: str) -> None:
         with suppress(FileNotFoundError):
             self._call("removing", name, lambda: self.fs.rm_file(self._path(name)))
         self.forget(name)
-
-    def entries(self) -> list[str]:
-        return sorted(self._list(""))
 
     def discard(self) -> None:
         """Remove every file, the manifest first, and last what stands beside the shards, which says whose they are:
