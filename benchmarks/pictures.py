@@ -155,7 +155,7 @@ def codecs(path: Path) -> None:
         names = [f"{name}, {pair['bytes']['wide'] / 1024:.1f} KiB per token" for name, pair in pairs.items()]
         axes.set_yticks(range(len(pairs)), names)
         axes.set_ylim(len(pairs) - 0.5, -0.5)
-        figures.shares(axes, "x")
+        figures.Kind(percent=True).scale(axes, "x")
         figure.legend(loc="outside right upper")
 
 

@@ -47,13 +47,13 @@ def export(config: Config) -> None:
     if (config.data_folder / artifacts.MANIFEST).is_file():
         data = provenance.read_data(config)
         checkpoint.check_data(data, config.data_folder)
-    assert checkpoint.manifest is not None
+    train = checkpoint.manifest
+    assert train is not None
     weights, target_ids = artifacts.file_sha256(checkpoint.folder / MODEL), checkpoint.vocab.target_ids.tolist()
-    made_from = provenance.of_export(config, checkpoint.manifest, weights, dataclasses.asdict(shape), target_ids)
+    made_from = provenance.of_export(config, train, weights, dataclasses.asdict(shape), target_ids)
     fingerprint = made_from.fingerprint
-    compared = [Path(folder) for folder in config.comparisons]
-    results = card.read_results(run, checkpoint.identity, fingerprint, compared)
-    said = {  # on the card beside the draft tokens, where it is given
+    results = card.read_results(run, checkpoint.identity, fingerprint, [Path(one) for one in config.comparisons])
+    said = {  # on the card, where it is given
         "license": config.license,
         "drawn": config.evaluate.draft_sampling != "greedy",
         "revision": config.target.revision,
@@ -71,9 +71,7 @@ def export(config: Config) -> None:
     if provenance.whole(run, run / EXPORTED, made_from, config.overwrite, EXPORT):
         note("export: up to date")
     else:
-        text = card.render(
-            trained_by(config, data, shape, checkpoint.manifest["steps"]), shape, checkpoint.manifest, data, results
-        )
+        text = card.render(trained_by(config, data, shape, train["steps"]), shape, train, data, results)
         with writing(run / "export"):
             with artifacts.building(run / "export") as temporary:
                 write_checkpoint(checkpoint, shape, config, temporary)
@@ -118,9 +116,7 @@ def trained_by(config: Config, data: Mapping[str, Any] | None, shape: DrafterSha
 
         decided, t = complete(config, described), then.train
         decay = default_weight_decay(t.optimizer, shape.hidden_size, steps)
-        rules = {"lr": decided.train.lr, "weight_decay": decay}
-        if shape.norms_states:
-            rules["fc_init_scale"] = 1.0
+        rules = {"lr": decided.train.lr, "weight_decay": decay, "fc_init_scale": 1.0 if shape.norms_states else None}
         for name, value in rules.items():
             if getattr(config.train, name) is None and getattr(t, name) == value:
                 setattr(t, name, None)
@@ -135,15 +131,14 @@ def added(run: Path, overwrite: bool) -> list[Path]:
     unless `overwrite` allows to replace it."""
     if not (run / EXPORTED).is_file():
         return []
-    record = artifacts.read_json(run / EXPORTED, EXPORT)
-    readme = CARD[0]
-    written = {name: file for name, file in record.get("files", {}).items() if name == readme}
+    files, readme = artifacts.read_json(run / EXPORTED, EXPORT).get("files", {}), CARD[0]
+    written = {name: file for name, file in files.items() if name == readme}
     if not overwrite and (run / readme).is_file() and artifacts.first_damaged(run, written):
         raise UserError(
             f"{run / readme} has been changed since it was written: license=… names a licence, other words may stand "
             "in a file of their own there, and overwrite=true replaces it"
         )
-    known = {run / name for name in record.get("files", {})}
+    known = {run / name for name in files}
     return [file for file in (run / "export").rglob("*") if file.is_file() and file not in known]
 
 
@@ -154,10 +149,8 @@ def exported_shape(config: Config, checkpoint: DrafterCheckpoint) -> DrafterShap
     if positions is not None and positions > shape.max_position_embeddings:
         note(f"export: max_position_embeddings is {positions:,} now, {shape.max_position_embeddings:,} in training")
         shape = dataclasses.replace(shape, max_position_embeddings=positions)
-    options = {
-        **dataclasses.asdict(config.drafter),
-        "aux_layers": config.target.aux_layers and sorted(config.target.aux_layers),
-    }
+    options = dataclasses.asdict(config.drafter)
+    options["aux_layers"] = config.target.aux_layers and sorted(config.target.aux_layers)
     if config.export_sliding_window is not None:
         del options["sliding_window"]
     for name, trained in dataclasses.asdict(shape).items():
@@ -196,12 +189,12 @@ def write_checkpoint(checkpoint: DrafterCheckpoint, shape: DrafterShape, config:
             raise UserError(f"SGLang would not draft as was trained: {problems[0]}: export with export_format=vllm")
         fields = config_json.sglang_json(shape, dtype, config.target_name)
         for number in range(1, shape.num_layers):  # SGLang has another name for these
-            norm = tensors[f"layers.{number}.input_layernorm.weight"].clone()
-            tensors[f"layers.{number}.hidden_norm.weight"] = norm
+            norm = tensors[f"layers.{number}.input_layernorm.weight"]
+            tensors[f"layers.{number}.hidden_norm.weight"] = norm.clone()
     else:
         fields = config_json.config_json(shape, dtype, config.target_name)
     if rounded:
-        fields[config_json.QUANTIZED] = int8.QUANTIZATION
+        fields[int8.QUANTIZED] = int8.QUANTIZATION
         tensors = int8.quantized(tensors)
     artifacts.write_json(folder / "config.json", fields)
     save_file(tensors, folder / MODEL, metadata={"format": "pt"})

@@ -19,43 +19,41 @@ from eagle31_train.reporting.recipe import EVALUATE
 from eagle31_train.reporting.tables import count
 from eagle31_train.store import read_manifest
 
-STAGES = ("data", "extract", "train", "evaluate", "export")
-FOLDERS = {"transformers": "evaluate", "vllm": "serving"}  # by evaluate.backend
-
 
 def summarise(config: Config) -> None:
     """Print the table; UserError if a stage has not been run, or not on what was trained last, or the
     drafter is not whole."""
     run_dir = Path(config.run_dir)
+    by_vllm = config.evaluate.backend == "vllm"
+    evaluation = run_dir / ("serving" if by_vllm else "evaluate")
     manifests = {
         "data": provenance.read_data(config),
+        "extract": read_manifest(config) or {},  # a training that ended early, or wanted its store no more, has none
         "train": artifacts.read_json(run_dir / "train" / artifacts.MANIFEST, "eagle31 train"),
-        "evaluate": artifacts.read_json(run_dir / FOLDERS[config.evaluate.backend] / artifacts.MANIFEST, EVALUATE),
+        "evaluate": artifacts.read_json(evaluation / artifacts.MANIFEST, EVALUATE),
+        "export": run_folder.read_export(run_dir),
     }
-    # After a training that ended early, or wanted its store no more, there is no complete one.
-    manifests |= {"extract": read_manifest(config) or {}, "export": run_folder.read_export(run_dir)}
-    drafter, trained = served(config), manifests["train"]
-    exported, by_vllm = manifests["export"], config.evaluate.backend == "vllm"
+    _, _, trained, evaluated, exported = manifests.values()
+    drafter = served(config)
     key, made = ("export", exported["checkpoint"]) if by_vllm else ("checkpoint", drafter.identity)
     target_ids = drafter.vocab.target_ids.tolist()
     if not run_folder.is_export_of(exported, drafter.shape, target_ids, config.export_weights):
         remedy = "give these here, or run `eagle31 export` without"
         raise UserError(f"{run_dir / 'export'} was made with other export_ options: {remedy}")
-    if manifests["evaluate"]["inputs"].get(key) != made:
+    if evaluated["inputs"].get(key) != made:
         raise UserError(
             "evaluate was last run on another training, or with other export_ options: give these here, or run "
             f"`{EVALUATE}` again with overwrite=true"
         )
-    measured = _served(config, manifests["evaluate"]) if by_vllm else _decoded(manifests["evaluate"])
     steps = f"{trained['steps']} steps"
     if "kept" in trained:
         steps += f", of which step {trained['kept']['step']} is kept"
-    seconds = {stage: manifests[stage].get("seconds") for stage in STAGES}
+    seconds = {stage: manifest.get("seconds") for stage, manifest in manifests.items()}
     rows = {
-        **measured,
+        **(_served(config, evaluated) if by_vllm else _decoded(evaluated)),
         "trained on": f"{trained['tokens']:,} tokens ({trained['pairs']:,} predictions) in {steps}",
         "seconds": "   ".join(f"{stage} {spent:,.0f}" for stage, spent in seconds.items() if spent is not None),
-        "checkpoint": str(Path(config.run_dir) / "export"),
+        "checkpoint": str(run_dir / "export"),
         "serve it": recipe.serve_command(config, str(run_dir / "export")),
     }
     body = [f"{name:<17}  {value}" for name, value in rows.items()]
@@ -71,9 +69,8 @@ def _decoded(manifest: dict[str, Any]) -> dict[str, str]:
     interval = numbers["by_depth"][depth]["acceptance_length"]
     certainty = f"{LEVEL:.0%} interval" if interval[1] is not None else "no interval: too few prompts, or all alike"
     lengths = {name: of["by_depth"][depth]["acceptance_length"][0] for name, of in numbers["by_source"].items()}
-    timed = workload.get("timed")  # which earlier ones lack
     of = ""
-    if timed:  # its length is None where every answer was one token
+    if timed := workload.get("timed"):  # which earlier ones lack; its length is None where every answer was one token
         timed_length = bracket([timed["by_depth"][depth], None, None], "{:.2f}")
         of = f" ({count(timed['prompts'], 'prompt')}, length {timed_length})"
     prompts = count(workload["prompts"], "prompt")

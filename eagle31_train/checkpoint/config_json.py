@@ -12,7 +12,6 @@ from eagle31_train.checkpoint.contract import LAYER_IDS
 from eagle31_train.common.errors import UserError
 from eagle31_train.config import MLA_WIDTHS, DrafterShape
 
-Fields = Mapping[str, Any]
 # Kind of drafter → the name under which vLLM's registry finds it, and the model_type of its config.json. A qwen3 is a
 # drafter of `architecture: llama` with `qk_norm`.
 WRITTEN = {
@@ -28,8 +27,7 @@ SPECULATORS_OWN = ("draft_vocab_size", "norm_before_residual", "norm_before_fc",
 OURS = ["hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "attention_bias"]
 OURS += ["rms_norm_eps", "max_position_embeddings", "rope_theta", "vocab_size", "draft_vocab_size"]
 OURS += ["target_hidden_size", "fc_norm", "norm_output", "norm_before_residual"]
-SLIDING, FULL = "sliding_attention", "full_attention"
-QUANTIZED = "quantization_config"
+SLIDING = "sliding_attention"
 YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
 
 
@@ -108,7 +106,7 @@ def rope_scaling(shape: DrafterShape) -> dict[str, Any] | None:
     return scaling and {key: float(value) if key == "factor" else value for key, value in scaling.items()}
 
 
-def one_spelling(parameters: Fields | None, architecture: str) -> dict[str, Any] | None:
+def one_spelling(parameters: Mapping[str, Any] | None, architecture: str) -> dict[str, Any] | None:
     """A RoPE scaling in one spelling: `rope_type`, no `type`, no base; None for plain RoPE."""
     scaling = {key: value for key, value in (parameters or {}).items() if key not in ("rope_theta", "type")}
     scaling.setdefault("rope_type", (parameters or {}).get("type", "default"))

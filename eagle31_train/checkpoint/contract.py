@@ -7,7 +7,7 @@ all of them.
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from functools import lru_cache
 
 import torch
@@ -15,7 +15,7 @@ import torch
 from eagle31_train.common.errors import UserError
 from eagle31_train.config import MLA_WIDTHS, DrafterConfig, DrafterShape, check_value, mla_widths
 from eagle31_train.model.drafter import Drafter
-from eagle31_train.model.rope import check_rope, mla_factors, rope_parameters, stretched, table_end
+from eagle31_train.model.rope import check_rope, stretched, table_end
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 # Targets of which SGLang 0.5.23 takes layer ids for outputs only where the first is 1, and else for inputs.
@@ -97,13 +97,20 @@ def check(tensors: Mapping[str, TensorOrShape], shape: DrafterShape) -> list[str
     weights by their names, without the vocabulary's maps, or shapes alone (then values and types are not checked)."""
     if problems := check_shape(shape):
         return problems
-    expected = weight_shapes(shape)
-    lacking = "which vLLM would load in silence and serve badly"
+    expected, lacking = weight_shapes(shape), "which vLLM would load in silence and serve badly"
     problems = [f"{name} is missing, {lacking}" for name in sorted(expected.keys() - tensors.keys())]
     beyond = "the options or config.json have no place for it (fc_norm, draft_vocab_size, share_embedding, …)"
     problems += [f"{name} is superfluous: {beyond}" for name in sorted(tensors.keys() - expected.keys())]
     for name in sorted(expected.keys() & tensors.keys()):
-        problems += _check_tensor(name, tensors[name], expected[name])
+        value = tensors[name]
+        size = tuple(value.shape if isinstance(value, torch.Tensor) else value)
+        if size != expected[name]:
+            problems.append(f"{name} has shape {list(size)}, not {list(expected[name])}")
+        elif isinstance(value, torch.Tensor):
+            if not value.is_floating_point() or value.element_size() < 2:  # 8 bits and fewer are quantized
+                problems.append(f"{name} is {value.dtype}, not a floating-point type of 16 bits or more")
+            elif bad := int((~torch.isfinite(value)).sum()):
+                problems.append(f"{name} holds {bad} NaN or infinite values")
     return problems
 
 
@@ -130,9 +137,8 @@ def check_shape(shape: DrafterShape) -> list[str]:
         problems.append("vLLM serves no draft with both qk_norm and mlp_bias")
     if mla and shape.parallel:
         problems.append("drafter.parallel=true cannot be with MLA: vLLM 0.32's MLA drafts have no mask_hidden")
-    mask_token = shape.ptd_token_id
-    if shape.parallel and (mask_token is None or not 0 <= mask_token < shape.vocab_size):
-        problems.append(f"drafter.ptd_token_id={mask_token} is none of the target's {shape.vocab_size} tokens")
+    if shape.parallel and shape.ptd_token_id not in range(shape.vocab_size):
+        problems.append(f"drafter.ptd_token_id={shape.ptd_token_id} is none of the target's {shape.vocab_size} tokens")
     if not mla and not shape.qk_norm and D % heads:
         fitting = [n for n in range(1, heads) if D % n == n % shape.num_key_value_heads == 0]
         problems.append(
@@ -147,7 +153,14 @@ def check_shape(shape: DrafterShape) -> list[str]:
         check_rope(shape)
     except UserError as error:
         return [*problems, str(error)]
-    return problems + (_yarn_problems(shape) if mla else [])
+    yarn = shape.rope_scaling or {}
+    mscale, all_dim = yarn.get("mscale", 1.0), yarn.get("mscale_all_dim", 0.0)
+    # Of one without the other, transformers leaves both alone, and vLLM goes by the one that is given.
+    if mla and yarn.get("factor", 1) > 1 and not (mscale and all_dim) and (mscale, all_dim) != (1, 0):
+        problems.append(
+            "mscale and mscale_all_dim are read differently by transformers: give both above 0, or leave both out"
+        )
+    return problems
 
 
 def drafter_shape(
@@ -236,30 +249,4 @@ def unserved(shape: DrafterShape) -> list[str]:
     """The worst of them: what vLLM does not serve at all, to be known before hours of training."""
     if shape.architecture == "mla" and shape.q_lora_rank is None:
         return ["vLLM 0.32 stops when it loads an MLA draft without drafter.q_lora_rank"]
-    return []
-
-
-def _yarn_problems(shape: DrafterShape) -> list[str]:
-    """mscale without mscale_all_dim: transformers then leaves both alone, vLLM goes by the one that is given."""
-    if rope_parameters(shape)["rope_type"] == "default":
-        return []
-    yarn = shape.rope_scaling or {}
-    plain = replace(shape, rope_scaling={**yarn, "mscale": 1.0, "mscale_all_dim": 0.0})
-    both = yarn.get("mscale", 1.0) and yarn.get("mscale_all_dim", 0.0)
-    if both or mla_factors(shape)[0] == mla_factors(plain)[0]:
-        return []
-    return ["mscale and mscale_all_dim are read differently by transformers: give both above 0, or leave both out"]
-
-
-def _check_tensor(name: str, value: TensorOrShape, expected: tuple[int, ...]) -> list[str]:
-    """Shape, type and finiteness of one tensor."""
-    size = tuple(value.shape) if isinstance(value, torch.Tensor) else tuple(value)
-    if size != expected:
-        return [f"{name} has shape {list(size)}, not {list(expected)}"]
-    if not isinstance(value, torch.Tensor):
-        return []
-    if not value.is_floating_point() or value.element_size() < 2:  # 8 bits and fewer are quantized
-        return [f"{name} is {value.dtype}, not a floating-point type of 16 bits or more"]
-    if bad := int((~torch.isfinite(value)).sum()):
-        return [f"{name} holds {bad} NaN or infinite values"]
     return []

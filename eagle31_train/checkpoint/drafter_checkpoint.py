@@ -93,38 +93,35 @@ class DrafterCheckpoint:
         if counted is not None:
             raise UserError(f"{where}: @{counted} is for published drafts: a run knows its layers")
         if (folder / SHAPE).is_file():
-            return cls._of_run(where, folder, data_folder)
+            return cls._of_run(where, folder.parent.parent, data_folder, folder)
         train = folder if (folder / CHECKPOINTS).is_dir() else folder / "train"
         if not train.is_dir():
             raise UserError(f"{where} is no run, no folder with a published draft's config.json, and no hub id here")
         if (train / artifacts.MANIFEST).is_file():
-            return cls._finished(where, train, data_folder)
+            return cls._of_run(where, train, data_folder)
         if not allow_unfinished:
             raise UserError(f"{train} is not finished: run `{TRAIN}` again")
         if not (folders := run_folder.in_order(train / CHECKPOINTS)):
             raise UserError(f"{where} holds no checkpoint yet: run `{TRAIN}` again")
-        return cls._of_run(where, folders[-1], data_folder)
+        return cls._of_run(where, train, data_folder, folders[-1])
 
     @classmethod
     def of_run(cls, run: Path, data_folder: Path) -> "DrafterCheckpoint":
         """The checkpoint that a finished training left in `run`, its weights read and found whole; else a UserError."""
-        checkpoint = cls._finished(str(run), run / "train", data_folder)
+        checkpoint = cls._of_run(str(run), run / "train", data_folder)
         checkpoint.tensors  # noqa: B018
         return checkpoint
 
     @classmethod
-    def _finished(cls, where: str, train: Path, data_folder: Path | None) -> "DrafterCheckpoint":
-        manifest = artifacts.read_json(train / artifacts.MANIFEST, TRAIN)
-        return cls._of_run(where, train / manifest["checkpoint"], data_folder, manifest)
-
-    @classmethod
     def _of_run(
-        cls, where: str, checkpoint: Path, data_folder: Path | None, manifest: dict[str, Any] | None = None
+        cls, where: str, train: Path, data_folder: Path | None, checkpoint: Path | None = None
     ) -> "DrafterCheckpoint":
-        """One checkpoint of a run; `manifest`: of a finished one, which names this checkpoint."""
-        train = checkpoint.parent.parent
-        record = manifest or artifacts.read_json(train / RECORD, TRAIN)
-        if not manifest and record.get("fingerprint") != run_folder.sealed_manifest(checkpoint)["fingerprint"]:
+        """One checkpoint of a run; of a finished one, that which its manifest names."""
+        record = artifacts.read_json(train / (RECORD if checkpoint else artifacts.MANIFEST), TRAIN)
+        manifest = None if checkpoint else record
+        if checkpoint is None:
+            checkpoint = train / record["checkpoint"]
+        elif record.get("fingerprint") != run_folder.sealed_manifest(checkpoint)["fingerprint"]:
             raise UserError(f"{where}: {train / RECORD} is of another run than the checkpoint: give the run's folder")
         inputs, shape = record["inputs"], run_folder.read_shape(checkpoint)
         vocab = run_folder.find_vocab(train, inputs, shape, data_folder)
@@ -224,10 +221,9 @@ class DrafterCheckpoint:
 
     def check_fits(self, target: LoadedTarget) -> None:
         """UserError for a target of another size than the drafter's."""
-        rows, width = target.embedding.weight.shape
-        shape = self.shape
-        if shape.target_hidden_size != width or shape.vocab_size > rows or max(shape.aux_layers) > target.depth:
-            wants = f"hidden size {shape.target_hidden_size}, {shape.vocab_size} tokens, {max(shape.aux_layers)} layers"
+        (rows, width), shape, depth = target.embedding.weight.shape, self.shape, max(self.shape.aux_layers)
+        if shape.target_hidden_size != width or shape.vocab_size > rows or depth > target.depth:
+            wants = f"hidden size {shape.target_hidden_size}, {shape.vocab_size} tokens, {depth} layers"
             has = f"{width}, {rows} and {target.depth}"
             raise UserError(f"{self.where} was made for a target of {wants}, not {has}: give its own target")
 

@@ -22,22 +22,20 @@ def fetch(repo: str, revision: str | None) -> Path:
         return Path(snapshot_download(repo, revision=revision, allow_patterns=WANTED))
     except ERRORS as error:
         advice = "check the name, the revision, the network and, for a private repository, HF_TOKEN"
-        raise UserError(
-            f"{repo} is no folder here, and cannot be had from the hub ({first_line(error)}): {advice}"
-        ) from None
+        wrong = f"{repo} is no folder here, and cannot be had from the hub"
+        raise UserError(f"{wrong} ({first_line(error)}): {advice}") from None
 
 
 def check(config: Config) -> None:
     """A UserError, before hours of work, for a push=true that cannot be, or whose upload nobody could serve."""
-    repo = config.repo
     if not config.push:
         return
+    if "/" not in (config.repo or ""):
+        raise UserError("push=true needs the hub repository: add repo=owner/name")
     try:
-        if not repo or "/" not in repo:
-            raise UserError("push=true needs the hub repository: add repo=owner/name")
-        validate_repo_id(repo)
+        validate_repo_id(config.repo)
     except HFValidationError as error:
-        raise UserError(f"repo={repo} is no name of a hub repository ({error}): give repo=owner/name") from None
+        raise UserError(f"repo={config.repo} is no name of a hub repository ({error}): give repo=owner/name") from None
     if config.export_format == "speculators" and not config.target.is_hub_id:
         raise UserError("export_format=speculators names target.path, a folder of yours: push with export_format=vllm")
     if config.export_format == "speculators" and config.target.revision:  # by which vLLM would read the drafter, too
@@ -54,9 +52,8 @@ def push(folder: Path, repo: str, private: bool) -> str:
         # An existing repository keeps its visibility, whatever create_repo was told.
         if private and not api.model_info(repo).private:
             raise UserError(f"the hub repository {repo} is public: make it private there, or leave out private=true")
-        api.upload_folder(
-            repo_id=repo, folder_path=folder, commit_message="Upload the drafter", delete_patterns=PICTURES
-        )
+        message = "Upload the drafter"
+        api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message, delete_patterns=PICTURES)
     except UserError:
         raise
     except ERRORS as error:

@@ -22,14 +22,14 @@ SCALE = ".weight_scale"
 LARGEST = 127
 _WEIGHTS = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True, "dynamic": False}
 _INPUTS = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}
-# config.json's quantization_config. lm_head is no Linear in vLLM, and is named.
+QUANTIZED = "quantization_config"  # of config.json
+# lm_head is no Linear in vLLM, and is named.
+_GROUP = {"targets": ["Linear", "re:.*lm_head"], "weights": _WEIGHTS, "input_activations": _INPUTS}
 QUANTIZATION = {
     "quant_method": "compressed-tensors",
     "format": "int-quantized",
     "quantization_status": "compressed",
-    "config_groups": {
-        "group_0": {"targets": ["Linear", "re:.*lm_head"], "weights": _WEIGHTS, "input_activations": _INPUTS}
-    },
+    "config_groups": {"group_0": _GROUP},
     "ignore": [],
 }
 
@@ -70,15 +70,12 @@ def dequantized(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], froze
     numbers = {name for name, tensor in tensors.items() if tensor.dtype == torch.int8}
     for name in scales ^ numbers:
         raise UserError(f"{name} has int8 numbers or their scales, and not both: get it again")
-    plain: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        if name in numbers:
-            scale = tensors[name.removesuffix(".weight") + SCALE]
-            if tensor.dim() != 2 or scale.shape != (len(tensor), 1) or not scale.is_floating_point():
-                raise UserError(f"{name} has scales {list(scale.shape)} {scale.dtype}, not one a row: get it again")
-            plain[name] = tensor.float() * scale.float()
-        elif not name.endswith(SCALE):
-            plain[name] = tensor
+    plain = {name: tensor for name, tensor in tensors.items() if not name.endswith(SCALE)}
+    for name in numbers:
+        tensor, scale = tensors[name], tensors[name.removesuffix(".weight") + SCALE]
+        if tensor.dim() != 2 or scale.shape != (len(tensor), 1) or not scale.is_floating_point():
+            raise UserError(f"{name} has scales {list(scale.shape)} {scale.dtype}, not one a row: get it again")
+        plain[name] = tensor.float() * scale.float()
     return plain, frozenset(numbers)
 
 

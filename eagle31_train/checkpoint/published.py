@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
-from eagle31_train.checkpoint import config_json, contract, int8, published_config
+from eagle31_train.checkpoint import contract, int8, published_config
 from eagle31_train.common import foreign
 from eagle31_train.common.errors import UserError
 from eagle31_train.config import DrafterShape
@@ -43,7 +43,7 @@ def read(
         raise UserError("a drafter of EAGLE 1 or 2, or of another kind, without midlayer.hidden_norm.weight")
     shape = published_config.shape_from_config(config, tensors, target_layers, counted)
     tensors, rounded = int8.dequantized(tensors)
-    if bool(rounded) != bool(config.get(config_json.QUANTIZED)):
+    if bool(rounded) != bool(config.get(int8.QUANTIZED)):
         raise UserError("quantization_config and the tensors contradict each other on int8 weights: get it again")
     tensors = contract.separate(tensors, shape)
     d2t = tensors.pop("d2t", None)
@@ -84,7 +84,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
     """Every tensor of the folder's safetensors, or of those that an index names, by its canonical name."""
-    files, places = sorted(folder.glob("*.safetensors")), {}
+    files = sorted(folder.glob("*.safetensors"))
     if os.path.lexists(folder / INDEX):  # even a link to nowhere is not passed over
         try:
             places = foreign.typed(dict[str, str], _read_object(folder / INDEX).get("weight_map"))
@@ -93,13 +93,11 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
         files = [folder / Path(name).name for name in sorted(set(places.values()))]
     if not files:
         raise UserError("no *.safetensors there, and a pickle (pytorch_model.bin) is never opened: convert it")
-    tensors: dict[str, Tensor] = {}
-    norms: dict[str, Tensor] = {}
+    tensors, norms = dict[str, Tensor](), dict[str, Tensor]()
     for file in files:
         try:
             foreign.check_file(file, None)
-            with safe_open(file, "pt") as opened:
-                part = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (no mapping)
+            part = load_file(file)
         except (OSError, *foreign.NO_TENSORS) as error:
             raise UserError(f"{file.name} is missing or damaged ({error}): get it again") from None
         for name, tensor in part.items():

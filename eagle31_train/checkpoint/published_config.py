@@ -1,40 +1,33 @@
 """The config.json of a draft, read as vLLM does, whoever wrote it; what it may not say is refused by name."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Annotated, Any
 
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from eagle31_train.checkpoint.config_json import (
-    FULL,
-    MLA_DEFAULTS,
-    QUANTIZED,
-    SLIDING,
-    SPECULATORS_OWN,
-    WRITTEN,
-    Fields,
-    one_spelling,
-)
+from eagle31_train.checkpoint.config_json import MLA_DEFAULTS, SLIDING, SPECULATORS_OWN, WRITTEN, one_spelling
 from eagle31_train.checkpoint.contract import LAYER_IDS
-from eagle31_train.checkpoint.int8 import is_int8
+from eagle31_train.checkpoint.int8 import QUANTIZED, is_int8
 from eagle31_train.common import foreign
 from eagle31_train.common.errors import UserError
 from eagle31_train.common.foreign import Count, Positions, Scaling, Theta, Width
 from eagle31_train.config import DrafterShape, default_aux_layers
+from eagle31_train.model.rope import ORIGINAL
 
-# Other names of the same drafters there. Before the name of any other kind of model vLLM puts Eagle3 first:
+Fields = Mapping[str, Any]
+FULL = "full_attention"  # a layer without a window
+# Names of the drafters in vLLM's registry. Before the name of any other kind of model vLLM puts Eagle3 first:
 # LlamaForCausalLM, which drafters of EAGLE 1 and 2 carry too, is one of them.
-NAMES = {
-    "llama": (
-        "LlamaForCausalLMEagle3",
-        "Eagle3LlamaForCausalLM",
-        "Eagle3MiniMaxM2ForCausalLM",
-        "Eagle3Qwen2_5vlForCausalLM",
-        "Eagle3Qwen3vlForCausalLM",
-    ),
-    "qwen3": ("Eagle3Qwen3ForCausalLM",),
-    "mla": ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM"),
+KINDS = {
+    "LlamaForCausalLMEagle3": "llama",
+    "Eagle3LlamaForCausalLM": "llama",
+    "Eagle3MiniMaxM2ForCausalLM": "llama",
+    "Eagle3Qwen2_5vlForCausalLM": "llama",
+    "Eagle3Qwen3vlForCausalLM": "llama",
+    "Eagle3Qwen3ForCausalLM": "qwen3",
+    "Eagle3DeepseekV2ForCausalLM": "mla",
+    "Eagle3DeepseekV3ForCausalLM": "mla",
 }
 # model_type → longest position where config.json does not say. vLLM takes a deepseek_v3 for a layer of DeepSeek's own
 # MTP and refuses it, but trainers write it, and it means the same.
@@ -63,7 +56,9 @@ class _Eagle(TypedDict, total=False):
     layer_ids: LayerIds
 
 
-class _Layer(TypedDict, total=False):
+class _Fields(TypedDict, total=False):
+    """At the top level, or in transformer_layer_config."""
+
     architectures: list[str] | None
     model_type: str | None
     hidden_size: Size
@@ -93,13 +88,10 @@ class _Layer(TypedDict, total=False):
     max_window_layers: Count | None
     num_aux_hidden_states: Count | None
     eagle_config: _Eagle | None
-
-
-class _Config(_Layer, total=False):
     eagle_aux_hidden_state_layer_ids: LayerIds
     target_model_name: str | None
-    speculators_config: dict[str, dict[str, Any] | Any] | None
-    transformer_layer_config: _Layer | None
+    speculators_config: dict[str, Any] | None
+    transformer_layer_config: dict[str, Any] | None
 
 
 def shape_from_config(
@@ -129,16 +121,14 @@ def shape_from_config(
     if lacking := [name for name in needed if name not in layer]:
         raise UserError(f"config.json lacks {lacking[0]}")
     D, heads, V = layer["hidden_size"], layer["num_attention_heads"], layer["vocab_size"]
-    aux_layers = _aux_layers(config, flags, target_layers, counted)
-    count = flags.get("num_aux_hidden_states")
-    if count is not None and count != len(aux_layers):
+    aux_layers, count = _aux_layers(config, flags, target_layers, counted), flags.get("num_aux_hidden_states")
+    if count not in (None, len(aux_layers)):
         raise UserError(f"config.json has num_aux_hidden_states {count}, but the layer ids {aux_layers}")
     parallel = "mask_hidden" in tensor_names or layer.get(MASK_TOKENS[-1]) is not None
     mask_tokens = [layer[name] for name in MASK_TOKENS if layer.get(name) is not None]
     if parallel and not mask_tokens:
         raise UserError(f"config.json lacks {MASK_TOKENS[-1]}, the token that stands beside mask_hidden")
-    longest = MODEL_TYPES[kind][layer.get("model_type", "llama")]
-    positions = layer.get("max_position_embeddings", longest)
+    positions = layer.get("max_position_embeddings", MODEL_TYPES[kind][layer.get("model_type", "llama")])
     theta, scaling = _rope(layer, architecture, positions)
     if kind == "mla":  # as many key heads as query heads, whatever config.json says of their number
         widths = {name: layer.get(name, default) for name, default in MLA_DEFAULTS.items()}
@@ -180,11 +170,11 @@ def shape_from_config(
 
 def _check_types(config: Fields) -> None:
     try:
-        foreign.typed(_Config, config)
-        layer = config.get("transformer_layer_config") or {}
-        for name in ("rope_scaling", "rope_parameters"):
-            foreign.typed(Scaling | None, config.get(name))
-            foreign.typed(Scaling | None, layer.get(name))
+        foreign.typed(_Fields, config)
+        for layer in (config, config.get("transformer_layer_config") or {}):
+            foreign.typed(_Fields, layer)
+            for name in ("rope_scaling", "rope_parameters"):
+                foreign.typed(Scaling | None, layer.get(name))
     except ValueError as error:
         raise UserError(f"config.json gives {error}: get it again, or correct it") from None
 
@@ -226,11 +216,10 @@ def _flatten(config: Fields) -> tuple[Fields, Fields, bool]:
 def _kind(layer: Fields) -> str:
     name = (layer.get("architectures") or [""])[0]
     registered = name if name.startswith("Eagle3") or name.endswith("Eagle3") else f"Eagle3{name}"
-    for kind, names in NAMES.items():
-        if registered in names:
-            return kind
-    needed = " or ".join(written for written, _ in WRITTEN.values())
-    raise UserError(f"config.json is of {name or 'no architecture'}: {needed} is needed")
+    if registered not in KINDS:
+        needed = " or ".join(written for written, _ in WRITTEN.values())
+        raise UserError(f"config.json is of {name or 'no architecture'}: {needed} is needed")
+    return KINDS[registered]
 
 
 def _refuse_unsupported(layer: Fields, flags: Fields, kind: str) -> None:
@@ -298,12 +287,11 @@ def _aux_layers(
 
 def _rope(layer: Fields, architecture: str, positions: int) -> tuple[float, dict[str, Any] | None]:
     """rope_theta and the scaling; as in transformers, rope_scaling wins over rope_parameters."""
-    parameters = dict(layer.get("rope_scaling") or layer.get("rope_parameters") or {})
+    parameters = layer.get("rope_scaling") or layer.get("rope_parameters") or {}
     theta = parameters.get("rope_theta") or layer.get("rope_theta") or 10000.0
     scaling = one_spelling({key: value for key, value in parameters.items() if value is not None}, architecture)
     if scaling is not None and scaling["rope_type"] in ("yarn", "llama3"):
-        scaling.setdefault("original_max_position_embeddings", positions)  # as transformers does
-        beside = layer.get("original_max_position_embeddings")
-        if scaling["rope_type"] == "yarn" and isinstance(beside, int):  # vLLM takes it first
-            scaling["original_max_position_embeddings"] = beside
+        scaling.setdefault(ORIGINAL, positions)  # as transformers does
+        if scaling["rope_type"] == "yarn" and isinstance(layer.get(ORIGINAL), int):  # vLLM takes it first
+            scaling[ORIGINAL] = layer[ORIGINAL]
     return float(theta), scaling

@@ -90,9 +90,8 @@ def load_weights(checkpoint: Path, manifest: dict[str, Any] | None) -> dict[str,
     try:
         return load_file(checkpoint / MODEL)
     except FileNotFoundError:  # a training has just replaced the run
-        raise UserError(
-            f"{checkpoint / MODEL} has just been removed: run this again once the training is done"
-        ) from None
+        gone = f"{checkpoint / MODEL} has just been removed"
+        raise UserError(f"{gone}: run this again once the training is done") from None
 
 
 def option(train: Path, name: str) -> Any:
@@ -128,9 +127,8 @@ def read_export(run: Path) -> dict[str, Any]:
         train, made_from = artifacts.read_json(run / "train" / artifacts.MANIFEST, TRAIN), record["inputs"]
         weights = train.get("files", {}).get(f"{train['checkpoint']}/{MODEL}", {}).get("sha256")
         if (made_from["train"], made_from["weights"]) != (train["fingerprint"], weights):
-            raise UserError(
-                f"{run / 'export'} has other weights than train/: run `{EXPORT}` again, with overwrite=true"
-            )
+            other = f"{run / 'export'} has other weights than train/"
+            raise UserError(f"{other}: run `{EXPORT}` again, with overwrite=true")
     return record
 
 

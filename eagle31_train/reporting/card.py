@@ -22,12 +22,12 @@ from eagle31_train.config import Config, DrafterShape
 from eagle31_train.earlier import RENAMED
 from eagle31_train.evaluation.intervals import bracket
 from eagle31_train.model.rope import target_positions
-from eagle31_train.reporting import tables
+from eagle31_train.reporting import recipe, tables
 from eagle31_train.reporting.evaluation_page import RESULT, conditions, pictures
 from eagle31_train.reporting.figures import Picture
 from eagle31_train.reporting.html import escape
 from eagle31_train.reporting.markdown import code, grid, plain, scrubbed
-from eagle31_train.reporting.recipe import COMPARE, EVALUATE, commands, serve_command, sglang_command
+from eagle31_train.reporting.recipe import COMPARE, EVALUATE
 from eagle31_train.reporting.tables import ALL, SERVING
 
 CardPicture = tuple[Picture, Path, str]  # where it lies, and where the card has it, below the exported folder
@@ -137,19 +137,14 @@ def render(
         kind=_kind(shape),
         caveats=caveats_of(shape, data, config.export_weights),
         oldest_vllm=oldest_vllm(shape),
-        data_sets=config.data.hub_sets,
         measured=measured,
-        sections=tables.sections,
         conditions=conditions,
-        sampling=tables.sampling,
-        glossary=tables.GLOSSARY,
+        tables=tables,
+        recipe=recipe,
         fields={name: value for name, value in asdict(shape).items() if name not in unused},
         data=data and {name: value for name, value in data.items() if name not in NOT_COUNTS},
         inputs=train.get("inputs", {}),
         trained={name: train[name] for name in TRAINED if name in train},
-        serve_command=serve_command,
-        sglang_command=sglang_command,
-        commands=commands(config),
     )
 
 

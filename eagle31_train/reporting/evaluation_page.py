@@ -6,9 +6,8 @@ they stay as they are.
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ import numpy as np
 from eagle31_train.common import artifacts
 from eagle31_train.evaluation.intervals import LEVEL, NOTHING, Interval
 from eagle31_train.reporting import figures, html, tables
-from eagle31_train.reporting.figures import ROW, Picture
+from eagle31_train.reporting.figures import KEPT, LENGTH, NUMBER, RATIO, ROW, SHARE, Kind, Picture
 from eagle31_train.reporting.tables import ALL, SERVING, Section
 
 if TYPE_CHECKING:
@@ -58,48 +57,24 @@ def conditions(result: Mapping[str, Any]) -> list[str]:
     return shown
 
 
-@dataclass(frozen=True)
-class Kind:
-    """low, high: what numbers of a kind cannot leave. percent: of shares. even: where nothing is gained or lost."""
-
-    low: float = 0
-    high: float = np.inf
-    percent: bool = False
-    even: float | None = None
-
-    def scale(self, axes: "Axes", which: str) -> None:
-        if self.percent:
-            figures.shares(axes, which)
-        if self.even is not None:
-            (axes.axvline if which == "x" else axes.axhline)(self.even, color="gray", linestyle="--", linewidth=0.8)
-        figures.within(axes, self.low, self.high, which)
-
-
-LENGTH, RATIO, NUMBER = Kind(low=1), Kind(even=1), Kind()
-SHARE, KEPT = Kind(high=1, percent=True), Kind(percent=True, even=1)
-
-
 def pictures(result: Result) -> Iterator[Picture]:
     """Every picture that there are numbers for: first those of all workloads, then those of each."""
+    workloads = result.get("workloads", [])
+    drawn = list(_overview(result)) if len(workloads) > 1 else []
+    for workload in workloads:
+        drawn += _acceptance(workload)
+        if workload is workloads[0]:  # tables have the drift of all
+            drawn += _drift(workload)
+    if result.get("serving"):
+        drawn += _serving(result["serving"])
     taken = set[str]()
-    for picture in _pictures(result):
-        # Drafters that differ in case or signs alone would write the same file.
-        numbered = (f"{picture.name}-{number}" for number in count(2))
-        name = next(name for name in chain([picture.name], numbered) if name not in taken)
+    for picture in drawn:
+        name, number = picture.name, 1
+        while name in taken:  # drafters that differ in case or signs alone would write the same file
+            number += 1
+            name = f"{picture.name}-{number}"
         taken.add(name)
         yield replace(picture, name=name)
-
-
-def _pictures(result: Result) -> Iterator[Picture]:
-    workloads = result.get("workloads", [])
-    if len(workloads) > 1:
-        yield from _overview(result)
-    for workload in workloads:
-        yield from _acceptance(workload)
-        if workload is workloads[0]:  # tables have the drift of all
-            yield from _drift(workload)
-    if result.get("serving"):
-        yield from _serving(result["serving"])
 
 
 def slug(name: str) -> str:
@@ -121,7 +96,7 @@ def _curves(workload: Result, name: str, title: str, across: str, curves: Curves
             alone = np.isfinite(low) & ~np.isfinite([*low[1:], np.nan]) & ~np.isfinite([np.nan, *low[:-1]])
             if alone.any():
                 axes.vlines(at[alone], low[alone], high[alone], color=f"C{index}", alpha=0.5)
-        kind.scale(axes, "y")
+        kind.scale(axes)
         figures.whole_numbers(axes, across)
 
     section, drafters = workload["name"], list(workload["drafters"])
@@ -186,7 +161,7 @@ def _attention(measures: Curves, axes: "Axes") -> None:
     axes.stackplot(at, parts, labels=labels)
     axes.margins(0)
     axes.set_ylim(0, 1)
-    figures.shares(axes)
+    SHARE.scale(axes)
     figures.whole_numbers(axes, "draft step")
 
 

@@ -126,9 +126,31 @@ def columns(intervals: Iterable[Interval]) -> tuple[Floats, Floats, Floats]:
     return table[:, 0], table[:, 1], table[:, 2]
 
 
-def within(axes: "Axes", low: float, high: float = np.inf, which: str = "y") -> None:
-    bottom, top = getattr(axes, f"get_{which}lim")()
-    getattr(axes, f"set_{which}lim")(max(bottom, low), min(top, high))
+@dataclass(frozen=True)
+class Kind:
+    """low, high: what numbers of a kind cannot leave. percent: of shares. even: where nothing is gained or lost."""
+
+    low: float = 0
+    high: float = np.inf
+    percent: bool = False
+    even: float | None = None
+
+    def scale(self, axes: "Axes", which: str = "y") -> None:
+        """Set the ends and labels of an axis on which numbers of this kind are drawn."""
+        from matplotlib.ticker import PercentFormatter
+
+        if self.percent:
+            getattr(axes, f"{which}axis").set_major_formatter(PercentFormatter(1))
+            if which == "x":
+                axes.locator_params(axis="x", nbins=5)  # more labels would touch
+        if self.even is not None:
+            (axes.axvline if which == "x" else axes.axhline)(self.even, color="gray", linestyle="--", linewidth=0.8)
+        low, high = getattr(axes, f"get_{which}lim")()
+        getattr(axes, f"set_{which}lim")(max(low, self.low), min(high, self.high))
+
+
+LENGTH, RATIO, NUMBER = Kind(low=1), Kind(even=1), Kind()
+SHARE, KEPT = Kind(high=1, percent=True), Kind(percent=True, even=1)
 
 
 def logarithmic(axes: "Axes") -> None:
@@ -139,14 +161,6 @@ def logarithmic(axes: "Axes") -> None:
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
-
-
-def shares(axes: "Axes", which: str = "y") -> None:
-    from matplotlib.ticker import PercentFormatter
-
-    (axes.xaxis if which == "x" else axes.yaxis).set_major_formatter(PercentFormatter(1))
-    if which == "x":
-        axes.locator_params(axis="x", nbins=5)  # more labels would touch
 
 
 def whole_numbers(axes: "Axes", label: str) -> None:

@@ -1,9 +1,8 @@
 """Commands that repeat what was done, with the fewest options, and the command that serves a drafter."""
 
-import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from operator import attrgetter
 from pathlib import Path
@@ -30,30 +29,33 @@ def serve_command(
 ) -> str:
     """The shell command with which vLLM serves the target, with this drafter or without; `published`: with paths as
     others may see them; `by_load`: the schedule of draft tokens that serving was measured to want, if any."""
-    self_describing = drafter is not None and config.export_format == "speculators"
-    path = drafter if drafter and self_describing else public(config.target.path) if published else config.target.path
-    command = ["vllm", "serve", path, *flags(target_arguments(config))]
-    if drafter and not self_describing:
+    path = public(config.target.path) if published else config.target.path
+    options: dict[str, Any] | None = None
+    if drafter and config.export_format == "speculators":  # whose config.json names the target, and the rest
+        path = drafter
+        if config.evaluate.draft_sampling != "greedy":
+            options = {"draft_sample_method": config.evaluate.draft_sampling}
+    elif drafter:
         length = by_load or {DRAFTED: config.evaluate.num_speculative_tokens}
         options = speculation(config, drafter, length, config.drafter.parallel)
-        command += ["--speculative-config", json.dumps(options, ensure_ascii=False)]
-    elif self_describing and config.evaluate.draft_sampling != "greedy":  # the rest stands in config.json
-        command += ["--speculative-config", json.dumps({"draft_sample_method": config.evaluate.draft_sampling})]
-    return shlex.join(command)
+    return shlex.join(["vllm", "serve", path, *flags({**target_arguments(config), "speculative_config": options})])
 
 
 def sglang_command(config: Config, drafter: str, window: int | None, published: bool = False) -> str:
     """Likewise with which SGLang does, where the drafter was exported for it; only from here does it know a window."""
-    path = public(config.target.path) if published else config.target.path
     steps = config.evaluate.num_speculative_tokens
-    words = ["python", "-m", "sglang.launch_server", "--model-path", path, "--speculative-algorithm", "EAGLE3"]
-    words += ["--speculative-draft-model-path", drafter, "--speculative-num-steps", str(steps)]
-    words += ["--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", str(steps + 1)]
-    arguments = {SGLANG.get(name, name): value for name, value in target_arguments(config).items()}
-    words += flags({name: value for name, value in arguments.items() if name != "model_impl"})  # vLLM's alone
-    if window is not None:  # SGLang does not count a token's own key
-        words += ["--speculative-draft-window-size", str(window - 1)]
-    return shlex.join(words)
+    arguments = {
+        "model_path": public(config.target.path) if published else config.target.path,
+        "speculative_algorithm": "EAGLE3",
+        "speculative_draft_model_path": drafter,
+        "speculative_num_steps": steps,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": steps + 1,
+        **{SGLANG.get(name, name): value for name, value in target_arguments(config).items()},
+        "model_impl": None,  # vLLM's alone
+        "speculative_draft_window_size": window and window - 1,  # SGLang does not count a token's own key
+    }
+    return shlex.join(["python", "-m", "sglang.launch_server", *flags(arguments)])
 
 
 def command(program: str, config: Config) -> str:
@@ -61,9 +63,8 @@ def command(program: str, config: Config) -> str:
 
 
 def commands(config: Config) -> list[str]:
-    options = shlex.join(overrides(config))
     made_here = Path(config.target.path) == embedded.OUT
-    return [embedded.COMMAND] * made_here + [f"{program} {options}" for program in PROGRAMS]
+    return [embedded.COMMAND] * made_here + [command(program, config) for program in PROGRAMS]
 
 
 def overrides(config: Config) -> list[str]:
@@ -77,15 +78,14 @@ def _from(recipe: str, config: Config) -> list[str]:
     wanted, base = _values(config), {**_base(recipe), "run_dir": f"runs/{config.name}"}
     changed = [key for key in wanted if wanted[key] != base[key] and key not in _NOT_THE_RECIPE]
     shown = [key for key in changed if not key.endswith("_dir") or not Path(wanted[key] or "").is_absolute()]
-    start = [f"+experiment={recipe}"] if recipe else []
-    return [*start, *(word for key in shown for word in _option(key, wanted[key], base[key]))]
-
-
-def _option(key: str, value: Any, base: Any) -> Iterator[str]:
-    """What sets an option; Hydra would merge a mapping into the recipe's, so what that has besides goes first."""
-    if value and isinstance(value, dict) and isinstance(base, dict):
-        yield from (f"~{key}.{inner}" for inner in base if inner not in value)
-    yield f"{key}={_hydra(value)}"
+    words = [f"+experiment={recipe}"] if recipe else []
+    for key in shown:
+        value = wanted[key]
+        # Hydra would merge a mapping into the recipe's: what that has besides goes first.
+        if value and isinstance(value, dict) and isinstance(base[key], dict):
+            words += [f"~{key}.{inner}" for inner in base[key] if inner not in value]
+        words.append(f"{key}={_hydra(value)}")
+    return words
 
 
 @cache

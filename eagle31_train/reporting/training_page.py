@@ -15,7 +15,7 @@ from eagle31_train.common.errors import UserError
 from eagle31_train.common.locks import writing
 from eagle31_train.evaluation.intervals import Floats
 from eagle31_train.reporting import figures, html
-from eagle31_train.reporting.figures import Picture
+from eagle31_train.reporting.figures import SHARE, Picture
 from eagle31_train.reporting.tables import Section, Table
 
 if TYPE_CHECKING:
@@ -130,29 +130,28 @@ def _rows(path: Path, notes: list[str], needs: str | None = "step") -> Iterator[
 
 class Plot(NamedTuple):
     """name, section, title: as of `Picture`. column: what it shows, of metrics.jsonl or, in section MACHINE, of the
-    timings; a list has a curve for each depth. low, high: what it cannot leave. form: of numbers in the legend."""
+    timings; a list has a curve for each depth. form: of numbers in the legend."""
 
     name: str
     section: str
     title: str
     column: str
-    low: float = 0
-    high: float = np.inf
+    kind: figures.Kind = figures.NUMBER
     form: str = "{:.3g}"
 
 
 PLOTS = [
     Plot("loss", LEARNING, "Loss, in nats: mean over depths", "loss"),
-    Plot(ESTIMATE, LEARNING, "Acceptance estimate (teacher-forced)", ESTIMATE, low=1, form="{:.2f}"),
-    Plot(LENGTH, LEARNING, "Acceptance length (decoding of held-out prompts)", LENGTH, low=1, form="{:.2f}"),
-    Plot("prefix", DEPTH, "Share of drafts that are right up to this depth", "prefix_at_depth", 0, 1, "{:.1%}"),
-    Plot("accuracy", DEPTH, "Share of tokens that are right at this depth", "accuracy_at_depth", 0, 1, "{:.1%}"),
+    Plot(ESTIMATE, LEARNING, "Acceptance estimate (teacher-forced)", ESTIMATE, figures.LENGTH, "{:.2f}"),
+    Plot(LENGTH, LEARNING, "Acceptance length (decoding of held-out prompts)", LENGTH, figures.LENGTH, "{:.2f}"),
+    Plot("prefix", DEPTH, "Share of drafts that are right up to this depth", "prefix_at_depth", SHARE, "{:.1%}"),
+    Plot("accuracy", DEPTH, "Share of tokens that are right at this depth", "accuracy_at_depth", SHARE, "{:.1%}"),
     Plot("loss_at_depth", DEPTH, "Loss at this depth, in nats", "loss_at_depth"),
     Plot("rms", DEPTH, "RMS of the state that this depth reads", "rms_at_depth"),
     Plot("gradient", OPTIMIZER, "Gradient norm, before it is clipped", "grad_norm"),
     Plot("lr", OPTIMIZER, "Learning rate", "lr"),
     Plot("throughput", MACHINE, "Tokens per second of a step, on all devices", "tokens", form="{:,.0f}"),
-    Plot("waiting", MACHINE, "Share of a step's time spent waiting for data", "waited", 0, 1, "{:.2%}"),
+    Plot("waiting", MACHINE, "Share of a step's time spent waiting for data", "waited", SHARE, "{:.2%}"),
     Plot("memory", MACHINE, "Memory of the main process, or of its device, GiB", "memory_bytes", form="{:.2f}"),
 ]
 
@@ -196,13 +195,11 @@ def _draw(plot: Plot, history: History, axes: "Axes") -> None:
         if (valid := np.isfinite(heldout)).any():
             last = plot.form.format(heldout[valid][-1])
             axes.plot(table.steps[valid], heldout[valid], "o-", color="C1", label=f"held-out  {last}")
-    if plot.high == 1:
-        figures.shares(axes)
-    if plot.section == MACHINE or plot.high == 1 or plot.name == "lr":
+    if plot.section == MACHINE or plot.kind == SHARE or plot.name == "lr":
         axes.set_ylim(bottom=0)
     elif 0 < DECADE * axes.dataLim.intervaly[0] < axes.dataLim.intervaly[1]:
         figures.logarithmic(axes)
-    figures.within(axes, plot.low, plot.high)
+    plot.kind.scale(axes)
     figures.whole_numbers(axes, "optimizer step")
     top_to_bottom = axes.get_xaxis_transform()
     axes.vlines(history.restarts, 0.95, 1, color="gray", linewidth=0.8, transform=top_to_bottom)
