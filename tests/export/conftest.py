@@ -23,13 +23,8 @@ from eagle31_train.reporting.evaluation_page import pictures
 
 SIZES = {"aux_layers": [1, 2], "vocab_size": 40, "draft_vocab_size": 12}
 TINY = make_shape(**SIZES, head_dim=6, rope_theta=5000.0)
-YARN = {
-    "rope_type": "yarn",
-    "factor": 4.0,
-    "original_max_position_embeddings": 32,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+YARN |= {"mscale": 1.0, "mscale_all_dim": 1.0}
 # MLA of widths that all differ, and of heads that do not divide hidden_size.
 TINY_MLA = make_mla_shape(**SIZES, num_attention_heads=3, kv_lora_rank=12, qk_rope_head_dim=4, rope_scaling=YARN)
 TINY_IDS = np.array([0, 1, 2, 5, 8, 13, 21, 25, 30, 33, 36, 39], dtype=np.int64)
@@ -42,20 +37,13 @@ class FakeRun:
         self.folder = folder
         self.checkpoint = folder / "train" / "checkpoints" / "step-000007"
         self.checkpoint.mkdir(parents=True)
+        data = {"fingerprint": "d" * 16, "dataset_fingerprint": "c" * 16, "files": {}}
+        artifacts.write_json(folder / "data" / "manifest.json", data)
         self.set_vocab(vocab.DraftVocab(TINY_IDS, 40))
-        artifacts.write_json(
-            folder / "data" / "manifest.json",
-            {
-                "fingerprint": "d" * 16,
-                "dataset_fingerprint": "c" * 16,
-                "files": {},
-            },
-        )
         self.set_shape(TINY)
         self.set_tensors(random_tensors(TINY))
 
     def set_vocab(self, kept: vocab.DraftVocab) -> None:
-        (self.folder / "data").mkdir(exist_ok=True)
         vocab.write(self.folder / "data" / "vocab.safetensors", kept)
 
     def set_shape(self, shape: DrafterShape) -> None:
@@ -63,8 +51,18 @@ class FakeRun:
         artifacts.write_json(self.checkpoint / "drafter.json", asdict(shape))
 
     def set_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Finishes the training."""
         save_file(tensors, self.checkpoint / "model.safetensors")
-        self.finish()
+        train = self.folder / "train"
+        vocab_sha256 = artifacts.file_sha256(self.folder / "data" / "vocab.safetensors")
+        manifest = {
+            "fingerprint": "e" * 16,
+            "inputs": {"store": "f" * 16, "data": "c" * 16, "vocab": vocab_sha256[:16], "train": {"lr": 0.001}},
+            "files": artifacts.list_files(train, self.checkpoint.iterdir()),
+            "checkpoint": "checkpoints/step-000007",
+            "steps": 7,
+        }
+        artifacts.write_json(train / "manifest.json", manifest)
 
     def change_tensors(self, **change: torch.Tensor | None) -> None:
         """Replace, add, or (with None) remove tensors; dots of a name written as `__`."""
@@ -72,29 +70,8 @@ class FakeRun:
         tensors |= {name.replace("__", "."): tensor for name, tensor in change.items()}
         self.set_tensors({name: tensor for name, tensor in tensors.items() if tensor is not None})
 
-    def finish(self) -> None:
-        train = self.folder / "train"
-        artifacts.write_json(
-            train / "manifest.json",
-            {
-                "fingerprint": "e" * 16,
-                "inputs": {
-                    "store": "f" * 16,
-                    "data": "c" * 16,
-                    "vocab": artifacts.file_sha256(self.folder / "data" / "vocab.safetensors")[:16],
-                    "train": {"lr": 0.001, "unroll": 7, "gamma": 0.8},
-                },
-                "files": artifacts.list_files(train, self.checkpoint.iterdir()),
-                "checkpoint": "checkpoints/step-000007",
-                "steps": 7,
-                "tokens": 12345,
-                "seconds": 3.5,
-            },
-        )
-
     @property
     def identity(self) -> str:
-        """Of the checkpoint."""
         return run_folder.identity(artifacts.read_json(self.folder / "train" / "manifest.json", "the test"))
 
     def evaluate(self, rate: float = 0.5) -> None:
@@ -127,11 +104,8 @@ class FakeRun:
     def exported(self) -> tuple[dict, dict[str, torch.Tensor], str]:
         """config.json, tensors and card of the export."""
         out = self.folder / "export"
-        return (
-            json.loads((out / "config.json").read_text()),
-            load_file(out / "model.safetensors"),
-            (out / "README.md").read_text(),
-        )
+        config = json.loads((out / "config.json").read_text())
+        return config, load_file(out / "model.safetensors"), (out / "README.md").read_text()
 
 
 @pytest.fixture

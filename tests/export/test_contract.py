@@ -14,22 +14,13 @@ from tests.export.conftest import TINY, TINY_MLA
 pytestmark = pytest.mark.core
 
 
-def test_a_draft_that_reads_the_embeddings_is_to_be_served_compiled():
-    [caveat] = set(contract.caveats(replace(TINY, aux_layers=[0, 2]))) - set(contract.caveats(TINY))
-    assert caveat.endswith("serve this draft without --enforce-eager")
-
-
 def test_the_oldest_vllm_is_the_first_that_reads_all_switches():
     """As older ones were seen to do: docs/serving.md."""
     windowed = [replace(shape, sliding_window=12) for shape in (TINY, replace(TINY, qk_norm=True))]
     shapes = [TINY, TINY_MLA, windowed[0], replace(TINY, qk_norm=True), windowed[1]]
     assert [contract.oldest_vllm(shape) for shape in shapes] == ["0.22", "0.22", "0.22", "0.24", "0.26"]
-
-
-def test_heads_that_do_not_divide_the_width_name_those_that_do():
-    """GLM-4.5 has 96 heads, 8 of keys, and a hidden size of 5,120."""
-    glm = replace(TINY, hidden_size=5120, num_attention_heads=96, num_key_value_heads=8)
-    assert "set drafter.qk_norm=true or drafter.num_attention_heads=80" in "; ".join(contract.check_shape(glm))
+    [caveat] = set(contract.caveats(replace(TINY, aux_layers=[0, 2]))) - set(contract.caveats(TINY))
+    assert caveat.endswith("serve this draft without --enforce-eager")
 
 
 def test_contexts_are_compared_as_far_as_a_linear_rope_stretches_them():
@@ -50,28 +41,29 @@ def test_contexts_are_compared_as_far_as_a_linear_rope_stretches_them():
     assert card.caveats_of(linear, {"target": gemma}) == card.caveats_of(linear, {"target": wide})
 
 
-def with_(name, make):
-    return lambda tensors: tensors.update({name: make(tensors)})
-
-
-def nan(tensors):
-    tensors["midlayer.mlp.up_proj.weight"][3, 4] = float("nan")
+def nan(tensor):
+    tensor[3, 4] = torch.nan
+    return tensor
 
 
 @pytest.mark.parametrize(
-    ("plant", "named"),
+    ("name", "tensor", "named"),
     [
-        (nan, "midlayer.mlp.up_proj.weight holds 1 NaN"),
-        (with_("embed_tokens.weight", lambda _: torch.ones(40, 16)), "embed_tokens.weight is superfluous"),
-        (with_("fc.weight", lambda t: t["fc.weight"].T), "fc.weight has shape [32, 16], not [16, 32]"),
-        (with_("norm.weight", lambda t: t["norm.weight"].long()), "norm.weight is torch.int64"),
+        ("midlayer.mlp.up_proj.weight", nan, "holds 1 NaN"),
+        ("embed_tokens.weight", lambda _: torch.ones(40, 16), "is superfluous"),
+        ("fc.weight", lambda t: t.T, "has shape [32, 16], not [16, 32]"),
+        ("norm.weight", lambda t: t.long(), "is torch.int64"),
     ],
 )
-def test_each_fault_is_named(plant, named):
+def test_each_fault_is_named(name, tensor, named):
     tensors = random_tensors(TINY)
-    plant(tensors)
+    tensors[name] = tensor(tensors.get(name))
     problems = contract.check(tensors, TINY)
-    assert any(named in problem for problem in problems), problems
+    assert any(f"{name} {named}" in problem for problem in problems), problems
+
+
+# GLM-4.5, of 8 heads of keys.
+GLM = {"hidden_size": 5120, "num_attention_heads": 96, "num_key_value_heads": 8, "target_hidden_size": 5120}
 
 
 @pytest.mark.parametrize(
@@ -80,10 +72,12 @@ def test_each_fault_is_named(plant, named):
         ("llama", {"aux_layers": [2, 1]}, "ascend"),
         ("llama", {"hidden_size": 8}, "share_embedding"),
         ("llama", {"num_attention_heads": 3}, "no multiple"),
+        ("llama", GLM, "set drafter.qk_norm=true or drafter.num_attention_heads=80"),
         ("llama", {"parallel": True, "ptd_token_id": 39}, "mask_hidden is missing"),
         ("llama", {"parallel": True}, "ptd_token_id=None is none"),
         ("mla", {"num_key_value_heads": 1}, "MLA gives each head a key of its own"),
         ("mla", {"head_dim": 16}, "MLA gives each head a key of its own"),
+        ("mla", {"norm_before_fc": True}, "no MLA draft with norm_before_fc"),
         ("mla", {"max_position_embeddings": 129}, "beyond the 128 positions"),
     ],
 )

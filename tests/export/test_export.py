@@ -25,7 +25,7 @@ from eagle31_train.config import DrafterConfig
 from eagle31_train.model import vocab
 from eagle31_train.targets.derive import complete, default_weight_decay
 from eagle31_train.targets.description import TargetDescription
-from tests.export.conftest import TINY
+from tests.export.conftest import TINY, TINY_IDS
 
 
 def test_the_checkpoint_is_the_trained_drafter(run, capsys):
@@ -37,7 +37,7 @@ def test_the_checkpoint_is_the_trained_drafter(run, capsys):
     for name, tensor in trained.items():
         assert tensors[name].dtype == torch.bfloat16
         assert torch.equal(tensors[name], tensor.bfloat16()), name
-    ids = torch.tensor([0, 1, 2, 5, 8, 13, 21, 25, 30, 33, 36, 39])
+    ids = torch.from_numpy(TINY_IDS)
     assert tensors["d2t"].dtype == torch.int64
     assert torch.equal(tensors["d2t"] + torch.arange(12), ids)
     assert tensors["t2d"].dtype == torch.bool
@@ -53,31 +53,20 @@ def test_the_checkpoint_is_the_trained_drafter(run, capsys):
 
 
 @pytest.mark.parametrize(
-    ("seen", "name"),
-    [
-        ("there", "manifest.json"),
-        ("there", "drafter.json"),
-        ("there", "model.safetensors"),
-        ("whole", "model.safetensors"),
-    ],
+    ("after", "name"),
+    [(Path, "manifest.json"), (Path, "drafter.json"), (Path, "model.safetensors"), (artifacts, "model.safetensors")],
 )
-def test_files_that_another_process_removes_once_they_were_seen_are_named(seen, name, run, monkeypatch):
-    """As a training with overwrite=true does."""
+def test_files_that_another_process_removes_once_they_were_seen_are_named(after, name, run, monkeypatch):
+    """As a training with overwrite=true does, after a look whether they are there (Path), or whole (artifacts)."""
     config = run.config()
 
-    @replaced(monkeypatch, Path, "is_file")
-    def look(is_file, path):
-        found = is_file(path)
-        if path.name == name and seen == "there":
+    @replaced(monkeypatch, after, "is_file" if after is Path else "first_damaged")
+    def look(real, first, *given):
+        found = real(first, *given)
+        gone = [first] * (first.name == name) if after is Path else list(run.folder.rglob(name))
+        for path in gone:
             path.unlink(missing_ok=True)
         return found
-
-    @replaced(monkeypatch, artifacts, "first_damaged")
-    def check(first_damaged, *given):
-        damage = first_damaged(*given)
-        if seen == "whole":
-            next(run.folder.rglob(name)).unlink()
-        return damage
 
     with pytest.raises(UserError, match=rf"{name} (is missing|cannot be read|has just been removed)"):
         export.export(config)
@@ -107,30 +96,24 @@ def test_a_licence_is_on_the_card_and_files_of_others_stay(run):
     export.export(run.config("license=apache-2.0"))
     out = run.folder / "export"
     assert yaml.safe_load(run.exported()[2].split("---")[1])["license"] == "apache-2.0"
-    (out / "LICENSE").write_text("ours")
+    others = {"LICENSE": "ours", "notes/a.md": "mine"}
     (out / "notes").mkdir()
-    (out / "notes" / "a.md").write_text("mine")
-    for number in (1, 2):
-        export.export(run.config("license=mit", f"evaluate.num_speculative_tokens={number}"))
-        assert (out / "LICENSE").read_text() == "ours"
-        assert (out / "notes" / "a.md").read_text() == "mine"
-    card = out / "README.md"
+    for name, text in others.items():
+        (out / name).write_text(text)
+    card, cards = out / "README.md", set()
+    for option in ("seed=0", "evaluate.draft_sampling=probabilistic", "target.trust_remote_code=true"):
+        export.export(run.config("license=mit", option))
+        assert {name: (out / name).read_text() for name in others} == others
+        cards.add(card.read_text())
+    assert len(cards) == 3, "of another command there is another card"
     card.write_text(card.read_text() + "more words")
     assert training_of_export(out) is not None, "it is still the export of this training"
     with pytest.raises(UserError, match=r"README\.md has been changed since it was written: license=… names a licence"):
-        export.export(run.config("license=mit", "evaluate.num_speculative_tokens=2"))
+        export.export(run.config("license=mit"))
     assert card.read_text().endswith("more words")
-    export.export(run.config("license=mit", "evaluate.num_speculative_tokens=2", "overwrite=true"))
+    export.export(run.config("license=mit", "overwrite=true"))
     assert not card.read_text().endswith("more words")
     assert (out / "LICENSE").read_text() == "ours"
-
-
-@pytest.mark.parametrize("option", ["evaluate.draft_sampling=probabilistic", "target.trust_remote_code=true"])
-def test_another_command_makes_another_card(run, option):
-    export.export(run.config())
-    before = run.exported()[2]
-    export.export(run.config(option))
-    assert run.exported()[2] != before
 
 
 def test_other_shapes_are_exported_too(run):
@@ -153,38 +136,32 @@ def test_a_parallel_drafter_is_exported_and_read_again(run):
     config, tensors, _ = run.exported()
     assert (config["ptd_token_id"], tensors["mask_hidden"].shape) == (39, (1, 32))
     assert DrafterCheckpoint.open(run.folder / "export").shape == parallel
-    save_file(
-        {**tensors, "mask_hidden": tensors["mask_hidden"].view(1, 1, 32)}, run.folder / "export/model.safetensors"
-    )
+    tensors["mask_hidden"] = tensors["mask_hidden"].view(1, 1, 32)
+    save_file(tensors, run.folder / "export/model.safetensors")
     assert DrafterCheckpoint.open(run.folder / "export").tensors["mask_hidden"].shape == (1, 32)  # as others write it
 
 
-def test_a_value_that_the_dtype_cannot_hold_is_refused(run):
-    run.change_tensors(norm__weight=torch.full((16,), 1e6))
-    with pytest.raises(UserError, match=r"norm.weight holds 16 NaN or infinite"):
-        export.export(run.config("target.dtype=float16"))
+def taken(**tensors):
+    return lambda run: run.change_tensors(**tensors)
 
 
 @pytest.mark.parametrize(
-    ("spoil", "named"),
+    ("spoil", "option", "named"),
     [
-        (lambda run: run.change_tensors(fc_norm__1__weight=None), r"^.*step-000007.*fc_norm\.1\.weight is missing"),
-        (lambda run: (run.checkpoint / "model.safetensors").write_bytes(b"{}"), "model.safetensors has 2 bytes"),
+        (taken(fc_norm__1__weight=None), "seed=0", r"^.*step-000007.*fc_norm\.1\.weight is missing"),
+        (lambda run: (run.checkpoint / "model.safetensors").write_bytes(b"{}"), "seed=0", "safetensors has 2 bytes"),
+        (taken(norm__weight=torch.full((16,), 1e6)), "target.dtype=float16", "norm.weight holds 16 NaN or infinite"),
+        (taken(), "drafter.norm_output=false", "was trained with norm_output="),
+        (taken(), "drafter.head_dim=8", "was trained with head_dim="),
+        (taken(), "target.aux_layers=[0,2]", "was trained with aux_layers="),
     ],
 )
-def test_missing_or_damaged_inputs_are_named_and_nothing_is_written(spoil, named, run):
+def test_what_cannot_be_exported_is_named_and_nothing_is_written(spoil, option, named, run):
     spoil(run)
     before = contents(run.folder)
     with pytest.raises(UserError, match=named):
-        export.export(run.config())
-    assert contents(run.folder) == before
-
-
-@pytest.mark.parametrize("option", ["drafter.norm_output=false", "drafter.head_dim=8", "target.aux_layers=[0,2]"])
-def test_options_that_contradict_the_weights_are_refused(option, run):
-    name = option.split("=")[0].split(".")[1]
-    with pytest.raises(UserError, match=f"was trained with {name}="):
         export.export(run.config(option))
+    assert contents(run.folder) == before
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "beta_fast": 1.0}

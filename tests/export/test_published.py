@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from made import message_of
@@ -11,11 +10,12 @@ from safetensors.torch import load_file, save_file
 from spelling import joined, layers_0, same, speculators, write
 
 from eagle31_train.checkpoint import config_json, published
+from eagle31_train.checkpoint.contract import LAYER_IDS
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 
 
-def read(folder, counted=""):
-    checkpoint = DrafterCheckpoint.open(f"{folder}{counted}")
+def read(folder):
+    checkpoint = DrafterCheckpoint.open(folder)
     assert checkpoint.tensors
     return checkpoint
 
@@ -26,17 +26,15 @@ def refusal(folder):
     return message
 
 
-def assert_same_draft(ours, theirs):
-    assert ours.shape == theirs.shape
-    np.testing.assert_array_equal(ours.vocab.target_ids, theirs.vocab.target_ids)
-    assert ours.tensors.keys() == theirs.tensors.keys()
-    assert all(torch.equal(ours.tensors[name], theirs.tensors[name]) for name in theirs.tensors)
+def alike(ours, theirs):
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 def old_rope(config):
     """As transformers 4 and DeepSeek wrote it."""
-    scaling = config["rope_scaling"] and {k: v for k, v in config["rope_scaling"].items() if k != "rope_type"}
-    return {**{key: value for key, value in config.items() if key != "rope_parameters"}, "rope_scaling": scaling}
+    del config["rope_parameters"]
+    (config["rope_scaling"] or {}).pop("rope_type", None)
+    return config
 
 
 def in_model(tensors):
@@ -60,12 +58,13 @@ def with_(name, make):
     return lambda tensors: {**tensors, name: make(tensors)}
 
 
-def ids_elsewhere(shift):
-    def change(config):
-        ids = [layer + shift for layer in config.pop("eagle_aux_hidden_state_layer_ids")]
-        return {**config, "eagle_config": {"eagle_aux_hidden_state_layer_ids": ids[::-1], "use_aux_hidden_state": True}}
+def ids_elsewhere(config):
+    ids = config.pop(LAYER_IDS)
+    return {**config, "eagle_config": {LAYER_IDS: ids[::-1], "use_aux_hidden_state": True}}
 
-    return change
+
+def sglang_ids(config):
+    return ids_elsewhere({**config, LAYER_IDS: [layer - 1 for layer in config[LAYER_IDS]]})
 
 
 def copied(config):
@@ -84,8 +83,8 @@ SPELLINGS = {  # config.json, tensors
     "no t2d": (same, without("t2d")),
     "tables of RoPE": (same, with_("midlayer.self_attn.rotary_emb.inv_freq", lambda _: torch.ones(3))),
     "int32 d2t": (same, with_("d2t", lambda t: t["d2t"].int())),
-    "layer ids in eagle_config@inputs": (ids_elsewhere(0), same),
-    "layer ids as SGLang counts them@outputs": (ids_elsewhere(-1), same),
+    "layer ids in eagle_config@inputs": (ids_elsewhere, same),
+    "layer ids as SGLang counts them@outputs": (sglang_ids, same),
     "rope of older versions": (old_rope, same),
     "llama: speculators": (speculators, layers_0),
     "llama: another name": (lambda c: {**c, "architectures": ["Eagle3LlamaForCausalLM"]}, same),
@@ -100,28 +99,26 @@ def test_every_spelling_reads_as_the_drafter_that_was_exported(kind, spelling, e
     run, (of_config, of_tensors) = exports[kind], SPELLINGS[spelling]
     config, tensors, _ = run.exported()
     _, at, counted = spelling.partition("@")
-    draft = read(write(tmp_path / "other", of_config(dict(config)), of_tensors(tensors)), counted=at + counted)
+    folder = write(tmp_path / "other", of_config(dict(config)), of_tensors(tensors))
+    draft = read(f"{folder}{at}{counted}")
     trained = load_file(run.checkpoint / "model.safetensors")
     assert draft.shape == replace(run.shape, rope_scaling=config_json.rope_scaling(run.shape))
     assert draft.vocab.target_ids.tolist() == [0, 1, 2, 5, 8, 13, 21, 25, 30, 33, 36, 39]
     assert draft.target_name == "someone/a-target"
-    assert draft.tensors.keys() == trained.keys()
-    assert all(torch.equal(draft.tensors[name], trained[name]) for name in trained)
+    assert alike(draft.tensors, trained)
 
 
 def test_shards_are_read_by_their_index(exports, tmp_path):
     """Three files and an index, beside a file of somebody else's that the index does not list."""
     config, tensors, _ = exports["llama"].exported()
-    sharded, files = write(tmp_path / "sharded", config, {}), {}
-    (sharded / "model.safetensors").unlink()
+    sharded, files = write(tmp_path / "sharded", config, {"fc.weight": torch.zeros(1)}), {}
     for shard in range(3):
         name = f"model-{shard + 1:05d}-of-00003.safetensors"
         part = dict(sorted(tensors.items())[shard::3])
         save_file(part, sharded / name)
         files |= dict.fromkeys(part, name)
-    save_file({"fc.weight": torch.zeros(1)}, sharded / "consolidated.safetensors")
     (sharded / published.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}))
-    assert_same_draft(read(sharded), read(exports["llama"].folder / "export"))
+    assert alike(read(sharded).tensors, read(exports["llama"].folder / "export").tensors)
     third = sharded / "model-00003-of-00003.safetensors"
     whole = third.read_bytes()
     third.unlink()
@@ -140,7 +137,9 @@ def test_the_whole_vocabulary_needs_no_map_and_may_share_the_targets_head(export
     draft = read(write(tmp_path / "whole", {**config, "draft_vocab_size": None}, whole))
     assert draft.vocab.target_ids.tolist() == list(range(40))
     zeros = {**whole, "d2t": torch.zeros(40, dtype=torch.int64)}
-    assert_same_draft(read(write(tmp_path / "zeros", {**config, "draft_vocab_size": 40}, zeros)), draft)
+    mapped = read(write(tmp_path / "zeros", {**config, "draft_vocab_size": 40}, zeros))
+    assert (mapped.shape, mapped.vocab.target_ids.tolist()) == (draft.shape, list(range(40)))
+    assert alike(mapped.tensors, draft.tensors)
     del whole["lm_head.weight"]
     shared = read(write(tmp_path / "shared", {**config, "draft_vocab_size": None}, whole))
     assert "lm_head.weight" not in shared.tensors
@@ -160,7 +159,14 @@ def twice(tensors):
     return {**without("t2d")(tensors), "d2t": d2t}
 
 
-SCALING = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+def attention_factor(config):
+    return {**config, "rope_scaling": {**config["rope_scaling"], "attention_factor": 1.0}}
+
+
+def fused_of_another_size(tensors):
+    return joined(tensors) | {"midlayer.self_attn.fused_qkv_a_proj.weight": torch.ones(7, 32)}
+
+
 OFFSET = "d2t must be the offset target id - draft id"
 FAULTS = {  # config.json, tensors, words
     "a Llama called MLA": (lambda c: {**c, "architectures": ["Eagle3DeepseekV2ForCausalLM"]}, same, "model_type llama"),
@@ -180,17 +186,9 @@ FAULTS = {  # config.json, tensors, words
     "mla: sparse": (lambda c: {**c, "model_type": "deepseek_v32", "index_topk": 9}, same, "deepseek_v32, index_topk"),
     "mla: not causal": (lambda c: {**c, "is_causal": False}, same, "is_causal"),
     "mla: a width that is a text": (lambda c: {**c, "qk_rope_head_dim": "64"}, same, "qk_rope_head_dim: "),
-    "mla: an attention_factor": (
-        lambda c: {**c, "rope_scaling": {**SCALING, "attention_factor": 1.0}},
-        same,
-        "attention_factor means nothing, or something else, to vLLM",
-    ),
+    "mla: an attention_factor": (attention_factor, same, "attention_factor means nothing, or something else, to vLLM"),
     "mla: full rank by the config": (lambda c: {**c, "q_lora_rank": None}, same, "q_proj.weight is missing"),
-    "mla: fused of another size": (
-        same,
-        lambda t: joined(t) | {"midlayer.self_attn.fused_qkv_a_proj.weight": torch.ones(7, 32)},
-        "q_a_proj.weight is missing",
-    ),
+    "mla: fused of another size": (same, fused_of_another_size, "q_a_proj.weight is missing"),
 }
 
 
