@@ -10,8 +10,6 @@ from sample_results import serving
 from eagle31_train import export
 from eagle31_train.common import artifacts
 
-SERVING = serving()
-
 
 def compared(run, folder, rate=0.5):
     told = {**run.result(rate, "A", "B"), "trainings": {"A": ["runs/a"], "B": ["runs/b"]}}
@@ -25,8 +23,7 @@ def record(run):
 
 
 def weights(run):
-    file = run.folder / "export" / "model.safetensors"
-    return file.read_bytes()
+    return (run.folder / "export" / "model.safetensors").read_bytes()
 
 
 def test_new_results_make_a_new_card_of_the_same_weights(run, tmp_path, capsys):
@@ -36,9 +33,9 @@ def test_new_results_make_a_new_card_of_the_same_weights(run, tmp_path, capsys):
     export.export(run.config())
     first = run.exported()[2]
     assert "Kept of the plain form" in first
-    serving = {"inputs": {"train": "e" * 16, "export": checkpoint}, "serving": SERVING}
-    serving["files"] = run.draw(run.folder / "serving", {"serving": SERVING})
-    artifacts.write_json(run.folder / "serving" / "manifest.json", serving)
+    served = {"inputs": {"train": "e" * 16, "export": checkpoint}, "serving": serving()}
+    served["files"] = run.draw(run.folder / "serving", {"serving": serving()})
+    artifacts.write_json(run.folder / "serving" / "manifest.json", served)
     run.evaluate(0.7)
     export.export(run.config())
     assert run.exported()[2] != first
@@ -81,13 +78,12 @@ def test_acceptance_of_other_weights_is_not_claimed(trained, run, capsys):
     run.evaluate()
     export.export(run.config())
     assert "acceptance of this checkpoint was not measured" not in run.exported()[2]
-    assert capsys.readouterr().out.count("is of other weights") == 0
-    file = run.folder / "train" / "manifest.json"
+    assert "is of other weights" not in capsys.readouterr().out
     if trained == "of other inputs":
+        file = run.folder / "train" / "manifest.json"
         artifacts.write_json(file, {**artifacts.read_json(file, ""), "fingerprint": "0" * 16})
     else:
         run.change_tensors(norm__weight=torch.full((16,), 0.5))
-        assert artifacts.read_json(file, "")["fingerprint"] == "e" * 16
     export.export(run.config("overwrite=true"))
     assert "The acceptance of this checkpoint was not measured." in run.exported()[2]
     warning = f"{run.folder}/evaluate is of other weights or an earlier version, and not on the card: run"

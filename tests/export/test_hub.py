@@ -37,18 +37,19 @@ def test_only_push_sends_and_only_pictures_of_an_earlier_export_leave(run, hub):
     assert hub.files("me/draft").keys() == {"config.json", "model.safetensors", "README.md", "images/logo.png"}
 
 
-def test_a_public_repository_is_not_taken_for_a_private_one(run, hub):
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("private=true", "me/draft is public"),
+        # In that format vLLM would look for the target's revision in the drafter's repository.
+        ("export_format=speculators target.revision=abc", r"cannot name target\.revision"),
+    ],
+)
+def test_what_may_not_be_uploaded_is_not(options, said, run, hub):
     hub.repositories["me/draft"] = False, []
-    with pytest.raises(UserError, match="me/draft is public"):
-        export(run.config("push=true", "repo=me/draft", "private=true"))
+    with pytest.raises(UserError, match=said):
+        export(run.config("push=true", "repo=me/draft", *options.split()))
     assert hub.files("me/draft") == {}
-
-
-def test_in_speculators_format_vllm_would_look_for_the_targets_revision_in_the_drafters_repository(run, hub):
-    options = "push=true", "repo=me/draft", "export_format=speculators", "target.revision=abc"
-    with pytest.raises(UserError, match=r"cannot name target\.revision"):
-        export(run.config(*options))
-    assert hub.repositories == {}
 
 
 def test_of_what_the_hubs_client_says_the_first_line_is_shown(monkeypatch):

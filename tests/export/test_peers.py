@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from spelling import write
 
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.common.errors import UserError
@@ -66,29 +67,25 @@ def test_a_draft_gives_the_logits_of_its_trainer(draft):
         assert (found[1, rows:9] - wanted[1, rows:9]).abs().max() > 1e-2
 
 
-def test_specforges_layer_ids_are_not_guessed_and_each_reading_is_another_draft():
+def test_each_reading_of_layer_ids_is_another_draft():
+    """And neither is guessed, which `published_configs.jsonl` has."""
     folder = FIXTURES / "specforge" / "sglang"
-    with pytest.raises(UserError, match=r"the layer ids \[0, 1, 3\], of inputs"):
-        DrafterCheckpoint.open(folder)
-    readings = [DrafterCheckpoint.open(f"{folder}@{counted}") for counted in ("inputs", "outputs")]
-    assert [one.shape.aux_layers for one in readings] == [[0, 1, 3], [1, 2, 4]]
-    assert readings[0].identity != readings[1].identity  # or one's measurements would be taken for the other's
-    assert readings[0].folder == readings[1].folder == folder
+    inputs, outputs = (DrafterCheckpoint.open(f"{folder}@{counted}") for counted in ("inputs", "outputs"))
+    assert (inputs.shape.aux_layers, outputs.shape.aux_layers) == ([0, 1, 3], [1, 2, 4])
+    assert inputs.identity != outputs.identity  # or one's measurements would be taken for the other's
+    assert inputs.folder == outputs.folder == folder
 
 
 def test_a_draft_of_specforge_whose_lm_head_reads_states_without_a_norm_is_refused(tmp_path):
     folder = FIXTURES / "specforge" / "hf"
-    config = json.loads((folder / "config.json").read_text())
+    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
     for norm_output, weight in ((False, 1.5), (True, 1.0), (False, 1.0)):
-        tensors = load_file(folder / "model.safetensors")
         tensors["norm.weight"] = torch.full_like(tensors["norm.weight"], weight)
-        save_file(tensors, tmp_path / "model.safetensors")
-        (tmp_path / "config.json").write_text(json.dumps({**config, "norm_output": norm_output}))
-        if not norm_output and weight == 1:
-            with pytest.raises(UserError, match=r"norm\.weight is all ones"):
-                DrafterCheckpoint.open(f"{tmp_path}@outputs")
-        else:
-            assert DrafterCheckpoint.open(f"{tmp_path}@outputs").shape.norm_output == norm_output
+        draft = f"{write(tmp_path, {**config, 'norm_output': norm_output}, tensors)}@outputs"
+        if norm_output or weight != 1:
+            assert DrafterCheckpoint.open(draft).shape.norm_output == norm_output
+    with pytest.raises(UserError, match=r"norm\.weight is all ones"):
+        DrafterCheckpoint.open(draft)
 
 
 def test_rows_that_torchspec_takes_from_other_tokens_are_refused(tmp_path):
@@ -98,6 +95,5 @@ def test_rows_that_torchspec_takes_from_other_tokens_are_refused(tmp_path):
         DrafterCheckpoint.open(f"{folder}@outputs")
     tensors = load_file(folder / "model.safetensors")
     tensors["lm_head.weight"] = torch.arange(24 * 32.0).reshape(24, 32)
-    save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    write(tmp_path, json.loads((folder / "config.json").read_text()), tensors)
     assert DrafterCheckpoint.open(f"{tmp_path}@outputs").shape.draft_vocab_size == 24
