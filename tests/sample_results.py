@@ -12,12 +12,8 @@ CONDITIONS = {"machine": "a | processor", "dtype": "float32", "max_new_tokens": 
 
 
 def measured(name, counts, temperature=0.0, top_p=1.0, notes=()):
-    """A workload and its measurements.
-
-    Args:
-        name: "SUITE" or "SUITE · PERTURBATION".
-        counts: of each drafter by name: a list of Counts, or several of them, one for each training.
-    """
+    """The workload "SUITE" or "SUITE · PERTURBATION" and its measurements. counts: of each drafter by name, a list of
+    Counts, or several of them, one for each training."""
     suite, _, perturbation = name.partition(" · ")
     several = {name: some if some and isinstance(some[0], list) else [some] for name, some in counts.items()}
     rows, *_ = next(iter(several.values()))
@@ -47,22 +43,16 @@ def sheet(name, rates, prompts=12, drift=True, **more):
 
 def serving():
     accepted = {"drafts": 1234, "acceptance_length": 1.95, "acceptance_at_depth": [0.6, 0.25, None]}
-    rows = [
-        {
-            "drafter": "B" if tokens else None,
-            "draft_tokens": tokens,
-            "concurrency": users,
-            "requests": 24,
-            "per_user": [value, value - 1, value + 1],
-            "speedup": [value / 20, None, None] if tokens else None,
-            "total": 99.5,
-            "different": 2 if tokens else 0,
-            "acceptance": accepted if tokens else None,
-            "ttft": {"mean": 0.05, "p50": 0.041, "p95": 0.0912},
-            "tpot": dict.fromkeys(("mean", "p50", "p95")),
-        }
-        for tokens, users, value in ((0, 1, 20.0), (0, 16, 9.0), (3, 1, 30.0), (3, 16, 8.0))
-    ]
+    times = {"ttft": {"mean": 0.05, "p50": 0.041, "p95": 0.0912}, "tpot": dict.fromkeys(("mean", "p50", "p95"))}
+    rows = []
+    for drafted, users, speed in ((0, 1, 20.0), (0, 16, 9.0), (3, 1, 30.0), (3, 16, 8.0)):
+        row = {"drafter": None, "draft_tokens": drafted, "concurrency": users, "requests": 24, "total": 99.5, **times}
+        row |= {"per_user": [speed, speed - 1, speed + 1], "speedup": None, "different": 0, "acceptance": None}
+        if drafted:
+            speedup = [speed / 20, None, None]
+            row |= {"drafter": "B", "speedup": speedup, "different": 2, "acceptance": accepted}
+        rows.append(row)
+    by_load = [[1, 1, 3], [2, 16, 0]]
     return {
         "vllm": "0.32",
         "dtype": "bfloat16",
@@ -72,9 +62,7 @@ def serving():
         "temperature": 0.7,
         "top_p": 1.0,
         "rows": rows,
-        "schedules": {
-            "B": {"num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": [[1, 1, 3], [2, 16, 0]]}
-        },
+        "schedules": {"B": {"num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": by_load}},
         "verdict": ["B: at concurrency 1 num_speculative_tokens=3 is best."],
         "notes": ["B, 3 draft tokens, 1 users: 2 of 24 answers are <different>"],
     }

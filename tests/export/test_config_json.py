@@ -1,5 +1,6 @@
 """config.json: every field, read back by transformers and by us; what others write; what vLLM would misread."""
 
+import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -9,12 +10,16 @@ from safetensors.torch import load_file
 from transformers import DeepseekV2Config, DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding
 
+from eagle31_train import compare
 from eagle31_train.checkpoint import config_json, contract, published_config
 from eagle31_train.common.errors import UserError
 from eagle31_train.model.rope import Rope
 from tests.export.conftest import TINY, TINY_MLA
 
-STORED = Path(__file__).parent.parent / "fixtures" / "v68c343f"
+FIXTURES = Path(__file__).parent.parent / "fixtures"
+STORED = FIXTURES / "v68c343f"
+# Of others' drafts, each from the public source that its line names.
+FOUND = [json.loads(line) for line in (FIXTURES / "published_configs.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize("name", ["run", "eagle3", "mla"])
@@ -88,6 +93,40 @@ def test_a_config_that_transformers_does_not_go_over_has_the_window_of_its_layer
     config = config_json.speculators_json(replace(TINY, qk_norm=True), "float32", "x", 3)
     config["transformer_layer_config"] |= {**WINDOW, **SLIDES, "use_sliding_window": False}
     assert published_config.shape_from_config(config).sliding_window == 64
+
+
+def read(one):
+    """The shape of a published draft, as DrafterCheckpoint.open takes it."""
+    layers, counted = one["target_layers"], one["counted"]
+    shape = published_config.shape_from_config(one["config"], target_layers=lambda: layers, counted=counted)
+    if problems := contract.check_shape(shape):
+        raise UserError(problems[0])
+    return shape
+
+
+@pytest.mark.parametrize("one", FOUND, ids=[one["draft"] for one in FOUND])
+def test_configs_of_others_are_read_or_refused_by_name(one):
+    if "refused" in one:
+        with pytest.raises(UserError, match=one["refused"]):
+            read(one)
+        return
+    shape = read(one)
+    assert {name: getattr(shape, name) for name in one["read"]} == one["read"]
+    if "vllm" not in one:  # it can load it
+        published_config.check_served(one["config"])
+
+
+def test_what_vllm_could_not_load_is_refused_before_it_starts(tmp_path):
+    """vLLM 0.32 stops over the width of fc; with the count that the line asks for, it does not."""
+    (one,) = (copy.deepcopy(one) for one in FOUND if "vllm" in one)
+    four, file = one["config"], tmp_path / "config.json"
+    file.write_text(json.dumps(four))
+    with pytest.raises(UserError, match=r'config.json has 4 layer ids, .* add "num_aux_hidden_states": 4 beside'):
+        compare.exported(str(tmp_path))
+    four["transformer_layer_config"]["num_aux_hidden_states"] = 4
+    file.write_text(json.dumps(four))
+    assert compare.exported(str(tmp_path)) == tmp_path
+    assert read(one).aux_layers == [2, 46, 91, 93]
 
 
 @pytest.mark.parametrize("more", [{}, {"qk_norm": True, "num_layers": 2}])

@@ -15,9 +15,9 @@ from eagle31_train.reporting import card, markdown, recipe
 from eagle31_train.reporting.card import CardResult, CardResults
 
 
-def rendered(*options, results=None, target=None, **shape):
+def rendered(*options, results=None, **shape):
     train = {"inputs": {"train": {"lr": 0.001}}, "tokens": 12345, "heldout": {"tau": 1.5}}
-    data = {"coverage": 0.975, "refused": [{"where": "/home/me/x.jsonl:3"}], "files": {}, "target": target or {}}
+    data = {"coverage": 0.975, "refused": [{"where": "/home/me/x.jsonl:3"}], "files": {}}
     config = load_config(["+experiment=smollm2", *options])
     text = card.render(config, shape_of(**shape), train, data, results or CardResults())
     _, head, body = text.split("---\n", 2)
@@ -93,14 +93,6 @@ def test_results_are_told_once_and_with_their_pictures_folders_of_the_machine_ar
         "| a\\|b\\<c\\> | 6 | ",
     )
     assert body.count("What the numbers mean: docs/glossary.md") == 1
-
-
-def test_the_card_knows_the_target_that_the_drafter_serves():
-    long, windowed = {"max_position_embeddings": 10**6}, {"max_position_embeddings": 8192, "sliding_window": 64}
-    assert "drafts in contexts of up to" in rendered(target=long)[1]
-    _, body = rendered(target=windowed, max_position_embeddings=8192)
-    assert "every layer of the target sees 64 tokens" in body
-    assert "drafts in contexts of up to" not in body
 
 
 @pytest.mark.parametrize(
