@@ -1,7 +1,7 @@
 """What others wrote reaches no terminal, page or card raw."""
 
-import ast
 import logging
+import re
 import sys
 import unicodedata
 import warnings
@@ -53,23 +53,20 @@ def test_a_terminal_sees_no_command(capsys, monkeypatch):
         for error in (UserError(HOSTILE), FileExistsError(17, HOSTILE, HOSTILE)):
             with pytest.raises(SystemExit), explained():
                 raise error
+        with Progress(total=3, desc=HOSTILE, mininterval=0) as bar:
+            bar.update()
         said = capsys.readouterr()
         assert said.out == SPELT + "\n"
         assert not any(sign in said.err for sign in "\x1b\x07\x9b\u202e\u2066\ud800")
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with Progress(total=3, desc=HOSTILE, mininterval=0) as bar:
-        bar.update()
-    assert "\u202e" not in capsys.readouterr().err
 
 
 def test_what_libraries_log_and_warn_of_is_cleaned_too(capsys):
     handler = logging.StreamHandler(sys.stderr)
-    logger = logging.getLogger("somebody")
-    logger.addHandler(handler)
+    logging.getLogger("somebody").addHandler(handler)
     with tidy():
-        logger.error("of %s", HOSTILE)
+        logging.getLogger("somebody").error("of %s", HOSTILE)
         print(warnings.formatwarning(HOSTILE, UserWarning, "file", 1), file=sys.stderr)
-    logger.removeHandler(handler)
+    logging.getLogger("somebody").removeHandler(handler)
     said = capsys.readouterr().err
     assert f"of {SPELT}\n" in said
     assert f"UserWarning: {SPELT}\n" in said
@@ -89,12 +86,9 @@ def test_pages_and_cards_show_it_spelt():
 
 def test_nothing_else_prints_or_makes_html_and_markdown_of_text():
     """ruff's T201 keeps `print` to the console; what else could go past it."""
+    other = re.compile(
+        r"(sys\.std(out|err)|tqdm)\.write|\w\.print\(|^\s*(from html import|import html\b)", re.MULTILINE
+    )
     for folder in ("eagle31_train", "train", "data_prep"):
-        for file in sorted((ROOT / folder).rglob("*.py")):
-            for node in ast.walk(ast.parse(file.read_text())):
-                if isinstance(node, ast.ImportFrom) and node.module == "html":
-                    assert file.name == "html.py"
-                if isinstance(node, ast.Attribute) and node.attr == "write" and file.name != "console.py":
-                    assert ast.unparse(node.value) not in ("sys.stdout", "sys.stderr", "tqdm")
-                if isinstance(node, ast.Attribute) and node.attr == "print":
-                    raise AssertionError(f"{file}: {ast.unparse(node)}")
+        found = {path.name for path in (ROOT / folder).rglob("*.py") if other.search(path.read_text())}
+        assert found <= {"console.py", "html.py"}

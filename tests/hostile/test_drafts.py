@@ -49,16 +49,13 @@ def read(folder):
 @pytest.fixture
 def draft(tmp_path):
     """Writes a draft of one of the kinds, with files of a case in the place of its own; the folder."""
-    last = []
 
     def write(kind, **files):
-        for path in last:
-            path.unlink(missing_ok=True)
-        good = {"config.json": json.dumps(CONFIGS[kind]).encode(), "model.safetensors": FILES[kind]}
-        written = good | {name.replace("__", "."): data for name, data in files.items()}
-        last[:] = [tmp_path / name for name in written]
-        for path, data in zip(last, written.values(), strict=True):
-            path.write_bytes(data)
+        for path in tmp_path.iterdir():
+            path.unlink()
+        good = {"config__json": json.dumps(CONFIGS[kind]).encode(), "model__safetensors": FILES[kind]}
+        for name, data in (good | files).items():
+            (tmp_path / name.replace("__", ".")).write_bytes(data)
         return tmp_path
 
     return write
@@ -73,8 +70,7 @@ def configs(kind):
 
 @cases(KINDS.flatmap(configs), quick=60, thorough=20_000)
 def test_config_json(case, draft):
-    kind, data = case
-    outcome(lambda: read(draft(kind, config__json=data)))
+    outcome(lambda: read(draft(case[0], config__json=case[1])))
 
 
 @st.composite
@@ -91,8 +87,7 @@ def headers(draw, kind):
 
 @cases(KINDS.flatmap(headers), quick=130, thorough=15_000)
 def test_safetensors(case, draft):
-    kind, data = case
-    outcome(lambda: read(draft(kind, model__safetensors=data)))
+    outcome(lambda: read(draft(case[0], model__safetensors=case[1])))
 
 
 def test_a_tensor_of_impossibly_many_rows_is_refused(draft):
@@ -101,12 +96,12 @@ def test_a_tensor_of_impossibly_many_rows_is_refused(draft):
     assert isinstance(outcome(lambda: read(draft("llama", model__safetensors=file))), UserError)
 
 
-INDICES = [{"metadata": {"total_size": 9}, "weight_map": dict.fromkeys(parts(FILES["llama"])[0], "model.safetensors")}]
+WHOLE = {"metadata": {"total_size": 9}, "weight_map": dict.fromkeys(parts(FILES["llama"])[0], "model.safetensors")}
 
 
-@cases(texts(documents(INDICES, ["weight_map"], ["config.json", "model.safetensors"])), quick=60, thorough=8_000)
+@cases(texts(documents([WHOLE], ["weight_map"], ["config.json", "model.safetensors"])), quick=60, thorough=8_000)
 def test_index(case, draft):
-    outcome(lambda: read(draft("llama", **{"model__safetensors__index__json": case})))
+    outcome(lambda: read(draft("llama", model__safetensors__index__json=case)))
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json"])
@@ -119,16 +114,15 @@ def test_links_to_nowhere_and_to_what_never_ends(name, kind, draft):
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
 def test_no_pickle_is_opened(name, draft, tmp_path):
-    folder = draft("llama")
+    folder, made = draft("llama"), tmp_path / "made"
     (folder / "model.safetensors").unlink()
-    torch.save(Acting(tmp_path / "made"), folder / name)
+    torch.save(Acting(made), folder / name)
     problem = outcome(lambda: read(folder))
     assert isinstance(problem, UserError)
-    assert not (tmp_path / "made").exists()
-    if name.endswith(".bin"):
-        assert "a pickle (pytorch_model.bin) is never opened" in str(problem)
-        torch.load(folder / name, weights_only=False)
-        assert (tmp_path / "made").exists(), "it would have"
+    assert ("a pickle (pytorch_model.bin) is never opened" in str(problem)) == name.endswith(".bin")
+    assert not made.exists()
+    torch.load(folder / name, weights_only=False)
+    assert made.exists(), "it would have"
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
