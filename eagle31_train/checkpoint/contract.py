@@ -55,22 +55,21 @@ def canonical_name(name: str) -> str:
 
 def sglang_problems(shape: DrafterShape, target_type: str, target_layers: int) -> list[str]:
     """What SGLang 0.5.23 would leave out or read otherwise, most of it in silence, one line each."""
-    first, last = min(shape.aux_layers), max(shape.aux_layers)
+    layers, first, last = f"aux_layers={shape.aux_layers}", min(shape.aux_layers), max(shape.aux_layers)
     lacking = ["qk_norm", "norm_before_residual", "attention_bias", "mlp_bias", "parallel"]
-    problems = [f"it has no drafters with {name}" for name in lacking if getattr(shape, name)]
-    if shape.sliding_window == 1:
-        problems.append("it has no windows of a token's own key alone")
-    if shape.architecture == "mla" and shape.num_layers > 1:
-        problems.append("it has no MLA drafters of several layers")
-    if not shape.share_embedding and shape.hidden_size == shape.target_hidden_size:
-        problems.append("it puts the target's embedding in place of the drafter's own")
-    if len(shape.aux_layers) * shape.target_hidden_size == shape.hidden_size:
-        problems.append("it leaves fc out where the auxiliary states are as wide as the drafter")
-    if first == 0 or last == target_layers:
-        problems.append(f"it gives neither the embedding nor the last output, as aux_layers={shape.aux_layers} ask")
-    if first != 2 and target_type.startswith(_COUNTED_BY_THE_FIRST):
-        problems.append(f"it miscounts layers of a {target_type}: the first of aux_layers={shape.aux_layers} must be 2")
-    return problems
+    own_embedding = not shape.share_embedding and shape.hidden_size == shape.target_hidden_size
+    as_wide = len(shape.aux_layers) * shape.target_hidden_size == shape.hidden_size
+    miscounted = first != 2 and target_type.startswith(_COUNTED_BY_THE_FIRST)
+    problems = {
+        **{f"it has no drafters with {name}": getattr(shape, name) for name in lacking},
+        "it has no windows of a token's own key alone": shape.sliding_window == 1,
+        "it has no MLA drafters of several layers": shape.architecture == "mla" and shape.num_layers > 1,
+        "it puts the target's embedding in place of the drafter's own": own_embedding,
+        "it leaves fc out where the auxiliary states are as wide as the drafter": as_wide,
+        f"it gives neither the embedding nor the last output, as {layers} ask": first == 0 or last == target_layers,
+        f"it miscounts layers of a {target_type}: the first of {layers} must be 2": miscounted,
+    }
+    return [problem for problem, there in problems.items() if there]
 
 
 def separate(tensors: Mapping[str, torch.Tensor], shape: DrafterShape) -> dict[str, torch.Tensor]:

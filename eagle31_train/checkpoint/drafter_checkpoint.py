@@ -67,7 +67,7 @@ class DrafterCheckpoint:
         allow_unfinished: bool = False,
         target_layers: Callable[[], int] | None = None,
     ) -> "DrafterCheckpoint":
-        """Find a drafter and read all of it but its weights.
+        """Find a drafter and read all of it but its weights. UserError: there is none; it is damaged, or another kind.
 
         Args:
             where: a run, its train/ or one of its checkpoints (train/checkpoints/step-…); a folder with config.json
@@ -77,8 +77,6 @@ class DrafterCheckpoint:
             data_folder: where a run's draft vocabulary is looked for first.
             allow_unfinished: of a run that is not finished, take the newest checkpoint.
             target_layers: gives the number of the target's layers, where config.json names no auxiliary layers.
-
-        UserError: there is none; it is damaged, or of another kind than EAGLE 3 or 3.1 drafters.
         """
         where = str(where)
         place, counted = split_name(where)

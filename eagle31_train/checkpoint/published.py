@@ -28,17 +28,15 @@ TABLES = ("rotary_emb.inv_freq", "rotary_pos_emb.inv_freq", "rotary_emb.cos_cach
 def read(
     folder: Path, target_layers: Callable[[], int] | None, counted: str | None = None
 ) -> tuple[DrafterShape, DraftVocab, dict[str, Tensor], frozenset[str], str | None]:
-    """Read config.json and map the tensors; whether they are all of a drafter, `contract` knows. `target_layers` gives
-    the layers of the target, and is asked only where vLLM would count them. `counted`: see `shape_from_config`.
+    """Read config.json and map the tensors; whether they are all of a drafter, `contract` knows. UserError: the draft
+    is damaged, of another kind, or says one thing in two ways that differ. Arguments: see `shape_from_config`.
 
     Returns:
         Shape; the target's id of each row of lm_head; tensors by canonical names, mapped from the files, of any float
         dtype, without maps, and without lm_head.weight where the target's own is meant; the names of those that are
-        int8 in the files; path or hub id of the target, where config.json says it. UserError: the draft is damaged, of
-        another kind, or says one thing in two ways that differ.
+        int8 in the files; path or hub id of the target, where config.json says it.
     """
-    config = _read_object(folder / CONFIG)
-    tensors = _read_tensors(folder)
+    config, tensors = _read_object(folder / CONFIG), _read_tensors(folder)
     if "fc.weight" in tensors and "midlayer.hidden_norm.weight" not in tensors:  # which config.json does not tell
         raise UserError("a drafter of EAGLE 1 or 2, or of another kind, without midlayer.hidden_norm.weight")
     shape = published_config.shape_from_config(config, tensors, target_layers, counted)

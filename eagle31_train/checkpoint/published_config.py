@@ -100,17 +100,14 @@ def shape_from_config(
     target_layers: Callable[[], int] | None = None,
     counted: str | None = None,
 ) -> DrafterShape:
-    """Read a checkpoint's config.json as vLLM does: its spellings, and its defaults for what is missing.
-
-    Of an MLA draft the fields of DeepSeek's experts are passed over, as vLLM does: the draft is dense.
+    """Read a checkpoint's config.json, of any EAGLE 3 trainer, as vLLM does: its spellings, and its defaults. Fields of
+    DeepSeek's experts mean nothing: the draft is dense. UserError: no EAGLE 3 drafter of a known kind, or a field is
+    missing, of another type, or beyond all real sizes.
 
     Args:
-        config: of this project, of other EAGLE 3 trainers, or in the format of `speculators`.
         tensor_names: the checkpoint's tensors, canonical; they alone say whether it has an embedding.
         target_layers: gives the layers of the target, for a config that leaves the auxiliary layers to vLLM.
         counted: one of COUNTED, for a config that does not tell which.
-
-    UserError: no EAGLE 3 drafter of a known kind, or a field is missing, of another type, or beyond all real sizes.
     """
     _check_types(config)
     layer, flags, residual_default = _flatten(config)

@@ -119,10 +119,11 @@ def test_no_pickle_is_opened(name, draft, tmp_path):
     torch.save(Acting(made), folder / name)
     problem = outcome(lambda: read(folder))
     assert isinstance(problem, UserError)
-    assert ("a pickle (pytorch_model.bin) is never opened" in str(problem)) == name.endswith(".bin")
     assert not made.exists()
-    torch.load(folder / name, weights_only=False)
-    assert made.exists(), "it would have"
+    if name.endswith(".bin"):
+        assert "a pickle (pytorch_model.bin) is never opened" in str(problem)
+        torch.load(folder / name, weights_only=False)
+        assert made.exists(), "it would have"
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
