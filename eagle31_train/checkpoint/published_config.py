@@ -167,7 +167,6 @@ def shape_from_config(
 
 def _check_types(config: Fields) -> None:
     try:
-        foreign.typed(_Fields, config)
         for layer in (config, config.get("transformer_layer_config") or {}):
             foreign.typed(_Fields, layer)
             for name in ("rope_scaling", "rope_parameters"):

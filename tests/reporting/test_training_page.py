@@ -1,7 +1,6 @@
 """The report of a run: what it reads, what it draws and what the page says, for a whole run and a running one."""
 
 import json
-import random
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ from eagle31_train.reporting import figures, training_page
 from eagle31_train.reporting.training_page import ESTIMATE, PLOTS, read, write
 from tests.reporting.test_evaluation_page import text_of
 
-DEPTHS = 3
+STEPS = range(1, 41)
 
 
 @pytest.fixture(autouse=True)
@@ -21,51 +20,45 @@ def small(monkeypatch):
     monkeypatch.setitem(figures.STYLE, "savefig.dpi", 25)
 
 
-def metrics(steps, left_out=()):
-    """Rows as training writes them, with numbers that say where they come from."""
-    rng = random.Random(0)
-    for step in range(1, steps + 1):
-        common = {"lr": 1e-4 * step / steps, "tokens": 100 * step}
-        if step in left_out:
-            yield {"step": step, "left_out": True, **common}
+def metrics():
+    """Rows as training writes them, with numbers that say where they come from; step 7 was left out."""
+    for step in STEPS:
+        row = {"step": step, "lr": 1e-4 * step / 40, "tokens": 100 * step}
+        if step == 7:
+            yield {**row, "left_out": True}
         else:
-            depths = [rng.uniform(0.4, 0.6) / (depth + 1) for depth in range(DEPTHS)]
-            loss = rng.uniform(2, 3)
-            row = {"step": step, "loss": loss, ESTIMATE: 1 + sum(depths), "oov_share": 0.01, **common}
-            row |= {f"{name}_at_depth": depths for name in ("loss", "accuracy", "prefix", "rms")}
-            yield {**row, "grad_norm": loss / 3}
+            depths = [(0.4 + step % 7 / 35) / depth for depth in (1, 2, 3)]
+            row |= {"loss": 2 + step % 11 / 11, ESTIMATE: 1 + sum(depths), "oov_share": 0.01, "grad_norm": step % 5}
+            yield row | {f"{name}_at_depth": depths for name in ("loss", "accuracy", "prefix", "rms")}
         if step % 5 == 0:
             measured = {"loss": 3.0 + step / 1000, "tau": 1.5 + step / 1000, "oov_share": 0.02}  # an earlier name
             measured |= {"acceptance_length": 1.9 - abs(step - 25) / 100, "acceptance_at_depth": [0.5, 0.25]}
             yield {"step": step, **{f"heldout_{name}": value for name, value in measured.items()}}
 
 
-def lines(rows):
-    return "".join(json.dumps(row) + "\n" for row in rows)
-
-
-def make_run(folder, steps=40, **options):
+def make_run(folder):
     train = folder / "train"
     train.mkdir(parents=True)
-    (train / "metrics.jsonl").write_text(lines(metrics(steps, **options)))
     timing = {"seconds": 2.0, "waited": 0.5, "tokens": 100, "memory_bytes": 2**31}
-    (train / "timings.jsonl").write_text(lines({"step": step, **timing} for step in range(1, steps + 1)))
-    (train / "launches.jsonl").write_text(lines({"facts": {"after_step": step}} for step in (0, 12, 30)))
+    timings = [{"step": step, **timing} for step in STEPS]
+    launches = [{"facts": {"after_step": step}} for step in (0, 12, 30)]
+    for name, rows in {"metrics": metrics(), "timings": timings, "launches": launches}.items():
+        (train / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (train / "config.yaml").write_text("name: <b>mine</b>\n")
-    manifest = {"steps": steps, "seconds": 90, "files": {"a": {"bytes": 1}}, "kept": {"step": 25}}
+    manifest = {"steps": 40, "seconds": 90, "files": {"a": {"bytes": 1}}, "kept": {"step": 25}}
     (train / "manifest.json").write_text(json.dumps(manifest))
     return folder
 
 
 def test_the_page_stands_alone_and_says_where_the_curves_ended(tmp_path):
-    run = make_run(tmp_path / "run", left_out=[7])
+    run = make_run(tmp_path / "run")
     page, notes = write(run)
     assert (page, notes) == (run / "report" / "report.html", [])
     assert {path.stem for path in page.parent.glob("*.png")} == {plot.name for plot in PLOTS}
     html = page.read_text()
     for word in ("http:", "https:", "<script", "<link", "@import", "url(", "<b>mine"):
         assert word not in html
-    loss = np.mean([row["loss"] for row in metrics(40, left_out=[7]) if "loss" in row])
+    loss = np.mean([row["loss"] for row in metrics() if "loss" in row])
     for words in (
         "Training ended; the last step was 40, and step 25 is kept.",
         f"loss {loss:.4g} 3.04 3.005 (step 5)",
