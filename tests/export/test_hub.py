@@ -52,6 +52,15 @@ def test_what_may_not_be_uploaded_is_not(options, said, run, hub):
     assert hub.files("me/draft") == {}
 
 
+def test_of_what_the_hubs_client_says_the_first_line_is_shown(monkeypatch):
+    def refuse(*_, **__):
+        raise OSError("no connection\nPlease check everything.")
+
+    monkeypatch.setattr(checkpoint_hub, "snapshot_download", refuse)
+    with pytest.raises(UserError, match=r"cannot be had from the hub \(no connection\): check the name"):
+        DrafterCheckpoint.open("me/draft")
+
+
 def test_a_repository_of_the_hub_is_known_by_its_commit(exports, monkeypatch, tmp_path):
     asked = []
     snapshot = tmp_path / ("1" * 40)
