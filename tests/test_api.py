@@ -51,6 +51,8 @@ def test_states_are_the_stores(folder):
     assert sample.last.shape == (len(sample.supervised), store.store.states["hidden_size"])
     assert sample.aux.dtype == torch.bfloat16
     assert torch.equal(sample.supervised, document.loss_mask[2:].nonzero()[:, 0] + 1)
+    with pytest.raises(UserError, match="heldout and train, and none named 'test'"):
+        store.count("test")
 
 
 def test_counts_are_the_evaluators(speculator):
@@ -72,10 +74,9 @@ def test_counts_are_the_evaluators(speculator):
 def test_a_runs_weights_are_those_that_are_served(folder, own):
     """As the exporter writes them, in the target's dtype; and run in the one that is asked for."""
     config = Path("runs/smollm2/train/config.yaml")
-    text = config.read_text()
-    assert "target:\n" in text
-    assert "\n  dtype: float32\n" in text
-    config.write_text(text.replace("\n  dtype: float32\n", f"\n  dtype: {own}\n", 1))
+    changed = OmegaConf.load(config)
+    changed.target.dtype = own
+    OmegaConf.save(changed, config)
     weights = Speculator.load("runs/smollm2", target="models/SmolLM2-135M-Instruct", device="cpu").drafter.fc.weight
     assert weights.dtype == torch.float32
     assert torch.equal(weights.bfloat16().float(), weights) == (own == "bfloat16")
@@ -105,14 +106,15 @@ def test_what_cannot_be_decoded_is_said(speculator):
         ([speculator.target.embedding.weight.shape[0]], 3, 4, "the prompt has token"),
         ([-1], 3, 4, "the prompt has token"),
         ([5, {"role": "user", "content": "x"}], 3, 4, "no mixture"),
+        ({"role": "user", "content": "x"}, 3, 4, "no mixture"),
+        ([5.0], 3, 4, "no mixture"),
+        ([], 3, 4, "the prompt has no tokens"),
         ([{"role": "user"}], 3, 4, "cannot be rendered: a user turn without text"),
         ("why", 0, 4, "there must be one"),
         ("why", 3, 0, "there must be one"),
     ]:
         with pytest.raises(UserError, match=message):
             speculator.generate(prompt, drafted, written)
-    with pytest.raises(UserError, match="the prompt has token"):
-        speculator.draft([10**6])
     for prompts in ("why is", []):  # of a text, its letters would be decoded in silence
         with pytest.raises(UserError, match="takes a list of prompts"):
             speculator.score(prompts)
@@ -120,15 +122,8 @@ def test_what_cannot_be_decoded_is_said(speculator):
 
 def test_token_ids_of_arrays_and_tensors_are_token_ids(speculator):
     """Left out in silence, they would make another prompt of it."""
-    ids = [5, 6, 7]
-    for given in (np.array(ids), torch.tensor(ids), [5, *np.array([6, 7])], [5, *torch.tensor([6, 7])]):
-        assert speculator.ids(given) == ids
-        assert all(type(one) is int for one in speculator.ids(given))
-    for nothing in ({"role": "user", "content": "x"}, [5, "x"], [5.0]):
-        with pytest.raises(UserError, match="no mixture"):
-            speculator.ids(nothing)
-    with pytest.raises(UserError, match="the prompt has no tokens"):
-        speculator.generate([])
+    for given in (np.array([5, 6, 7]), torch.tensor([5, 6, 7]), [5, *np.array([6, 7])], [5, *torch.tensor([6, 7])]):
+        assert repr(speculator.ids(given)) == "[5, 6, 7]"
 
 
 def test_prompts_are_under_the_runs_own_template(folder):
@@ -143,8 +138,3 @@ def test_prompts_are_under_the_runs_own_template(folder):
     assert template.decode(template.prompt_ids(messages)) == "why!"
     given = load(template_args={"mark": "?"}).template
     assert given.decode(given.prompt_ids(messages)) == "why?"
-
-
-def test_there_are_two_splits(folder):
-    with pytest.raises(UserError, match="heldout and train, and none named 'test'"):
-        open_store("runs/smollm2/store").count("test")

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from transformers.utils import logging
 
 from eagle31_train import new
@@ -137,12 +136,3 @@ def test_a_rank_left_over_says_nothing_of_a_process_alone(monkeypatch, left, exp
         monkeypatch.setenv(name, value)
     assert (console.rank(), console.ranks()) == expected
     assert console.is_main() == (expected[0] == 0)
-
-
-def test_a_device_without_memory_is_one_line(capsys):
-    with pytest.raises(SystemExit) as ended, explained():
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has …")
-    said = capsys.readouterr().err.splitlines()
-    assert (ended.value.code, len(said)) == (2, 1)
-    assert said[0].startswith("error: the device has too little memory (CUDA out of memory.")
-    assert "eagle31 plan" in said[0]

@@ -17,7 +17,6 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from eagle31_train import cli, launcher, new, run
 from eagle31_train.common.console import STOPPED
-from eagle31_train.config import Config, DataConfig, TargetConfig
 
 
 @pytest.fixture
@@ -56,27 +55,20 @@ def test_without_a_recipe_and_prompts_it_says_what_it_takes(started, capsys):
 
     commands = started("+experiment=smollm2", "train.lr=1", "--until", "data")
     assert [words[-2:] for words in commands] == [["+experiment=smollm2", "train.lr=1"]]
-    started("+experiment=any", qwen, "name=x", "--until", "data")
     assert "no recipe" not in capsys.readouterr().out
     (words,) = started(qwen, "name=x", "data.conversations=c.jsonl", "--until", "data")
     assert words[-1] == "data.conversations=c.jsonl", "nothing is answered anew that is given"
 
 
-SERVED_BY_NONE = "push=true repo=me/a export_format=speculators"
 REFUSED = [  # what is asked, what is said, and up to or from where it would be done
     ("--from export --until data", "--from export comes after --until data: no stage is left", ""),
     ("push=true", "repo=owner/name", "--until train"),
-    ("push=true repo=me/a..b", "repo=owner/name", "--until train"),
-    (SERVED_BY_NONE, "a folder of yours: push with export_format=vllm", "--until train"),
-    (SERVED_BY_NONE, "a folder of yours: push with export_format=vllm", "target.path=org/target --from export"),
-    ("store.max_bytes=1GB", "`eagle31 extract` and `eagle31 train store.follow=true` at once", "--until extract"),
+    ("push=true repo=me/a export_format=speculators", "push with export_format=vllm", "target.path=a/b --from export"),
     ("store.max_bytes=1GB", "`eagle31 extract` and `eagle31 train store.follow=true` at once", "--from train"),
     ("evaluate.perturbations=[nope]", "evaluate.perturbations has no 'nope'", "--until train"),
     ("evaluate.prompts=nowhere.jsonl", "evaluate.prompts=nowhere.jsonl is missing", "--until train"),
     ("comparisons=[./nowhere]", "comparisons=./nowhere does not exist", ""),
-    ("train.init_from=./nowhere", "train.init_from=./nowhere does not exist", ""),
     ("train.init_from=runs/nowhere", "train.init_from=runs/nowhere does not exist", ""),
-    ("comparisons=[runs/nowhere]", "comparisons=runs/nowhere does not exist", ""),
     ("train.time_limit=10", "train.time_limit=10 is no time", ""),
     ("store.cache_bytes=lots", "store.cache_bytes=lots is no number of bytes", ""),
     ("evaluate.backend=vllm evaluate.vllm_python=nowhere", "=nowhere cannot import vLLM", "--until train"),
@@ -139,9 +131,7 @@ def test_a_stage_that_was_told_to_stop_has_nothing_to_mend(started, monkeypatch,
     with pytest.raises(SystemExit) as stopped:
         started("+experiment=smollm2")
     assert stopped.value.code == STOPPED
-    said = capsys.readouterr().err
-    assert "the same command goes on from there" in said
-    assert "mend" not in said
+    assert " was stopped" in capsys.readouterr().err
 
 
 WHOLE = ("target.device_map=auto", "target.device=cuda:1", "extract.engine=vllm")  # one process has the whole target
@@ -212,7 +202,7 @@ def test_a_sigterm_is_passed_on_to_the_stage(stage, handlers):
 
 def test_a_killed_stage_is_said_and_its_status_is_a_shells(monkeypatch, capsys):
     monkeypatch.setattr(run, "command", lambda *_: ([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], 1))
-    config = Config(name="run", target=TargetConfig(path="target"), data=DataConfig(prompts="self"))
+    config = cli.load_config(["target.path=target", "data.prompts=self"])
     with pytest.raises(SystemExit) as stopped:
         run.run(config, [], "extract", "train")
     assert stopped.value.code == 137
