@@ -89,24 +89,17 @@ def test_a_training_begins_with_so_few_bytes_a_sample_that_ten_million_fit_into_
     assert 8 < max(most.values()) < 150  # beside half a gigabyte of libraries
 
 
-SMALL = ["--device", "cpu", "--quick", "--repeats", "2", "--first", "32", "--ceiling", "64", "--out"]
-
-
 def test_a_dry_run_measures_steps_kernels_and_lengths(tmp_path):
     out = tmp_path / "gpu"
-    results = gpu.run(gpu.options([*SMALL, str(out), "--cases", "tiny:2x32:0.5"]))
+    small = ["--device=cpu", "--quick", "--repeats=2", "--first=32", "--ceiling=64", "--cases=tiny:2x32:0.5"]
+    results = gpu.run(gpu.options([*small, f"--out={out}"]))
     written = json.loads(out.with_name("gpu.json").read_text())
     plain, recomputed = results["steps"]
-    assert plain["case"] == "tiny:2x32:0.5"
-    assert (plain["tokens"], plain["assistant_tokens"]) == (64, 32)
-    assert len(plain["all_seconds"]) == 2
+    assert (plain["tokens"], plain["assistant_tokens"], len(plain["all_seconds"])) == (64, 32, 2)
     assert plain["losses"][-1] < plain["losses"][0]  # the steps learn, with the optimizer
     torch.testing.assert_close(plain["losses"], recomputed["losses"], rtol=1e-3, atol=1e-3)
     assert plain["of_measured"] == pytest.approx(plain["flops_per_second"] / results["device"]["measured_rate"])
-    assert plain["kernels"]["groups"]["gemm"] > 0
     assert sum(plain["kernels"]["groups"].values()) == pytest.approx(1)
     assert [found["tokens"] for found in results["longest"]] == [64]
     assert written == results
-    table = gpu.table(results)
-    assert "tiny:2x32:0.5, plain+recompute" in table
-    assert "longer ones were not tried" in table
+    assert "tiny:2x32:0.5, plain+recompute" in gpu.table(results)

@@ -63,6 +63,7 @@ def test_without_a_recipe_and_prompts_it_says_what_it_takes(started, capsys):
 REFUSED = [  # what is asked, what is said, and up to or from where it would be done
     ("--from export --until data", "--from export comes after --until data: no stage is left", ""),
     ("push=true", "repo=owner/name", "--until train"),
+    ("push=true repo=me/a..b", "repo=owner/name", ""),
     ("push=true repo=me/a export_format=speculators", "push with export_format=vllm", "target.path=a/b --from export"),
     ("store.max_bytes=1GB", "`eagle31 extract` and `eagle31 train store.follow=true` at once", "--from train"),
     ("evaluate.perturbations=[nope]", "evaluate.perturbations has no 'nope'", "--until train"),
