@@ -70,6 +70,7 @@ class Provenance:
             change = describe_change(record.get("inputs", {}), self.all_inputs)
             for old, new in {**RENAMED, **CHOICE}.items():
                 change = change.replace(f"{old}: ", f"{new}: ")
+            change = change.replace("train.decays: nothing there, maps here", LM_HEAD_DECAYED)
             raise UserError(f"{where} was made from other inputs ({change}): {self.remedy(record)}")
 
     def remedy(self, record: Mapping[str, Any]) -> str:
@@ -140,6 +141,7 @@ CHOICE = {
     "train.choice.keep_best": "train.keep_best",
     "train.choice.early_stop": "train.early_stop",
 }
+LM_HEAD_DECAYED = "train.weight_decay: there, by an earlier version, of lm_head, too; here of linear layers alone"
 # Options of evaluation that choose prompts, and are recorded with the workloads.
 CHOOSE_PROMPTS = {"prompts", "suites", "perturbations", "leave_out"}
 OF_WORKLOAD = {"num_prompts", "temperature", "top_p", "backend"}  # likewise; measurements are by one backend alone
