@@ -7,7 +7,6 @@ value when the command line is read, and from the records that are there: what o
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -16,6 +15,7 @@ from eagle31_train.config import Config
 AUTO = "auto"
 CPU_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # as Linux calls them; the last is Arm's
 CPUINFO = Path("/proc/cpuinfo")
+TRUE = ("1", "true", "yes", "on", "y", "t")  # as accelerate reads its environment
 
 
 def resolve(config: Config) -> dict[str, str]:
@@ -23,18 +23,16 @@ def resolve(config: Config) -> dict[str, str]:
     target, t, chosen = config.target, config.train, {}
     if target.dtype == AUTO:
         target.dtype = _recorded_dtype(config)
-        if target.dtype == AUTO:
-            native, why = native_bf16(on_cpu=target.device == "cpu")
-            target.dtype = "bfloat16" if native else "float32"
-            chosen["target.dtype"] = f"auto: target.dtype={target.dtype} ({why})"
     if t.precision == AUTO:
-        record = _read(Path(config.run_dir) / "train" / "inputs.json")
-        t.precision = _at(record, "inputs", "train", "precision")
-        if t.precision == AUTO:
-            on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on", "y", "t")
-            native, why = native_bf16(on_cpu)
-            t.precision = "bf16" if native else "no"
-            chosen["train.precision"] = f"auto: train.precision={t.precision} ({why})"
+        t.precision = _recorded(Path(config.run_dir) / "train" / "inputs.json", "inputs", "train", "precision")
+    if target.dtype == AUTO:
+        native, why = native_bf16(on_cpu=target.device == "cpu")
+        target.dtype = "bfloat16" if native else "float32"
+        chosen["target.dtype"] = f"auto: target.dtype={target.dtype} ({why})"
+    if t.precision == AUTO:
+        native, why = native_bf16(os.environ.get("ACCELERATE_USE_CPU", "").lower() in TRUE)
+        t.precision = "bf16" if native else "no"
+        chosen["train.precision"] = f"auto: train.precision={t.precision} ({why})"
     return chosen
 
 
@@ -62,24 +60,21 @@ def whole_float32() -> None:
 
 def _recorded_dtype(config: Config) -> str:
     """In which the target ran for this run's store, training, answers or prompts, the first that there is."""
-    run = Path(config.run_dir)
-    records = [] if "://" in config.store_location else [_read(Path(config.store_location) / "provenance.json")]
-    dtypes = [_at(record, "inputs", "target", "dtype") for record in records]
-    dtypes.append(_at(_read(run / "train" / "config.yaml"), "target", "dtype"))
-    dtypes += [_at(_read(run / f"{name}.manifest.json"), "inputs", "dtype") for name in ("conversations", "prompts")]
+    run, dtypes = Path(config.run_dir), []
+    if "://" not in config.store_location:
+        dtypes.append(_recorded(Path(config.store_location) / "provenance.json", "inputs", "target", "dtype"))
+    dtypes.append(_recorded(run / "train" / "config.yaml", "target", "dtype"))
+    dtypes += [_recorded(run / f"{name}.manifest.json", "inputs", "dtype") for name in ("conversations", "prompts")]
     return next((dtype for dtype in dtypes if dtype != AUTO), AUTO)
 
 
-def _at(value: Any, *keys: str) -> str:
+def _recorded(file: Path, *keys: str) -> str:
+    """The text at `keys` of a record, JSON or YAML; `auto` where it is missing or damaged, which its stage tells."""
+    try:
+        text = file.read_bytes()
+        value = yaml.safe_load(text) if file.suffix == ".yaml" else json.loads(text)  # YAML takes minutes for megabytes
+    except (OSError, ValueError, yaml.YAMLError):
+        return AUTO
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else None
     return value if isinstance(value, str) else AUTO
-
-
-def _read(file: Path) -> Any:
-    """What a record, JSON or YAML, says; nothing where it is missing or damaged, which its stage tells."""
-    try:
-        text = file.read_bytes()
-        return yaml.safe_load(text) if file.suffix == ".yaml" else json.loads(text)  # YAML takes minutes for megabytes
-    except (OSError, ValueError, yaml.YAMLError):
-        return None
