@@ -4,7 +4,7 @@ docs/targets.md shows both."""
 import copy
 import json
 import re
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from eagle31_train.cli import load_config
 from eagle31_train.common.errors import UserError
-from eagle31_train.config import DrafterConfig, TargetConfig, TrainConfig
+from eagle31_train.config import DrafterConfig, TargetConfig
 from eagle31_train.planning.inputs import count_parameters, weight_bytes
 from eagle31_train.targets.derive import complete, default_weight_decay, derive, planned_drafter
 from eagle31_train.targets.description import (
@@ -66,28 +66,29 @@ EXPERTS = {
 }
 
 
+SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+SMALL |= {"head_dim": 16, "vocab_size": 100}
+
+
+def described(raw):
+    return description_of(raw, text_config(raw), "it")
+
+
 @pytest.mark.parametrize("kind", EXPERTS)
 def test_the_mlp_is_as_wide_as_dense_layers_or_a_tokens_experts_shared_ones_included(kind):
     if kind not in CONFIG_MAPPING:
         pytest.skip("this transformers does not know it")
-    raw = {"model_type": kind}
-    described = description_of(raw, text_config(raw), "it")
-    assert (described.intermediate_size, described.sources["intermediate_size"]) == EXPERTS[kind]
+    target = described({"model_type": kind})
+    assert (target.intermediate_size, target.sources["intermediate_size"]) == EXPERTS[kind]
 
 
-def test_numbers_of_experts_may_be_given_layer_by_layer():
-    """As in Hunyuan-A13B's config.json."""
-    raw = {"model_type": "hunyuan_v1_moe", "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2}
-    raw |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 100, "num_experts": 8}
+def test_experts_may_be_given_layer_by_layer_and_alternate_with_dense_layers():
+    """The first as in Hunyuan-A13B's config.json."""
+    raw = {"model_type": "hunyuan_v1_moe", **SMALL, "intermediate_size": 48, "num_experts": 8}
     raw |= {"moe_topk": [2, 2], "moe_intermediate_size": [48, 48], "num_shared_expert": [1, 1]}
-    text = text_config(raw)
-    assert description_of(raw, text, "it").intermediate_size == (2 + 1) * 48
-    assert count_parameters(text).chosen == 2 / 8
-
-
-def test_mixtures_with_dense_layers_in_turn_take_their_width():
-    raw = {"model_type": "qwen2_moe", "decoder_sparse_step": 2}
-    assert description_of(raw, text_config(raw), "it").intermediate_size == 5632
+    assert described(raw).intermediate_size == (2 + 1) * 48
+    assert count_parameters(text_config(raw)).chosen == 2 / 8
+    assert described({"model_type": "qwen2_moe", "decoder_sparse_step": 2}).intermediate_size == 5632
 
 
 def target_of(name):
@@ -107,17 +108,15 @@ def cells(shape):
 def test_the_shape_is_the_pages_and_what_a_published_drafters_is_unlike_is_bold(target):
     name, further = DRAFTERS[target]
     architecture = "mla" if "q_lora_rank" in further else "llama"
-    given = {"drafter": DrafterConfig(architecture=architecture), "train": TrainConfig(), "target": target_of(name)}
-    config = type("config", (), given)
-    described = describe_target(config.target)
-    shape, _ = planned_drafter(config, described, 32000)
+    config = load_config([f"target.path={PUBLISHED / name}", f"drafter.architecture={architecture}"])
+    read = describe_target(config.target)
+    shape, _ = planned_drafter(config, read, 32000)
     assert {field: getattr(shape, field) for field in further} == further
-    assert (shape.hidden_size, shape.vocab_size) == (described.hidden_size, described.vocab_size)
+    assert (shape.hidden_size, shape.vocab_size) == (read.hidden_size, read.vocab_size)
     page = (PUBLISHED.parent.parent / "docs" / "targets.md").read_text().splitlines()
     at = next(at for at, line in enumerate(page) if line.startswith(f"| {target} | derived |"))
     derived, published = ([cell.strip() for cell in line.split("|")[3:-1]] for line in page[at : at + 2])
-    layers = pick_layers(None, described.num_hidden_layers)
-    assert derived == [*cells(shape), ", ".join(map(str, layers))]
+    assert derived == [*cells(shape), ", ".join(map(str, pick_layers(None, read.num_hidden_layers)))]
     for ours, theirs in zip(derived[:-1], published[:-1], strict=True):
         assert theirs == ours or (theirs == f"**{theirs.strip('*')}**" and theirs.strip("*") != ours)
 
@@ -135,9 +134,8 @@ def test_parameters_that_a_token_runs_through(name):
 
 @pytest.mark.parametrize(("kind", "text"), [("qwen3_vl", "qwen3_vl_text"), ("qwen2_5_vl", "qwen2_5_vl_text")])
 def test_a_text_model_without_a_class_of_its_own_is_counted_in_the_whole(kind, text):
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-    sizes |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 100, "tie_word_embeddings": False}
-    raw = {"model_type": kind, "text_config": {"model_type": text, **sizes}, "vision_config": {"depth": 1}}
+    inner = {"model_type": text, **SMALL, "intermediate_size": 96, "tie_word_embeddings": False}
+    raw = {"model_type": kind, "text_config": inner, "vision_config": {"depth": 1}}
     counted = count_parameters(text_config(raw), whole_config(raw))
     layer = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 96  # and norms and biases
     assert counted.active == pytest.approx(2 * layer + 2 * 100 * 64, rel=0.02)
@@ -160,19 +158,9 @@ def test_bytes_of_a_weight_are_as_it_is_quantized(quantization, size):
     assert weight_bytes({"quantization_config": quantization}, "bfloat16") == size
 
 
-@pytest.mark.parametrize("factor", ["two", [8.0], None])
-def test_a_factor_of_rope_that_is_no_number_is_shown_as_it_stands(factor):
-    """It is refused with the drafter's other options, and not by the table."""
-    target = describe_target(target_of("llama31_8b"))
-    _, rows = derive(DrafterConfig(), replace(target, rope_scaling={"rope_type": "linear", "factor": factor}))
-    [row] = [row for row in rows if "rope_scaling" in row]
-    assert "linear" in row
-    assert factor is None or f"factor {factor}" in row
-
-
 def test_given_options_stay_and_contradictions_are_named():
-    options = DrafterConfig(rope_theta=10000.0, num_attention_heads=16, intermediate_size=999)
-    filled, rows = derive(options, describe_target(target_of("gpt_oss_20b")))
+    target = describe_target(target_of("gpt_oss_20b"))
+    filled, rows = derive(DrafterConfig(rope_theta=10000.0, num_attention_heads=16, intermediate_size=999), target)
     said = {name: source for name, _, source in (re.split("  +", row.strip()) for row in rows)}
     assert (filled.rope_theta, filled.rope_scaling, filled.num_attention_heads) == (10000.0, {}, 16)
     assert (filled.num_key_value_heads, filled.head_dim) == (None, None)  # as many keys as heads, sharing the width
@@ -180,11 +168,9 @@ def test_given_options_stay_and_contradictions_are_named():
     assert said["rope_scaling"] == "given, UNLIKE the target's yarn, factor 32"
     assert said["intermediate_size"] == "given"
     # A part of a scaling goes over the target's, and another type replaces it.
-    target = describe_target(target_of("gpt_oss_20b"))
-    part = derive(DrafterConfig(rope_scaling={"beta_fast": 1.0}), target)[0]
-    assert part.rope_scaling == {**GPT_OSS, "beta_fast": 1.0}
-    other = derive(DrafterConfig(rope_scaling={"rope_type": "linear", "factor": 2}), target)[0]
-    assert other.rope_scaling == {"rope_type": "linear", "factor": 2}
+    linear = {"rope_type": "linear", "factor": 2}
+    for given, taken in (({"beta_fast": 1.0}, {**GPT_OSS, "beta_fast": 1.0}), (linear, linear)):
+        assert derive(DrafterConfig(rope_scaling=given), target)[0].rope_scaling == taken
 
 
 @pytest.mark.parametrize("depth", range(1, 13))
@@ -198,34 +184,28 @@ def test_default_layers_are_valid_for_any_depth_and_vllms_where_these_are(depth)
 
 def test_a_training_that_goes_on_keeps_what_it_was_begun_with():
     """The second time as the first, also with a part of a scaling; an earlier default stays."""
-    config = load_config([f"target.path={PUBLISHED / 'gpt_oss_20b'}", "drafter.rope_scaling.beta_fast=1"])
+    target = f"target.path={PUBLISHED / 'gpt_oss_20b'}"
+    config = load_config([target, "drafter.rope_scaling.beta_fast=1"])
     first = complete(config, None)
     begun = asdict(first.drafter)
     assert first.drafter.rope_scaling == {**GPT_OSS, "beta_fast": 1}
     assert complete(config, None, begun) == first
     assert complete(config, None, {**begun, "rms_norm_eps": 1e-4}).drafter.rms_norm_eps == 1e-4
-    plain = load_config([f"target.path={PUBLISHED / 'gpt_oss_20b'}"])
-    assert complete(plain, None, {**begun, "rope_scaling": {}}).drafter.rope_scaling == {}
+    assert complete(load_config([target]), None, {**begun, "rope_scaling": {}}).drafter.rope_scaling == {}
 
 
-def test_an_open_weight_decay_shrinks_trainings_of_any_length_alike():
-    assert default_weight_decay("muon", 576, 540) == default_weight_decay("muon", 576, 8) == 1.0
-    assert default_weight_decay("muon", 576, 1200) == 0.45
-    assert default_weight_decay("muon", 4096, 1200) == 1.2
-    assert default_weight_decay("adamw", 576, 540) == 0.0
-
-
-def test_an_open_learning_rate_is_of_the_drafters_width_and_shown():
+def test_an_open_learning_rate_is_of_the_drafters_width_and_shown_and_weight_decay_of_the_steps():
     target = f"target.path={PUBLISHED / 'gpt_oss_20b'}"
     rates = [["muon", "train.lr=null"], ["muon", "train.lr=2e-3"], ["adamw", "train.lr=null"]]
     rates += [["muon", "train.lr=null", f"drafter.hidden_size={width}"] for width in (64, 576, 7168)]
     configs = [load_config([target, f"train.optimizer={optimizer}", *words]) for optimizer, *words in rates]
     assert [complete(config, None).train.lr for config in configs] == [1.3e-3, 2e-3, 1e-4, 3e-3, 3e-3, 8.5e-4]
     tables = [planned_drafter(config, describe_target(config.target), 1000)[1] for config in configs[:2]]
-    assert [re.findall(r"train\.lr +(\S+) +(.*)", "\n".join(rows)) for rows in tables] == [
-        [("0.0013", "muon's default for a drafter 2,880 wide")],
-        [],
-    ]
+    shown = [("0.0013", "muon's default for a drafter 2,880 wide")]
+    assert [re.findall(r"train\.lr +(\S+) +(.*)", "\n".join(rows)) for rows in tables] == [shown, []]
+    decays = {("muon", 576, 540): 1.0, ("muon", 576, 8): 1.0, ("muon", 576, 1200): 0.45, ("muon", 4096, 1200): 1.2}
+    decays["adamw", 576, 540] = 0.0
+    assert {given: default_weight_decay(*given) for given in decays} == decays
 
 
 def written(folder, config):
@@ -277,9 +257,8 @@ def test_every_kind_whose_parts_cannot_be_read_is_refused_by_its_configuration_a
     assert refused > (NO_PARTS & {*CONFIG_MAPPING}) - {"lfm2_moe", "nemotron"}  # whose defaults make no model
     told = dict.fromkeys(read | refused, "")
     for kind in told:
-        raw = {"model_type": kind}
         try:
-            description_of(raw, text_config(raw), "it")
+            described({"model_type": kind})
         except UserError as error:
             told[kind] = str(error)
     assert {kind for kind in refused if not told[kind]} == set()
@@ -312,12 +291,11 @@ def test_of_a_multimodal_target_vllm_serves_the_whole(tmp_path, kind):
     """InternVL's text model is a Qwen 2, which vLLM serves with EAGLE 3, but not in InternVL."""
     text = WRAPPERS[kind]
     target = written(tmp_path, {"model_type": kind, **({"text_config": {"model_type": text}} if text else {})})
-    doubt = serving_doubt(target)
-    named = kind if kind in NO_EAGLE3 else text
+    doubt, named = serving_doubt(target), kind if kind in NO_EAGLE3 else text
     if kind in ("llama", "mistral3", "qwen3_vl"):
         assert doubt is None
-    else:  # nor is there the input of layer 0
-        assert f"class for {named} takes no" in doubt
-        config = load_config([f"target.path={target.path}", "target.aux_layers=[0,2]"])
-        with pytest.raises(UserError, match=rf"vLLM cannot give the input of layer 0 of a {named}: take another$"):
-            planned_drafter(config, describe_target(target_of("qwen3_8b")), 32000)
+        return
+    assert f"class for {named} takes no" in doubt
+    config = load_config([f"target.path={target.path}", "target.aux_layers=[0,2]"])
+    with pytest.raises(UserError, match=rf"vLLM cannot give the input of layer 0 of a {named}: take another$"):
+        planned_drafter(config, describe_target(target_of("qwen3_8b")), 32000)
