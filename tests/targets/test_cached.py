@@ -111,21 +111,16 @@ def test_keys_that_heads_share_are_read_and_not_copied(share, n, masked):
     torch.testing.assert_close(ours, expected.transpose(1, 2))
 
 
-def old_name(right, known):
-    return lambda *ids, past_key_values=None, **inputs: right(*ids, **{known: past_key_values}, **inputs)
-
-
-def new_name(right, known):
-    return lambda *ids, cache=None, **inputs: right(*ids, **{known: cache}, **inputs)
-
-
-@pytest.mark.parametrize("named", [old_name, new_name])
-def test_the_cache_is_given_by_the_name_that_the_forward_pass_has(named):
+def test_the_cache_is_given_by_the_name_that_the_forward_pass_has():
     target = exactly(FAMILIES["llama"]())
-    known = target._cache_argument
-    del target._cache_argument  # it is remembered
-    target.model.forward = named(target.model.forward, known)
-    check(target, *read_together(target, [5], [[2], [0]]), [5])
+    right, known = target.model.forward, target._cache_argument
+    for named in (
+        lambda *ids, past_key_values=None, **inputs: right(*ids, **{known: past_key_values}, **inputs),
+        lambda *ids, cache=None, **inputs: right(*ids, **{known: cache}, **inputs),
+    ):
+        del target._cache_argument  # it is remembered
+        target.model.forward = named
+        check(target, *read_together(target, [5], [[2], [0]]), [5])
 
 
 def no_shift(target):

@@ -21,7 +21,7 @@ def test_a_packed_layer_computes_what_a_linear_one_does(rows, bias):
     torch.testing.assert_close(answer.double(), exact, rtol=1e-5, atol=1e-6)
 
 
-def test_all_linear_layers_are_packed_and_weights_stay_shared():
+def test_all_linear_layers_are_packed_and_weights_stay_shared_but_of_other_dtypes_and_large_models(monkeypatch):
     model = nn.Sequential(nn.Embedding(32, 16), nn.Linear(16, 16), nn.Linear(16, 32, bias=False)).requires_grad_(False)
     model[2].weight = model[0].weight
     names = list(model.state_dict())
@@ -33,9 +33,6 @@ def test_all_linear_layers_are_packed_and_weights_stay_shared():
     model[1](x).sum().backward()
     assert x.grad is not None
     assert model.double()[1](x.double()).dtype == torch.float64
-
-
-def test_other_dtypes_and_large_models_stay_as_they_are(monkeypatch):
     half, large = nn.Sequential(nn.Linear(16, 16).half()), nn.Sequential(nn.Linear(16, 16))
     pack_linears(half)
     monkeypatch.setattr(packed_linear, "MOST_BYTES", large[0].weight.nbytes - 1)

@@ -58,12 +58,9 @@ def write_all(folder, device="cpu", relabel=lambda pieces: pieces):
     writer.flush()
 
 
-def test_each_conversation_gets_its_rows(tmp_path):
+def test_each_conversation_gets_its_rows_and_a_planted_exchange_of_two_is_seen(tmp_path):
     write_all(tmp_path)
     written(tmp_path)
-
-
-def test_planted_an_exchange_of_two_conversations_is_seen(tmp_path):
     write_all(tmp_path, relabel=lambda whose: [*whose[1::-1], *whose[2:]] if len(whose) == 3 else whose)
     with pytest.raises(AssertionError):
         written(tmp_path)
