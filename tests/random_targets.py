@@ -10,6 +10,8 @@ LATENT = {**pipeline.SIZES, "num_key_value_heads": 4}
 LATENT |= {"q_lora_rank": 12, "kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10}
 LATENT |= {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
 LATENT["moe_intermediate_size"] = 16
+LONG = {"rope_type": "longrope", "factor": 4.0, "rope_theta": 100.0, "original_max_position_embeddings": 16}
+LONG |= {"short_factor": [1.0] * 4, "long_factor": [3.0, 5.0, 7.0, 9.0]}
 
 
 def random_target(kind, sizes=SIZES, **more):

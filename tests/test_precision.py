@@ -41,14 +41,17 @@ BF16, FP32 = ("bfloat16", "bf16"), ("float32", "no")
 
 def test_the_hardware_decides_and_it_is_said(machine, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
-    for flags in ("fpu avx512_bf16", "amx_bf16 fpu", "asimd bf16"):
-        machine(flags)
-        assert chosen() == BF16, flags
-    machine("fpu avx512_bf16", (7, 5))
-    assert chosen() == FP32, "a GPU that only imitates bf16"
+    for hardware, choice in (
+        (["fpu avx512_bf16"], BF16),
+        (["amx_bf16 fpu"], BF16),
+        (["asimd bf16"], BF16),
+        (["fpu", (9, 0), (8, 0)], BF16),
+        (["fpu avx512_bf16", (7, 5)], FP32),  # a GPU that only imitates bf16
+    ):
+        machine(*hardware)
+        assert chosen() == choice, hardware
     assert chosen("target.device=cpu") == ("bfloat16", "no")
-    machine("fpu", (9, 0), (8, 0))
-    assert chosen() == BF16
+    machine("fpu", (9, 0))
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     assert chosen() == ("bfloat16", "no")
     machine("fpu avx512f bf16x")
@@ -67,20 +70,20 @@ def test_the_hardware_decides_and_it_is_said(machine, monkeypatch, tmp_path, cap
     assert capsys.readouterr().out == "float32\nauto\n"
 
 
-@pytest.mark.parametrize(
-    ("name", "record"),
-    [
-        ("store/provenance.json", {"inputs": {"target": {"dtype": "bfloat16"}}}),
-        ("train/config.yaml", {"target": {"dtype": "bfloat16"}}),
-        ("conversations.manifest.json", {"inputs": {"dtype": "bfloat16"}}),
-        ("prompts.manifest.json", {"inputs": {"dtype": "bfloat16"}}),
-    ],
-)
-def test_what_was_begun_on_another_machine_stays_as_it_was_begun(machine, tmp_path, name, record):
+RECORDS = {
+    "store/provenance.json": {"inputs": {"target": {"dtype": "bfloat16"}}},
+    "train/config.yaml": {"target": {"dtype": "bfloat16"}},
+    "conversations.manifest.json": {"inputs": {"dtype": "bfloat16"}},
+    "prompts.manifest.json": {"inputs": {"dtype": "bfloat16"}},
+}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_what_was_begun_on_another_machine_stays_as_it_was_begun(machine, tmp_path, name):
     machine("fpu")
     file = tmp_path / name
     file.parent.mkdir(exist_ok=True)
-    file.write_text(json.dumps(record))
+    file.write_text(json.dumps(RECORDS[name]))
     assert chosen(f"run_dir={tmp_path}") == ("bfloat16", "no")
     assert chosen(f"run_dir={tmp_path}", "target.dtype=float32") == FP32, "what is given is taken"
     (tmp_path / "train").mkdir(exist_ok=True)
@@ -92,16 +95,9 @@ def test_what_was_begun_on_another_machine_stays_as_it_was_begun(machine, tmp_pa
     assert chosen(f"run_dir={tmp_path}") == ("float32", "bf16"), "a damaged record is told of by its stage"
 
 
-@pytest.fixture
-def tf32():
-    """As torch starts where NVIDIA's containers set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE."""
-    torch.set_float32_matmul_precision("high")
-    yield
-    torch.set_float32_matmul_precision("highest")
-
-
-def test_float32_is_whole_where_a_target_is_loaded_and_where_a_training_begins(tf32, tmp_path, monkeypatch):
+def test_float32_is_whole_where_a_target_is_loaded_and_where_a_training_begins(tmp_path, monkeypatch):
     folder = save_quietly(tiny_llama(), tmp_path / "target")
+    torch.set_float32_matmul_precision("high")  # as under NVIDIA's TORCH_ALLOW_TF32_CUBLAS_OVERRIDE
     load_model(TargetConfig(path=str(folder), dtype="float32", device="cpu"))
     assert torch.get_float32_matmul_precision() == "highest"
     torch.set_float32_matmul_precision("high")

@@ -25,6 +25,12 @@ def refused(folder, *more):
     return message_of(extract, tiny_config(folder, *more))
 
 
+def record(folder, **more):
+    """Add to what stage 1's manifest says."""
+    manifest = folder / "run" / "data" / "manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), **more}))
+
+
 @pytest.mark.core
 @torch.no_grad()
 def test_every_sample_is_stored_with_the_states_and_choices_of_running_it_alone(whole):
@@ -81,15 +87,7 @@ def test_how_far_answers_are_the_targets_own_is_counted_and_said(run, capsys):
     assert capsys.readouterr().out == said
 
 
-def test_a_store_of_a_target_with_other_weights_is_refused(run):
-    extract(tiny_config(run))
-    save_quietly(tiny_llama(seed=1), run / "target")
-    message = refused(run)
-    assert str(run / "run" / "store") in message
-    assert "target.weights: " in message
-
-
-def test_where_data_dir_may_be_wrong_a_good_store_is_not_to_be_replaced(run):
+def test_a_good_store_is_not_replaced_where_data_dir_or_the_targets_weights_may_be_wrong(run):
     write_data(run / "other", seed=1)
     extract(tiny_config(run))
     wrong = f"data_dir={run / 'other' / 'data'}"
@@ -97,6 +95,10 @@ def test_where_data_dir_may_be_wrong_a_good_store_is_not_to_be_replaced(run):
     assert refused(run, wrong).endswith(instead)
     (run / "run" / "store" / "manifest.json").unlink()  # begun, and not finished
     assert refused(run, wrong).endswith(instead)
+    save_quietly(tiny_llama(seed=1), run / "target")
+    message = refused(run)
+    assert str(run / "run" / "store") in message
+    assert "target.weights: " in message
 
 
 def give_words(folder, swapped=False):
@@ -110,8 +112,7 @@ def give_words(folder, swapped=False):
 
 
 def test_data_of_another_tokenizer_is_refused_before_the_target_is_loaded(run, monkeypatch):
-    manifest = run / "run" / "data" / "manifest.json"
-    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "vocabulary": give_words(run)}))
+    record(run, vocabulary=give_words(run))
     extract(tiny_config(run))
     give_words(run, swapped=True)
     monkeypatch.setattr(stage, "make_engine", None)
@@ -124,23 +125,18 @@ def test_data_of_another_tokenizer_is_refused_before_the_target_is_loaded(run, m
 
 def test_data_of_a_target_of_another_config_is_told_of(run, capsys):
     """Training derives the drafter of what stage 1 recorded of the target."""
-    manifest = run / "run" / "data" / "manifest.json"
     described = asdict(describe_target(tiny_config(run).target))
     for theta, told in ((described["rope_theta"], False), (777.0, True)):
-        recorded = {**described, "rope_theta": theta, "sources": {"rope_theta": "in other words"}}
-        manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "target": recorded}))
+        record(run, target={**described, "rope_theta": theta, "sources": {"rope_theta": "in other words"}})
         extract(tiny_config(run, f"store_dir={run / str(theta)}"))
         change = f"(rope_theta: 777.0 there, {described['rope_theta']} here): run `eagle31 data` for this one"
         assert (change in capsys.readouterr().out) == told
 
 
-def test_each_kind_of_state_has_its_own_codec(run):
+def test_each_kind_of_state_has_its_own_codec_and_bytes_are_counted(run):
     extract(tiny_config(run, "store.aux_codec=fp8", "store.last_codec=int8_channel"))
-    document = Store(run / "run" / "store").split("train").read(0)
+    store = Store(run / "run" / "store")
+    document = store.split("train").read(0)
     assert (document.aux.codec, document.last.codec) == ("fp8", "int8_channel")
-
-
-def test_bytes_per_token_are_those_of_the_shards(whole):
-    folder = whole / "run" / "store"
-    shards, tokens = map(len, contents(folder / "shards").values()), sum(map(sum, LENGTHS.values()))
-    assert Store(folder).manifest["bytes_per_token"] == sum(shards) / tokens
+    bytes_of_shards = sum(map(len, contents(run / "run" / "store" / "shards").values()))
+    assert store.manifest["bytes_per_token"] == bytes_of_shards / sum(map(sum, LENGTHS.values()))

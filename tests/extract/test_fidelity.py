@@ -3,7 +3,6 @@
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ from eagle31_train.store.shard_plan import PlannedShard, Shape
 from eagle31_train.targets import extraction as stage
 from eagle31_train.targets import fidelity
 from eagle31_train.targets.extraction import run_shard
-from eagle31_train.targets.fidelity import ROWS, Gate, choose, compare, report
+from eagle31_train.targets.fidelity import ROWS, Gate, compare, report
 from eagle31_train.targets.hf import HiddenStateTarget, Reference, TransformersEngine
 
 SHARD = PlannedShard("shards/train-00000.safetensors", "train", 0, 0, 6, 256, 10**6)
@@ -249,31 +248,20 @@ def test_of_the_likeliest_tokens_alone_agreement_is_the_same_and_the_kl_a_lower_
     assert wrong[1] > part[1]
 
 
-def test_a_report_tells_the_worst_of_each():
+def test_what_is_compared_is_spread_over_store_shard_and_conversation_and_every_position_counts_alike(monkeypatch):
+    asked = []
+    engine = SimpleNamespace(readout=SimpleNamespace(logits=lambda rows: rows))
+    engine.reference = lambda tokens, positions: asked.append((len(tokens), positions.tolist())) or positions
+    monkeypatch.setattr(fidelity, "compare", lambda own, *_: (float(len(own) == 64), 0.01 * len(own)))
+    gate = Gate(engine, ExtractConfig(gate_batches=3, gate_top1=0.0, gate_kl=1.0), 9)
+    assert gate.sampled == {0, 3, 6}
+    generator = torch.Generator().manual_seed(0)
+    lengths = [257, *range(34, 43)]  # of which the last 16 tokens are answers, but all of the longest
+    documents = [make_document(make_shape(), n, generator, list(range(2 if n > 99 else n - 16, n))) for n in lengths]
+    agreement, kl, count = gate.check(documents)
+    assert [length for length, _ in asked] == [34, 37, 40, 257]
+    positions = asked[-1][1]
+    assert (len(positions), positions[0], positions[-1]) == (64, 1, 255)
+    assert (count, agreement, kl) == (112, pytest.approx(64 / 112), pytest.approx(0.01 * (64 * 64 + 3 * 16 * 16) / 112))
     worst = {"batches": 2, "positions": 12, "top1_agreement": 0.97, "kl": 0.3}
     assert report([(0.99, 0.3, 5), (0.97, 0.1, 7)]) == worst
-
-
-def test_of_many_conversations_those_compared_reach_from_the_shortest_to_the_longest():
-    generator = torch.Generator().manual_seed(0)
-    documents = [make_document(make_shape(), n, generator, list(range(1, n))) for n in range(3, 13)]
-    assert [len(one) for one in choose(documents[::-1])] == [3, 6, 9, 12]
-
-
-def test_what_the_gate_samples_is_spread_over_the_store():
-    assert Gate(None, ExtractConfig(gate_batches=3), 9).sampled == {0, 3, 6}
-
-
-def test_every_position_counts_alike(monkeypatch):
-    monkeypatch.setattr(fidelity, "compare", lambda own, *_: (float(len(own) == 30), float(len(own))))
-    gate = Gate(SimpleNamespace(readout=SimpleNamespace(logits=lambda rows: rows)), ExtractConfig(), 1)
-    assert gate._compare([range(30), range(10)], [torch.empty(30, 1), torch.empty(10, 1)]) == (0.75, 25.0)
-
-
-def test_the_rows_that_are_compared_are_spread_over_a_conversation():
-    reference = Mock(side_effect=KeyboardInterrupt)
-    d = make_document(make_shape(), 257, torch.Generator().manual_seed(0), list(range(2, 257)))
-    with pytest.raises(KeyboardInterrupt):
-        Gate(SimpleNamespace(reference=reference), ExtractConfig(), 1).check([d])
-    positions = reference.call_args.args[1].tolist()
-    assert (len(positions), positions[0], positions[-1]) == (64, 1, 255)

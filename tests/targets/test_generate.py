@@ -3,7 +3,7 @@
 import pytest
 import torch
 from pipeline import save_quietly, tiny_llama
-from transformers import LlamaConfig, LlamaForCausalLM
+from random_targets import LONG, random_target
 
 from eagle31_train.config import TargetConfig
 from eagle31_train.targets import generate
@@ -91,20 +91,14 @@ def test_every_answer_is_what_it_is_alone(target, whole, at_once, handles_cache,
 
 
 def test_a_rope_that_follows_the_longest_row_is_not_set_by_its_neighbours(tmp_path):
-    """Beyond 32 positions it takes other angles, for every row of a batch."""
-    torch.manual_seed(1)
-    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0, 5.0, 6.0, 7.0], "original_max_position_embeddings": 32}
-    rope = {"rope_type": "longrope", "factor": 8.0, "rope_theta": 10000.0, **factors}
-    made = LlamaConfig(
-        vocab_size=60, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, rope_parameters=rope, initializer_range=0.3,
-    )  # fmt: skip
-    folder = save_quietly(LlamaForCausalLM(made), tmp_path)
+    """Beyond 16 positions it takes other angles, for every row of a batch."""
+    folder = save_quietly(random_target("llama", rope_parameters=LONG, max_position_embeddings=64), tmp_path)
     generator = Generator(TargetConfig(path=str(folder), dtype="float32", device="cpu"), [0])
-    requests = [Request([1 + (7 * i + at * at) % 59 for at in range(n)], 0.0, 0) for i, n in enumerate((70, 9))]
-    ((_, alone, _),) = generator.answer(requests[1:], 1, 12, 1.0)
-    both = {index: ids for index, ids, _ in generator.answer(requests, 2, 12, 1.0)}
-    assert both[1] == alone
+    lengths = (40, 5, 6, 3, 4, 7)
+    requests = [Request([1 + (7 * i + at * at) % 39 for at in range(n)], 0.0, 0) for i, n in enumerate(lengths)]
+    together = {index: ids for index, ids, _ in generator.answer(requests, 6, 10, 1.0)}
+    for index in range(1, 6):
+        assert [together[index]] == [ids for _, ids, _ in generator.answer([requests[index]], 1, 10, 1.0)]
 
 
 def test_places_that_become_free_are_taken(target, whole, monkeypatch):

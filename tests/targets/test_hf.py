@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from made import message_of
 from pipeline import HIDDEN, LAYERS, VOCAB, save_quietly, tiny_llama
 from planting import replaced
-from random_targets import LATENT, SIZES, random_target, randomised
+from random_targets import LATENT, LONG, SIZES, random_target, randomised
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -58,8 +58,6 @@ MODELS = {
     "scaled and tied": partial(random_target, "granite", logits_scaling=8.0, tie_word_embeddings=True),
 }
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 100.0}
-LONG = {"rope_type": "longrope", "factor": 4.0, "rope_theta": 100.0, "original_max_position_embeddings": 16}
-LONG |= {"short_factor": [1.0] * 4, "long_factor": [3.0, 5.0, 7.0, 9.0]}
 BY_LENGTH = {
     "dynamic": partial(tiny_llama, rope_parameters=DYNAMIC, max_position_embeddings=16),
     "longrope": partial(tiny_llama, rope_parameters=LONG, max_position_embeddings=64),

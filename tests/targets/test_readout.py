@@ -13,25 +13,14 @@ from eagle31_train.config import TargetConfig
 from eagle31_train.model.linear import BLOCK, first_largest
 from eagle31_train.targets.readout import readout_from_checkpoint
 
-TEXT = {
-    "model_type": "kimi_k2",
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "num_hidden_layers": LAYERS,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "auto_map": {"AutoConfig": "code.KimiConfig", "AutoModelForCausalLM": "code.KimiForCausalLM"},
-}
-WRAPPED = {
-    "model_type": "kimi_k25",
-    "architectures": ["KimiK25ForConditionalGeneration"],
-    "auto_map": TEXT["auto_map"],
-    "text_config": TEXT,
-    "quantization_config": {"quant_method": "compressed-tensors", "ignore": ["lm_head"]},
-}
+CODE = {"AutoConfig": "code.KimiConfig", "AutoModelForCausalLM": "code.KimiForCausalLM"}
+TEXT = {"model_type": "kimi_k2", "vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": LAYERS}
+TEXT |= {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "auto_map": CODE}
+WRAPPED = {"model_type": "kimi_k25", "architectures": ["KimiK25ForConditionalGeneration"], "auto_map": CODE}
+WRAPPED |= {"text_config": TEXT, "quantization_config": {"quant_method": "compressed-tensors", "ignore": ["lm_head"]}}
 
 
-def write_kimi(folder, model, config=WRAPPED, prefix="language_model."):
+def write_kimi(folder, model, config, prefix):
     """A checkpoint of Kimi's layout: quantized experts, a vision tower, code that must not be run."""
     weights = {f"{prefix}{name}": t for name, t in model.state_dict().items() if ".layers." not in name}
     others = {
@@ -48,13 +37,14 @@ def write_kimi(folder, model, config=WRAPPED, prefix="language_model."):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "code.py").write_text("raise AssertionError('code of the checkpoint was run')")
-    return TargetConfig(path=str(folder), dtype="float32", device="cpu", trust_remote_code=True)
 
 
 @pytest.mark.parametrize(("config", "prefix"), [(WRAPPED, "language_model."), (TEXT, "")])
 def test_kimis_three_tensors_are_read_without_its_code(tmp_path, config, prefix):
     model = tiny_llama()
-    read = readout_from_checkpoint(write_kimi(tmp_path / "kimi", model, config, prefix), torch.float32)
+    write_kimi(tmp_path / "kimi", model, config, prefix)
+    target = TargetConfig(path=str(tmp_path / "kimi"), dtype="float32", device="cpu", trust_remote_code=True)
+    read = readout_from_checkpoint(target, torch.float32)
     assert torch.equal(read.embedding, model.model.embed_tokens.weight)
     assert torch.equal(read.norm, model.model.norm.weight)
     assert torch.equal(read.head, model.lm_head.weight)
