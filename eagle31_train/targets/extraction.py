@@ -102,17 +102,16 @@ def _extract(
         patience=config.store.patience,
         remedy=made_from.remedy,
     )
-    first = rank == 0
-    if first:
+    if rank == 0:
         if prelude is not None:
             prelude(config, engine, writer, splits)
         writer.write_tensors(TARGET, engine.readout.weights())
     gate = Gate(engine, config.extract, len(plan.shards))
     draft_tokens = vocab.read(config.data_folder / "vocab.safetensors").t2d
     wanted = extract_shards(engine, splits, writer, gate, draft_tokens)
-    if wanted and first and (lines := writer.gather()) is not None:
+    if wanted and rank == 0 and (lines := writer.gather()) is not None:
         _finish(writer, lines, began)
-    elif is_main() and wanted and not first:
+    elif is_main() and wanted and rank > 0:
         note(f"extract: extract.part={config.extract.part} is done; part 0 finishes {storage.location}")
     elif is_main():
         note(f"extract: the training that follows {storage.location} wants no more of it: stopped, unfinished")
@@ -184,7 +183,7 @@ class Agreement(NamedTuple):
     """How far answers are the target's own, and its choices in the draft vocabulary, where supervised.
 
     own: positions whose next token is the target's arg-max. outside: those whose arg-max no draft can be. bare:
-    conversations in which nothing can be trained, since no arg-max can be drafted, or no answer is supervised.
+    conversations with nothing to train: no arg-max can be drafted, or no answer is supervised.
     """
 
     positions: int = 0

@@ -111,15 +111,11 @@ class Generator:
         while waiting:
             rows = [waiting.popleft() for _ in range(min(at_once, len(waiting)))]
             longest = max(len(row.request.ids) for row in rows)
-            padding = [longest - len(row.request.ids) for row in rows]
+            ids = [[pad] * (longest - len(row.request.ids)) + row.request.ids for row in rows]
+            mask = [[int(at >= longest - len(row.request.ids)) for at in range(longest)] for row in rows]
             self.model.generate(
-                input_ids=torch.tensor(
-                    [[pad] * more + row.request.ids for more, row in zip(padding, rows, strict=True)],
-                    device=self.model.device,
-                ),
-                attention_mask=torch.tensor(
-                    [[0] * more + [1] * (longest - more) for more in padding], device=self.model.device
-                ),
+                input_ids=torch.tensor(ids, device=self.model.device),
+                attention_mask=torch.tensor(mask, device=self.model.device),
                 logits_processor=LogitsProcessorList([Extending(rows, top_p)]),
             )
             yield from rows

@@ -128,13 +128,12 @@ class HiddenStateTarget:
 
     def __init__(self, model: Any, aux_layers: Sequence[int] | None) -> None:
         self.model = model
-        parts = find_parts(model)
-        self.decoder, self.final_norm = parts.decoder, parts.norm
-        self.head, self.embedding, self.depth = parts.head, parts.embedding, len(parts.layers)
+        self.decoder, layers, self.final_norm, self.embedding, self.head = find_parts(model)
+        self.depth = len(layers)
         kinds = model.config.model_type, model.config.get_text_config().model_type
-        self.layers = pick_layers(aux_layers, len(parts.layers), kinds)
+        self.layers = pick_layers(aux_layers, self.depth, kinds)
         # Input of layer N is the input of the final norm.
-        self._taps = [parts.layers[i] if i < len(parts.layers) else self.final_norm for i in self.layers]
+        self._taps = [layers[i] if i < self.depth else self.final_norm for i in self.layers]
 
     @property
     def device(self) -> torch.device:

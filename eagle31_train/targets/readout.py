@@ -7,9 +7,10 @@ Shapes: n rows; H hidden; V vocabulary.
 """
 
 import copy
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -33,8 +34,7 @@ EMBEDDING = "embed_tokens.weight"
 SETTINGS = {"vocab_size": int, "hidden_size": int, "num_hidden_layers": int, "rms_norm_eps": float}  # see `_unknown`
 
 
-@dataclass(frozen=True)
-class Parts:
+class Parts(NamedTuple):
     """The modules of a causal LM that EAGLE reads."""
 
     decoder: nn.Module
@@ -141,11 +141,10 @@ def readout_from_checkpoint(target: TargetConfig, dtype: torch.dtype) -> Readout
 
 def _readout(norm: nn.Module, depth: int, config: Any, embedding: Tensor, head: Tensor) -> Readout:
     config = config.get_text_config()
-    effective, kind = norm_weight(norm)
     divisor = getattr(config, DIVISOR, None) or 1
     head = head if divisor == 1 else head / divisor
     _refuse({SCALE: getattr(config, SCALE, None)})
-    return Readout(embedding, effective, kind, norm_eps(norm), head, depth, getattr(config, SOFT_CAP, None))
+    return Readout(embedding, *read_norm(norm), head, depth, getattr(config, SOFT_CAP, None))
 
 
 def _refuse(settings: dict[str, Any]) -> None:
@@ -197,33 +196,30 @@ def find_parts(model: Any) -> Parts:
     return Parts(decoder, layers, norm, model.get_input_embeddings(), head)
 
 
-def norm_weight(norm: nn.Module) -> tuple[Tensor, str]:
-    """A final norm's effective weight [H] fp32, and its kind by its answer to ones: "w", or "1+w" as in Gemma."""
+def read_norm(norm: nn.Module) -> tuple[Tensor, str, float]:
+    """Of a final norm: effective weight [H] fp32, kind by its answer to ones ("w", or "1+w" as in Gemma), epsilon."""
+    norms = f"the target's final norm ({type(norm).__name__})"
     weight = getattr(norm, "weight", None)
     if not isinstance(weight, Tensor):
-        raise UserError(f"the target's final norm ({type(norm).__name__}) has no weight, as an RMSNorm has")
+        raise UserError(f"{norms} has no weight, as an RMSNorm has")
+    epsilons = [getattr(norm, name, None) for name in ("variance_epsilon", "eps", "epsilon")]
+    eps = next((value for value in epsilons if isinstance(value, float)), None)
+    if eps is None:
+        raise UserError(f"{norms} names no epsilon")
     weight = weight.detach()
     with torch.no_grad():
         answer = norm(torch.ones_like(weight)[None])[0].float()
     for kind, effective in (("w", weight.float()), ("1+w", 1.0 + weight.float())):
         if torch.allclose(answer, effective, rtol=0.02, atol=0.02):
-            return effective, kind
-    raise UserError(f"the target's final norm ({type(norm).__name__}) is not an RMSNorm")
-
-
-def norm_eps(norm: nn.Module) -> float:
-    """Epsilon of a final norm."""
-    for name in ("variance_epsilon", "eps", "epsilon"):
-        if isinstance(value := getattr(norm, name, None), float):
-            return value
-    raise UserError(f"the target's final norm ({type(norm).__name__}) names no epsilon")
+            return effective, kind, eps
+    raise UserError(f"{norms} is not an RMSNorm")
 
 
 def _read(folder: Path, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> list[Tensor]:
     """Tensors of a checkpoint by their names in the model."""
     files, tensors = _files(folder), []
     for name, shape in shapes.items():
-        key = _key(name, list(files))
+        key = _key(name, files)
         try:
             with safe_open(folder / files[key], framework="pt") as file:
                 tensor = file.get_tensor(key)
@@ -252,7 +248,7 @@ def _broken(folder: Path, error: Exception) -> UserError:
     return UserError(f"{folder} is no whole safetensors checkpoint: {first_line(error)}: {NOT_WHOLE}")
 
 
-def _key(name: str, keys: list[str]) -> str:
+def _key(name: str, keys: Collection[str]) -> str:
     """The checkpoint's name of a model's parameter; checkpoints of wrapped models have other prefixes."""
     if name in keys:
         return name

@@ -31,7 +31,7 @@ from eagle31_train.targets.description import (
     text_config,
     whole_config,
 )
-from eagle31_train.targets.readout import find_parts, norm_eps, norm_weight
+from eagle31_train.targets.readout import find_parts, read_norm
 
 pytestmark = pytest.mark.core
 PUBLISHED = Path(__file__).resolve().parent.parent / "published"
@@ -249,7 +249,7 @@ def test_every_kind_whose_parts_cannot_be_read_is_refused_by_its_configuration_a
             norm = copy.deepcopy(find_parts(model).norm).to_empty(device="cpu")
             for parameter in norm.parameters():
                 torch.nn.init.normal_(parameter)
-            norm_weight(norm), norm_eps(norm)
+            read_norm(norm)
             read.add(kind)
         except UserError:
             refused.add(kind)
