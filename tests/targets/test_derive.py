@@ -275,27 +275,23 @@ def test_layers_with_which_stage_4_cannot_decode_are_named_before_it(tmp_path):
     assert evaluation_doubt(written(tmp_path, {"model_type": "qwen3"}), "transformers") is None
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "glm4", "granitemoe"])
-def test_what_is_known_of_the_class_that_wraps_transformers_is_said(tmp_path, kind):
-    doubt = serving_doubt(written(tmp_path, {"model_type": kind, "logits_scaling": 6.0 if "granite" in kind else 1.0}))
-    assert f"own class for {kind} takes no EAGLE 3 draft" in doubt
-    assert ("leaves out logits_scaling" in doubt) == (kind == "granitemoe")
+# Kind → that of its text model, if it is multimodal: vLLM serves the whole. InternVL's text model is a Qwen 2, which
+# vLLM serves with EAGLE 3, but not in InternVL.
+SERVED = {"llama": None, "mistral3": "mistral", "qwen3_vl": "qwen3_vl_text"}
+DOUBTED = {"internvl": "qwen2", "glm4v": "glm4v_text", "gemma3": "gemma3_text", "llava": "mixtral"}
+DOUBTED |= dict.fromkeys(["mixtral", "glm4", "granitemoe"])
 
 
-WRAPPERS = {"internvl": "qwen2", "glm4v": "glm4v_text", "gemma3": "gemma3_text", "llava": "mixtral", "llama": None}
-WRAPPERS |= {"mistral3": "mistral", "qwen3_vl": "qwen3_vl_text"}
-
-
-@pytest.mark.parametrize("kind", WRAPPERS)
-def test_of_a_multimodal_target_vllm_serves_the_whole(tmp_path, kind):
-    """InternVL's text model is a Qwen 2, which vLLM serves with EAGLE 3, but not in InternVL."""
-    text = WRAPPERS[kind]
-    target = written(tmp_path, {"model_type": kind, **({"text_config": {"model_type": text}} if text else {})})
+@pytest.mark.parametrize("kind", SERVED | DOUBTED)
+def test_which_targets_vllms_own_class_serves_no_drafter_of_is_said(tmp_path, kind):
+    text, raw = (SERVED | DOUBTED)[kind], {"model_type": kind, "logits_scaling": 6.0 if "granite" in kind else 1.0}
+    target = written(tmp_path, raw | ({"text_config": {"model_type": text}} if text else {}))
     doubt, named = serving_doubt(target), kind if kind in NO_EAGLE3 else text
-    if kind in ("llama", "mistral3", "qwen3_vl"):
+    if kind in SERVED:
         assert doubt is None
         return
-    assert f"class for {named} takes no" in doubt
+    assert f"own class for {named} takes no EAGLE 3 draft" in doubt
+    assert ("leaves out logits_scaling" in doubt) == (kind == "granitemoe")
     config = load_config([f"target.path={target.path}", "target.aux_layers=[0,2]"])
     with pytest.raises(UserError, match=rf"vLLM cannot give the input of layer 0 of a {named}: take another$"):
         planned_drafter(config, describe_target(target_of("qwen3_8b")), 32000)
