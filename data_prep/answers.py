@@ -93,7 +93,8 @@ class Local:
 
     def answers(self, jobs: dict[str, Job]) -> Outcomes:
         """The next answer of each conversation, refusals first."""
-        generate, requests = self.config.data.generate, {}
+        generate = self.config.data.generate
+        requests = {}
         for key, job in jobs.items():
             try:
                 ids = self.template.prompt_ids(job.messages, job.row.tools)
@@ -155,9 +156,12 @@ class Remote:
     def __init__(self, config: Config, template: ChatTemplate) -> None:
         generate = config.data.generate
         assert generate.server is not None
-        self.seed, self.template, self.at_once, self.lock = config.seed, template, generate.concurrency, Lock()
-        how = generate.model or config.target.path, template, generate.max_new_tokens, generate.top_p
-        self.servers = [Server(url, *how) for url in generate.server.split(",")]
+        self.seed = config.seed
+        self.template = template
+        model, urls = generate.model or config.target.path, generate.server.split(",")
+        self.servers = [Server(url, model, template, generate.max_new_tokens, generate.top_p) for url in urls]
+        self.at_once = generate.concurrency
+        self.lock = Lock()
 
     def answers(self, jobs: dict[str, Job]) -> Outcomes:
         """The next answer of each conversation; UserError where no prompt will fare better."""

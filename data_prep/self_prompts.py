@@ -45,11 +45,13 @@ class Attempt:
 def write_prompts(config: Config, template: ChatTemplate) -> Path:
     """Have the target write `data.self_prompts.count` prompts; returns `run_dir/prompts.jsonl`."""
     output = Path(config.run_dir) / OUTPUT
-    stop, generate, options = user_stop(template), config.data.generate, asdict(config.data.self_prompts)
+    stop = user_stop(template)
+    generate, options = config.data.generate, asdict(config.data.self_prompts)
     settings = {"layout": 2, **target_inputs(config, template, "server"), **options}
     if options["turns"] > 1:
         settings["answers"] = [generate.max_new_tokens, generate.temperature, generate.top_p]
-    journal, made_from = Journal(output), Provenance(settings)
+    made_from = Provenance(settings)
+    journal = Journal(output)
     if journal.finished(made_from, config.overwrite):
         note(f"prompts: {output} is up to date")
         return output

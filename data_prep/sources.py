@@ -104,7 +104,9 @@ class Corpus:
         usable: dict[str, list[str]] = {}
         unusable: list[Row] = []
         for source in self.sources:
-            ids, bad, name = list[str](), list[Row](), source.name
+            name = source.name
+            ids: list[str] = []
+            bad: list[Row] = []
             for row in Progress(source.read(), desc=f"reading {name}", unit="row", leave=False):
                 if row.problem is None:
                     ids.append(row.id)

@@ -131,7 +131,8 @@ def added(run: Path, overwrite: bool) -> list[Path]:
     unless `overwrite` allows to replace it."""
     if not (run / EXPORTED).is_file():
         return []
-    files, readme = artifacts.read_json(run / EXPORTED, EXPORT).get("files", {}), CARD[0]
+    files = artifacts.read_json(run / EXPORTED, EXPORT).get("files", {})
+    readme = CARD[0]
     written = {name: file for name, file in files.items() if name == readme}
     if not overwrite and (run / readme).is_file() and artifacts.first_damaged(run, written):
         raise UserError(

@@ -96,7 +96,8 @@ def check(tensors: Mapping[str, TensorOrShape], shape: DrafterShape) -> list[str
     weights by their names, without the vocabulary's maps, or shapes alone (then values and types are not checked)."""
     if problems := check_shape(shape):
         return problems
-    expected, lacking = weight_shapes(shape), "which vLLM would load in silence and serve badly"
+    expected = weight_shapes(shape)
+    lacking = "which vLLM would load in silence and serve badly"
     problems = [f"{name} is missing, {lacking}" for name in sorted(expected.keys() - tensors.keys())]
     beyond = "the options or config.json have no place for it (fc_norm, draft_vocab_size, share_embedding, …)"
     problems += [f"{name} is superfluous: {beyond}" for name in sorted(tensors.keys() - expected.keys())]

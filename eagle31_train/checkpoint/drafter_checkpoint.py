@@ -219,7 +219,8 @@ class DrafterCheckpoint:
 
     def check_fits(self, target: LoadedTarget) -> None:
         """UserError for a target of another size than the drafter's."""
-        (rows, width), shape, depth = target.embedding.weight.shape, self.shape, max(self.shape.aux_layers)
+        rows, width = target.embedding.weight.shape
+        shape, depth = self.shape, max(self.shape.aux_layers)
         if shape.target_hidden_size != width or shape.vocab_size > rows or depth > target.depth:
             wants = f"hidden size {shape.target_hidden_size}, {shape.vocab_size} tokens, {depth} layers"
             has = f"{width}, {rows} and {target.depth}"

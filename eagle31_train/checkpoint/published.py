@@ -91,7 +91,8 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
         files = [folder / Path(name).name for name in sorted(set(places.values()))]
     if not files:
         raise UserError("no *.safetensors there, and a pickle (pytorch_model.bin) is never opened: convert it")
-    tensors, norms = dict[str, Tensor](), dict[str, Tensor]()
+    tensors: dict[str, Tensor] = {}
+    norms: dict[str, Tensor] = {}
     for file in files:
         try:
             foreign.check_file(file, None)

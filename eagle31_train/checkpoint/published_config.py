@@ -118,7 +118,8 @@ def shape_from_config(
     if lacking := [name for name in needed if name not in layer]:
         raise UserError(f"config.json lacks {lacking[0]}")
     D, heads, V = layer["hidden_size"], layer["num_attention_heads"], layer["vocab_size"]
-    aux_layers, count = _aux_layers(config, flags, target_layers, counted), flags.get("num_aux_hidden_states")
+    aux_layers = _aux_layers(config, flags, target_layers, counted)
+    count = flags.get("num_aux_hidden_states")
     if count not in (None, len(aux_layers)):
         raise UserError(f"config.json has num_aux_hidden_states {count}, but the layer ids {aux_layers}")
     parallel = "mask_hidden" in tensor_names or layer.get(MASK_TOKENS[-1]) is not None
