@@ -19,6 +19,7 @@ from data_prep.journal import Answer
 from eagle31_train.common import foreign
 from eagle31_train.common.console import note
 from eagle31_train.common.errors import Refused, UserError
+from eagle31_train.common.foreign import Positions as Count
 from eagle31_train.rows.formats import Message, Tool, check_text, tool_calls
 from eagle31_train.targets.chat import ChatTemplate
 
@@ -57,13 +58,13 @@ class Server:
         self.under_way = 0  # requests
         self.given_up = False  # nothing is repeated any more
         self.failures = FAILURES  # in a row; as many at first, so that a server must have answered before it may fail
-        self.said: set[str] = set()
+        self.doubts: set[str] = set()  # what was said, once each, of answers that may be another target's
         # A server says nothing until an answer is whole, and a long thought at a busy one may take hours.
         self.timeout = max(600.0, self.max_tokens / SLOWEST)
         self.options: dict[str, Any] = {}
-        if template.template_args:
-            self.options["chat_template_kwargs"] = template.template_args
-        if template.hides_markup:
+        if self.template.template_args:
+            self.options["chat_template_kwargs"] = self.template.template_args
+        if self.template.hides_markup:
             self.options["skip_special_tokens"] = False
 
     def answer(self, messages: list[Message], temperature: float, seed: int, tools: list[Tool] | None = None) -> Answer:
@@ -79,16 +80,21 @@ class Server:
             **({"tools": tools} if tools else {}),
             **self.options,
         }
-        here = len(self.template.prompt_ids(messages, tools))
-        answer, there = self._read(self._ask(self.url, body))
-        if there not in (0, here):  # the drafter would learn for others
-            words = f"{self.url} makes {there} tokens of a prompt that has {here} here: compare its chat template"
-            self._say_once("tokens", f"{words} with target.chat_template and .template_args")
+        prompt_tokens = len(self.template.prompt_ids(messages, tools))
+        answer, prompt_tokens_there, model = self._read(self._ask(self.url, body))
+        if prompt_tokens_there not in (0, prompt_tokens):  # the drafter would learn for others
+            self._doubt(
+                f"{self.url} makes {prompt_tokens_there} tokens of a prompt that has {prompt_tokens} here: compare its "
+                "chat template with target.chat_template and .template_args",
+                kind="tokens",
+            )
+        if model not in ("", self.model):
+            self._doubt(f"{self.url} answers as {model[:200]}, and {self.model} was asked for", kind="model")
         return answer
 
-    def _say_once(self, kind: str, text: str) -> None:
-        if kind not in self.said:
-            self.said.add(kind)
+    def _doubt(self, text: str, kind: str) -> None:
+        if kind not in self.doubts:
+            self.doubts.add(kind)
             note(text, error=True)
 
     def complete(self, **request: Any) -> tuple[str, str]:
@@ -112,11 +118,13 @@ class Server:
             if attempt:
                 if self.given_up:
                     break
-                self._say_once("again", f"{url} gives no answer ({problem}): asking again, {TRIES} times in all")
+                self._doubt(f"{url} gives no answer ({problem}): asking again, {TRIES} times in all", kind="again")
                 time.sleep(max(wait, min(30.0, 2.0 ** (attempt - 1))))
                 wait = 0.0
             try:
                 answer = self._post(url, body)
+                self.failures = 0
+                return answer
             except urllib.error.HTTPError as error:
                 problem = f"HTTP {error.code}"
                 asked = error.headers.get("Retry-After") or ""  # seconds, or a date
@@ -134,9 +142,6 @@ class Server:
             except ValueError:  # whose text would show the key
                 problem = "HTTP cannot carry its address, or the key in OPENAI_API_KEY"
                 break
-            else:
-                self.failures = 0
-                return answer
         if problem.startswith("HTTP 500") and self.failures < FAILURES:  # some servers fail on some prompts, each time
             self.failures += 1
             raise Refused(f"the server fails on it: {problem}")
@@ -160,25 +165,27 @@ class Server:
                 raise http.client.IncompleteRead(bytes(content), response.length)
         return bytes(content)
 
-    def _read(self, content: bytes) -> tuple[Answer, int]:
-        """The answer, and the tokens of its prompt (0 if the server does not say)."""
+    def _read(self, content: bytes) -> tuple[Answer, int, str]:
+        """The answer, the tokens of its prompt, and whose it is ("" and 0 if the server does not say)."""
         try:
             value = foreign.parse_json(content)
             choice = value["choices"][0]
             said, reason = choice["message"], choice["finish_reason"]
             text, calls = said.get("content"), said.get("tool_calls")
             thought = said.get("reasoning_content") or said.get("reasoning")
-            foreign.typed(list[str | None], [text, thought])
             usage = value.get("usage") or {}
             counts = [usage.get(key) or 0 for key in ("completion_tokens", "prompt_tokens")]
-            tokens, prompt_tokens = foreign.typed(list[foreign.Positions], counts)
+            tokens, prompt_tokens = foreign.typed(list[Count], counts)
+            foreign.typed(str | None, thought)
+            foreign.typed(str | None, text)
+            model = foreign.typed(str, value.get("model") or "")
         except (ValueError, KeyError, IndexError, TypeError, AttributeError):
             raise UserError(f"{self.url} answered no chat completion: is the server OpenAI-compatible?") from None
         if thought and not self.template.reads_thoughts:  # half of what the target wrote would be lost
             raise UserError(f"{self.url} takes the thinking out of its answers: start it without a reasoning parser")
         if reason not in ("stop", "length", "tool_calls"):
             raise Refused(f"the server ended the answer with {reason!r}, not with stop or length")
-        if (reason == "tool_calls" and not calls) or (text is None and not thought and not calls):
+        if (reason == "tool_calls" and not calls) or not (isinstance(text, str) or thought or calls):
             raise Refused("the server gave an answer without text, or without the tool calls that it ended with")
         message: Message = {"role": "assistant", "content": text or ""}
         if thought:
@@ -188,7 +195,7 @@ class Server:
         check_text(message)
         if tokens:
             message["tokens"] = tokens
-        return Answer(message, reason, tokens), prompt_tokens
+        return Answer(message, reason, tokens), prompt_tokens, model
 
 
 def _sent(message: Message) -> Message:

@@ -1,7 +1,9 @@
 """Answers: what a server is asked and what is made of it, and what in this process is no text."""
 
+import json
 from types import SimpleNamespace
 
+import pytest
 from answering import answering, completion
 from made import message_of
 
@@ -66,13 +68,23 @@ def test_a_server_that_fails_on_some_prompts_each_time_is_asked_the_others(serve
     assert outcomes == [NoAnswer, Answer, Refused, Answer, *[Refused] * client.FAILURES, NoAnswer]
 
 
-def test_a_server_with_another_template_is_named_once(server, chatml, capsys):
-    for tokens, times in [(0, 0), (len(chatml.prompt_ids([ASK])), 0), (99, 1)]:
-        server.reply = lambda _, tokens=tokens: completion("yes", prompt=tokens)
-        asking = Server(server.url, "m", chatml, 7)
-        for _ in range(2):
-            asking.answer([ASK], 0.5, 11)
-        assert capsys.readouterr().err.count("makes 99 tokens of a prompt that has") == times
+@pytest.mark.parametrize(
+    ("model", "prompt", "said"),
+    [
+        ("another", 0, ["answers as another, and m was asked for"]),
+        ("m", 99, ["makes 99 tokens of a prompt that has"]),
+        ("m", 0, []),
+        (None, 0, []),
+    ],
+)
+def test_a_server_of_another_model_or_template_is_named_once(server, chatml, capsys, model, prompt, said):
+    status, body = completion("yes", prompt=prompt)
+    server.reply = lambda _: (status, json.dumps({**json.loads(body), "model": model}).encode())
+    asking = Server(server.url, "m", chatml, 7)
+    for _ in range(2):
+        asking.answer([ASK], 0.5, 11)
+    lines = capsys.readouterr().err.splitlines()
+    assert [words in line for words, line in zip(said, lines, strict=True)] == [True] * len(said)
 
 
 def test_thoughts_that_the_template_does_not_read_are_refused(server, chatml):

@@ -57,6 +57,9 @@ def test_what_cannot_be_met_is_refused_before_a_prompt_is_answered(config, monke
     config.data.generate.samples = 2
     assert "set data.generate.temperature above 0" in message_of(run, config)
     config.data.generate.temperature = 0.9
+    write_rows(Path(config.data.prompts), [{"id": "q#1", "prompt": "a"}, {"id": "q", "prompt": "b"}])
+    with pytest.raises(UserError, match=r"prompts\.jsonl:2: an answer would have the id 'q#1', as one to .*:1: choose"):
+        run(config)
     write_rows(Path(config.data.prompts), [{"messages": [{"role": "assistant", "content": "x"}]}] * 2)
     assert "no prompt that can be answered (2 × no user turn)" in message_of(run, config)
 

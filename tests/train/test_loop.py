@@ -4,6 +4,7 @@ and refuses what cannot be."""
 import json
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from train import loader
 from train.metrics import heldout_text, summarise
 from train.prepare import tell_of_waiting
 from train.step import learning_rate, step_weights
+from train.trainer import memory_bytes
 
 TWO = ["train.max_steps=2"]
 OPTIONS = ["train.gamma=0.5", "train.lk=0.5", "train.betas=[0.5,0.6]", "train.weight_decay=0.5", "train.oov=keep",
@@ -177,3 +179,9 @@ def test_pairs_are_those_that_were_trained(new_run):
     steps = order.schedule(split.lengths, 60, 0, 3, 2)
     counted = sum(int(build_batch(split.read_all(step), 3, kept, "mask").trained.sum()) for step in steps)
     assert run.manifest()["pairs"] == counted
+
+
+def test_memory_is_in_bytes():
+    status = Path("/proc/self/status").read_text().splitlines()
+    (line,) = [line for line in status if line.startswith("VmHWM:")]
+    assert memory_bytes(torch.device("cpu")) == pytest.approx(int(line.split()[1]) * 1024, rel=0.05)
