@@ -6,6 +6,7 @@ each text as soon as it exists, and every text has its own seed, so a killed run
 """
 
 import json
+import math
 import re
 import zlib
 from collections import Counter
@@ -124,10 +125,14 @@ class Writer:
         done: list[Attempt] = []
         numbers = iter(range(tries))
         with Progress(total=wanted * self.options.turns, desc="prompts", unit="text") as self.bar:
-            # A batch larger than the engine's, so that texts of like length share one; as many as may be missing.
-            while len(done) < wanted and (batch := list(islice(numbers, max(self.engine.at_once, wanted - len(done))))):
+            tried = 0
+            while len(done) < wanted and tried < tries:
+                # All that are probably needed at once: each batch waits for its longest text.
+                probably = math.ceil((wanted - len(done)) * max(1, tried) / max(1, len(done)))
+                batch = list(islice(numbers, max(self.engine.at_once, probably)))
                 self.bar.total = self.bar.n + len(batch) * self.options.turns
                 done += self._turns(list(map(self._begin, batch)))
+                tried += len(batch)
                 self.bar.set_postfix_str(f"{len(done):,} of {wanted:,} of use", refresh=False)
         if len(done) < wanted:
             few = f"the target wrote {len(done)} prompts of use in {tries} tries ({_counted(self.refused)})"
