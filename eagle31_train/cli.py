@@ -296,11 +296,15 @@ def run(
     parser.add_argument("--config-dir", type=Path, help="a folder of recipes and groups of your own, like configs/")
     with explained(), tidy():
         arguments = parser.parse_intermixed_args(argv)
-        config = load_config(arguments.overrides, saved, arguments.config_dir, resolve=False)
+        given = arguments.overrides
+        words = given if saved else with_recipe(given)
+        config = load_config(words, saved, arguments.config_dir, resolve=False)
         resolved = precision.resolve(config) if resolve else {}
         if arguments.cfg:
             note(to_yaml(config).rstrip("\n"))
             return
+        if words != given:
+            say(f"no recipe is named: {ANY} (configs/experiment/any.yaml); {_better_recipes(config.target.path)}")
         if tells in resolved:
             say(resolved[tells])
         keep_freed_memory()
@@ -319,6 +323,13 @@ def with_recipe(words: list[str]) -> list[str]:
     """The words of a command line; with the recipe ANY in front where it names none."""
     named = any(word.lstrip("+").startswith("experiment=") for word in words)
     return words if named else [ANY, *words]
+
+
+def _better_recipes(target: str) -> str:
+    """The shipped recipes for a target, by its hub id: each has the name of its target's file. Or how to write one."""
+    made = [f for f in sorted((CONFIGS / "target").glob("*.yaml")) if (CONFIGS / "experiment" / f.name).is_file()]
+    own = [f"+experiment={file.stem}" for file in made if OmegaConf.select(OmegaConf.load(file), "path") == target]
+    return f"for this target there is {', '.join(own)}" if own else "write your own by `eagle31 new NAME`"
 
 
 def to_yaml(config: Config) -> str:

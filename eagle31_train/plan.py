@@ -4,11 +4,8 @@
     eagle31 plan +experiment=llama31_8b
     eagle31 plan +experiment=kimi plan.tokens=5e8 plan.devices=4 plan.device_gib=141
 
-Without a recipe +experiment=any is taken, as by `eagle31 run`. Of a hub id config.json is downloaded, and nothing else;
-nothing is written.
+Of a hub id config.json is downloaded, and nothing else; nothing is written.
 """
-
-import sys
 
 from eagle31_train import cli
 from eagle31_train.common.console import note
@@ -33,4 +30,4 @@ def plan(config: Config) -> None:
 
 if __name__ == "__main__":
     # A precision of `auto` is that of the devices of plan.*, and not of this machine.
-    cli.run(plan, __doc__ or "", cli.with_recipe(sys.argv[1:]), resolve=False)
+    cli.run(plan, __doc__ or "", resolve=False)

@@ -16,10 +16,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import yaml
-
 from eagle31_train import cli
-from eagle31_train.cli import ANY
 from eagle31_train.combinations import check_longest, check_zero
 from eagle31_train.common.artifacts import MANIFEST
 from eagle31_train.common.console import STOPPED, note
@@ -45,9 +42,6 @@ def run(config: Config, overrides: list[str], first: str, last: str, profile: st
         )
     if "train" in stages and (profile or "").startswith("zero"):
         check_zero(config.train)
-    if ANY in overrides and ANY not in sys.argv:
-        made = "".join(f"; there is one for this target: +experiment={name}" for name in recipes_of(config.target.path))
-        note(f"run: no recipe is named: {ANY} (configs/experiment/any.yaml; or your own: `eagle31 new NAME`){made}")
     if not config.data.given:
         note("run: no prompts are given (data.prompts=FILE): the target writes them itself, data.prompts=self")
         overrides = [*overrides, *WRITTEN]
@@ -75,12 +69,6 @@ def run(config: Config, overrides: list[str], first: str, last: str, profile: st
             remedy = "the same command goes on from there" if why else "mend that, and the same command goes on"
             note(f"run: stopped at {stage}{why}; {remedy}", error=True)
             raise SystemExit(status)
-
-
-def recipes_of(target: str) -> list[str]:
-    """The shipped recipes for a target, by its hub id; each has the name of its target's file."""
-    made = [f for f in sorted((CONFIGS / "target").glob("*.yaml")) if (CONFIGS / "experiment" / f.name).is_file()]
-    return [file.stem for file in made if yaml.safe_load(file.read_text(encoding="utf-8"))["path"] == target]
 
 
 def check_inputs(config: Config, stages: list[str]) -> None:
@@ -184,9 +172,8 @@ def main() -> None:
     parser.add_argument("--until", dest="last", choices=STAGES, default=STAGES[-1])
     parser.add_argument("--profile", choices=PROFILES)
     ends, words = parser.parse_known_args()
-    words = cli.with_recipe(words)
     cli.run(
-        lambda config: run(config, [word for word in words if word != "--cfg"], **vars(ends)),
+        lambda config: run(config, cli.with_recipe([word for word in words if word != "--cfg"]), **vars(ends)),
         __doc__ or "",
         argv=words,
         before="[--from STAGE] [--until STAGE] [--profile PROFILE] ",

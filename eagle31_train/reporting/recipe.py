@@ -68,9 +68,9 @@ def commands(config: Config) -> list[str]:
 
 
 def overrides(config: Config) -> list[str]:
-    """The fewest `key=value` options that give this configuration, starting from a recipe or from the defaults."""
+    """The fewest `key=value` options that give this configuration, starting from a recipe."""
     recipes = cli.choices("experiment")
-    starts = [config.name] if config.name in recipes else ["", *recipes]
+    starts = [config.name] if config.name in recipes else recipes
     return min((_from(recipe, config) for recipe in starts), key=len)
 
 
@@ -78,7 +78,7 @@ def _from(recipe: str, config: Config) -> list[str]:
     wanted, base = _values(config), {**_base(recipe), "run_dir": f"runs/{config.name}"}
     changed = [key for key in wanted if wanted[key] != base[key] and key not in _NOT_THE_RECIPE]
     shown = [key for key in changed if not key.endswith("_dir") or not Path(wanted[key] or "").is_absolute()]
-    words = [f"+experiment={recipe}"] if recipe else []
+    words = [f"+experiment={recipe}"]
     for key in shown:
         value = wanted[key]
         # Hydra would merge a mapping into the recipe's: what that has besides goes first.
@@ -90,8 +90,8 @@ def _from(recipe: str, config: Config) -> list[str]:
 
 @cache
 def _base(recipe: str) -> dict[str, Any]:
-    """The options of a recipe, or with "" the defaults; a target or a name that it leaves open is none."""
-    start = [f"+experiment={recipe}"] if recipe else []
+    """The options of a recipe; a target or a name that it leaves open is none."""
+    start = [f"+experiment={recipe}"]
     try:
         config = cli.load_config(start, resolve=False)
     except UserError:
