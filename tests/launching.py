@@ -40,7 +40,7 @@ def environment(profile, on_gpus=False, **more):
 
 def arguments(run, *more):
     """The command line of a tiny run in its folder."""
-    return options(run.folder, f"target.path={run.extracted / 'target'}", *more)
+    return options(run.folder, f"+experiment={ROOT / 'tests' / 'defaults.yaml'}", f"target.path={run.extracted / 'target'}", *more)
 
 
 def execute(words, profile, timeout=300, on_gpus=False, **variables):

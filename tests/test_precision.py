@@ -13,7 +13,7 @@ from eagle31_train.config import TargetConfig
 from eagle31_train.targets.hf import load_model
 from train import launch
 
-WORDS = ["name=x", "target.path=t"]
+WORDS = ["+experiment=any", "name=x", "target.path=t"]
 
 
 @pytest.fixture
