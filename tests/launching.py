@@ -11,6 +11,7 @@ from pipeline import options
 ROOT = Path(__file__).resolve().parent.parent
 # `script` instead of train.py trains likewise, and may watch or disturb it before.
 TRAIN = ROOT / "train.py"
+DEFAULTS = f"+experiment={ROOT / 'tests' / 'defaults.yaml'}"  # as `options` has them in this process
 
 
 def free_port():
@@ -40,7 +41,7 @@ def environment(profile, on_gpus=False, **more):
 
 def arguments(run, *more):
     """The command line of a tiny run in its folder."""
-    return options(run.folder, f"+experiment={ROOT / 'tests' / 'defaults.yaml'}", f"target.path={run.extracted / 'target'}", *more)
+    return options(run.folder, DEFAULTS, f"target.path={run.extracted / 'target'}", *more)
 
 
 def execute(words, profile, timeout=300, on_gpus=False, **variables):
