@@ -40,6 +40,16 @@ NAMES = ["/tmp/ü (1)/a=b.jsonl", "天空/😀", "~/x", "a~b", "[x]", "[1] x", "
 NAMES += ["a,b", " a  b ", "1e3", "true", "a#b!c;d&e<f>`g`|^", "range(1,2)", "back\\slash\\", "$x%y@z", "=", "(", "%20"]
 
 
+def test_a_command_without_a_recipe_takes_any_and_says_so(capsys):
+    taken = []
+    run(taken.append, "", ["target.path=Qwen/Qwen3-8B", "name=x"])
+    said = capsys.readouterr().out
+    assert "no recipe is named: +experiment=any" in said and "for this target there is +experiment=qwen3_8b" in said
+    run(taken.append, "", [cli.ANY, "target.path=Qwen/Qwen3-8B", "name=x"])
+    assert "no recipe" not in capsys.readouterr().out
+    assert taken[0] == taken[1] != load_config(["target.path=Qwen/Qwen3-8B", "name=x"])
+
+
 def test_any_name_is_taken_as_it_is_without_quotes():
     read = ("train.time_limit", "store.cache_bytes", "store.max_bytes")  # as times and sizes
     options = [(name, option) for name, option in cli.OPTIONS.items() if name not in read]
