@@ -44,7 +44,7 @@ def test_a_command_without_a_recipe_takes_any_and_says_so(capsys):
     taken = []
     run(taken.append, "", ["target.path=Qwen/Qwen3-8B", "name=x"])
     said = capsys.readouterr().out
-    assert "no recipe is named: +experiment=any" in said and "for this target there is +experiment=qwen3_8b" in said
+    assert "no recipe is named: +experiment=any (configs/experiment/any.yaml); for this target there is +exp" in said
     run(taken.append, "", [cli.ANY, "target.path=Qwen/Qwen3-8B", "name=x"])
     assert "no recipe" not in capsys.readouterr().out
     assert taken[0] == taken[1] != load_config(["target.path=Qwen/Qwen3-8B", "name=x"])
