@@ -158,8 +158,12 @@ def test_vllm_is_told_that_a_drafter_drafts_in_parallel(config, tmp_path):
             assert server_arguments(config(), draft, {DRAFTED: 3}, 1)["speculative_config"] == meant | more
 
 
-def test_counts_are_the_servers_without_its_warming(measure):
+def test_counts_are_the_servers_without_its_warming(measure, capsys):
     served = measure("evaluate.serve_speculative_tokens=[1,3]", "evaluate.concurrency=[1,2]")
+    # Three prompts for one user, each twice for two.
+    assert "serve: 3 servers in turn, and up to two for a schedule by load for each drafter; 9 requests" in (
+        capsys.readouterr().out
+    )
     assert [(r["drafter"], r["draft_tokens"], r["concurrency"]) for r in served["rows"]] == [
         (None, 0, 1), (None, 0, 2), ("ours", 1, 1), ("ours", 1, 2), ("ours", 3, 1), ("ours", 3, 2),
     ]  # fmt: skip

@@ -52,6 +52,11 @@ def measure_serving(
     options = config.evaluate
     sent = {users: questions(config, prompts, end_ids, users) for users in options.concurrency}
     servers = _Servers(config, drafts, sent, engine, Path(config.run_dir) / "servers" if folder is None else folder)
+    note(
+        f"serve: {1 + len(drafts) * len(options.serve_speculative_tokens)} servers in turn, and up to two for a schedule "
+        f"by load for each drafter; {sum(map(len, sent.values()))} requests to each. For fewer: "
+        "evaluate.serve_speculative_tokens, evaluate.concurrency, evaluate.num_prompts"
+    )
     plain = servers.loads(None, {})
     # Sampled answers differ: with a drafter, other random numbers choose.
     reference = None if options.temperature else plain[options.concurrency[0]][0]
