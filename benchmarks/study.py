@@ -24,13 +24,10 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE, FIRST = "+experiment=smollm2_study", "study"
-# Without fc_norm the residual stream starts as large as the target's states, and learning begins late: fc starts at one
-# over the median RMS of SmolLM2's last auxiliary state, 21.7.
-PLAIN_FC = ["drafter.fc_norm=false", "train.fc_init_scale=0.046"]
 SWITCHES = {
-    "3.0": ["drafter.norm_output=false", *PLAIN_FC],
+    "3.0": ["drafter.norm_output=false", "drafter.fc_norm=false"],
     "fc_norm": ["drafter.norm_output=false"],
-    "norm_output": PLAIN_FC,
+    "norm_output": ["drafter.fc_norm=false"],
     "3.1": [],
 }
 UNROLLS = (5, 3, 7)  # the first of all four; 3.0 and 3.1 are trained at the others, too

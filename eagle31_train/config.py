@@ -237,8 +237,9 @@ class TrainConfig:
     betas: list[float] = opt([0.9, 0.95], "AdamW's", at_least=0, below=1)
     max_grad_norm: float = opt(0.5, "largest gradient norm", above=0, finite=False)
     precision: str = opt("auto", "bf16 (fp32 weights), no (fp32); auto: the faster one", choices=("auto", "bf16", "no"))
-    fc_init_scale: float | None = opt(
-        None, "scales fc's first weights; default: 1, EAGLE 3: 1 / RMS of states", above=0
+    fc_init_scale: float | None = opt(None, "scales fc's first weights; default: 1", above=0)
+    fc_input_scale: list[float] | None = opt(
+        None, "EAGLE 3: fc trains on states times this, by layer; default: powers of 2 near 1 / RMS", above=0
     )
     init_from: str | None = opt(None, "begin with the weights of a run, or an EAGLE 3 draft (folder, hub id)")
     init_revision: str | None = opt(None, "hub revision of init_from")

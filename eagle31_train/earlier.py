@@ -27,6 +27,7 @@ ADDED: dict[str, Any] = {
     "drafter.mlp_bias": False,
     "drafter.parallel": False,
     "drafter.ptd_token_id": None,
+    "train.fc_input_scale": [],
     "evaluate.timed_prompts": 5,
     "evaluate.warmup": True,
 }

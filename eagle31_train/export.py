@@ -116,7 +116,12 @@ def trained_by(config: Config, data: Mapping[str, Any] | None, shape: DrafterSha
 
         decided, t = complete(config, described), then.train
         decay = default_weight_decay(t.optimizer, shape.hidden_size, steps)
-        rules = {"lr": decided.train.lr, "weight_decay": decay, "fc_init_scale": 1.0 if shape.norms_states else None}
+        rules: dict[str, Any] = {
+            "lr": decided.train.lr,
+            "weight_decay": decay,
+            "fc_init_scale": 1.0,
+            "fc_input_scale": [],
+        }
         for name, value in rules.items():
             if getattr(config.train, name) is None and getattr(t, name) == value:
                 setattr(t, name, None)

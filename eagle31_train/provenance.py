@@ -123,6 +123,11 @@ def recorded_name(option: str) -> str:
     return next((old for old, new in RENAMED.items() if new == option), option).split(".")[-1]
 
 
+def recorded_value(section: Mapping[str, Any], option: str) -> Any:
+    """An option's value in a section of a record; None where it has none."""
+    return section.get(recorded_name(option), ADDED.get(option))
+
+
 # ---------------------------------------------------------------- what each stage's output depends on
 
 # Arguments of vLLM that decide where and how fast it runs, and not what it computes beyond rounding.

@@ -91,6 +91,7 @@ def build_objective(config: Config, shape: DrafterShape, store: Store, vocab: Dr
     if shape.parallel and shape.attention_bias and not shape.qk_norm:
         look_back(drafter, config.train.ttt_length)
     drafter.fc.weight.data.mul_(config.train.fc_init_scale or 1.0)
+    drafter.fc_input_scale = tuple(config.train.fc_input_scale or ())
     drafter.lm_head.weight.requires_grad_(config.drafter.train_lm_head)
     states = store.states
     teacher = Teacher(weights["norm"], states["norm"]["eps"], head_rows.to(low), ids, states.get("soft_cap"))
@@ -98,15 +99,6 @@ def build_objective(config: Config, shape: DrafterShape, store: Store, vocab: Dr
     objective = Objective(drafter, teacher, config.train.loss, config.train.lk)
     objective.autocast = torch.bfloat16 if config.train.precision == "bf16" else None
     return objective
-
-
-def fc_scale(split: StoreSplit) -> float:
-    """`train.fc_init_scale` of an fc without a norm before it: 1 / RMS of the last auxiliary state, to two digits.
-
-    The RMS is the median over the positions of the first conversation; that of the first position is often huge.
-    """
-    last = split.read(0).aux.decode()[:, -1].double()  # [N, H]
-    return float(f"{last.square().mean(-1).rsqrt().median():.2g}")
 
 
 def first_norm(target: Tensor) -> Tensor:

@@ -144,13 +144,18 @@ def copy_weights(
             if missing := int((~known).sum()):
                 say(f"train: {missing:,} of {len(ours):,} draft tokens are not in its vocabulary, and start afresh")
         else:
-            parameter.copy_(source.tensors[name])
+            parameter.copy_(drafter.trained(name, source.tensors[name].to(parameter.dtype)))
     if drafter.shape.fc_norm and not source.shape.fc_norm:
         rms = state_rms(store.split("train"), drafter.input_norm, pause)
         say(f"train: it has no fc_norm, which starts at the RMS of the states that it reads, {rms.numpy().round(3)}")
         for name, parameter in drafter.named_parameters():
             if name.startswith("fc_norm."):
                 parameter.fill_(rms[int(name.split(".")[1])])
+
+
+def input_scale(split: StoreSplit, pause: Pause) -> list[float]:
+    """`train.fc_input_scale` of an fc without a norm before it: the powers of two next to 1 / `state_rms`."""
+    return (2.0 ** -state_rms(split, None, pause).log2().round()).tolist()
 
 
 def state_rms(split: StoreSplit, input_norm: RMSNorm | None = None, pause: Pause | None = None) -> Tensor:

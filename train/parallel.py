@@ -87,7 +87,12 @@ class Parallel:
         return [norm, *fetched]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter of the drafter, whole, by name; collective. Valid until the next one is asked for."""
+        """Every parameter of the drafter as it is served, whole, by name; collective. Valid until the next one is asked
+        for."""
+        for name, whole in self._weights():
+            yield name, self.objective.drafter.served(name, whole)
+
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.objective.drafter.named_parameters():
             yield name, self._whole(parameter.detach())
 
@@ -253,9 +258,9 @@ class Zero(Parallel):
                 return f"{name} is not sharded over all ranks"
         return None
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
         if self.stage < 3:
-            yield from super().weights()
+            yield from super()._weights()
             return
         from deepspeed.runtime.zero import GatheredParameters
 

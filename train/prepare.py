@@ -4,6 +4,7 @@ Each part needs what the part before it returns: nothing of an earlier run is re
 known to be good.
 """
 
+import math
 import shutil
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -28,14 +29,14 @@ from eagle31_train.store.stream import check_consumer
 from eagle31_train.targets.derive import complete, default_weight_decay
 from train import checkpoint, initial_weights, launch, tracking, windows
 from train.acceptance import AcceptanceMeter
-from train.build import build_objective, check_pairs, check_samples, check_store, choose_kernels, fc_scale, shape_of
+from train.build import build_objective, check_pairs, check_samples, check_store, choose_kernels, shape_of
 from train.checkpoint import Saver
 from train.deadline import Deadline
 from train.metrics import Reporter
 from train.parallel import Parallel, parallelise
 from train.trainer import Inputs, State, Trainer
 
-OPEN = ("lr", "weight_decay", "fc_init_scale")  # options of training that may be null
+OPEN = ("lr", "weight_decay", "fc_init_scale", "fc_input_scale")  # options of training that may be null
 LOCK = ".training"  # beside train/, which may be replaced as a whole
 
 
@@ -100,7 +101,7 @@ def complete_drafter(config: Config, source: DrafterCheckpoint | None) -> Config
         begun = inputs["drafter"]
         if not config.overwrite:  # what other versions choose may differ
             names = [name for name in OPEN if getattr(config.train, name) is None]
-            values = {name: inputs["train"].get(provenance.recorded_name(f"train.{name}")) for name in names}
+            values = {name: provenance.recorded_value(inputs["train"], f"train.{name}") for name in names}
             config = replace(config, train=replace(config.train, **values))
     elif source is not None:
         begun = {name: getattr(source.shape, name) for name in initial_weights.FOLLOWED}
@@ -173,16 +174,19 @@ def read_inputs(config: Config, source: DrafterCheckpoint | None, deadline: Dead
 def complete_training(
     t: TrainConfig, shape: DrafterShape, steps: int, split: StoreSplit, deadline: Deadline
 ) -> TrainConfig:
-    """With an open weight decay by width and steps, and an open scale of fc by the stored states that it reads."""
+    """With an open weight decay by width and steps, and open scales of fc: none behind a norm, or where its start is
+    given, as it was before; else by the stored states that it reads."""
     if t.weight_decay is None:
         t = replace(t, weight_decay=default_weight_decay(t.optimizer, shape.hidden_size, steps))
-    if t.fc_init_scale is None:
-        scale = 1.0
-        if not shape.norms_states and t.init_from is None:
-            split.store.wait_for([split.shard_of(0)], deadline.pause)
-            scale = fc_scale(split)
-        t = replace(t, fc_init_scale=scale)
-    return t
+    if t.fc_input_scale is None:
+        scaled = not shape.norms_states and t.fc_init_scale is None
+        t = replace(t, fc_input_scale=initial_weights.input_scale(split, deadline.pause) if scaled else [])
+    elif scales := t.fc_input_scale:
+        exact = all(math.frexp(scale)[0] == 0.5 for scale in scales)
+        if shape.norms_states or len(scales) != len(shape.aux_layers) or not exact:
+            one = f"a power of two for each of {len(shape.aux_layers)} auxiliary layers"
+            raise UserError(f"train.fc_input_scale={scales} is for EAGLE 3, {one}: leave it out")
+    return t if t.fc_init_scale is not None else replace(t, fc_init_scale=1.0)
 
 
 # ---------------------------------------------------------------- processes, and the run's folder
@@ -251,7 +255,8 @@ def restore(config: Config, data: Inputs, accelerator: Accelerator, deadline: De
         state, parallel = State(), parallelise(accelerator, objective, t)
     else:
         loaded = checkpoint.load(newest, data.shape)
-        objective.drafter.load_state_dict(loaded.weights)
+        drafter = objective.drafter
+        drafter.load_state_dict({name: drafter.trained(name, weight) for name, weight in loaded.weights.items()})
         saved = dict(loaded.extra["state"])
         saved.pop("trackers", None)  # of earlier versions
         state, parallel = State(**saved), parallelise(accelerator, objective, t)

@@ -16,7 +16,7 @@ At step 0 every position needs a key and a value in every layer. So the layers b
 step 0, and only slots from step 1 on. The last layer, usually the only one, computes only slots.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -47,6 +47,10 @@ class Drafter(nn.Module):
     # Activation checkpointing: keep only states and attention outputs, and recompute the rest for the gradient.
     recompute = False
     fused = False  # see `unrolled_attention`
+    # Of each auxiliary layer: without a norm before it, fc trains on its states times this, and is `served` for states as
+    # they are. Else an update moves what fc makes of states with an RMS of 20 by 20 times as much as in EAGLE 3.1
+    # (docs/log.md). Powers of two, so that nothing is rounded.
+    fc_input_scale: Sequence[float] = ()
     context_group: ProcessGroup | None = None  # ranks that share documents (context parallelism), for `batch.shared`
 
     def __init__(self, shape: DrafterShape, embedding: Tensor | None = None) -> None:
@@ -95,8 +99,22 @@ class Drafter(nn.Module):
 
     def _fc_input(self, *states: Tensor) -> Tensor:
         """States [n, H] of each auxiliary layer → [n, A * H], normed with `fc_norm`."""
-        norms = self.fc_norm if self.fc_norm is not None else [nn.Identity()] * len(states)
-        return torch.cat([norm(state) for norm, state in zip(norms, states, strict=True)], dim=-1)
+        if self.fc_norm is not None:
+            states = tuple(norm(state) for norm, state in zip(self.fc_norm, states, strict=True))
+        elif self.fc_input_scale:
+            states = tuple(scale * state for scale, state in zip(self.fc_input_scale, states, strict=True))
+        return torch.cat(states, dim=-1)
+
+    def served(self, name: str, weight: Tensor) -> Tensor:
+        """A parameter as checkpoints have it: fc's [D, A * H] for states that nothing scales."""
+        return weight * self._columns(weight) if name == "fc.weight" and self.fc_input_scale else weight
+
+    def trained(self, name: str, weight: Tensor) -> Tensor:
+        """The inverse of `served`."""
+        return weight / self._columns(weight) if name == "fc.weight" and self.fc_input_scale else weight
+
+    def _columns(self, weight: Tensor) -> Tensor:
+        return weight.new_tensor(self.fc_input_scale).repeat_interleave(self.shape.target_hidden_size)
 
     def mask(self) -> tuple[Tensor, Tensor]:
         """What every slot of a parallel drafter reads at steps 1, 2, …: token [1] int64 and state g [1, D]."""

@@ -21,6 +21,7 @@ GIB = 2**30
 SHARDS = 1 + 2 * 2
 BUSY = 0.9  # share of the devices' time below which the plan says that they wait
 MACHINE = 8  # devices that one is taken to have at most, all of which `eagle31 run` uses
+OVER_MACHINES = ("ddp", "zero2")  # profiles that have a file for several machines
 SPARE = 0.9  # of a device's memory may be planned for: contexts, communication and fragments take the rest
 PARTS = {"fc": "fc, fc_norm", "self_attn": "attention", "mlp": "mlp", "lm_head": "lm_head", "embed_tokens": "embedding"}
 MORE = [
@@ -145,6 +146,10 @@ def time(plan: Planned) -> list[str]:
             f"  With {plan.conversations:,.0f} conversations in a step ({known}), devices wait {1 - plan.busy:.0%}",
             "  of the time: raise train.batch_tokens",
         ]
+    if (longest := plan.data.longest) > plan.config.train.batch_tokens:
+        lines.append(
+            f"  TOO LONG   a step does not hold a conversation of {longest:,} tokens: train.batch_tokens={longest}"
+        )
     return lines
 
 
@@ -178,8 +183,10 @@ def which(plan: Planned) -> list[str]:
                 options = [f"train.{name}={value}".lower() for name, value in asked.items() if value != given[name]]
                 launch = [f"eagle31 run --profile {profile.name}"]
                 if p.devices > MACHINE:
-                    launch = [f"accelerate launch --config_file configs/accelerate/{profile.name}.yaml"]
-                    options = ["--num_processes", str(p.devices), "train.py", *options]
+                    file = f"multinode_{profile.name}" if profile.name in OVER_MACHINES else profile.name
+                    launch = [f"accelerate launch --config_file configs/accelerate/{file}.yaml"]
+                    machines = f"--num_machines {math.ceil(p.devices / MACHINE)}"
+                    options = [machines, f"--num_processes {p.devices}", "train.py", *options]
                 return [
                     f"WHICH PROFILE   {profile.name}: {peaks[-1]:.1f} of {p.device_gib:g} GiB, a tenth stays free",
                     "  " + " \\\n      ".join([*launch, *([" ".join(options)] if options else [])]) + " …",

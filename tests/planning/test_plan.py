@@ -92,6 +92,19 @@ def test_the_simplest_profile_that_fits_is_named(capsys):
     assert named(f"plan.device_gib={between}") == "zero1"
 
 
+def test_several_machines_are_launched_as_such(capsys):
+    shown = printed(capsys, *recipe("llama31_8b"), "plan.devices=64")
+    launch = "configs/accelerate/multinode_ddp.yaml \\\n      --num_machines 8 --num_processes 64 train.py"
+    assert launch in shown
+    assert all((cli.CONFIGS / "accelerate" / f"multinode_{name}.yaml").is_file() for name in sections.OVER_MACHINES)
+
+
+def test_a_conversation_that_no_step_holds_is_told(capsys):
+    told = "TOO LONG   a step does not hold a conversation of 6,144 tokens: train.batch_tokens=6144"
+    assert told in printed(capsys, *recipe("qwen3_8b"), "train.batch_tokens=2048")
+    assert "TOO LONG" not in printed(capsys, *recipe("qwen3_8b"))
+
+
 def test_smaller_micro_batches_are_advised_first_then_recomputation_then_devices_that_share_them(capsys):
     def advised(gib):
         shown = printed(capsys, *recipe("llama31_8b"), f"plan.device_gib={gib}")

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from pipeline import assert_equal, message_of
 from warming import begin_fresh
 
 from eagle31_train import kernels
@@ -10,6 +11,8 @@ from eagle31_train.common.errors import UserError
 from eagle31_train.config import DrafterConfig, TrainConfig
 from eagle31_train.model.drafter import Drafter
 from eagle31_train.model.layer import applied_to
+from eagle31_train.store import Store
+from eagle31_train.store.codec import plain
 from train.build import choose_kernels, first_norm, look_back
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -31,6 +34,32 @@ def test_a_drafter_starts_as_an_unsure_copy_of_the_targets_last_layers(new_run):
     states = torch.randn(3, store.states["hidden_size"])
     capped = begin_fresh(new_run(), soft_cap=2.0)[0].teacher  # as of a Gemma 2
     torch.testing.assert_close(capped.logits(states), 2 * (objective.teacher.logits(states) / 2).tanh())
+
+
+def test_fc_of_eagle_3_trains_on_scaled_states_and_is_saved_for_states_as_they_are(copy_of, by_one, tmp_path):
+    eagle3 = ["drafter.fc_norm=false", "drafter.norm_output=false", "train.fc_input_scale=[0.25,2,0.5]"]
+    options = [*eagle3, "train.max_steps=4", "train.weight_decay=0.1"]
+    run = copy_of(tmp_path / "stopped").stopped(2, *options).fit(*options)
+    assert_equal(run.weights(), by_one(*options).weights())  # nothing is rounded on the way to a checkpoint and back
+
+    drafter, store = begin_fresh(run, *options)[0].drafter, Store(run.folder / "run" / "store")
+    drafter.load_state_dict({name: drafter.trained(name, weight) for name, weight in run.weights().items()})
+    states = store.split("train").read(0).aux.decode().float()
+    torch.testing.assert_close(drafter.fuse(plain(states)), states.flatten(1) @ run.weights()["fc.weight"].T)
+
+    # AdamW's first step moves a weight that has a gradient by the rate: where states are multiplied, by as much more.
+    one = [*eagle3, "train.max_steps=1", "train.warmup_ratio=0", "train.max_grad_norm=1e9"]
+    moved = by_one(*one).weights()["fc.weight"] - by_one(*one, "train.lr=1e-12").weights()["fc.weight"]
+    rate = by_one(*one).rows()[0]["lr"]
+    farthest = [part.abs().max().item() / rate for part in moved.split(drafter.shape.target_hidden_size, dim=1)]
+    assert farthest == pytest.approx([0.25, 2, 0.5], rel=1e-2)
+
+
+@pytest.mark.parametrize("scales", ["[1,1]", "[1,1,0.3]"])
+def test_scales_that_would_round_or_are_too_few_are_refused(new_run, scales):
+    words = "drafter.fc_norm=false", "drafter.norm_output=false", f"train.fc_input_scale={scales}"
+    assert "is for EAGLE 3, a power of two for each of 3 auxiliary layers" in message_of(new_run(), *words)
+    assert "is for EAGLE 3" in message_of(new_run(), "train.fc_input_scale=[1,1,1]")
 
 
 def test_the_first_norm_is_the_targets_scaled_down_without_its_outliers():

@@ -1,17 +1,18 @@
 """A run's folder is one process's at a time and holds one run, which the same command finishes and never repeats."""
 
+import math
 import shutil
-import statistics
 from pathlib import Path
 
 import pytest
+import torch
 from pipeline import assert_equal, contents, flip_bit, message_of
 from surviving import timeless
 
 from eagle31_train.common import locks
 from eagle31_train.store import Store
 from eagle31_train.targets import derive
-from train import prepare, trainer
+from train import initial_weights, trainer
 from train.prepare import LOCK
 
 EAGLE3, BEFORE = ("drafter.fc_norm=false", "drafter.norm_output=false"), "drafter.norm_before_fc=true"
@@ -77,15 +78,28 @@ def test_a_run_of_open_rates_goes_on_with_those_that_it_was_begun_with(new_run, 
 
 
 @pytest.mark.parametrize(("options", "normed"), [((), True), (EAGLE3, False), ((*EAGLE3, BEFORE), True)])
-def test_fc_begins_as_if_the_states_that_it_reads_without_a_norm_had_one(new_run, monkeypatch, options, normed):
+def test_fc_trains_on_states_of_about_one_and_a_run_goes_on_with_its_own_scales(new_run, monkeypatch, options, normed):
     run = new_run().fit(*SHORT, *options)
-    scale = run.manifest()["inputs"]["train"]["fc_start"]
-    monkeypatch.setattr(prepare, "fc_scale", lambda _: 9.0)
+    trained = run.manifest()["inputs"]["train"]
+    monkeypatch.setattr(initial_weights, "input_scale", lambda *_: [8.0] * 3)
     remove_manifest(run)
-    assert run.fit(*SHORT, *options).manifest()["inputs"]["train"]["fc_start"] == scale  # a run goes on with its own
-    states = Store(Path(run.folder, "run", "store")).split("train").read(0).aux.decode()[:, -1].double()
-    sizes = [1.0] if normed else [float(state @ state / len(state)) ** 0.5 for state in states]
-    assert scale * statistics.median_low(sizes) == pytest.approx(1, rel=0.06)
+    assert run.fit(*SHORT, *options).manifest()["inputs"]["train"] == trained
+    if normed:
+        assert "fc_input_scale" not in trained, "as in the records of versions that knew none"
+        return
+    split, scales = Store(Path(run.folder, "run", "store")).split("train"), trained["fc_input_scale"]
+    states = torch.cat([split.read(i).aux.decode().double() for i in range(len(split))])
+    sizes = (states.square().mean(-1).sqrt().median(0).values * torch.tensor(scales)).tolist()
+    assert all(0.6 < size < 1.7 for size in sizes)
+    assert all(math.log2(scale).is_integer() for scale in scales)
+
+
+def test_a_run_of_eagle_3_that_was_begun_without_scales_goes_on_without(new_run):
+    run = new_run().fit(*SHORT, *EAGLE3, "train.fc_init_scale=0.25")  # given, there are none, as then
+    before = run.weights()["fc.weight"].clone()
+    assert "fc_input_scale" not in run.manifest()["inputs"]["train"]
+    remove_manifest(run)
+    assert run.fit(*SHORT, *EAGLE3).weights()["fc.weight"].equal(before)
 
 
 @pytest.mark.parametrize("finished", [True, False])

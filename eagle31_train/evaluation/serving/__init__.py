@@ -53,8 +53,8 @@ def measure_serving(
     sent = {users: questions(config, prompts, end_ids, users) for users in options.concurrency}
     servers = _Servers(config, drafts, sent, engine, Path(config.run_dir) / "servers" if folder is None else folder)
     note(
-        f"serve: {1 + len(drafts) * len(options.serve_speculative_tokens)} servers in turn, and up to two for a schedule "
-        f"by load for each drafter; {sum(map(len, sent.values()))} requests to each. For fewer: "
+        f"serve: {1 + len(drafts) * len(options.serve_speculative_tokens)} servers in turn, and up to two for a "
+        f"schedule by load for each drafter; {sum(map(len, sent.values()))} requests to each. For fewer: "
         "evaluate.serve_speculative_tokens, evaluate.concurrency, evaluate.num_prompts"
     )
     plain = servers.loads(None, {})
