@@ -47,8 +47,8 @@ class Drafter(nn.Module):
     # Activation checkpointing: keep only states and attention outputs, and recompute the rest for the gradient.
     recompute = False
     fused = False  # see `unrolled_attention`
-    # Of each auxiliary layer: without a norm before it, fc trains on its states times this, and is `served` for states as
-    # they are. Else an update moves what fc makes of states with an RMS of 20 by 20 times as much as in EAGLE 3.1
+    # Of each auxiliary layer: without a norm before it, fc trains on its states times this, and is `served` for states
+    # as they are. Else an update moves what fc makes of states with an RMS of 20 by 20 times as much as in EAGLE 3.1
     # (docs/log.md). Powers of two, so that nothing is rounded.
     fc_input_scale: Sequence[float] = ()
     context_group: ProcessGroup | None = None  # ranks that share documents (context parallelism), for `batch.shared`
