@@ -117,7 +117,7 @@ def serve(config: Config) -> None:
 def _write(folder: Path, result: dict[str, Any], made_of: Provenance, facts: dict[str, Any], began: float) -> None:
     """The page and its pictures, then the manifest of these facts; what other options left is removed before: pages of
     both would lie side by side."""
-    if (folder / artifacts.MANIFEST).is_file():
+    if folder.is_dir():  # of a kill before the manifest was there, too
         artifacts.discard(folder)
     files = evaluation_page.write(folder, result)
     record = made_of.record(**facts, files=files, seconds=time.perf_counter() - began)

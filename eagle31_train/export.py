@@ -134,10 +134,12 @@ def trained_by(config: Config, data: Mapping[str, Any] | None, shape: DrafterSha
 def added(run: Path, overwrite: bool) -> list[Path]:
     """Files that others have put into `export/`, a licence or notes, and that stay. UserError if the card was edited,
     unless `overwrite` allows to replace it."""
-    if not (run / EXPORTED).is_file():
-        return []
-    files = artifacts.read_json(run / EXPORTED, EXPORT).get("files", {})
     readme = CARD[0]
+    if not (run / EXPORTED).is_file():  # nothing was exported, or what was is not listed yet
+        there = [file for file in (run / "export").rglob("*") if file.is_file()]
+        ours = (*CARD, "export/config.json", f"export/{MODEL}")
+        return [file for file in there if not str(file.relative_to(run)).startswith(ours)]
+    files = artifacts.read_json(run / EXPORTED, EXPORT).get("files", {})
     written = {name: file for name, file in files.items() if name == readme}
     if not overwrite and (run / readme).is_file() and artifacts.first_damaged(run, written):
         raise UserError(

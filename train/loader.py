@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import islice
+from math import ceil
 
 import torch
 from accelerate import Accelerator
@@ -108,7 +109,8 @@ def load(
         if subset is not None:  # drawn in runs, so that some documents have many and others none
             slots = subset.slots
         costs = order.costs(lengths, slots, t.ttt_length)
-        parts = mesh.replicas * t.gradient_accumulation_steps
+        # No part without a conversation on every rank.
+        parts = mesh.replicas * min(t.gradient_accumulation_steps, ceil(len(samples) / mesh.replicas))
         dealt = order.share(samples, costs, parts)
         for part in dealt[mesh.replica :: mesh.replicas]:
             mine = order.longest_first(part, split.lengths) or [min(samples, key=split.lengths.__getitem__)]

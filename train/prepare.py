@@ -1,11 +1,10 @@
 """Everything before the first step, in order: inputs are read and checked, processes agree, the run's state is made.
 
-Each part needs what the part before it returns: nothing of an earlier run is replaced before inputs and launch are
-known to be good.
+Each part needs what the part before it returns. An earlier run that this one replaces is put back if anything fails
+before the first step.
 """
 
 import math
-import shutil
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -44,8 +43,8 @@ def prepare(config: Config, resources: ExitStack) -> Trainer | None:
     """Check all that a run needs and make it ready to train, from its newest checkpoint if it has one; None if it is
     finished already. `resources` is given what must be closed, however training ends. A UserError says which option,
     input or launch is not as it must be."""
-    t, folder = config.train, Path(config.run_dir) / "train"
-    deadline = resources.enter_context(Deadline(parse_limit(t.time_limit)))
+    folder = Path(config.run_dir) / "train"
+    deadline = resources.enter_context(Deadline(parse_limit(config.train.time_limit)))
     source = initial_weights.open_source(config)
     config = complete_drafter(config, source)
     data = read_inputs(config, source, deadline, resources)
@@ -54,6 +53,22 @@ def prepare(config: Config, resources: ExitStack) -> Trainer | None:
     if claim_folder(config, data, accelerator, resources):
         say(f"train: up to date ({folder})")
         return None
+    try:
+        trainer = make_trainer(config, data, accelerator, deadline, resources)
+    except BaseException:
+        if accelerator.is_main_process:
+            artifacts.put_back(folder)
+        raise
+    if accelerator.is_main_process:
+        artifacts.remove_aside(folder)
+    return trainer
+
+
+def make_trainer(
+    config: Config, data: Inputs, accelerator: Accelerator, deadline: Deadline, resources: ExitStack
+) -> Trainer:
+    """The run's state on the devices, and what follows it, in a folder that is its own."""
+    t, folder = config.train, Path(config.run_dir) / "train"
     tell_of_waiting(data.schedule, accelerator.num_processes // t.context_parallel)
     state, parallel = restore(config, data, accelerator, deadline)
     main, steps = accelerator.is_main_process, len(data.schedule)
@@ -228,14 +243,15 @@ def begun(folder: Path, made_from: Provenance) -> bool:
 
 
 def claim(folder: Path, made_from: Provenance, overwrite: bool) -> None:
-    """Record that the folder is this run's; a UserError if it holds another one, and `overwrite` is off."""
-    shutil.rmtree(folder.with_name(f".{folder.name}.old"), ignore_errors=True)  # of a kill while it was replaced
+    """Record that the folder is this run's; a UserError if it holds another one, and `overwrite` is off. Else that one
+    is set aside."""
+    artifacts.remove_aside(folder)  # of a kill while it was replaced
     record = folder / RECORD
     if record.exists():
         earlier = artifacts.read_json(record, "train.py")
         made_from.refuse_other(folder, earlier, overwrite)
         if not made_from.matches(earlier):
-            artifacts.discard(folder)
+            artifacts.set_aside(folder)
     artifacts.write_json(record, made_from.record())
 
 
@@ -250,7 +266,14 @@ def restore(config: Config, data: Inputs, accelerator: Accelerator, deadline: De
     newest = launch.agreed(accelerator, lambda: checkpoint.newest(folder, fingerprint, note))
     if newest is None:
         if (source := initial_weights.open_source(config, needed=True)) is not None:
-            initial_weights.refuse_other_kind(source, data.shape, data.store)  # the hub's may have changed meanwhile
+            initial_weights.refuse_other_kind(source, data.shape, data.store)
+            if (
+                source.initial_identity != data.made_from.inputs["train"]["init_from"]
+            ):  # the hub's changed
+                raise UserError(
+                    f"no checkpoint of {folder.parent} is whole, and train.init_from={t.init_from} no longer is what the "
+                    "run began with: set train.init_revision, or overwrite=true begins anew"
+                )
             initial_weights.copy_weights(source, data.draft_vocab, data.store, objective.drafter, deadline.pause)
         state, parallel = State(), parallelise(accelerator, objective, t)
     else:

@@ -233,8 +233,10 @@ class DrafterCheckpoint:
         `served_in`: the target's dtype, to which weights are rounded, as the exporter writes them."""
         self.check_fits(target)
         embedding = target.embedding.weight.data
-        drafter = Drafter(self.shape, embedding)
-        drafter.load_state_dict({"lm_head.weight": target.head.weight.data, **self.tensors})
+        drafter = Drafter(self.shape, embedding[: self.shape.vocab_size])  # which may have padding rows, as the head
+        drafter.load_state_dict(
+            {"lm_head.weight": target.head.weight.data[: self.shape.draft_vocab_size], **self.tensors}
+        )
         drafter.to(served_in).to(embedding.device, dtype)
         int8.serve_rounded(drafter, self.tensors, self.rounded)
         if self.shape.share_embedding:

@@ -117,8 +117,8 @@ def _vocabulary(d2t: Tensor | None, t2d: Tensor | None, shape: DrafterShape) -> 
     """The draft vocabulary, and the order that puts lm_head's rows by target id where they are not (vLLM takes any)."""
     Vd, V = shape.draft_vocab_size, shape.vocab_size
     if d2t is None:
-        if Vd < V:
-            raise UserError(f"d2t is missing though the vocabulary is pruned ({Vd} of {V}): its rows name no tokens")
+        if Vd != V:
+            raise UserError(f"d2t is missing though there are {Vd} draft tokens and {V} of the target: no row is named")
         return DraftVocab(np.arange(V, dtype=np.int64), V), None
     if d2t.shape != (Vd,) or d2t.is_floating_point() or d2t.is_complex():
         raise UserError(f"d2t {list(d2t.shape)} {d2t.dtype} is no map of {Vd} draft tokens")

@@ -205,13 +205,33 @@ def first_damaged(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> str |
 
 def discard(folder: Path) -> None:
     """Remove a folder of ours. It is renamed first, so it is gone at once; behind a link an empty one stays."""
+    set_aside(folder)
+    remove_aside(folder)
+
+
+def set_aside(folder: Path) -> None:
+    """Rename a folder of ours to `.NAME.old`, in place of another one there; behind a link an empty one stays."""
+    remove_aside(folder)
     link, folder = folder, _linked(folder)
-    aside = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(aside, ignore_errors=True)
-    folder.replace(aside)
+    folder.replace(_aside(folder))
     if link != folder:
         folder.mkdir()
-    shutil.rmtree(aside)
+
+
+def remove_aside(folder: Path) -> None:
+    shutil.rmtree(_aside(_linked(folder)), ignore_errors=True)
+
+
+def put_back(folder: Path) -> None:
+    """Have what was set aside in place of the folder again; nothing happens if nothing was."""
+    folder = _linked(folder)
+    if _aside(folder).exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        _aside(folder).replace(folder)
+
+
+def _aside(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.old")
 
 
 def _linked(folder: Path) -> Path:

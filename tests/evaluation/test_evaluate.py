@@ -4,6 +4,7 @@ refused."""
 import json
 import re
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -75,6 +76,21 @@ def test_weights_are_rounded_as_the_exporter_rounds_them(run, model):
     assert "shared_embedding" not in drafter.state_dict()
 
 
+def test_rows_that_pad_the_targets_embedding_are_nobodys(run, model):
+    """Of a drafter with an embedding of its own, which is as long as the vocabulary."""
+    target, checkpoint = CachedTarget(model, [1, 2, 4]), DrafterCheckpoint.of_run(run.folder, run.folder / "data")
+    rows = target.embedding.weight.data
+    tensors = {**checkpoint.tensors, "embed_tokens.weight": rows.clone()}
+    own = replace(checkpoint, shape=replace(checkpoint.shape, share_embedding=False), _mapped=tensors)
+    target.embedding.weight.data = torch.cat([rows, torch.full_like(rows[:3], torch.nan)])
+    try:
+        for one in (checkpoint, own):
+            drafter = one.load(target, torch.float32, torch.float32)
+            assert drafter.embed(torch.arange(len(rows))).equal(rows)
+    finally:
+        target.embedding.weight.data = rows
+
+
 def test_what_makes_an_evaluation_out_of_date(run, capsys, monkeypatch):
     measured = []
     right = measuring.Measurer.measure
@@ -110,6 +126,11 @@ def test_a_result_stays_until_other_options_have_one(run):
     assert run.manifest["result"]
     evaluate.evaluate(run.config(*FEW, "evaluate.leave_out=[heldout-0]", "overwrite=true"))
     assert run.manifest["left_out"]["heldout"].keys() == {"heldout-0"}
+    assert not (run.folder / "evaluate" / "of before").exists()
+    for name in ("manifest.json", "of before"):  # as if that had been killed before its manifest was there
+        (run.folder / "evaluate" / name).unlink(missing_ok=name == "of before")
+    (run.folder / "evaluate" / "of before").touch()
+    evaluate.evaluate(run.config(*FEW))
     assert not (run.folder / "evaluate" / "of before").exists()
 
 

@@ -122,6 +122,24 @@ def test_a_licence_is_on_the_card_and_files_of_others_stay(run):
     assert (out / "LICENSE").read_text() == "ours"
 
 
+def test_files_of_others_stay_after_an_export_that_was_killed_before_it_listed_its_own(run, monkeypatch):
+    export.export(run.config())
+    theirs = {run.folder / "export" / name for name in ("LICENSE", "notes/a.md")}
+    for path in theirs:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("mine")
+    with monkeypatch.context() as patch:
+        patch.setattr(artifacts, "list_files", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            export.export(run.config("license=mit"))
+    assert not (run.folder / "export.json").exists()
+    export.export(run.config("license=mit"))
+    assert {path.read_text() for path in theirs} == {"mine"}
+    assert not {str(path.relative_to(run.folder)) for path in theirs} & set(
+        json.loads((run.folder / "export.json").read_text())["files"]
+    )
+
+
 def test_other_shapes_are_exported_too(run):
     run.set_vocab(vocab.DraftVocab(np.arange(40, dtype=np.int64), 40))
     run.set_shape(replace(TINY, draft_vocab_size=40, fc_norm=False))

@@ -10,9 +10,10 @@ from pipeline import assert_equal, contents, flip_bit, message_of
 from surviving import timeless
 
 from eagle31_train.common import locks
+from eagle31_train.common.errors import UserError
 from eagle31_train.store import Store
 from eagle31_train.targets import derive
-from train import initial_weights, trainer
+from train import initial_weights, prepare, trainer
 from train.prepare import LOCK
 
 EAGLE3, BEFORE = ("drafter.fc_norm=false", "drafter.norm_output=false"), "drafter.norm_before_fc=true"
@@ -100,6 +101,21 @@ def test_a_run_of_eagle_3_that_was_begun_without_scales_goes_on_without(new_run)
     assert "fc_input_scale" not in run.manifest()["inputs"]["train"]
     remove_manifest(run)
     assert run.fit(*SHORT, *EAGLE3).weights()["fc.weight"].equal(before)
+
+
+@pytest.mark.parametrize("option", ["train.kernels=fused", "train.wandb=offline"])
+def test_a_run_that_is_refused_in_the_end_does_not_replace_another(new_run, monkeypatch, option):
+    run = new_run().fit(*SHORT)
+    before = contents(run.train)
+
+    def refuse(*_):
+        raise UserError("no such user")
+
+    monkeypatch.setattr(prepare.tracking, "start", refuse)
+    other = *SHORT, "train.gamma=0.5", "overwrite=true"
+    assert ("fused cannot be" if "fused" in option else "no such user") in message_of(run, *other, option)
+    assert contents(run.train) == before
+    assert [path.name for path in run.train.parent.glob(".train*")] == [".training"]
 
 
 @pytest.mark.parametrize("finished", [True, False])

@@ -17,7 +17,7 @@ from eagle31_train.config import DrafterShape, TrainConfig
 from eagle31_train.model import vocab
 from eagle31_train.model.batch import build_batch
 from eagle31_train.store import Store, StoreSplit
-from train import loader
+from train import loader, trainer
 from train.metrics import heldout_text, summarise
 from train.prepare import tell_of_waiting
 from train.step import learning_rate, step_weights
@@ -179,6 +179,14 @@ def test_pairs_are_those_that_were_trained(new_run):
     steps = order.schedule(split.lengths, 60, 0, 3, 2)
     counted = sum(int(build_batch(split.read_all(step), 3, kept, "mask").trained.sum()) for step in steps)
     assert run.manifest()["pairs"] == counted
+
+
+def test_no_micro_batch_is_without_a_conversation_on_every_rank(new_run, monkeypatch):
+    trained, accumulate = [], trainer.accumulate
+    monkeypatch.setattr(trainer, "accumulate", lambda *given: trained.extend(given[1]) or accumulate(*given))
+    new_run().fit("train.max_steps=3", "train.gradient_accumulation_steps=50")
+    assert trained
+    assert all(micro.real for micro in trained)
 
 
 def test_memory_is_in_bytes():

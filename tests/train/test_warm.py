@@ -276,13 +276,21 @@ def test_other_weights_in_the_same_place_are_refused(begun, draft, left):
     run.fit(*words, "overwrite=true")
 
 
-def test_first_weights_that_are_read_again_are_compared_again(begun, draft, monkeypatch):
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"rope_theta": 5000, "rope_parameters": None}, "(rope_theta: "),
+        ({"tensors": {"norm.weight": torch.full((32,), 0.5)}}, "no longer is what the run began with"),
+    ],
+    ids=["kind", "weights"],
+)
+def test_first_weights_that_are_read_again_are_compared_again(begun, draft, monkeypatch, change, said):
     """A run whose only checkpoint is damaged, and whose first weights are a repository that has changed."""
     run, source, words = begun
     (run.checkpoints / "step-000002" / "model.safetensors").write_bytes(b"")
-    draft(rope_theta=5000, rope_parameters=None).rename(source)
+    draft(**change).rename(source)
     monkeypatch.setattr(initial_weights, "goes_by_record", lambda _: True)
-    assert "(rope_theta: " in message_of(run, *words)
+    assert said in message_of(run, *words)
 
 
 def test_a_run_that_begins_anew_records_the_weights_that_it_reads(begun, draft, monkeypatch):
