@@ -267,12 +267,10 @@ def restore(config: Config, data: Inputs, accelerator: Accelerator, deadline: De
     if newest is None:
         if (source := initial_weights.open_source(config, needed=True)) is not None:
             initial_weights.refuse_other_kind(source, data.shape, data.store)
-            if (
-                source.initial_identity != data.made_from.inputs["train"]["init_from"]
-            ):  # the hub's changed
+            if source.initial_identity != data.made_from.inputs["train"]["init_from"]:  # the hub's changed
                 raise UserError(
-                    f"no checkpoint of {folder.parent} is whole, and train.init_from={t.init_from} no longer is what the "
-                    "run began with: set train.init_revision, or overwrite=true begins anew"
+                    f"{folder} has no whole checkpoint, and train.init_from={t.init_from} no longer is what the run "
+                    "began with: set train.init_revision, or overwrite=true begins anew"
                 )
             initial_weights.copy_weights(source, data.draft_vocab, data.store, objective.drafter, deadline.pause)
         state, parallel = State(), parallelise(accelerator, objective, t)
