@@ -4,7 +4,7 @@ Weights alone are taken: no moments, no position in the data. They mean what the
 the same RoPE and on the same auxiliary layers; anything else is refused. Two things may differ:
 
     draft vocabulary   lm_head's rows are taken token by token; tokens that it lacks keep the target's rows
-    EAGLE 3 → 3.1      it lacks fc_norm, so fc's columns are multiplied by what fc_norm divides the states by
+    EAGLE 3 → 3.1      fc_norm, which it lacks, starts so that fc reads about what it has read so far
 """
 
 from dataclasses import fields
@@ -147,9 +147,10 @@ def copy_weights(
             parameter.copy_(drafter.trained(name, source.tensors[name].to(parameter.dtype)))
     if drafter.shape.fc_norm and not source.shape.fc_norm:
         rms = state_rms(store.split("train"), drafter.input_norm, pause)
-        say(f"train: it has no fc_norm: fc is multiplied by the RMS of its states, {rms.numpy().round(3)}")
-        # And not fc_norm's weights, or every update would move fc's outputs by as much more: see `fc_input_scale`.
-        drafter.fc.weight.mul_(rms.repeat_interleave(drafter.shape.target_hidden_size))
+        say(f"train: it has no fc_norm, which starts at the RMS of the states that it reads, {rms.numpy().round(3)}")
+        for name, parameter in drafter.named_parameters():
+            if name.startswith("fc_norm."):
+                parameter.fill_(rms[int(name.split(".")[1])])
 
 
 def input_scale(split: StoreSplit, pause: Pause) -> list[float]:
@@ -161,9 +162,9 @@ def state_rms(split: StoreSplit, input_norm: RMSNorm | None = None, pause: Pause
     """[A] fp32, the RMS of each auxiliary layer's states, of the split's first POSITIONS, behind the norm of all of
     them together where there is one (`norm_before_fc`).
 
-    fc_norm divides a state by its RMS r; with columns times c, fc makes c / r times what it made. With the median of r
-    for c that is too much of at most as many states as it is too little of: a mean would follow the first tokens of the
-    documents, whose states are hundreds of times as large in some targets.
+    fc_norm divides a state by its RMS r; with the weight c, fc reads c / r times what it read before. The median of
+    r is the c with which it reads at most as many states too large as too small: a mean would follow the first
+    tokens of the documents, whose states are hundreds of times as large in some targets.
     """
     rows: list[Tensor] = []
     for index in range(len(split)):
