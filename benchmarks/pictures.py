@@ -88,25 +88,27 @@ def themed(theme: str, size: tuple[float, float], path: Path) -> Iterator[Any]:
 
 def gain(_: Path) -> None:
     """The README's: acceptance length of EAGLE 3 and 3.1 by draft tokens, on a light page and on a dark one."""
-    of = read("study-passes2")["workloads"][0]["drafters"]
+    of = read("lead")["workloads"][0]["drafters"]
     for theme, (*_page, lines) in GITHUB.items():
         with themed(theme, (7, 3.3), README / f"gain-{theme}.svg") as figure:
             axes = figure.subplots()
-            titles = "EAGLE 3", "EAGLE 3.1"
-            for name, title, colour in zip(("3.0", "3.1"), titles, GAIN[theme], strict=True):
+            titles = {"3.0": ("EAGLE 3", "top"), "3.1": ("EAGLE 3.1", "bottom")}
+            for (name, (title, side)), colour in zip(titles.items(), GAIN[theme], strict=True):
                 rows = of[name]["by_depth"]
                 values, low, high = figures.columns(row["acceptance_length"] for row in rows.values())
                 tokens = [int(depth) for depth in rows]
                 axes.fill_between(tokens, low, high, color=colour, alpha=0.18, linewidth=0)
                 axes.plot(tokens, values, "o-", color=colour, linewidth=2, markersize=5)
                 at = (tokens[-1], values[-1])
-                axes.annotate(f"{title}\n{values[-1]:.2f}", at, (10, 0), color=colour, weight="bold", va="center",
+                axes.annotate(f"{title}  {values[-1]:.2f}", at, (10, 0), color=colour, weight="bold", va=side,
                               textcoords="offset points", annotation_clip=False)  # fmt: skip
             axes.axhline(1, color=lines)
             axes.annotate("without a drafter", (8, 1), (10, 0), va="center", textcoords="offset points")
             axes.set(xlabel="draft tokens", ylim=(0.9, None), xlim=(0.8, 8.1), xticks=tokens)
             axes.grid(visible=False, axis="x")
-            axes.set_title("135M target, 40 held-out prompts, greedy; 95 % intervals over prompts", fontsize=8.5)
+            axes.set_title(
+                "135M target, 160 prompts of MT-Bench and Alpaca, greedy; 95 % intervals over prompts", fontsize=8.5
+            )
             figure.suptitle("Tokens per pass of the target (acceptance length)", x=0.01, ha="left")
 
 
