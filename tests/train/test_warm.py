@@ -171,6 +171,13 @@ def test_fc_reads_through_its_new_norm_about_what_it_read_without(learnt, new_ru
     assert everything.tolist() == pytest.approx(expected, rel=0.1)  # of half the split
 
 
+def test_fc_of_eagle_3_goes_on_from_served_weights(learnt, new_run):
+    source = learnt(*EAGLE3)
+    begun = begin(new_run(), source.folder / "run", *EAGLE3, "train.fc_input_scale=[0.25,2,0.5]")
+    columns = torch.tensor([0.25, 2, 0.5]).repeat_interleave(32)
+    assert (begun.weights["fc.weight"] * columns).equal(source.weights()["fc.weight"])
+
+
 # ---------------------------------------------------------------- other shapes than the target's
 
 WIDER = ("drafter.hidden_size=48", "drafter.share_embedding=false", "drafter.attention_bias=true")
