@@ -101,7 +101,7 @@ def commit(temporary: Path, final: Path) -> None:
     `.NAME.old` meanwhile: a kill at any instant leaves one of them whole."""
     for path in [temporary, *temporary.rglob("*")] if temporary.is_dir() else [temporary]:
         fsync_path(path)
-    aside = final.with_name(f".{final.name}.old")
+    aside = _aside(final)
     if final.is_dir():
         shutil.rmtree(aside, ignore_errors=True)
         final.replace(aside)
@@ -206,7 +206,7 @@ def first_damaged(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> str |
 def discard(folder: Path) -> None:
     """Remove a folder of ours. It is renamed first, so it is gone at once; behind a link an empty one stays."""
     set_aside(folder)
-    remove_aside(folder)
+    shutil.rmtree(_aside(_linked(folder)))
 
 
 def set_aside(folder: Path) -> None:
@@ -219,6 +219,7 @@ def set_aside(folder: Path) -> None:
 
 
 def remove_aside(folder: Path) -> None:
+    """Remove what was set aside, if anything was."""
     shutil.rmtree(_aside(_linked(folder)), ignore_errors=True)
 
 
