@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any, TypeVar
 
-from data_prep.client import NoAnswer, Server
+from data_prep.client import Failed, NoAnswer, Server
 from data_prep.dialogue import PromptTurn
 from data_prep.journal import Answer, Outcomes
 from data_prep.masks import to_message
@@ -204,13 +204,20 @@ class Remote:
             raise failed
 
     def _one(self, ask: Callable[[Server, Request], Answer], request: Request) -> Answer:
-        """Ask the server with the fewest requests under way; leave out one that gives no answer, but not the last."""
+        """Ask the server with the fewest requests under way; leave out one that gives no answer, but not the last. What
+        one fails on the others are asked, too."""
+        failed: dict[Server, Failed] = {}
         while True:
             with self.lock:
-                server = min(self.servers, key=lambda one: one.under_way)
+                left = [server for server in self.servers if server not in failed]
+                if not left:
+                    raise next(iter(failed.values()))
+                server = min(left, key=lambda one: one.under_way)
                 server.under_way += 1
             try:
                 return ask(server, request)
+            except Failed as error:
+                failed[server] = error
             except NoAnswer as error:
                 with self.lock:
                     if self.servers == [server]:

@@ -46,6 +46,10 @@ class NoAnswer(UserError):  # noqa: N818 (of one server: others may answer)
     """A server gives no answer, though it was asked again."""
 
 
+class Failed(Refused):
+    """A server fails on one request, though it was asked again; another may not."""
+
+
 class Server:
     """A chat-completions endpoint. url: ends with /v1; a key is taken from OPENAI_API_KEY."""
 
@@ -144,7 +148,7 @@ class Server:
                 break
         if problem.startswith("HTTP 500") and self.failures < FAILURES:  # some servers fail on some prompts, each time
             self.failures += 1
-            raise Refused(f"the server fails on it: {problem}")
+            raise Failed(f"the server fails on it: {problem}")
         raise NoAnswer(f"{url} gives no answer ({problem}): check data.generate.server and .model")
 
     def _post(self, url: str, body: dict[str, Any]) -> bytes:

@@ -1,6 +1,6 @@
 """Exact loss masks: the tokens of a conversation that the target itself would generate.
 
-The mask is exact or the conversation is refused. Where the answers stand comes from rendering prefixes of the
+The mask is exact or the turn is refused. Where the answers stand comes from rendering prefixes of the
 conversation and comparing them; the masked tokens are decoded and compared with the answer.
 
 Templates of thinking models rewrite earlier turns, so no single sequence holds what the target saw and wrote at every
@@ -35,10 +35,6 @@ UNCLOSED = "the generation prompt opens a thought that the answer does not close
 Tools = list[Tool] | None
 
 
-class RewrittenError(Refused):
-    """The template writes a turn otherwise than the target did; turn by turn there may still be an exact mask."""
-
-
 @dataclass(frozen=True)
 class Sample:
     """Token ids and loss mask, of one length T."""
@@ -61,10 +57,13 @@ class Samples:
 
 
 def samples(template: ChatTemplate, messages: list[Message], max_length: int, tools: Tools = None) -> Samples:
-    """The conversation as one sample or, where the template rewrites it, as several; Refused if no turn has a mask."""
+    """The conversation as one sample or, where the template rewrites it or a turn has no exact mask, as several;
+    Refused if no turn has one."""
+    if all(message["role"] != "assistant" for message in messages):
+        raise Refused(NO_ANSWER)
     try:
         return Samples([("", one_sample(template, messages, max_length, tools))])
-    except RewrittenError as error:
+    except Refused as error:
         try:
             return _by_turn(template, messages, max_length, tools)
         except Refused:
@@ -87,7 +86,7 @@ class Span:
 
 def masked(template: ChatTemplate, text: str, spans: list[Span], max_length: int, keep_rest: bool) -> Sample:
     """Token ids and loss mask of a text with answers in it; with `keep_rest` it goes on after the last answer. Refused
-    if the mask cannot be known exactly, or would be empty; RewrittenError if an answer is not as it was."""
+    if the mask cannot be known exactly, or would be empty."""
     tokens = Tokens(template, text)
     mask = np.zeros(len(tokens.ids), dtype=np.bool_)
     end = respelt = 0
@@ -115,7 +114,7 @@ def supervised(template: ChatTemplate, tokens: "Tokens", start: int, end: int, c
     first, stop = tokens.boundary(start), tokens.boundary(end)
     ends = [i for i in range(first, stop) if tokens.ids[i] in template.end_ids]
     if not ends:  # it may be what begins the next turn (GLM): turn by turn that is known
-        raise RewrittenError(NO_END)
+        raise Refused(NO_END)
     last = ends[0]
     # A template may close the conversation with one more (Phi).
     if template.decode([i for i in tokens.ids[last + 1 : stop] if i not in template.end_ids]).strip():
@@ -128,8 +127,8 @@ def supervised(template: ChatTemplate, tokens: "Tokens", start: int, end: int, c
         raise Refused(INSIDE)
     if not _same(body.strip(), content.strip()):
         if (after := body.strip().removeprefix(content.strip()).strip()) in template.added.values():
-            raise RewrittenError(f"answers end with {after}, which eos_token_id of generation_config.json lacks")
-        raise RewrittenError("the template alters the answer")
+            raise Refused(f"answers end with {after}, which eos_token_id of generation_config.json lacks")
+        raise Refused("the template alters the answer")
     if not body:
         raise Refused("an empty answer")
     return first, last
@@ -220,13 +219,11 @@ class Tokens:
 
 
 def one_sample(template: ChatTemplate, messages: list[Message], max_length: int, tools: Tools = None) -> Sample:
-    """The whole conversation as it is rendered; errors as of `masked`. Of an answer with `finish_reason` "length" the
+    """The whole conversation as it is rendered; Refused as by `masked`. Of an answer with `finish_reason` "length" the
     end-of-turn token is not supervised; the sample ends with such an answer if it is the last message."""
     answers = [message for message in messages if message["role"] == "assistant"]
-    if not answers:
-        raise Refused(NO_ANSWER)
     if any(m.get("reasoning_content") or m.get("tool_calls") for m in template.history(answers)):
-        raise RewrittenError("answers of several parts are taken turn by turn")
+        raise Refused("answers of several parts are taken turn by turn")
     text = template.render(messages, tools=tools)
     spans = prefix_spans(template, messages, text, tools)
     ends_open = messages[-1] is answers[-1] and spans[-1].cut
@@ -242,9 +239,9 @@ def prefix_spans(template: ChatTemplate, messages: list[Message], text: str, too
         before = template.render(messages[:i], add_generation_prompt=True, tools=tools)
         after = template.render(messages[: i + 1], tools=tools)
         if not text.startswith(after) or not text.startswith(before):
-            raise RewrittenError("the template rewrites history")
+            raise Refused("the template rewrites history")
         if len(after) < len(before):
-            raise RewrittenError("the generation prompt is longer than the turn")
+            raise Refused("the generation prompt is longer than the turn")
         cut = message.get("finish_reason") == "length"
         spans.append(Span(len(before), len(after), message["content"], cut, message.get("tokens")))
     return spans

@@ -41,7 +41,8 @@ def regenerate(config: Config, template: ChatTemplate) -> tuple[Path, dict[str, 
     option = "data.sources" if corpus.mixed else f"data.prompts={config.data.prompts}"
     if not jobs:
         raise UserError(f"{option}: there is no prompt that can be answered ({most_common(refused)})")
-    check_shares({place(job.row.messages) for job in jobs}, config.data.heldout)  # and not after hours of answers
+    # As the answered conversations will be split, and not after hours of answers.
+    check_shares({place(job.turns[0].rest) for job in jobs}, config.data.heldout)
     if (count := sum(bool(job.row.tools) for job in jobs)) and not template.reads_tools:
         note(f"answers: {count} are asked for with tools, which the chat template of {template.name} does not write")
     with journal:

@@ -44,6 +44,7 @@ class Source:
         """Its rows in order; of a named source with its name before their ids. UserError for damage, and for no row."""
         seen: dict[str, str] = {}
         for file in self.files:
+            number = 0
             for number, value in file.values():
                 where = f"{file.name}:{number}"
                 row = parse(value, self.format, where, f"{file.stem}-{number}")
@@ -51,8 +52,8 @@ class Source:
                     raise UserError(f"{where}: id {row.id!r} is also that of {seen[row.id]}: make ids unique")
                 seen[row.id] = where
                 yield replace(row, id=f"{self.name}/{row.id}", source=self.name) if self.name else row
-        if not seen:
-            raise UserError(f"{self.given} is empty: it holds no row")
+            if not number:
+                raise UserError(f"{self.given}: {file.name} is empty: it holds no row")
 
     def inputs(self, files: str) -> dict[str, Any]:
         """All that its rows depend on; name and fingerprint of every file under the key `files`."""

@@ -42,7 +42,7 @@ COUNTS = {  # of the manifest; the summary has those that are not 0
     "repeated": "prompts that are asked twice, on one side of the split",
     "cut": "cut at max_length",
     "no_end_of_turn": "answers without end of turn",
-    "split_turns": "conversations with one sample per answer, since the template rewrites history",
+    "split_turns": "conversations of several samples, since the template rewrites history, or a turn has no exact mask",
     "inserted": "answers that the template begins with an empty thought",
     "respelt": "answers that have not as many tokens as the target wrote",
     "tools_unread": "conversations with tools, which the chat template of {target} does not write",
@@ -71,18 +71,19 @@ def prepare(config: Config) -> None:
         note(f"data: reading data.{read}={getattr(data, read)}, since regenerate={config.regenerate}")
     ours = (folder / artifacts.MANIFEST).is_file()
     answered = Journal(Path(config.run_dir) / OUTPUT).manifest.is_file()
-    if config.regenerate and config.data_dir and ours and not answered and not config.overwrite:
-        # Another run's: its prompts are not asked again, for answers that would be refused or thrown away.
+    if not ours and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        # commit() replaces the folder, and without our manifest what it holds may be the user's own.
+        raise UserError(f"{folder} exists and is no output of this stage: move it away or choose run_dir=…")
+    if config.regenerate and ours and not answered and not config.overwrite:
+        # No hours of answers that would be refused in the end or, where another run has the data, thrown away.
         made_from = provenance.of_data(config, _rows_of(folder, config, template), template.fingerprints(), vocab_size)
-        if _is_done(folder, made_from, config, target):
+        if config.data_dir and _is_done(folder, made_from, config, target):
             return
+        provenance.up_to_date(folder, made_from, overwrite=False)
     corpus, answers = _open(config, template)
     made_from = provenance.of_data(config, corpus.inputs(), template.fingerprints(), vocab_size)
     if _is_done(folder, made_from, config, target):
         return
-    if not ours and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        # commit() replaces the folder, and without our manifest what it holds may be the user's own.
-        raise UserError(f"{folder} exists and is no output of this stage: move it away or choose run_dir=…")
     note("\n".join([f"data: the drafter for {config.target.name}, as its config.json has it", *rows]))
     if doubt := serving_doubt(config.target):
         note(f"data: SERVING: {doubt}")

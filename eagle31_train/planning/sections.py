@@ -159,7 +159,9 @@ def profiles(plan: Planned) -> list[str]:
         m = plan.memory(profile)
         rows[profile.name] = (m.weights, m.moments, m.copies, m.target, m.step, m.exchange, m.peak, m.host)
     devices = plan.config.plan.devices
-    micro, alone, context = plan.micro_tokens(devices), plan.micro_tokens(1), plan.context(devices)
+    # The dearest micro-batch is as much work as so many tokens, and none has more than a step.
+    micro, alone = (min(plan.micro_tokens(n), plan.config.train.batch_tokens) for n in (devices, 1))
+    context = plan.context(devices)
     shared = f", each shared by {context} devices" if context > 1 else ""
     return [
         f"MEMORY of each of {devices} devices, GiB, by profile of configs/accelerate",

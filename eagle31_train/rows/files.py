@@ -4,6 +4,7 @@ text files (the row's first in CSV), else of the row. With the name of the file 
 import codecs
 import csv
 import gzip
+import os
 import re
 import zlib
 from collections.abc import Callable, Iterator
@@ -98,7 +99,11 @@ def find_files(spec: str, option: str) -> list[tuple[str, Path]]:
         files = [path for path in matching(spec) if path.is_file()]
         if not files:
             raise UserError(f"{option}={spec} matches no file: check the pattern")
-        return [(path.name, path) for path in files]
+        names = [path.name for path in files]
+        if len(set(names)) < len(names):  # of several folders
+            root = os.path.commonpath([path.parent for path in files])
+            names = [path.relative_to(root).as_posix() for path in files]
+        return list(zip(names, files, strict=True))
     if is_hub_set(spec):
         return []
     raise UserError(f"{option}={spec} is missing: give a file, a folder, a glob (~ is not read), or a hub id: org/name")
@@ -117,14 +122,26 @@ def stem_of(name: str) -> str:
 
 def _in_folder(folder: Path, option: str) -> list[tuple[str, Path]]:
     """Every file in it and its subfolders, by name; as in pyarrow, names that begin with `.` or `_` are no data."""
-    names = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file()]
-    names = [name for name in names if not any(part.startswith((".", "_")) for part in name.parts)]
+    names = [path.relative_to(folder) for path in _within(folder)]
+    names = sorted(name for name in names if not any(part.startswith((".", "_")) for part in name.parts))
     kinds = ", ".join(READERS)
     if not names:
         raise UserError(f"{option}={folder} is a folder without data files: it takes {kinds}")
     if unknown := [name for name in names if kind_of(name) not in READERS]:
         raise UserError(f"{option}={folder} holds {unknown[0]}, which is no data file ({kinds}): use a glob")
+    if lost := [name for name in names if not (folder / name).is_file()]:
+        raise UserError(f"{option}={folder} holds {lost[0]}, a link to nothing: mend or remove it")
     return [(name.as_posix(), folder / name) for name in names]
+
+
+def _within(folder: Path) -> Iterator[Path]:
+    """All but the folders in a folder, and in those in it, of which links may lead to some; through none twice."""
+    inside = {os.path.realpath(folder)}
+    for path, folders, files in os.walk(folder, followlinks=True):
+        yield from (Path(path, name) for name in files)
+        real = {name: os.path.realpath(Path(path, name)) for name in folders}
+        folders[:] = sorted(name for name in folders if real[name] not in inside)
+        inside |= set(real.values())
 
 
 # ---------------------------------------------------------------- kinds of files

@@ -8,15 +8,16 @@ from answering import answering, completion
 from made import message_of
 
 from data_prep import client
-from data_prep.answers import BROKEN, Job, Local
-from data_prep.client import NoAnswer, Server
+from data_prep.answers import BROKEN, Job, Local, Remote
+from data_prep.client import Failed, NoAnswer, Server
 from data_prep.dialogue import turns_of
 from data_prep.journal import Answer
 from eagle31_train.common.errors import Refused
-from eagle31_train.config import Config, TargetConfig
+from eagle31_train.config import Config, DataConfig, GenerateConfig, TargetConfig
 from eagle31_train.rows.formats import Row
 
 ASK = {"role": "user", "content": "hi"}
+REMOTE = DataConfig(generate=GenerateConfig(server="http://127.0.0.1:1/v1,http://127.0.0.1:2/v1", concurrency=2))
 
 
 def ask(server, template, messages=(ASK,)):
@@ -65,7 +66,25 @@ def test_a_server_that_fails_on_some_prompts_each_time_is_asked_the_others(serve
 
     for fails in [True, False, True, False, *[True] * (client.FAILURES + 1)]:
         ask_it(fails)
-    assert outcomes == [NoAnswer, Answer, Refused, Answer, *[Refused] * client.FAILURES, NoAnswer]
+    assert outcomes == [NoAnswer, Answer, Failed, Answer, *[Failed] * client.FAILURES, NoAnswer]
+
+
+def test_what_one_of_several_servers_fails_on_is_asked_of_the_others(chatml):
+    """Until then it was lost for good, though the others would answer it."""
+    remote = Remote(Config(name="t", target=TargetConfig(path="m"), data=REMOTE), chatml)
+    asked = []
+
+    def ask_it(server, request):
+        asked.append((request, remote.servers.index(server)))
+        if request == "hard" or server is remote.servers[0]:
+            raise Failed("HTTP 500")
+        return Answer(ASK, "stop", 1)
+
+    outcomes = dict(remote._all({"hard": "hard", "easy": "easy"}, ask_it))
+    assert type(outcomes["easy"]) is Answer
+    assert type(outcomes["hard"]) is Failed
+    assert {index for request, index in asked if request == "hard"} == {0, 1}
+    assert len(remote.servers) == 2
 
 
 @pytest.mark.parametrize(

@@ -121,10 +121,19 @@ def test_a_folder_is_all_its_files_in_order_and_nothing_else(tmp_path):
     assert [row.id for row in rows_of(folder)] == ["a-2", "a-3", "b-1", "b-2", "sub/b-1", "sub/b-2"]
     assert [row.id for row in rows_of(folder / "*.jsonl")] == ["b-1", "b-2"]
     assert {row.id for row in rows_of(folder / "**" / "*.parquet")} == {"b-1", "b-2"}
+    (folder / "sub" / "a.csv").symlink_to(folder / "a.csv")
+    assert [row.id for row in rows_of(folder / "**" / "a.csv")] == ["a-2", "a-3", "sub/a-2", "sub/a-3"]
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "there").symlink_to(folder)
+    (folder / "sub" / "back").symlink_to(tmp_path / "linked")
+    assert len(rows_of(tmp_path / "linked")) == 8, "of each file once"
+    (tmp_path / "gone").mkdir()
+    (tmp_path / "gone" / "moved.jsonl").symlink_to(tmp_path / "elsewhere.jsonl")
     (folder / "sub" / "notes.md").touch()
     (tmp_path / "none" / "below").mkdir(parents=True)
     for spec, words in [
         (folder, "holds sub/notes.md, which is no data file"),
+        (tmp_path / "gone", "holds moved.jsonl, a link to nothing"),
         (tmp_path / "none", "none is a folder without data files"),
         (folder / "*.txt", "matches no file"),
         ("~/none.csv", "is missing: give a file"),

@@ -51,7 +51,6 @@ SAID = "{{ m['content'] }}"
 @pytest.mark.parametrize(
     ("changes", "messages", "reason"),
     [
-        ({}, [ASK], "no assistant turn"),
         ({}, [ASK, says("")], "an empty answer"),
         ({}, [ASK, says("a<|im_end|>\n<|im_start|>assistant\nb")], "an end-of-turn token inside the answer"),
         # As templates of reasoning models do.
@@ -176,6 +175,22 @@ def test_turns_that_fail_are_refused_by_name_and_the_others_kept(thinking):
     assert short.refused[-1] == ("~turn3", "nothing of the answers lies within max_length")
     with pytest.raises(Refused, match=r"^no turn before the answer$"):
         samples(thinking, [says("the fox")], 1000)
+
+
+def test_a_greeting_or_a_turn_without_a_mask_costs_no_other_turn(chatml):
+    """ShareGPT's conversations often begin with the assistant, and targets write an empty answer now and then."""
+    ended = "an end-of-turn token inside the answer"
+    for chat, refused in [
+        ([REPLY, ASK, REPLY, ASK, REPLY], ("~turn1", "no turn before the answer")),
+        ([ASK, says(""), ASK, REPLY, ASK, REPLY], ("~turn1", "an empty answer")),
+        ([ASK, says("a<|im_end|>b"), ASK, REPLY, ASK, REPLY], ("~turn1", ended)),
+    ]:
+        result = samples(chatml, chat, 1000)
+        assert result.refused == [refused]
+        whole = one_sample(chatml, [ASK, REPLY, ASK, REPLY], 1000)
+        assert sum(sample.loss_mask.sum() for _, sample in result.samples) == whole.loss_mask.sum()
+    with pytest.raises(Refused, match=r"^no assistant turn$"):
+        samples(chatml, [ASK], 1000)
 
 
 @pytest.mark.real_target

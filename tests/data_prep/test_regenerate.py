@@ -1,7 +1,7 @@
 """Regeneration: in rounds, resumable, by the target in process or by a server, with thoughts and tools."""
 
 import json
-import time
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,6 +62,16 @@ def test_what_cannot_be_met_is_refused_before_a_prompt_is_answered(config, monke
         run(config)
     write_rows(Path(config.data.prompts), [{"messages": [{"role": "assistant", "content": "x"}]}] * 2)
     assert "no prompt that can be answered (2 × no user turn)" in message_of(run, config)
+
+
+def test_prompts_of_several_turns_are_held_out_as_their_answers_will_be(config, monkeypatch):
+    """By the first turn alone: the target answers between the others."""
+    rows = [{"turns": [f"question {n}", f"and then {n}"]} for n in range(9)]
+    config.data.prompts = write_rows(Path(config.data.prompts), rows)
+    told = []
+    monkeypatch.setattr(module, "check_shares", lambda places, _: told.append(places))
+    answered = run(config)
+    assert told == [{place(row["messages"]) for row in answered}]
 
 
 def test_greedy_answers_are_those_of_the_model_step_by_step(config, tiny_target):
@@ -301,12 +311,17 @@ def test_of_several_servers_one_that_fails_is_replaced_by_the_others(served, ser
     whole, reply, fails = run(served), server.reply, (404, b"gone")
     server.bodies.clear()
 
-    def slow(body):  # so that most is asked of the other
-        time.sleep(0.1)
+    broken = threading.Event()
+
+    def slow(body):  # so that most is asked of the other, until that fails
+        broken.wait(60)
         return reply(body)
 
     def fails_later(handler, body):
-        handler.send(*(fails if len(handler.server.bodies) > 2 else reply(body)))
+        late = len(handler.server.bodies) > 2
+        handler.send(*(fails if late else reply(body)))
+        if late:
+            broken.set()
 
     server.reply = slow
     with answering(fails_later) as second:

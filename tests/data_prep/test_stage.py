@@ -184,8 +184,14 @@ def test_what_cannot_be_met_is_refused_before_the_work_starts(config, tmp_path, 
     theirs = tmp_path / "run" / "data" / "thesis.txt"
     theirs.parent.mkdir(parents=True)
     theirs.write_text("ten years of work")
-    assert "is no output of this stage: move it away" in message_of(prepare, config)
+    monkeypatch.setattr(stage, "regenerate", lambda *_: pytest.fail("answered first"))
+    asked = DataConfig(prompts=write_rows(tmp_path / "asked.jsonl", [{"prompt": "a"}]), heldout=0.0)
+    for given in (config, replace(config, regenerate=True, data=asked)):
+        assert "is no output of this stage: move it away" in message_of(prepare, given)
     assert theirs.read_text() == "ten years of work"
+    theirs.unlink()
+    prepare(config)  # and data of conversations are not those of answers
+    assert "was made from other inputs" in message_of(prepare, replace(config, regenerate=True, data=asked))
 
 
 def test_a_file_in_the_wrong_place_says_what_to_set(config, tmp_path):
