@@ -18,11 +18,10 @@ from pathlib import Path
 
 from data_prep.answers import NO_CHARACTER, Job, engine, target_inputs
 from data_prep.journal import Answer, Journal
-from data_prep.sources import WRITTEN as OUTPUT
 from eagle31_train.common import artifacts
 from eagle31_train.common.console import Progress, note
 from eagle31_train.common.errors import Refused, UserError
-from eagle31_train.config import SELF, Config
+from eagle31_train.config import SELF, SELF_WRITTEN, Config
 from eagle31_train.provenance import Provenance
 from eagle31_train.rows.formats import Message, Row
 from eagle31_train.targets.chat import ChatTemplate
@@ -45,7 +44,7 @@ class Attempt:
 
 def write_prompts(config: Config, template: ChatTemplate) -> Path:
     """Have the target write `data.self_prompts.count` prompts; returns `run_dir/prompts.jsonl`."""
-    output = Path(config.run_dir) / OUTPUT
+    output = Path(config.run_dir) / SELF_WRITTEN
     stop = user_stop(template)
     generate, options = config.data.generate, asdict(config.data.self_prompts)
     settings = {"layout": 2, **target_inputs(config, template, "server"), **options}

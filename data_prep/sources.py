@@ -21,11 +21,9 @@ from pydantic import Field
 from eagle31_train.common import foreign
 from eagle31_train.common.console import Progress
 from eagle31_train.common.errors import UserError
-from eagle31_train.config import FORMATS, SELF, Config, DataConfig, check_value
+from eagle31_train.config import FORMATS, SELF, SELF_WRITTEN, Config, DataConfig, check_value
 from eagle31_train.rows.files import File, open_files
 from eagle31_train.rows.formats import Row, parse
-
-WRITTEN = "prompts.jsonl"  # of a run: prompts that the target has written itself
 
 # ---------------------------------------------------------------- sources
 
@@ -196,7 +194,7 @@ def _open_source(config: Config, where: str, value: Any, name: str = "") -> Sour
     if path == SELF:
         if not config.regenerate:
             raise UserError(f"{where}.path={SELF} has the target write prompts, and answer them: set regenerate=true")
-        path, form = str(Path(config.run_dir) / WRITTEN), "auto"
+        path, form = str(Path(config.run_dir) / SELF_WRITTEN), "auto"
     check_value(f"{where}.format", form, {"choices": FORMATS})
     files = open_files(path, options.split, where, options.stream_rows)
     own = entry if name else defaults

@@ -124,7 +124,7 @@ class Speculator:
 
     @classmethod
     def load(
-        cls, drafter: str | Path, target: str, *, dtype: str = "float32", device: str = "auto", **options: Any
+        cls, drafter: str | Path, target: str | Path, *, dtype: str = "float32", device: str = "auto", **options: Any
     ) -> "Speculator":
         """Load a drafter (a run, an exported or published checkpoint, a hub id) and its target (a folder or hub id).
 
@@ -137,8 +137,8 @@ class Speculator:
         Raises:
             UserError: one of them cannot be read, or they do not belong together.
         """
-        check_value("dtype", dtype, {"choices": DTYPES})
-        config = TargetConfig(path=target, dtype=dtype, device=device, **options)
+        check_value("dtype", str(dtype), {"choices": DTYPES})
+        config = TargetConfig(path=str(target), dtype=dtype, device=device, **options)
         checkpoint = DrafterCheckpoint.open(drafter, target_layers=lambda: read_config(config).num_hidden_layers)
         checkpoint.check_target(config)
         for name in {"chat_template", "template_args"} - options.keys():
@@ -192,7 +192,8 @@ class Speculator:
 
         Depth k is the share of drafts whose first k tokens were accepted.
         """
-        if isinstance(prompts, str) or not prompts:
+        single = isinstance(prompts, str) or any(isinstance(one, int) or getattr(one, "ndim", 1) == 0 for one in prompts)
+        if single or not len(prompts):
             raise UserError("score takes a list of prompts, one at least: put a single text into a list")
         answers = [self.generate(prompt, num_speculative_tokens, max_new_tokens) for prompt in prompts]
         gained = [[sum(answer.accepted) + len(answer.accepted)] for answer in answers]
@@ -206,10 +207,14 @@ class Speculator:
         }
 
     def ids(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt; words and messages through the target's chat template."""
-        if isinstance(prompt, str):
-            return self.template.prompt_ids([{"role": "user", "content": prompt}])
-        given: list[Any] = [one.item() if hasattr(one, "item") else one for one in prompt]  # of arrays and tensors
+        """Token ids of a prompt; words and messages through the target's chat template. An array or a tensor of ids may
+        be a batch of one."""
+        given: Any = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+        if isinstance(given, str):
+            given = [{"role": "user", "content": given}]
+        given = [one.item() if hasattr(one, "item") else one for one in given]  # of a list of scalars
+        if len(given) == 1 and isinstance(given[0], list):
+            given = given[0]
         if all(isinstance(one, int) for one in given):
             return given
         if not all(isinstance(one, dict) for one in given):

@@ -32,7 +32,7 @@ from eagle31_train.common.allocator import keep_freed_memory
 from eagle31_train.common.console import Parser, explained, note, say, tidy
 from eagle31_train.common.errors import UserError
 from eagle31_train.common.locations import CONFIGS, project
-from eagle31_train.config import Config, check_value
+from eagle31_train.config import Config, TargetConfig, check_value
 from eagle31_train.earlier import REMOVED, RENAMED
 
 ANY = "+experiment=any"  # the recipe of a command line that names none
@@ -179,7 +179,7 @@ def _say_new_name(old: str) -> None:
 def _to_config(composed: DictConfig, recipe: str) -> Config:
     if OmegaConf.is_missing(composed, "name"):  # OmegaConf stumbles over run_dir, which is made of it
         unknown = OmegaConf.is_missing(composed.target, "path")
-        composed.name = "unnamed" if unknown else Path(composed.target.path).name.lower()
+        composed.name = "unnamed" if unknown else TargetConfig(composed.target.path).name.rpartition("/")[2].lower()
     if missing := sorted(OmegaConf.missing_keys(composed)):
         recipes = ", ".join(name for name in choices("experiment") if not ANY.endswith(f"={name}"))
         remedy = f"give {missing[0]}=…, or a recipe that has it, +experiment=NAME of {recipes}"

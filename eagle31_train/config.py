@@ -84,7 +84,8 @@ class TargetConfig:
     @property
     def name(self) -> str:
         """The target as others may know it, wherever it lies: its hub id, or the last part of its folder."""
-        return self.path if self.is_hub_id else Path(self.path).name or Path(self.path).resolve().name
+        name = Path(self.path).name
+        return self.path if self.is_hub_id else Path(self.path).resolve().name if name in ("", "..") else name
 
 
 @dataclass
@@ -110,6 +111,7 @@ class SelfPromptsConfig:
 
 
 SELF = "self"  # data.prompts, or a source's path: the target writes them
+SELF_WRITTEN = "prompts.jsonl"  # in the run's folder, once it has
 
 
 @dataclass

@@ -67,6 +67,8 @@ def export(config: Config) -> None:
         **{name: value for name, value in said.items() if value},
     }
     made_from = dataclasses.replace(made_from, card=card_inputs)
+    if not (run / "export").exists():  # killed while it was replaced
+        artifacts.put_back(run / "export")
     theirs = added(run, config.overwrite)
     if provenance.whole(run, run / EXPORTED, made_from, config.overwrite, EXPORT):
         note("export: up to date")

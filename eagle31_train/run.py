@@ -22,7 +22,7 @@ from eagle31_train.common.artifacts import MANIFEST
 from eagle31_train.common.console import STOPPED, note
 from eagle31_train.common.errors import Stopped, UserError
 from eagle31_train.common.locations import CONFIGS
-from eagle31_train.config import SELF, Config, is_hub_id
+from eagle31_train.config import SELF, SELF_WRITTEN, Config, is_hub_id
 
 STAGES = ("data", "extract", "train", "evaluate", "export", "summary")
 WRITTEN = ["regenerate=true", f"data.prompts={SELF}"]
@@ -42,7 +42,8 @@ def run(config: Config, overrides: list[str], first: str, last: str, profile: st
         )
     if "train" in stages and (profile or "").startswith("zero"):
         check_zero(config.train)
-    if not config.data.given:
+    itself = "data" in stages or (Path(config.run_dir) / SELF_WRITTEN).is_file()
+    if itself and not config.data.given:
         note("run: no prompts are given (data.prompts=FILE): the target writes them itself, data.prompts=self")
         overrides = [*overrides, *WRITTEN]
     environment = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false", **os.environ}

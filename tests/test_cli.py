@@ -173,6 +173,13 @@ def test_a_target_that_is_not_given_is_asked_for():
     assert load_config(["target.path=org/Some-Target"]).name == "some-target"
 
 
+def test_a_run_in_its_targets_folder_has_its_name(tmp_path, monkeypatch):
+    (tmp_path / "Mine" / "runs").mkdir(parents=True)
+    for folder, path in (("Mine", "."), ("Mine/runs", ".."), (".", "Mine/")):
+        monkeypatch.chdir(tmp_path / folder)
+        assert load_config([f"target.path={path}"]).name == "mine"
+
+
 def test_a_recipe_or_run_that_is_here_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("mine.yaml").write_text("target: {path: x}")

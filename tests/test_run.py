@@ -56,6 +56,9 @@ def test_without_a_recipe_and_prompts_it_says_what_it_takes(started, capsys):
     commands = started("+experiment=smollm2", "train.lr=1", "--until", "data")
     assert [words[-2:] for words in commands] == [["+experiment=smollm2", "train.lr=1"]]
     assert "no recipe" not in capsys.readouterr().out
+    (words,) = started(qwen, "name=x", "run_dir=none", "--from", "train", "--until", "train")
+    assert words[-1] == "run_dir=none", "stage 1 may have been given some"
+    assert "writes them itself" not in capsys.readouterr().out
     (words,) = started(qwen, "name=x", "data.conversations=c.jsonl", "--until", "data")
     assert words[-1] == "data.conversations=c.jsonl", "nothing is answered anew that is given"
 

@@ -130,6 +130,7 @@ class Saver(Background):
             self._failed = UserError(f"{what}: mend that, and run the same command again, which goes on from {start}")
             self.say(f"checkpoint {what}: training goes on; a stop before the next one would go back to {start}")
             return
+        artifacts.remove_aside(self.folder.parent)  # a run that this one replaces
         self.best = snapshot.step if best else self.best
         self._whole = [*self._whole, path][-self.keep :]
         try:

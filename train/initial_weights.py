@@ -131,6 +131,11 @@ def copy_weights(
     to the same bits. What they lack keeps its value, which is said. pause: as `Store.wait_for`'s, where states are
     needed that are not there yet."""
     say(f"train: starts with the weights of {source.folder}")
+    if source.train is not None and source.manifest is None and Path(source.where).resolve() != source.folder.resolve():
+        say(
+            "train: that run is not finished, and with a later checkpoint of it this command could not go on: "
+            f"train.init_from={source.folder} can"
+        )
     for name, parameter in drafter.named_parameters():
         if name.startswith("fc_norm.") and not source.shape.fc_norm:
             continue

@@ -1,13 +1,14 @@
 """Everything before the first step, in order: inputs are read and checked, processes agree, the run's state is made.
 
-Each part needs what the part before it returns. An earlier run that this one replaces is put back if anything fails
-before the first step.
+Each part needs what the part before it returns. An earlier run that this one replaces stays aside until the first
+checkpoint: it is put back if anything fails before the first step, and after a kill by the next command.
 """
 
 import math
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from accelerate import Accelerator
 
@@ -44,6 +45,7 @@ def prepare(config: Config, resources: ExitStack) -> Trainer | None:
     finished already. `resources` is given what must be closed, however training ends. A UserError says which option,
     input or launch is not as it must be."""
     folder = Path(config.run_dir) / "train"
+    left_open = {name: getattr(config.train, name) for name in OPEN}  # and so for those who take the run as a recipe
     deadline = resources.enter_context(Deadline(parse_limit(config.train.time_limit)))
     source = initial_weights.open_source(config)
     config = complete_drafter(config, source)
@@ -55,12 +57,12 @@ def prepare(config: Config, resources: ExitStack) -> Trainer | None:
         return None
     try:
         trainer = make_trainer(config, data, accelerator, deadline, resources)
+        if accelerator.is_main_process:
+            tracking.record_launch(replace(config, train=replace(config.train, **left_open)), launch_facts(trainer))
     except BaseException:
         if accelerator.is_main_process:
             artifacts.put_back(folder)
         raise
-    if accelerator.is_main_process:
-        artifacts.remove_aside(folder)
     return trainer
 
 
@@ -71,27 +73,29 @@ def make_trainer(
     t, folder = config.train, Path(config.run_dir) / "train"
     tell_of_waiting(data.schedule, accelerator.num_processes // t.context_parallel)
     state, parallel = restore(config, data, accelerator, deadline)
-    main, steps = accelerator.is_main_process, len(data.schedule)
+    main = accelerator.is_main_process
     usage = windows.Usage(data.store, data.train_split, data.schedule, data.windows, data.made_from.fingerprint)
     usage.begin(state.step, remove=main, ended=state.stale(t.early_stop))
     data.store.wait_for(data.heldout.shards, deadline.pause)  # here, and not between the exchanges of an evaluation
     tracking.start(accelerator, config, data.made_from.inputs, state.step)
-    if main:
-        facts = {
-            "profile": parallel.kind,
-            "processes": accelerator.num_processes,
-            "device": str(accelerator.device),
-            "after_step": state.step,
-            "steps": steps,
-            "store": data.store.fingerprint,
-        }
-        tracking.record_launch(config, facts)
-    reporter = resources.enter_context(closing(Reporter(accelerator, folder, state.step, steps)))
+    reporter = resources.enter_context(closing(Reporter(accelerator, folder, state.step, len(data.schedule))))
     best = state.best["step"] if t.keep_best and state.best else None
     saver = Saver(folder / CHECKPOINTS, data.made_from.fingerprint, t.keep_checkpoints, say, state.step, best)
     resources.callback(saver.close)  # never in the middle of a save
     meter = make_meter(config, data, parallel, state)
     return Trainer(config, data, folder, parallel, usage, state, reporter, saver, deadline, meter)
+
+
+def launch_facts(trainer: Trainer) -> dict[str, Any]:
+    accelerator, data = trainer.accelerator, trainer.data
+    return {
+        "profile": trainer.parallel.kind,
+        "processes": accelerator.num_processes,
+        "device": str(accelerator.device),
+        "after_step": trainer.state.step,
+        "steps": len(data.schedule),
+        "store": data.store.fingerprint,
+    }
 
 
 def tell_of_waiting(schedule: list[list[int]], replicas: int) -> None:
@@ -117,6 +121,8 @@ def complete_drafter(config: Config, source: DrafterCheckpoint | None) -> Config
         if not config.overwrite:  # what other versions choose may differ
             names = [name for name in OPEN if getattr(config.train, name) is None]
             values = {name: provenance.recorded_value(inputs["train"], f"train.{name}") for name in names}
+            if any(begun.get(name, False) != getattr(config.drafter, name) for name in ("fc_norm", "norm_before_fc")):
+                values.pop("fc_input_scale", None)  # of another kind: that is what will be refused
             config = replace(config, train=replace(config.train, **values))
     elif source is not None:
         begun = {name: getattr(source.shape, name) for name in initial_weights.FOLLOWED}
@@ -245,14 +251,20 @@ def begun(folder: Path, made_from: Provenance) -> bool:
 def claim(folder: Path, made_from: Provenance, overwrite: bool) -> None:
     """Record that the folder is this run's; a UserError if it holds another one, and `overwrite` is off. Else that one
     is set aside."""
-    artifacts.remove_aside(folder)  # of a kill while it was replaced
+    if not in_order(folder / CHECKPOINTS):
+        artifacts.put_back(folder)  # after a kill: what would have replaced it has no checkpoint
+    artifacts.remove_aside(folder)
     record = folder / RECORD
     if record.exists():
         earlier = artifacts.read_json(record, "train.py")
         made_from.refuse_other(folder, earlier, overwrite)
         if not made_from.matches(earlier):
             artifacts.set_aside(folder)
-    artifacts.write_json(record, made_from.record())
+    try:
+        artifacts.write_json(record, made_from.record())
+    except BaseException:
+        artifacts.put_back(folder)
+        raise
 
 
 # ---------------------------------------------------------------- state

@@ -175,7 +175,7 @@ def drafter_shape(
     D, heads = d.hidden_size or hidden_size, d.num_attention_heads or 0
     if not d.train_lm_head and hidden_size != D:  # it would be a random one that stays
         wide = f"the target's {hidden_size}-wide rows, and the drafter is {D} wide"
-        raise UserError(f"drafter.train_lm_head=false keeps {wide}: leave it out")
+        raise UserError(f"drafter.train_lm_head=false keeps {wide}: set drafter.train_lm_head=true")
     if d.architecture == "mla":
         _, nope, rope, _ = mla_widths(d)
         keys, width = heads, nope + rope

@@ -122,7 +122,8 @@ def test_a_licence_is_on_the_card_and_files_of_others_stay(run):
     assert (out / "LICENSE").read_text() == "ours"
 
 
-def test_files_of_others_stay_after_an_export_that_was_killed_before_it_listed_its_own(run, monkeypatch):
+@pytest.mark.parametrize("between", [False, True])
+def test_files_of_others_stay_after_an_export_that_was_killed_before_it_listed_its_own(run, monkeypatch, between):
     export.export(run.config())
     theirs = {run.folder / "export" / name for name in ("LICENSE", "notes/a.md")}
     for path in theirs:
@@ -133,6 +134,8 @@ def test_files_of_others_stay_after_an_export_that_was_killed_before_it_listed_i
         with pytest.raises(KeyboardInterrupt):
             export.export(run.config("license=mit"))
     assert not (run.folder / "export.json").exists()
+    if between:  # the two renames with which a folder replaces another
+        (run.folder / "export").rename(run.folder / ".export.old")
     export.export(run.config("license=mit"))
     assert {path.read_text() for path in theirs} == {"mine"}
     assert not {str(path.relative_to(run.folder)) for path in theirs} & set(

@@ -9,6 +9,7 @@ import torch
 from pipeline import assert_equal, contents, flip_bit, message_of
 from surviving import timeless
 
+from eagle31_train import cli
 from eagle31_train.common import locks
 from eagle31_train.common.errors import UserError
 from eagle31_train.store import Store
@@ -116,6 +117,36 @@ def test_a_run_that_is_refused_in_the_end_does_not_replace_another(new_run, monk
     assert ("fused cannot be" if "fused" in option else "no such user") in message_of(run, *other, option)
     assert contents(run.train) == before
     assert [path.name for path in run.train.parent.glob(".train*")] == [".training"]
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_a_run_stays_until_what_replaces_it_has_a_checkpoint(new_run, monkeypatch, full):
+    """A kill or a full disk in between costs neither the run nor, with the same command again, the replacement."""
+    run = new_run().fit(*SHORT)
+    before, other = contents(run.train), (*SHORT, "train.gamma=0.5", "overwrite=true")
+
+    def fails(*_):
+        raise OSError("no space left on device") if full else KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*((prepare.artifacts, "write_json") if full else (trainer.Trainer, "train_step")), fails)
+        with pytest.raises(OSError if full else KeyboardInterrupt):
+            run.fit(*other)
+    run.fit(*SHORT)
+    assert contents(run.train) == before
+    run.fit(*other)
+    assert contents(run.train) != before
+    assert [path.name for path in run.train.parent.glob(".train*")] == [".training"]
+
+
+def test_a_run_is_a_recipe_for_the_other_version(new_run):
+    """What was left open is decided anew, as if nobody had trained."""
+    run = new_run().fit(*SHORT)
+    saved = cli.load_config([], run.train / "config.yaml").train
+    assert (saved.fc_input_scale, saved.fc_init_scale) == (None, None)
+    assert "was made from other inputs (drafter.fc_norm: True there, False here" in message_of(run, *SHORT, *EAGLE3)
+    run.fit(*SHORT, *EAGLE3, "overwrite=true")
+    assert "was made from other inputs (drafter.fc_norm: False there, True here" in message_of(run, *SHORT)
 
 
 @pytest.mark.parametrize("finished", [True, False])
