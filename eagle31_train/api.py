@@ -192,8 +192,8 @@ class Speculator:
 
         Depth k is the share of drafts whose first k tokens were accepted.
         """
-        single = isinstance(prompts, str) or any(isinstance(one, int) or getattr(one, "ndim", 1) == 0 for one in prompts)
-        if single or not len(prompts):
+        ids = any(isinstance(one, int) or getattr(one, "ndim", 1) == 0 for one in prompts)
+        if isinstance(prompts, str) or ids or not len(prompts):
             raise UserError("score takes a list of prompts, one at least: put a single text into a list")
         answers = [self.generate(prompt, num_speculative_tokens, max_new_tokens) for prompt in prompts]
         gained = [[sum(answer.accepted) + len(answer.accepted)] for answer in answers]

@@ -208,7 +208,7 @@ class DrafterConfig:
         None, "longest context for drafting (vLLM's V1 runner, CPUs); export may raise it; default: target's", above=0
     )
     share_embedding: bool = opt(True, "embed_tokens is the target's, frozen, and left out of the checkpoint")
-    train_lm_head: bool = opt(True, "fit lm_head (it starts from the target's rows)")
+    train_lm_head: bool = opt(True, "fit lm_head, which starts as the target's; with muon it is better frozen")
     # MLA only
     q_lora_rank: int | None = opt(None, "MLA: rank of the queries; null for full rank", above=0)
     kv_lora_rank: int | None = opt(None, "MLA: rank of keys and values", above=0)

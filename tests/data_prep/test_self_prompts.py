@@ -8,15 +8,15 @@ import pytest
 from made import message_of
 
 from data_prep.journal import Journal
-from data_prep.self_prompts import OUTPUT, Writer, user_stop, write_prompts
+from data_prep.self_prompts import Writer, user_stop, write_prompts
 from data_prep.stage import prepare
 from eagle31_train.cli import load_config
 from eagle31_train.common.errors import UserError
-from eagle31_train.config import SelfPromptsConfig
+from eagle31_train.config import SELF_WRITTEN, SelfPromptsConfig
 from eagle31_train.targets.chat import ChatTemplate
 from eagle31_train.targets.generate import Generator
 
-JOURNAL, MANIFEST = f"{OUTPUT}.partial", "prompts.manifest.json"
+JOURNAL, MANIFEST = f"{SELF_WRITTEN}.partial", "prompts.manifest.json"
 
 
 def configured(folder, target, *options):
@@ -160,7 +160,7 @@ def test_prompts_of_several_turns_are_one_source_of_several(tiny_target, tmp_pat
     mixed += [f"data.sources.real.path={real}", "data.sources.real.weight=3", "data.heldout=0.3", "data.max_length=400"]
     config = configured(tmp_path / "~a=b", tiny_target, "data.self_prompts.turns=2", *mixed)
     prepare(config)
-    written = [json.loads(line)["turns"] for line in (tmp_path / "~a=b" / OUTPUT).read_text().splitlines()]
+    written = [json.loads(line)["turns"] for line in (tmp_path / "~a=b" / SELF_WRITTEN).read_text().splitlines()]
     answered = [json.loads(line) for line in (tmp_path / "~a=b" / "conversations.jsonl").read_text().splitlines()]
     own = [row["messages"] for row in answered if row["source"] == "own"]
     assert sorted([m["content"] for m in messages if m["role"] == "user"] for messages in own) == sorted(written)
