@@ -39,6 +39,7 @@ TOY = [
 ]
 FAMILY = [*speaking.SMALL, *EXACT, "data.self_prompts.count=60", "evaluate.num_prompts=20"]
 FAMILY += ["evaluate.max_new_tokens=24", "evaluate.max_speculative_tokens=8", "train.max_steps=80", "train.epochs=80"]
+FAMILY += ["drafter.train_lm_head=true"]  # these toys accept more with it, so that a mistake shows
 EAGLE_3 = ["drafter.fc_norm=false", "drafter.norm_output=false", "drafter.norm_before_residual=true"]
 # Shorter than the prompts.
 WINDOW = ["drafter.sliding_window=12", "drafter.attention_bias=true"]
