@@ -135,13 +135,17 @@ def _in_folder(folder: Path, option: str) -> list[tuple[str, Path]]:
 
 
 def _within(folder: Path) -> Iterator[Path]:
-    """All but the folders in a folder, and in those in it, of which links may lead to some; through none twice."""
-    inside = {os.path.realpath(folder)}
-    for path, folders, files in os.walk(folder, followlinks=True):
-        yield from (Path(path, name) for name in files)
-        real = {name: os.path.realpath(Path(path, name)) for name in folders}
-        folders[:] = sorted(name for name in folders if real[name] not in inside)
-        inside |= set(real.values())
+    """All files in a folder and those in it, then in those that links lead to, of each folder once."""
+    waiting, seen = [folder], set[Path]()
+    for top in waiting:
+        for path, folders, files in os.walk(top):
+            here = Path(path)
+            if (real := here.resolve()) in seen:
+                folders.clear()
+                continue
+            seen.add(real)
+            yield from (here / name for name in files)
+            waiting += [here / name for name in sorted(folders) if (here / name).is_symlink()]
 
 
 # ---------------------------------------------------------------- kinds of files

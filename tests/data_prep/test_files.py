@@ -126,6 +126,7 @@ def test_a_folder_is_all_its_files_in_order_and_nothing_else(tmp_path):
     (tmp_path / "linked").mkdir()
     (tmp_path / "linked" / "there").symlink_to(folder)
     (folder / "sub" / "back").symlink_to(tmp_path / "linked")
+    (tmp_path / "linked" / "again").symlink_to(folder / "sub")
     assert len(rows_of(tmp_path / "linked")) == 8, "of each file once"
     (tmp_path / "gone").mkdir()
     (tmp_path / "gone" / "moved.jsonl").symlink_to(tmp_path / "elsewhere.jsonl")
