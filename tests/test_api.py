@@ -135,7 +135,9 @@ def test_prompts_are_under_the_runs_own_template(folder):
     config = OmegaConf.load(file)
     config.target.update(chat_template="mine.jinja", template_args={"mark": "!"})
     OmegaConf.save(config, file)
-    load = partial(Speculator.load, "runs/smollm2", target="models/SmolLM2-135M-Instruct", device="cpu")
+    load = partial(Speculator.load, "runs/smollm2", target=Path("models", "SmolLM2-135M-Instruct"), device="cpu")
+    with pytest.raises(UserError, match=r"dtype='None' is not one of"):
+        load(dtype=None)
     messages = [{"role": "user", "content": "why"}]
     template = load().template
     assert template.decode(template.prompt_ids(messages)) == "why!"

@@ -227,6 +227,8 @@ def test_devices_are_as_busy_as_what_is_dealt_to_them(devices, train):
     assert plan.busy == pytest.approx(mean / most, rel=0.04)
     if devices > 1:  # of whole steps of a few conversations, the largest is mere chance
         assert plan.micro_tokens(devices) == pytest.approx(largest, rel=0.15)
+    told = re.findall(r"[\d,]+(?= tokens|\.$)", sections.profiles(plan)[-1])
+    assert [int(number.replace(",", "")) <= budget for number in told] == [True, True], "no more than a step has"
 
 
 def test_of_unlike_conversations_the_largest_bounds_how_small_a_micro_batch_gets():

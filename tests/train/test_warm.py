@@ -96,8 +96,12 @@ def test_an_unfinished_run_gives_its_newest_checkpoint(learnt, copy_of, new_run,
     run = copy_of(tmp_path).fit("train.max_steps=4", "train.checkpoint_every=2")
     (run.train / "manifest.json").unlink()
     assert run.saved() == [2, 4]
-    assert_equal(begin(new_run(), run.train).weights, run.at(4)[0])
-    assert_equal(begin(new_run(), run.checkpoints / "step-000002").weights, run.at(2)[0])
+    for source, step in ((run.train, 4), (run.checkpoints / "step-000002", 2)):
+        begun = begin(new_run(), source)
+        assert_equal(begun.weights, run.at(step)[0])
+        # A later checkpoint of the run would be another start, where the command names none.
+        told = f"train.init_from={run.checkpoints / 'step-000004'} can" in begun.said
+        assert told == (source == run.train)
 
 
 # ---------------------------------------------------------------- another vocabulary
