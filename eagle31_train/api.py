@@ -33,7 +33,7 @@ from eagle31_train.store.reader import StoreSplit
 from eagle31_train.store.shard_plan import SPLITS
 from eagle31_train.targets.cached import CachedTarget
 from eagle31_train.targets.chat import ChatTemplate
-from eagle31_train.targets.hf import DTYPES, load_model, positions, read_config
+from eagle31_train.targets.hf import DTYPES, load_model, read_config, served_positions
 
 Prompt = str | list[dict[str, Any]] | list[int]  # a user's words, messages, or token ids
 
@@ -150,7 +150,7 @@ class Speculator:
         ids = torch.from_numpy(checkpoint.vocab.target_ids).to(cached.device)
         chat = ChatTemplate.load(config)
         shape = checkpoint.shape
-        limits = positions(cached.model.config), stretched(shape.max_position_embeddings, shape.rope_scaling)
+        limits = served_positions(cached.model.config), stretched(shape.max_position_embeddings, shape.rope_scaling)
         longest = min((limit for limit in limits if limit), default=None)
         return cls(cached, loaded, ids, chat, chat.end_ids, longest)
 

@@ -96,7 +96,7 @@ def _checked_group(override: str, folders: list[Path]) -> str:
     """`group=name` or `group=[name,…]` in Hydra's grammar, if there are such files."""
     group, value = _key(override), override.partition("=")[2]
     if group == "experiment" and value.endswith((".yaml", ".yml")):
-        _store_recipe(Path(value))
+        _store_recipe(Path(_at_home(value)))
         return GIVEN
     listed = (value[:1], value[-1:]) == ("[", "]")
     names = [name.strip() for name in value[1:-1].split(",")] if listed else [value]
@@ -159,7 +159,7 @@ def _composed(groups: Sequence[str], saved: Path | None, folders: list[Path]) ->
 
 def _with_new_names(composed: DictConfig) -> DictConfig:
     """The configuration with values of old names given to the options that they mean, which is said."""
-    values: Any = OmegaConf.to_container(composed)
+    values: Any = _at_home(OmegaConf.to_container(composed))
     for old in (*RENAMED, *REMOVED):
         section, _, key = old.partition(".")
         value = values[section].pop(key)
@@ -169,6 +169,15 @@ def _with_new_names(composed: DictConfig) -> DictConfig:
         if old in RENAMED:
             values[section][RENAMED[old].partition(".")[2]] = value
     return typing.cast(DictConfig, OmegaConf.merge(OmegaConf.structured(Config), values))
+
+
+def _at_home(value: Any) -> Any:
+    """The value with each `~/…` in it as a path in the user's home: bash and YAML leave it as it stands."""
+    if isinstance(value, dict):
+        return {key: _at_home(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_at_home(one) for one in value]
+    return str(Path(value).expanduser()) if isinstance(value, str) and value.startswith("~/") else value
 
 
 def _say_new_name(old: str) -> None:
@@ -234,7 +243,7 @@ def _set(config: DictConfig, override: str) -> None:
         with open_dict(config):
             del holder[last]
         return
-    parsed = _parsed(override, value, Any if free else OPTIONS[key][0])
+    parsed = _at_home(_parsed(override, value, Any if free else OPTIONS[key][0]))
     if not free:
         _refuse_empty(key, parsed)
     try:  # `{}` empties a free-form option; other mappings are merged

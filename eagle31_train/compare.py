@@ -170,6 +170,9 @@ def read(drafter: str, config: Config, data: dict[str, Any]) -> DrafterCheckpoin
     checkpoint = DrafterCheckpoint.open(drafter, target_layers=lambda: read_config(config.target).num_hidden_layers)
     checkpoint.tensors  # noqa: B018 (or damaged weights are refused after the target is loaded)
     checkpoint.check_target(config.target)
+    meant = None if checkpoint.train or checkpoint.exported else checkpoint.target_name
+    if meant and Path(meant).name != Path(config.target.name).name:
+        note(f"{checkpoint.where} says that it drafts for {meant}, and target.path is {config.target.path}")
     inputs = checkpoint.inputs
     if config.evaluate.prompts is None and inputs is not None and inputs.get("data") != data["dataset_fingerprint"]:
         raise UserError(

@@ -18,7 +18,7 @@ from typing import Any
 
 from eagle31_train import cli, provenance
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
-from eagle31_train.checkpoint.run_folder import read_export
+from eagle31_train.checkpoint.run_folder import is_export_of, read_export
 from eagle31_train.checkpoint.smaller import served
 from eagle31_train.common import artifacts
 from eagle31_train.common.console import note
@@ -51,7 +51,7 @@ def evaluate(config: Config) -> None:
         note(f"evaluate: up to date ({folder})")
         return
     checkpoint.check_data(data, config.data_folder)
-    checkpoint.check_store(read_manifest(config), config.target)
+    checkpoint.check_target(config.target, store=read_manifest(config))
     provenance.read_data(config, whole=True)  # or it is refused
 
     with writing(folder):  # before hours are spent
@@ -85,11 +85,11 @@ def serve(config: Config) -> None:
     began = time.perf_counter()
     run_dir = Path(config.run_dir)
     exported, checkpoint = read_export(run_dir), DrafterCheckpoint.open(run_dir / "export")
-    asked = (config.export_weights, config.export_vocab_size, config.export_sliding_window)
-    weights, shape = exported["inputs"].get("weights_as", "target"), checkpoint.shape
-    has = (weights, shape.draft_vocab_size, shape.sliding_window)
-    if any(one not in (None, "target", other) for one, other in zip(asked, has, strict=True)):
-        raise UserError(f"{run_dir / 'export'} was not exported so: run `eagle31 export` with the same options first")
+    if (run_dir / "train" / artifacts.MANIFEST).is_file():
+        made = served(config)
+        if not is_export_of(exported, made.shape, made.vocab.target_ids.tolist(), config.export_weights):
+            remedy = "give the export_ options that it was made with, or run `eagle31 export` again"
+            raise UserError(f"{run_dir / 'export'} was not exported so: {remedy}")
     engine = check_serving(config)
     data = provenance.read_data(config)
     # Of the checkpoint and not of its card, which shows what is measured here.
@@ -99,6 +99,10 @@ def serve(config: Config) -> None:
         note(f"evaluate: up to date ({folder})")
         return
     checkpoint.check_data(data, config.data_folder)
+    # A quantized copy of the target may well have a name of its own.
+    other = checkpoint.other_target(config.target, by_name=True, store=read_manifest(config))
+    if other:
+        note(f"evaluate: {other}")
     caveats = evaluating.caveats({config.name: [checkpoint.inputs]}, data["dataset_fingerprint"])
     workload, *others = evaluating.choose_workloads(config, [checkpoint], data, caveats)
     if others:
@@ -107,7 +111,7 @@ def serve(config: Config) -> None:
         serving = measure_serving(config, {config.name: run_dir / "export"}, workload.prompts, data["end_ids"], engine)
         serving |= {
             "workload": workload.name,
-            "notes": [*workload.remarks, *serving["notes"]],
+            "notes": [*([other] if other else []), *workload.remarks, *serving["notes"]],
             "command": recipe.command(recipe.EVALUATE, config),
         }
         result = {"title": config.name, "target": config.target.name, "serving": serving}

@@ -42,7 +42,7 @@ def export(config: Config) -> None:
     run = Path(config.run_dir)
     checkpoint = served(config)
     shape = exported_shape(config, checkpoint)
-    checkpoint.check_store(read_manifest(config), config.target, by_name=True)
+    checkpoint.check_target(config.target, by_name=True, store=read_manifest(config))
     data = None  # stage 1's manifest, whose counts are on the card, unless it is gone
     if (config.data_folder / artifacts.MANIFEST).is_file():
         data = provenance.read_data(config)

@@ -24,7 +24,10 @@ def resolve(config: Config) -> dict[str, str]:
     if target.dtype == AUTO:
         target.dtype = _recorded_dtype(config)
     if t.precision == AUTO:
-        t.precision = _recorded(Path(config.run_dir) / "train" / "inputs.json", "inputs", "train", "precision")
+        record = Path(config.run_dir) / "train" / "inputs.json"
+        t.precision = _recorded(record, "inputs", "train", "precision")
+        if t.precision != AUTO and config.overwrite:  # it may be of another run, which this one is to replace
+            chosen["train.precision"] = f"auto: train.precision={t.precision} (as in {record})"
     if target.dtype == AUTO:
         native, why = native_bf16(on_cpu=target.device == "cpu")
         target.dtype = "bfloat16" if native else "float32"

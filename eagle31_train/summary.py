@@ -16,7 +16,7 @@ from eagle31_train.config import Config
 from eagle31_train.evaluation.intervals import LEVEL, bracket
 from eagle31_train.reporting import recipe
 from eagle31_train.reporting.recipe import EVALUATE
-from eagle31_train.reporting.tables import count
+from eagle31_train.reporting.tables import count, sampling
 from eagle31_train.store import read_manifest
 
 
@@ -35,6 +35,7 @@ def summarise(config: Config) -> None:
     }
     _, _, trained, evaluated, exported = manifests.values()
     drafter = served(config)
+    drafter.check_target(config.target, by_name=True, store=read_manifest(config))
     key, made = ("export", exported["checkpoint"]) if by_vllm else ("checkpoint", drafter.identity)
     target_ids = drafter.vocab.target_ids.tolist()
     if not run_folder.is_export_of(exported, drafter.shape, target_ids, config.export_weights):
@@ -54,7 +55,7 @@ def summarise(config: Config) -> None:
         "trained on": f"{trained['tokens']:,} tokens ({trained['pairs']:,} predictions) in {steps}",
         "seconds": "   ".join(f"{stage} {spent:,.0f}" for stage, spent in seconds.items() if spent is not None),
         "checkpoint": str(run_dir / "export"),
-        "serve it": recipe.serve_command(config, str(run_dir / "export")),
+        "serve it": exported.get("serve") or recipe.serve_command(config, str(run_dir / "export")),
     }
     body = [f"{name:<17}  {value}" for name, value in rows.items()]
     note("\n".join([f"{config.name}: an EAGLE drafter for {config.target.path}", "-" * 100, *body, "-" * 100]))
@@ -73,11 +74,11 @@ def _decoded(manifest: dict[str, Any]) -> dict[str, str]:
     if timed := workload.get("timed"):  # which earlier ones lack; its length is None where every answer was one token
         timed_length = bracket([timed["by_depth"][depth], None, None], "{:.2f}")
         of = f" ({count(timed['prompts'], 'prompt')}, length {timed_length})"
-    prompts = count(workload["prompts"], "prompt")
+    prompts = f"{count(workload['prompts'], 'prompt')} of {workload['name']}"
     return {
         "acceptance length": f"{bracket(interval)} at {depth} draft tokens, bonus token included ({certainty})",
         "  by source": "   ".join(f"{name}: {bracket([one, None, None])}" for name, one in lengths.items()),
-        "  measured on": f"{prompts} of {workload['name']}, {numbers['generated_tokens']:,} tokens",
+        "  measured on": f"{prompts}, {sampling(workload)}, {numbers['generated_tokens']:,} tokens",
         "speed": f"{speculative:.1f} tokens/s with the drafter, {plain:.1f} without, for one user{of}",
     }
 
@@ -97,7 +98,7 @@ def _served(config: Config, manifest: dict[str, Any]) -> dict[str, str]:
     whom = "one user" if users == 1 else f"each of {users} users"
     return {
         "acceptance length": f"{length} at {tokens} draft tokens, bonus token included, as vLLM counts it",
-        "  measured on": f"{count(serving['prompts'], 'prompt')} of {serving['workload']}",
+        "  measured on": f"{count(serving['prompts'], 'prompt')} of {serving['workload']}, {sampling(serving)}",
         "speed": f"{drafted['per_user'][0]:.1f} tokens/s with the drafter, {plain:.1f} without, for {whom} of vLLM "
         f"{serving['vllm']}",
     }

@@ -97,6 +97,20 @@ def test_another_target_of_the_same_size_is_refused(folder, tmp_path, drafter, o
         Speculator.load(drafter, target=other)
 
 
+def test_a_longropes_answers_end_where_its_tables_change(folder):
+    """Past the short contexts a verification would read other keys than plain decoding."""
+    shutil.copytree("runs/smollm2/export", "draft")  # of no run, which would know its target
+    shutil.copytree(FIXTURE / "target", "long")
+    config = json.loads(Path("long/config.json").read_text())
+    half = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"]) // 2
+    factors = {"short_factor": [1.0] * half, "long_factor": [4.0] * half}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 40, **factors}
+    Path("long/config.json").write_text(json.dumps({**config, "rope_scaling": rope, "rope_parameters": rope}))
+    speculator = Speculator.load("draft", target="long", device="cpu")
+    assert speculator.longest == 40
+    assert len(speculator.generate([1, 2, 3], 3, max_new_tokens=100).tokens) <= 40 - 3
+
+
 def test_what_cannot_be_decoded_is_said(speculator):
     """Beyond its positions a target still computes something, which no server would."""
     speculator.ends = []

@@ -36,7 +36,7 @@ def test_a_recipe_and_options_compose():
     assert config.target.path == str(ROOT / "models" / "SmolLM2-135M-Instruct")
 
 
-NAMES = ["/tmp/ü (1)/a=b.jsonl", "天空/😀", "~/x", "a~b", "[x]", "[1] x", "{a}", "{a: 1}", "it's", 'say "hi"', "'a'b"]
+NAMES = ["/tmp/ü (1)/a=b.jsonl", "天空/😀", "~x", "a~b", "[x]", "[1] x", "{a}", "{a: 1}", "it's", 'say "hi"', "'a'b"]
 NAMES += ["a,b", " a  b ", "1e3", "true", "a#b!c;d&e<f>`g`|^", "range(1,2)", "back\\slash\\", "$x%y@z", "=", "(", "%20"]
 
 
@@ -65,6 +65,16 @@ def test_any_name_is_taken_as_it_is_without_quotes():
     assert len(given) >= len(NAMES)
     assert [config.data.sources[f"s{i}"]["path"] for i in range(len(paths))] == paths
     assert config.comparisons == ["runs/ü (1)/x", "it's", "plain"]
+
+
+def test_a_path_in_the_users_home_is_found_there(tmp_path, monkeypatch):
+    """In options and recipes; bash leaves what stands after `target.path=` as it is."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine.yaml").write_text("# @package _global_\nname: mine\ntarget: {path: ~/model}\n")
+    words = ["+experiment=~/mine.yaml", "store_dir=~/store", "data.sources.a.path=~/a.jsonl", "comparisons=[~/b]"]
+    config = load_config(words)
+    paths = [config.target.path, config.store_dir, config.data.sources["a"]["path"], *config.comparisons]
+    assert paths == [str(tmp_path / name) for name in ("model", "store", "a.jsonl", "b")]
 
 
 def test_quotes_and_other_values_of_hydras_grammar():

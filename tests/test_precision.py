@@ -79,7 +79,7 @@ RECORDS = {
 
 
 @pytest.mark.parametrize("name", RECORDS)
-def test_what_was_begun_on_another_machine_stays_as_it_was_begun(machine, tmp_path, name):
+def test_what_was_begun_on_another_machine_stays_as_it_was_begun(machine, tmp_path, name, capsys):
     machine("fpu")
     file = tmp_path / name
     file.parent.mkdir(exist_ok=True)
@@ -89,6 +89,9 @@ def test_what_was_begun_on_another_machine_stays_as_it_was_begun(machine, tmp_pa
     (tmp_path / "train").mkdir(exist_ok=True)
     (tmp_path / "train" / "inputs.json").write_text(json.dumps({"inputs": {"train": {"precision": "bf16"}}}))
     assert chosen(f"run_dir={tmp_path}") == BF16
+    capsys.readouterr()
+    cli.run(lambda _: None, "", [*WORDS, f"run_dir={tmp_path}", "overwrite=true"], tells="train.precision")
+    assert "auto: train.precision=bf16 (as in " in capsys.readouterr().out, "the run there may be another one"
     if name.startswith("store"):  # a store elsewhere comes before this run's own records
         assert chosen("run_dir=nowhere", f"store_dir={tmp_path / 'store'}") == ("bfloat16", "no")
     file.write_text("{torn")

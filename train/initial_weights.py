@@ -67,7 +67,7 @@ def open_source(config: Config, needed: bool = False) -> DrafterCheckpoint | Non
 def goes_by_record(config: Config) -> bool:
     """Whether the configuration's run has a checkpoint, began with the same weights, and these are on the hub or gone:
     it goes on without them."""
-    init, train = config.train.init_from, Path(config.run_dir) / "train"
+    init, train = config.train.init_from, run_folder.standing(Path(config.run_dir) / "train")
     if init is None or Path(split_name(init)[0]).exists() or not (train / RECORD).is_file():
         return False
     names = ("init_from", "init_revision")
@@ -81,7 +81,7 @@ def identity(config: Config, source: DrafterCheckpoint | None) -> str | None:
         return source.initial_identity
     if config.train.init_from is None:
         return None
-    recorded = artifacts.read_json(Path(config.run_dir) / "train" / RECORD, "train.py")
+    recorded = artifacts.read_json(run_folder.standing(Path(config.run_dir) / "train") / RECORD, "train.py")
     return recorded["inputs"]["train"]["init_from"]
 
 
@@ -181,4 +181,7 @@ def state_rms(split: StoreSplit, input_norm: RMSNorm | None = None, pause: Pause
         rows.append(decoded.square().mean(-1).sqrt())  # [n, A]
         if sum(map(len, rows)) == POSITIONS:
             break
-    return torch.cat(rows).median(0).values
+    sizes = torch.cat(rows)
+    if not len(sizes):
+        raise UserError(f"{split.store.location} holds no states to train on: see what the loss masks cover")
+    return sizes.median(0).values

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from eagle31_train import provenance
 from eagle31_train.checkpoint.contract import unserved
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
-from eagle31_train.checkpoint.run_folder import CHECKPOINTS, RECORD, in_order, name_of
+from eagle31_train.checkpoint.run_folder import CHECKPOINTS, RECORD, in_order, name_of, reinstate, standing
 from eagle31_train.common import artifacts, locks, order
 from eagle31_train.common.console import note, say
 from eagle31_train.common.errors import UserError
@@ -55,14 +55,11 @@ def prepare(config: Config, resources: ExitStack) -> Trainer | None:
     if claim_folder(config, data, accelerator, resources):
         say(f"train: up to date ({folder})")
         return None
-    try:
-        trainer = make_trainer(config, data, accelerator, deadline, resources)
-        if accelerator.is_main_process:
-            tracking.record_launch(replace(config, train=replace(config.train, **left_open)), launch_facts(trainer))
-    except BaseException:
-        if accelerator.is_main_process:
-            artifacts.put_back(folder)
-        raise
+    if accelerator.is_main_process:
+        resources.callback(reinstate, folder)  # a run that this one replaces, if it ends before its first checkpoint
+    trainer = make_trainer(config, data, accelerator, deadline, resources)
+    if accelerator.is_main_process:
+        tracking.record_launch(replace(config, train=replace(config.train, **left_open)), launch_facts(trainer))
     return trainer
 
 
@@ -114,7 +111,7 @@ def tell_of_waiting(schedule: list[list[int]], replicas: int) -> None:
 def complete_drafter(config: Config, source: DrafterCheckpoint | None) -> Config:
     """With every open option of the drafter, and an open learning rate, as in the run's record, in the initial weights,
     or by the target; what else is open of training as in the record."""
-    record, begun = Path(config.run_dir) / "train" / RECORD, None
+    record, begun = standing(Path(config.run_dir) / "train") / RECORD, None
     if record.is_file() and (not config.overwrite or initial_weights.goes_by_record(config)):
         inputs = artifacts.Record(artifacts.read_json(record, "train.py")["inputs"], record, "train.py")
         begun = inputs["drafter"]
@@ -162,6 +159,8 @@ def read_inputs(config: Config, source: DrafterCheckpoint | None, deadline: Dead
         train_split.lengths, t.batch_tokens, config.seed, t.epochs, t.max_steps, windows.samples(cut)
     )
     shape = shape_of(config.drafter, store, draft_vocab)
+    if config.overwrite and t.fc_input_scale is None and not shape.norms_states:
+        t = replace(t, fc_input_scale=recorded_scale(config, store))
     t = complete_training(t, shape, len(schedule), train_split, deadline)
     config = replace(config, train=t)
     vocab_sha = artifacts.file_sha256(vocab_file)
@@ -190,6 +189,14 @@ def read_inputs(config: Config, source: DrafterCheckpoint | None, deadline: Dead
         trajectories=measured,
         measured_on=measured_on,
     )
+
+
+def recorded_scale(config: Config, store: Store) -> list[float] | None:
+    """`train.fc_input_scale` of a run on the same store: it follows from states, which may be used up by now."""
+    record = standing(Path(config.run_dir) / "train") / RECORD
+    inputs = artifacts.read_json(record, "train.py")["inputs"] if record.is_file() else {}
+    same = inputs.get("store") == store.fingerprint
+    return provenance.recorded_value(inputs["train"], "train.fc_input_scale") or None if same else None
 
 
 def complete_training(
@@ -251,8 +258,7 @@ def begun(folder: Path, made_from: Provenance) -> bool:
 def claim(folder: Path, made_from: Provenance, overwrite: bool) -> None:
     """Record that the folder is this run's; a UserError if it holds another one, and `overwrite` is off. Else that one
     is set aside."""
-    if not in_order(folder / CHECKPOINTS):
-        artifacts.put_back(folder)  # after a kill: what would have replaced it has no checkpoint
+    reinstate(folder)  # after a kill
     artifacts.remove_aside(folder)
     record = folder / RECORD
     if record.exists():

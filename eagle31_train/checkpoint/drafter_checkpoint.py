@@ -27,6 +27,8 @@ from eagle31_train.model.drafter import Drafter
 from eagle31_train.model.vocab import DraftVocab
 from eagle31_train.store import read_manifest
 
+PADDING = 1024  # more rows of a target's embedding than its drafter has are other tokens, and no padding
+
 
 class LoadedTarget(Protocol):
     """What a drafter needs of its target in memory: embedding [V, H] and lm_head, as modules, and how many layers."""
@@ -194,34 +196,46 @@ class DrafterCheckpoint:
         if self.inputs is not None and data["dataset_fingerprint"] != self.inputs.get("data"):
             raise UserError(f"{folder} is not the data that the drafter was trained on: give that one, or train again")
 
-    def check_target(self, target: TargetConfig) -> None:
-        """Of a run, or its export, whose options and store are still there, `check_store`."""
-        train = self.folder.resolve().parent / "train" if self.exported else self.train
-        if train is not None and (saved := train / run_folder.CONFIG).is_file():
-            store = read_manifest(cli.load_config([f"run_dir={train.parent}"], saved))
-            self.check_store(store, target)
+    def check_target(self, target: TargetConfig, by_name: bool = False, store: dict[str, Any] | None = None) -> None:
+        """UserError for another target than the drafter's (`other_target`)."""
+        if other := self.other_target(target, by_name, store):
+            raise UserError(f"{other}: give the target of training, or another run")
 
-    def check_store(self, store: dict[str, Any] | None, target: TargetConfig, by_name: bool = False) -> None:
-        """Raise a UserError for a target whose states the drafter was not trained on, if `store` is the manifest of
-        training's store. `by_name`: a target of the same name will do, whatever its weights."""
-        if store is None or self.inputs is None or store["fingerprint"] != self.inputs.get("store"):
-            return
-        trained_for = store["inputs"]["target"]
-        same = trained_for["name"] == target.name
-        if not by_name:
+    def other_target(
+        self, target: TargetConfig, by_name: bool = False, store: dict[str, Any] | None = None
+    ) -> str | None:
+        """Says so if a run, or its export, was trained on the states of another target, as far as the run's options
+        are still there.
+
+        Args:
+            by_name: a target of the same name will do, whatever its weights. It must, once the store is gone.
+            store: the manifest of a store that may be training's; else the run's options say where that lies.
+        """
+        train = self.folder.resolve().parent / "train" if self.exported else self.train
+        if train is None or not (saved := train / run_folder.CONFIG).is_file():
+            return None
+        trained = cli.load_config([f"run_dir={train.parent}"], saved)
+        theirs = (self.inputs or {}).get("store")
+        known = (one for one in (store, read_manifest(trained)) if one and one["fingerprint"] == theirs)
+        trained_for = next((one["inputs"]["target"] for one in known), {"name": trained.target.name})
+        if by_name or "weights" not in trained_for:
+            # A model's copy may lie in a folder that has the last part of its hub id.
+            same = Path(trained_for["name"]).name == Path(target.name).name
+        else:
             weights = artifacts.weights_fingerprint(target.path)
             same = (trained_for["weights"], trained_for["revision"]) == (weights, target.revision)
-        if not same:
-            other = f"{trained_for['name']}, and target.path is {target.path}"
-            if trained_for["name"] == target.name:
-                other = f"another {target.name} than target.path={target.path}"
-            raise UserError(f"{self.where} was trained for {other}: give the target of training, or another run")
+        if same:
+            return None
+        if trained_for["name"] == target.name:
+            return f"{self.where} was trained for another {target.name} than target.path={target.path}"
+        return f"{self.where} was trained for {trained_for['name']}, and target.path is {target.path}"
 
     def check_fits(self, target: LoadedTarget) -> None:
         """UserError for a target of another size than the drafter's."""
         rows, width = target.embedding.weight.shape
         shape, depth = self.shape, max(self.shape.aux_layers)
-        if shape.target_hidden_size != width or shape.vocab_size > rows or depth > target.depth:
+        alike = 0 <= rows - shape.vocab_size <= PADDING
+        if shape.target_hidden_size != width or not alike or depth > target.depth:
             wants = f"hidden size {shape.target_hidden_size}, {shape.vocab_size} tokens, {depth} layers"
             has = f"{width}, {rows} and {target.depth}"
             raise UserError(f"{self.where} was made for a target of {wants}, not {has}: give its own target")

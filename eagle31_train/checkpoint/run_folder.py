@@ -38,6 +38,18 @@ def in_order(folder: Path) -> list[Path]:
     return sorted((path for path in folder.glob("step-*") if NAME.fullmatch(path.name)), key=step_of)
 
 
+def standing(train: Path) -> Path:
+    """Where the run of train/ lies: set aside, if what was to replace it has no checkpoint (`reinstate`)."""
+    aside = artifacts.aside(train)
+    return aside if aside.is_dir() and not in_order(train / CHECKPOINTS) else train
+
+
+def reinstate(train: Path) -> None:
+    """Have the run that was set aside in its place again, unless what replaces it has a checkpoint."""
+    if not in_order(train / CHECKPOINTS):
+        artifacts.put_back(train)
+
+
 def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 

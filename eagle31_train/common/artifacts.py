@@ -101,13 +101,13 @@ def commit(temporary: Path, final: Path) -> None:
     `.NAME.old` meanwhile: a kill at any instant leaves one of them whole."""
     for path in [temporary, *temporary.rglob("*")] if temporary.is_dir() else [temporary]:
         fsync_path(path)
-    aside = _aside(final)
+    old = final.with_name(f".{final.name}.old")
     if final.is_dir():
-        shutil.rmtree(aside, ignore_errors=True)
-        final.replace(aside)
+        shutil.rmtree(old, ignore_errors=True)
+        final.replace(old)
     temporary.replace(final)
     fsync_path(final.parent)
-    shutil.rmtree(aside, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 @contextmanager
@@ -206,32 +206,32 @@ def first_damaged(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> str |
 def discard(folder: Path) -> None:
     """Remove a folder of ours. It is renamed first, so it is gone at once; behind a link an empty one stays."""
     set_aside(folder)
-    shutil.rmtree(_aside(_linked(folder)))
+    shutil.rmtree(aside(folder))
 
 
 def set_aside(folder: Path) -> None:
     """Rename a folder of ours to `.NAME.old`, in place of another one there; behind a link an empty one stays."""
     remove_aside(folder)
-    link, folder = folder, _linked(folder)
-    folder.replace(_aside(folder))
-    if link != folder:
-        folder.mkdir()
+    _linked(folder).replace(aside(folder))
+    if folder.is_symlink():
+        _linked(folder).mkdir()
 
 
 def remove_aside(folder: Path) -> None:
     """Remove what was set aside, if anything was."""
-    shutil.rmtree(_aside(_linked(folder)), ignore_errors=True)
+    shutil.rmtree(aside(folder), ignore_errors=True)
 
 
 def put_back(folder: Path) -> None:
     """Have what was set aside in place of the folder again; nothing happens if nothing was."""
+    if (old := aside(folder)).exists():
+        shutil.rmtree(_linked(folder), ignore_errors=True)
+        old.replace(_linked(folder))
+
+
+def aside(folder: Path) -> Path:
+    """Where what was set aside lies, if anything was."""
     folder = _linked(folder)
-    if _aside(folder).exists():
-        shutil.rmtree(folder, ignore_errors=True)
-        _aside(folder).replace(folder)
-
-
-def _aside(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.old")
 
 

@@ -121,9 +121,10 @@ def longest_prompt(config: Config, positions: Iterable[int | None], drafted: Ite
     """How many tokens a prompt may have, so that vLLM takes it and drafts every time: near the last position it drafts
     less. UserError where a limit of vLLM's is no number."""
     options, target = config.evaluate, read_config(config.target)
-    limits = [*positions, hf.positions(target)]
+    served = max_model_len(config) if options.backend == "vllm" else None
+    # Past a longrope's short contexts a token's keys depend on what is read beside it, unless vLLM is told a length.
+    limits = [*positions, served, hf.positions(target) if served else hf.served_positions(target)]
     if options.backend == "vllm":
-        limits.append(max_model_len(config) or hf.served_positions(target))
         drafted = [*drafted, *options.serve_speculative_tokens]
     # What vLLM needs beyond an answer, or it shortens the last drafts: positions of a verification, and of the next,
     # which it prepares meanwhile as if all of it were accepted (seen in 0.32, async scheduling).

@@ -29,7 +29,7 @@ from eagle31_train.evaluation.unrolled import Trajectory, narrowest, turns, unro
 from eagle31_train.evaluation.workloads import Workload
 from eagle31_train.model.drafter import Drafter
 from eagle31_train.model.linear import Linear
-from eagle31_train.targets.cached import CachedTarget
+from eagle31_train.targets.cached import CachedTarget, why_alone
 
 Way = tuple[str, int]  # drafter's name and number of draft tokens; PLAIN for no drafter
 PLAIN: Way = ("", 0)
@@ -84,7 +84,8 @@ class Measurer:
         counts: dict[str, list[Any]] = {candidate.name: [None] * len(prompts) for candidate in candidates}
         tokens, seconds = dict.fromkeys(every, 0), dict.fromkeys(every, 0.0)
         with Progress(total=len(prompts), desc=f"evaluate {workload.name}", unit="prompt") as bar:
-            for number, batch in enumerate(batches(prompts, options, most)):
+            together = 1 if why_alone(self.model) else options.batch_size
+            for number, batch in enumerate(batches(prompts, options.timed_prompts, together, most)):
                 ways = [way for way in every if way == PLAIN or max(batch) < verified[way[0]]]
                 # In turns, so that a busy machine slows both alike.
                 turns = ways if number % 2 == 0 else ways[::-1]
@@ -207,14 +208,14 @@ def _layers(candidates: list[Candidate]) -> list[int]:
     return sorted({layer for candidate in candidates for layer in candidate.drafter.shape.aux_layers})
 
 
-def batches(prompts: list[Prompt], options: EvaluateConfig, verified: int) -> Iterator[list[int]]:
-    """Indices of prompts to be decoded together: those that are timed alone, others of like length together, and those
+def batches(prompts: list[Prompt], timed: int, size: int, verified: int) -> Iterator[list[int]]:
+    """Indices of prompts to be decoded together: the `timed` first alone, others of like length by `size`, and those
     that are decoded in every way, the first `verified`, apart."""
-    timed = min(options.timed_prompts, verified)
+    timed = min(timed, verified)
     yield from ([index] for index in range(timed))
     for part in (range(timed, verified), range(verified, len(prompts))):
         ordered = sorted(part, key=lambda i: len(prompts[i].ids))
-        yield from (ordered[at : at + options.batch_size] for at in range(0, len(ordered), options.batch_size))
+        yield from (ordered[at : at + size] for at in range(0, len(ordered), size))
 
 
 def use_quickest_threads(work: Callable[[], object]) -> None:

@@ -111,7 +111,8 @@ def choose(prompts: list[Prompt], count: int, longest: int) -> tuple[list[Prompt
 def from_heldout(dataset: Path, template: ChatTemplate | None = None) -> list[Prompt]:
     """Of every held-out conversation what stands before the assistant's first word, in the split's order; with
     `template` the messages are read off the tokens, where they are the user's, perhaps after a system message."""
-    prompts = [prompt_of(row) for row in DatasetDict.load_from_disk(str(dataset.absolute()))["heldout"]]
+    rows = DatasetDict.load_from_disk(str(dataset.absolute()))["heldout"]
+    prompts = [prompt_of(row) for row in rows if any(row["loss_mask"])]
     return [replace(one, messages=template.messages_of(one.ids)) for one in prompts] if template else prompts
 
 

@@ -86,6 +86,8 @@ def workloads(
     chosen = []
     for name, (prompts, notes) in sets.items():
         plain = _plain(name, prompts, config, longest, measured_on)
+        if name != HELDOUT and (again := len(prompts) - len({tuple(prompt.ids) for prompt in prompts})):
+            notes = [*notes, f"{again} of {len(prompts)} prompts are asked before, and count once"]
         if name != HELDOUT and (shared := sum(digest(prompt.ids) in trained_on for prompt in plain.prompts)):
             notes = [*notes, f"{shared} of {len(plain.prompts)} prompts are in the training data, too"]
         plain = replace(plain, notes=[*notes, *caveats])

@@ -117,7 +117,10 @@ def _mscale(factor: float, weight: float) -> float:
 def rope_parameters(shape: DrafterShape) -> dict:
     """A drafter's RoPE as transformers 5 writes it: type, theta and scaling in one dictionary."""
     scaling = dict(shape.rope_scaling or {})
-    kind = scaling.pop("type", None) or scaling.pop("rope_type", None) or "default"
+    kinds = {scaling.pop(key) for key in ("type", "rope_type") if scaling.get(key)} or {"default"}
+    if len(kinds) > 1:
+        raise UserError(f"drafter.rope_scaling={shape.rope_scaling} names two types: give one, as rope_type")
+    kind = kinds.pop()
     if scaling and kind == "default":
         raise UserError(f"drafter.rope_scaling={shape.rope_scaling} names no rope_type that scales: {{}} is for none")
     if (theta := scaling.get("rope_theta", shape.rope_theta)) != shape.rope_theta:

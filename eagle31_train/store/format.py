@@ -27,7 +27,7 @@ from pydantic import Field
 from typing_extensions import NotRequired, TypedDict
 
 from eagle31_train.common import artifacts, foreign
-from eagle31_train.common.foreign import Bytes, Count, Number, Positions, Width
+from eagle31_train.common.foreign import Bytes, Count, Number, Width
 from eagle31_train.store.backends import Storage
 from eagle31_train.store.sealed import DamagedError, seal, unseal
 
@@ -79,7 +79,7 @@ class Origin(TypedDict):
 
 
 class Bound(TypedDict):
-    max_bytes: Positions | None
+    max_bytes: Bytes | None
     processes: NotRequired[Count]
 
 

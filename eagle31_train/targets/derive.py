@@ -116,6 +116,8 @@ def _scaling(architecture: str, target: TargetDescription) -> tuple[dict[str, An
         return {}, "rope_scaling: none"
     if kind not in SCALINGS[architecture]:
         return {}, f"rope_scaling {kind}, which no {architecture} drafter is served with: none"
+    if "alpha" in scaling:  # Hunyuan's: it stretches the base
+        return {}, f"rope_scaling {kind} with alpha, which no drafter is served with: none"
     needed, allowed = SCALINGS[architecture][kind]
     taken = {name: value for name, value in scaling.items() if name in needed | allowed and value is not None}
     return {"rope_type": kind, **taken}, "rope_scaling"

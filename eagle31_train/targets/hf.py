@@ -115,9 +115,9 @@ def positions(config: Any) -> int | None:
 def served_positions(config: Any) -> int | None:
     """As `positions`, where vLLM is told no max_model_len: of a longrope it then takes the short contexts alone."""
     config = config.get_text_config()
-    short: int | None = getattr(config, ORIGINAL, None)
-    longrope = any(rope.get("rope_type") == "longrope" for rope in _ropes(config))
-    return short if longrope and short else positions(config)
+    longropes = [rope for rope in _ropes(config) if rope.get("rope_type") == "longrope"]
+    shorts: list[int] = [getattr(config, ORIGINAL, None) or rope.get(ORIGINAL) or 0 for rope in longropes]
+    return min(shorts, default=0) or positions(config)
 
 
 class HiddenStateTarget:

@@ -12,7 +12,7 @@ from families import write_rows
 from safetensors.torch import load_file, save_file
 
 from eagle31_train import compare, evaluate, export
-from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
+from eagle31_train.checkpoint.drafter_checkpoint import PADDING, DrafterCheckpoint
 from eagle31_train.common.errors import UserError
 from eagle31_train.evaluation import evaluating, measuring
 from eagle31_train.model import vocab
@@ -77,7 +77,7 @@ def test_weights_are_rounded_as_the_exporter_rounds_them(run, model):
 
 
 def test_rows_that_pad_the_targets_embedding_are_nobodys(run, model):
-    """Of a drafter with an embedding of its own, which is as long as the vocabulary."""
+    """Of a drafter with an embedding of its own, which is as long as the vocabulary. Many more are other tokens."""
     target, checkpoint = CachedTarget(model, [1, 2, 4]), DrafterCheckpoint.of_run(run.folder, run.folder / "data")
     rows = target.embedding.weight.data
     tensors = {**checkpoint.tensors, "embed_tokens.weight": rows.clone()}
@@ -87,6 +87,9 @@ def test_rows_that_pad_the_targets_embedding_are_nobodys(run, model):
         for one in (checkpoint, own):
             drafter = one.load(target, torch.float32, torch.float32)
             assert drafter.embed(torch.arange(len(rows))).equal(rows)
+        target.embedding.weight.data = rows.new_zeros(len(rows) + PADDING + 1, rows.shape[1])
+        with pytest.raises(UserError, match="made for a target of hidden size 32, 50 tokens, 4 layers, not 32, 1075"):
+            own.load(target, torch.float32, torch.float32)
     finally:
         target.embedding.weight.data = rows
 
@@ -147,6 +150,11 @@ def another_target(run):
     (run.folder / "store" / "manifest.json").write_bytes(seal(manifest))
 
 
+def a_renamed_target_of_a_store_that_is_gone(run):
+    file = run.folder / "train" / "config.yaml"
+    file.write_text(re.sub(r"(?m)^  path: .*/target$", "  path: /models/another", file.read_text(), count=1))
+
+
 def other_data(run):
     run.tell_of_data(dataset_fingerprint="b" * 16)
 
@@ -156,6 +164,7 @@ def other_data(run):
     [
         (another_vocabulary, "seed=0", "is not the vocabulary that the drafter was trained with"),
         (another_target, "seed=0", "was trained for some/target, and target.path is "),
+        (a_renamed_target_of_a_store_that_is_gone, "seed=0", "was trained for another, and target.path is "),
         (other_data, "seed=0", "is not the data that the drafter was trained on"),
         # The drafter's positions end at 128, before the target's 256.
         (lambda run: None, "evaluate.max_new_tokens=118 evaluate.max_speculative_tokens=3", "has at most 2 tokens"),
@@ -207,18 +216,22 @@ def test_a_folder_without_a_run_is_named_as_it_was_given(run, call):
     assert not compare.is_drafter(f"evaluate.prompts={'x' * 300}"), "though no folder may have such a name"
 
 
-def test_published_drafters_need_no_run(run, call, prompts, tmp_path, monkeypatch):
+def test_published_drafters_need_no_run(run, call, prompts, tmp_path, monkeypatch, capsys):
     for name, seed in (("a", 0), ("b", 1)):
         one = run.another(name, seed)
         export.export(one.config())
         shutil.copytree(one.folder / "export", tmp_path / "published" / name)
     drafts = [tmp_path / "published" / name for name in "ab"]
+    config = drafts[0] / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"target_model_name": "some/one"}))
     with_a_run = call(*drafts, prompts, f"+experiment={run.folder / 'train' / 'config.yaml'}")
     monkeypatch.chdir(tmp_path)
     code, line = call(*drafts, f"target.path={run.target}")
     assert code == 2
     assert "data/manifest.json is missing: run `eagle31 data` first, or give prompts as evaluate.prompts=FILE" in line
+    capsys.readouterr()
     result = call(*drafts, prompts, f"target.path={run.target}", "target.dtype=float32", "evaluate.dtype=float32")
+    assert capsys.readouterr().out.count("says that it drafts for some/one, and target.path is ") == 1
     alone = call(drafts[1], prompts, f"target.path={run.target}", "target.dtype=float32", "evaluate.dtype=float32")
     (without,), (beside,), (single,) = (one["workloads"] for one in (result, with_a_run, alone))
     assert (alone["title"], single["drafters"]) == ("b", {"b": without["drafters"]["b"]})

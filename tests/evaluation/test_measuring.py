@@ -16,6 +16,7 @@ from eagle31_train.evaluation.decoding import Limits, decode_plain
 from eagle31_train.evaluation.measurement import rounds
 from eagle31_train.evaluation.measuring import Measurer, seed_of
 from eagle31_train.evaluation.sampling import TARGET, Sampling, stream
+from eagle31_train.targets import cached
 from eagle31_train.targets.cached import CachedTarget
 from tests.evaluation.conftest import PROMPTS, workload_of
 
@@ -199,6 +200,15 @@ def test_each_drafter_decodes_as_many_prompts_for_real_as_it_is_asked_to(model, 
     whole = measurer_of(model).measure(GREEDY, candidates[:2])
     for name, measurement in found.items():
         assert [one.accepted for one in measurement.counts] == [one.accepted for one in whole[name].counts]
+
+
+def test_a_target_that_decodes_alone_is_asked_so(model, candidates, monkeypatch):
+    together = measurer_of(model).measure(GREEDY, candidates[:1])
+    for module in (measuring, cached):
+        monkeypatch.setattr(module, "why_alone", lambda _: "no position_ids")
+    alone = measurer_of(model).measure(GREEDY, candidates[:1])
+    for name, measurement in alone.items():
+        assert [one.accepted for one in measurement.counts] == [one.accepted for one in together[name].counts]
 
 
 @pytest.mark.parametrize(("seconds", "quickest"), [({4: 3, 2: 1, 1: 2}, 2), ({4: 1, 2: 1, 1: 2}, 4), ({1: 1}, 1)])

@@ -155,7 +155,7 @@ def test_a_window_at_export_is_the_one_that_is_trained_with(run, model, capsys):
     assert "cut to the last 3 positions" in (run.folder / "export" / "README.md").read_text()
     again = DrafterCheckpoint.open(run.folder / "export")
     assert again.shape.sliding_window == 3
-    for other in ("export_sliding_window=4", "export_sliding_window=3 export_weights=int8"):
+    for other in ("", "export_sliding_window=4", "export_sliding_window=3 export_weights=int8"):
         with pytest.raises(UserError, match="was not exported so"):
             evaluate.evaluate(run.config("evaluate.backend=vllm", *other.split()))
 
@@ -167,13 +167,16 @@ def test_what_is_served_is_the_export_on_prompts_that_training_was_not_measured_
     options = ["evaluate.backend=vllm", f"evaluate.vllm_python={sys.executable}", f"export_format={form}"]
     options += ["evaluate.serve_speculative_tokens=[2]", "evaluate.concurrency=[1]"]
     export.export(run.config(*options))
+    saved = run.folder / "train" / "config.yaml"
+    saved.write_text(re.sub(r"(?m)^  path: .*/target$", "  path: /models/unquantized", saved.read_text()))
     evaluate.evaluate(run.config(*options))
     serving = artifacts.read_json(run.folder / "serving" / "manifest.json", "the test")["serving"]
     assert [(row["drafter"], row["draft_tokens"]) for row in serving["rows"]] == [(None, 0), ("smollm2", 2)]
     prompts = {tuple(json.loads(line)["prompt"]) for line in asked.read_text().splitlines()}
     assert len(prompts) == serving["prompts"] == 3
     assert tuple(first) not in prompts
-    assert serving["notes"][1].startswith("left out 1 (heldout-0): used to measure")
+    assert "was trained for unquantized, and target.path is " in serving["notes"][0]
+    assert serving["notes"][2].startswith("left out 1 (heldout-0): used to measure")
 
 
 def test_the_most_used_tokens_are_kept_and_score_as_before(run, model, capsys):
@@ -239,6 +242,9 @@ def test_the_card_tells_of_the_smaller_drafter_alone(run, capsys):
     told = capsys.readouterr().out
     assert "bonus token included (no interval: too few prompts, or all alike)" in told
     assert "in 7 steps, of which step 5 is kept" in told
+    assert "of heldout, greedy, " in told
+    with pytest.raises(UserError, match=r"was trained for .*, and target\.path is elsewhere"):
+        summary.summarise(run.config(*SMALL, "target.path=elsewhere"))
     with pytest.raises(UserError, match="smaller than what was trained"):  # a comparison serves what it measures
         compare.exported(str(run.folder))
     with pytest.raises(UserError, match="made from other inputs"):

@@ -108,6 +108,13 @@ def test_prompts_may_be_a_folder_and_further_turns_are_told(place):
     assert any("of several turns the first is asked, in 1 of 3 prompts" in note for note in found.notes), found.notes
 
 
+def test_prompts_that_are_asked_twice_are_told(place):
+    place.write("asked.jsonl", {"prompt": "hello"}, {"prompt": "world"}, {"prompt": "hello"})
+    (found,) = place.workloads(f"evaluate.prompts={place.folder / 'asked.jsonl'}")
+    assert place.texts(found) == ["hello", "world"]
+    assert "1 of 3 prompts are asked before, and count once" in found.notes
+
+
 SYSTEM, USER = {"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}
 
 

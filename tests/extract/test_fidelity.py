@@ -265,3 +265,19 @@ def test_what_is_compared_is_spread_over_store_shard_and_conversation_and_every_
     assert (count, agreement, kl) == (112, pytest.approx(64 / 112), pytest.approx(0.01 * (64 * 64 + 3 * 16 * 16) / 112))
     worst = {"batches": 2, "positions": 12, "top1_agreement": 0.97, "kl": 0.3}
     assert report([(0.99, 0.3, 5), (0.97, 0.1, 7)]) == worst
+
+
+def test_more_is_compared_before_a_shard_is_refused(monkeypatch):
+    engine = SimpleNamespace(readout=SimpleNamespace(logits=lambda rows: rows))
+    engine.reference = lambda tokens, positions: len(tokens)
+    generator = torch.Generator().manual_seed(0)
+    documents = [make_document(make_shape(), n, generator, list(range(2, n))) for n in range(34, 54)]
+    for wrong, passes in (((34,), True), (range(34, 54, 4), False)):  # near ties in one of them; a mistake in many
+        monkeypatch.setattr(fidelity, "compare", lambda n, *_, wrong=wrong: (float(n not in wrong), 0.0))
+        gate = Gate(engine, ExtractConfig(gate_top1=0.9), 1)
+        if passes:
+            agreement, _, count = gate.check(documents)
+            assert (agreement > 0.9, count > ROWS) == (True, True)
+        else:
+            with pytest.raises(UserError, match="top-1 tokens agree in"):
+                gate.check(documents)

@@ -49,6 +49,7 @@ REFUSED = {
     },
     "two tables, of which vLLM may take the other": LONG,
     "an unknown kind": {"rope_type": "twisted"},
+    "two kinds, of which the two read one each": {"type": "linear", "rope_type": "dynamic", "factor": 4.0},
 }
 REFUSED_OF_MLA = {
     "linear": {"rope_type": "linear", "factor": 4.0},

@@ -4,7 +4,7 @@ docs/targets.md shows both."""
 import copy
 import json
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -171,6 +171,14 @@ def test_given_options_stay_and_contradictions_are_named():
     linear = {"rope_type": "linear", "factor": 2}
     for given, taken in (({"beta_fast": 1.0}, {**GPT_OSS, "beta_fast": 1.0}), (linear, linear)):
         assert derive(DrafterConfig(rope_scaling=given), target)[0].rope_scaling == taken
+
+
+def test_a_scaling_that_stretches_the_base_is_not_taken_in_part():
+    hunyuans = {"rope_type": "dynamic", "factor": 1.0, "alpha": 1000.0}
+    target = replace(describe_target(target_of("qwen3_8b")), rope_scaling=hunyuans)
+    filled, rows = derive(DrafterConfig(), target)
+    assert filled.rope_scaling == {}
+    assert any("dynamic with alpha, which no drafter is served with" in row for row in rows)
 
 
 @pytest.mark.parametrize("depth", range(1, 13))

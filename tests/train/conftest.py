@@ -60,6 +60,10 @@ class Fitted:
         """The steps of its checkpoints."""
         return [checkpoint.step_of(path) for path in checkpoint.in_order(self.checkpoints)]
 
+    def recorded(self):
+        """What the run says that it is made from."""
+        return json.loads((self.train / "inputs.json").read_text())["inputs"]
+
     def newest(self):
         return self.train / self.manifest()["checkpoint"]
 

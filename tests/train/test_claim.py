@@ -12,7 +12,8 @@ from surviving import timeless
 from eagle31_train import cli
 from eagle31_train.common import locks
 from eagle31_train.common.errors import UserError
-from eagle31_train.store import Store
+from eagle31_train.store import Store, storage_of
+from eagle31_train.store.sealed import seal
 from eagle31_train.targets import derive
 from train import initial_weights, prepare, trainer
 from train.prepare import LOCK
@@ -96,6 +97,19 @@ def test_fc_trains_on_states_of_about_one_and_a_run_goes_on_with_its_own_scales(
     assert all(math.log2(scale).is_integer() for scale in scales)
 
 
+@pytest.mark.parametrize("overwrite", [[], ["overwrite=true"]])
+def test_eagle_3_goes_on_though_it_has_used_up_the_states_that_its_scales_are_of(new_run, overwrite):
+    run = new_run()
+    options = *EAGLE3, "train.window_tokens=20", "train.epochs=1", "store.follow=true", *overwrite
+    storage = storage_of(run.config(*options))
+    storage.remove("manifest.json")
+    storage.write("stream.json", seal({"max_bytes": 10**6}))
+    run.stopped(3, *options)
+    scales = run.recorded()["train"]["fc_input_scale"]
+    run.fit(*options)
+    assert run.recorded()["train"]["fc_input_scale"] == scales
+
+
 def test_a_run_of_eagle_3_that_was_begun_without_scales_goes_on_without(new_run):
     run = new_run().fit(*SHORT, *EAGLE3, "train.fc_init_scale=0.25")  # given, there are none, as then
     before = run.weights()["fc.weight"].clone()
@@ -119,20 +133,28 @@ def test_a_run_that_is_refused_in_the_end_does_not_replace_another(new_run, monk
     assert [path.name for path in run.train.parent.glob(".train*")] == [".training"]
 
 
-@pytest.mark.parametrize("full", [True, False])
-def test_a_run_stays_until_what_replaces_it_has_a_checkpoint(new_run, monkeypatch, full):
-    """A kill or a full disk in between costs neither the run nor, with the same command again, the replacement."""
-    run = new_run().fit(*SHORT)
-    before, other = contents(run.train), (*SHORT, "train.gamma=0.5", "overwrite=true")
+@pytest.mark.parametrize("ends", ["a full disk", "Ctrl-C", "a kill", "a loss that is not finite"])
+def test_a_run_stays_until_what_replaces_it_has_a_checkpoint(new_run, monkeypatch, ends):
+    """None of these costs the run or, with the same command again, the replacement."""
+    options = *SHORT, "train.lr=null"
+    run = new_run().fit(*options)
+    before, other = contents(run.train), (*SHORT, "train.lr=0.5", "overwrite=true")
+    error = {"a full disk": OSError, "a loss that is not finite": UserError}.get(ends, KeyboardInterrupt)
 
     def fails(*_):
-        raise OSError("no space left on device") if full else KeyboardInterrupt
+        raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(*((prepare.artifacts, "write_json") if full else (trainer.Trainer, "train_step")), fails)
-        with pytest.raises(OSError if full else KeyboardInterrupt):
-            run.fit(*other)
-    run.fit(*SHORT)
+        if error is OSError:
+            patch.setattr(prepare.artifacts, "write_json", fails)
+        elif error is KeyboardInterrupt:
+            patch.setattr(trainer.Trainer, "train_step", fails)
+        if ends == "a kill":
+            patch.setattr(prepare, "reinstate", lambda _: None)
+        with pytest.raises(error):
+            run.fit(*other, *(["train.lr=1e30"] if error is UserError else []))
+    assert ends == "a kill" or contents(run.train) == before
+    run.fit(*options)
     assert contents(run.train) == before
     run.fit(*other)
     assert contents(run.train) != before

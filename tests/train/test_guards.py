@@ -1,6 +1,8 @@
 """A step that is not finite, or has nothing to train, is left out; what stops two processes: test_profiles.py. What
 cannot be trained on is named in one line, before it does harm: never an index error, never a NaN."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from guarding import NAN, RECIPE, fit
@@ -8,7 +10,7 @@ from pipeline import HIDDEN, VOCAB, assert_close, assert_equal, message_of, rese
 from safetensors.torch import load_file, save_file
 from warming import with_vocab
 
-from eagle31_train.store import Store
+from eagle31_train.store import Store, StoreSplit
 from train import prepare
 
 
@@ -58,6 +60,11 @@ def test_a_run_that_has_nothing_to_train_is_refused_before_its_first_step(new_ru
     run = with_vocab(new_run(), [unseen(new_run())])
     assert message_of(run).startswith("there is nothing to train in the 12 samples of ")
     assert not run.train.exists()
+    read = StoreSplit.read
+    with monkeypatch.context() as patch:
+        patch.setattr(StoreSplit, "read", lambda *of: replace(read(*of), aux=read(*of).aux[:0]))
+        eagle3 = message_of(run, "drafter.fc_norm=false", "drafter.norm_output=false")
+    assert "holds no states to train on: see what the loss masks cover" in eagle3
     # Where a store is still being written nobody knows before the end, and then it is no drafter.
     monkeypatch.setattr(prepare, "check_pairs", lambda *_: None)
     assert message_of(run).startswith("none of the 12 steps had a pair to train, so there is no drafter")
