@@ -66,7 +66,7 @@ def write_prompts(config: Config, template: ChatTemplate) -> Path:
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
         turns = sum(len(one.turns) for one in written)
         journal.finish(text, made_from, prompts=len(written), turns=turns, refused=dict(writer.refused))
-    note(f"prompts: the target wrote {len(written):,} prompts of {turns:,} turns in {output}")
+    note(f"prompts: the target wrote {len(written):,} prompts ({turns:,} turns) in {output}")
     note(f"prompts: refused: {_counted(writer.refused) or 'none'}")
     return output
 

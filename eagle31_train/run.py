@@ -26,7 +26,7 @@ from eagle31_train.config import SELF, SELF_WRITTEN, Config, is_hub_id
 
 STAGES = ("data", "extract", "train", "evaluate", "export", "summary")
 WRITTEN = ["regenerate=true", f"data.prompts={SELF}"]
-KILLED = 128 + signal.SIGKILL
+INTERRUPTED, KILLED = 128 + signal.SIGINT, 128 + signal.SIGKILL
 ALONE = ("cpu", "gpu")  # profiles of one process
 PROFILES = [*ALONE, "ddp", "fsdp2", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload"]  # of one machine
 
@@ -127,10 +127,11 @@ def finished(words: list[str], environment: dict[str, str]) -> int:
             return status if status >= 0 else 128 - status
         except KeyboardInterrupt:  # subprocess.run would kill it a quarter of a second later
             try:
-                process.wait()
+                if process.wait() != INTERRUPTED:  # the signal was for this process alone
+                    note("run: stopped; the same command goes on from here", error=True)
             except KeyboardInterrupt:
                 process.kill()
-            raise SystemExit(130) from None
+            raise SystemExit(INTERRUPTED) from None
         finally:
             signal.signal(signal.SIGTERM, before)
 

@@ -9,9 +9,7 @@ from typing import Any, NamedTuple
 from eagle31_train.evaluation.intervals import NOTHING, bracket
 
 ALL, SERVING = "All workloads", "Serving"  # sections that are not of one workload
-GLOSSARY = (
-    "[low, high]: 95 % interval over five or more prompts. What the numbers mean: docs/glossary.md, and the page."
-)
+GLOSSARY = "[low, high]: 95 % interval over five or more prompts. What the numbers mean: docs/glossary.md"
 DRIFT = ("sink", "prompt", "verified", "own", "rms", "entropy")  # shares of the attention, and two numbers
 Result = dict[str, Any]
 Columns = dict[str, list[Any]]  # of intervals or text
@@ -59,7 +57,7 @@ def as_text(result: Result) -> str:
             lines += ["", *([f"  {table.title}"] if table.title else [])]
             lines += [f"  {line}" for line in aligned(table.header, table.rows)]
         lines.append("")
-    return "\n".join([*lines, GLOSSARY])
+    return "\n".join([*lines, f"{GLOSSARY}, and the page."])
 
 
 def aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
-from transformers import AttentionInterface, DynamicCache
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers import DynamicCache
 
 from eagle31_train.common.errors import UserError
 from eagle31_train.targets.description import RECURRENT, layer_types
@@ -138,6 +137,8 @@ def why_alone(model: Any) -> str | None:
 @contextmanager
 def shared_keys() -> Iterator[None]:
     """While it lasts, attention with keys that heads share reads them once (`_attend`)."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface  # takes seconds
+
     usual = ALL_ATTENTION_FUNCTIONS["sdpa"]
     AttentionInterface.register("sdpa", partial(_attend, usual))
     try:

@@ -13,14 +13,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, masking_utils
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from eagle31_train.common.console import ranks
 from eagle31_train.common.errors import UserError
@@ -186,14 +186,21 @@ class HiddenStateTarget:
 
 _UNPACKED: ContextVar[bool] = ContextVar("unpacked", default=False)
 _PACKED = "find_packed_sequence_indices"  # of transformers, not of its public interface
-if _find := getattr(masking_utils, _PACKED, None):
-    setattr(masking_utils, _PACKED, lambda position_ids: None if _UNPACKED.get() else _find(position_ids))
+
+
+@cache
+def _have_it_ask() -> None:
+    from transformers import masking_utils  # takes seconds, which a stage that is up to date need not wait for
+
+    if find := getattr(masking_utils, _PACKED, None):
+        setattr(masking_utils, _PACKED, lambda position_ids: None if _UNPACKED.get() else find(position_ids))
 
 
 @contextmanager
 def unpacked_rows() -> Iterator[None]:
     """While it lasts, transformers does not ask in this thread whether a row without a mask is several sequences packed
     into one: the answer is no, and a GPU's host would wait for it in every forward pass."""
+    _have_it_ask()
     token = _UNPACKED.set(True)
     try:
         yield
