@@ -11,14 +11,13 @@ from torch import Tensor
 
 from eagle31_train.common import artifacts, foreign
 from eagle31_train.common.console import note
-from eagle31_train.common.errors import UserError
 from eagle31_train.provenance import Provenance
 from eagle31_train.store import format as files
 from eagle31_train.store.backends import Storage, at_once
 from eagle31_train.store.format import Line
 from eagle31_train.store.sealed import DamagedError
 from eagle31_train.store.shard_plan import Plan, PlannedShard
-from eagle31_train.store.stream import read_bound, read_consumed
+from eagle31_train.store.stream import read_consumed
 from eagle31_train.store.tensors import first_not_finite, wrong_shape
 
 
@@ -53,8 +52,9 @@ def near(storage: Storage) -> Path | None:
 
 
 def read_head(storage: Storage, every_line: bool = False) -> tuple[Head, list[Problem]]:
-    """The small files, and what is wrong with them; missing files are not. every_line: also those that have files of
-    their own, as many as there are shards, while a store is written."""
+    """The small files, and what is wrong with them; missing files are not. UserError for a damaged record of what a
+    training has used up, which extraction cannot make again. every_line: also those that have files of their own, as
+    many as there are shards, while a store is written."""
     problems: list[Problem] = []
 
     def read(name: str, parse: Callable[[Any], Any], store: str | None = None) -> Any:
@@ -74,12 +74,9 @@ def read_head(storage: Storage, every_line: bool = False) -> tuple[Head, list[Pr
     head.plan = read(files.PLAN, Plan.from_json, store)
     if store is None:
         return head, problems
-    try:
-        if head.manifest is None:
-            read_bound(storage, store)
-        head.consumed = set(read_consumed(storage, store).shards)
-    except UserError as error:
-        problems.append(Problem(str(error)))
+    if head.manifest is None:
+        read(files.STREAM, partial(foreign.typed, files.Bound), store)
+    head.consumed = set(read_consumed(storage, store).shards)
     if head.plan is not None:
         head.lines, damaged = read_lines(storage, head.plan, head.plan.shards if every_line else [], store)
         problems += damaged

@@ -309,3 +309,16 @@ def test_a_follower_waits_for_what_is_not_there_yet_and_gives_up_in_the_end(tmp_
     MADE.write(tmp_path)  # whose lines are merged by now
     reader.wait_for(MADE.plan.shards)
     assert [len(document) for document in reader.split("train").read_all([4, 0, 4])] == [6, 9, 6]
+
+
+def test_a_complete_store_keeps_its_manifest_though_the_record_of_what_was_used_up_is_damaged(store):
+    """Extraction cannot make that again: it says what to do, and so does a reader."""
+    reader = Store(store)
+    consume(reader.storage, reader.fingerprint, [], "a" * 16, finished=False)
+    flip_bit(store / "consumed.json", 12)
+    record = Provenance(reader.inputs)
+    for call in (lambda: Store(store), lambda: finished(reader.storage, record, overwrite=False)):
+        message = message_of(call)
+        assert "consumed.json is damaged" in message
+        assert message.endswith(": remove the store and extract again")
+    assert (store / artifacts.MANIFEST).is_file()
