@@ -18,7 +18,6 @@ from eagle31_train.reporting.markdown import public
 from eagle31_train.targets import embedded
 
 EVALUATE, COMPARE = "eagle31 evaluate", "eagle31 compare"
-PROGRAMS = ("eagle31 data", "eagle31 extract", "eagle31 train", EVALUATE, "eagle31 export")
 SGLANG = {"tensor_parallel_size": "tp_size"}  # where it has another name for an argument than vLLM
 # Options that say where things go or whether to upload, not what is made.
 _NOT_THE_RECIPE = ("overwrite", "push", "repo", "private", "license", "comparisons")
@@ -64,7 +63,7 @@ def command(program: str, config: Config) -> str:
 
 def commands(config: Config) -> list[str]:
     made_here = Path(config.target.path) == embedded.OUT
-    return [embedded.COMMAND] * made_here + [command(program, config) for program in PROGRAMS]
+    return [embedded.COMMAND] * made_here + [command("eagle31 run", config)]
 
 
 def overrides(config: Config) -> list[str]:

@@ -85,7 +85,7 @@ def test_the_card_repeats_the_training_and_not_the_exports_options(run):
     then = replace(then, train=replace(then.train, weight_decay=decay, fc_init_scale=1.0, fc_input_scale=[]))
     (run.folder / "train" / CONFIG).write_text(cli.to_yaml(then))
     export.export(run.config(*left_open, "drafter.train_lm_head=false", "evaluate.num_speculative_tokens=2"))
-    repeat = run.exported()[2].split("eagle31 train ")[1].splitlines()[0].split()
+    repeat = run.exported()[2].split("eagle31 run ")[1].splitlines()[0].split()
     drafter = {f"drafter.{one}" for one in ("train_lm_head=true", "norm_before_residual=true", "rms_norm_eps=1e-06")}
     assert drafter | {"data.heldout=0.4", "evaluate.num_speculative_tokens=2"} <= set(repeat)
     decided = (
