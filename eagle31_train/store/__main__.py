@@ -179,7 +179,13 @@ def _describe(storage: Storage) -> str:
         rows["bytes"] = f"{tqdm.format_sizeof(size, 'B')}, {size / tokens:,.0f} per token"
     rows |= {**head.provenance["inputs"], **head.provenance["states"]}
     rows |= {"fidelity": (head.manifest or {}).get("fidelity"), "damaged": verify if problems else None}
-    return "\n".join(f"{name:<17}  {value}" for name, value in rows.items() if value not in (None, {}))
+    return "\n".join(f"{name:<17}  {_shown(value)}" for name, value in rows.items() if value not in (None, {}))
+
+
+def _shown(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return ", ".join(f"{name} {_shown(one)}" for name, one in value.items() if one not in (None, {}))
 
 
 if __name__ == "__main__":
