@@ -100,7 +100,7 @@ def serve(config: Config) -> None:
         return
     checkpoint.check_data(data, config.data_folder)
     # A quantized copy of the target may well have a name of its own.
-    other = checkpoint.other_target(config.target, by_name=True, store=read_manifest(config))
+    other = checkpoint.other_target(config.target, read_manifest(config))
     if other:
         note(f"evaluate: {other}")
     caveats = evaluating.caveats({config.name: [checkpoint.inputs]}, data["dataset_fingerprint"])

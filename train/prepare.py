@@ -1,7 +1,7 @@
 """Everything before the first step, in order: inputs are read and checked, processes agree, the run's state is made.
 
 Each part needs what the part before it returns. An earlier run that this one replaces stays aside until the first
-checkpoint: it is put back if anything fails before the first step, and after a kill by the next command.
+checkpoint: it is put back if this one ends before that, and after a kill by the next command.
 """
 
 import math
@@ -56,11 +56,17 @@ def prepare(config: Config, resources: ExitStack) -> Trainer | None:
         say(f"train: up to date ({folder})")
         return None
     if accelerator.is_main_process:
-        resources.callback(reinstate, folder)  # a run that this one replaces, if it ends before its first checkpoint
+        resources.callback(give_back, folder)
     trainer = make_trainer(config, data, accelerator, deadline, resources)
     if accelerator.is_main_process:
         tracking.record_launch(replace(config, train=replace(config.train, **left_open)), launch_facts(trainer))
     return trainer
+
+
+def give_back(folder: Path) -> None:
+    """Where this run ends before its first checkpoint, have the one that it replaces in its place again."""
+    if reinstate(folder):
+        say(f"train: {folder} is of the earlier run again: this one ended before its first checkpoint")
 
 
 def make_trainer(
@@ -159,7 +165,7 @@ def read_inputs(config: Config, source: DrafterCheckpoint | None, deadline: Dead
         train_split.lengths, t.batch_tokens, config.seed, t.epochs, t.max_steps, windows.samples(cut)
     )
     shape = shape_of(config.drafter, store, draft_vocab)
-    if config.overwrite and t.fc_input_scale is None and not shape.norms_states:
+    if config.overwrite and t.fc_input_scale is None and t.fc_init_scale is None and not shape.norms_states:
         t = replace(t, fc_input_scale=recorded_scale(config, store))
     t = complete_training(t, shape, len(schedule), train_split, deadline)
     config = replace(config, train=t)
@@ -169,7 +175,7 @@ def read_inputs(config: Config, source: DrafterCheckpoint | None, deadline: Dead
     made_from = provenance.of_training(*inputs, start, chosen_on)
     if shape.parallel and t.ttt_length == 1:
         raise UserError("drafter.parallel=true learns nothing with train.ttt_length=1: give the draft's length")
-    if not begun(Path(config.run_dir) / "train", made_from):
+    if not begun(standing(Path(config.run_dir) / "train"), made_from):
         if source := source or initial_weights.open_source(config, needed=True):
             initial_weights.refuse_other_kind(source, shape, store)
             # With these weights, and no longer the recorded ones.

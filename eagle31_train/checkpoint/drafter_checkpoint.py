@@ -8,6 +8,7 @@ drafter = checkpoint.load(target, torch.bfloat16, torch.float32)
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +22,7 @@ from eagle31_train.checkpoint import contract, hub, int8, published, run_folder
 from eagle31_train.checkpoint.published_config import COUNTED
 from eagle31_train.checkpoint.run_folder import CHECKPOINTS, MODEL, RECORD, SHAPE, TRAIN
 from eagle31_train.common import artifacts
+from eagle31_train.common.console import note
 from eagle31_train.common.errors import UserError
 from eagle31_train.config import DrafterShape, TargetConfig, is_hub_id
 from eagle31_train.model.drafter import Drafter
@@ -197,38 +199,53 @@ class DrafterCheckpoint:
             raise UserError(f"{folder} is not the data that the drafter was trained on: give that one, or train again")
 
     def check_target(self, target: TargetConfig, by_name: bool = False, store: dict[str, Any] | None = None) -> None:
-        """UserError for another target than the drafter's (`other_target`)."""
-        if other := self.other_target(target, by_name, store):
-            raise UserError(f"{other}: give the target of training, or another run")
-
-    def other_target(
-        self, target: TargetConfig, by_name: bool = False, store: dict[str, Any] | None = None
-    ) -> str | None:
-        """Says so if a run, or its export, was trained on the states of another target, as far as the run's options
-        are still there.
+        """UserError for a target whose states the drafter was not trained on; a note where only its name is another.
 
         Args:
-            by_name: a target of the same name will do, whatever its weights. It must, once the store is gone.
-            store: the manifest of a store that may be training's; else the run's options say where that lies.
+            by_name: a target of the same name will do, whatever its weights.
+            store: as `trained_for` has it.
         """
+        known = self.trained_for(store)
+        if other := self._other(known, target, by_name):
+            if "weights" in known:
+                raise UserError(f"{other}: give the target of training, or another run")
+            note(other)
+
+    def other_target(self, target: TargetConfig, store: dict[str, Any] | None = None) -> str | None:
+        """Says so if a target differs from training's in name and in weights, as a quantized copy may."""
+        return self._other(self.trained_for(store), target, by_name=True)
+
+    def trained_for(self, store: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The target of a run, or of its export: name, weights and revision by the store of training; the name alone
+        where that is gone or out of reach; nothing where the run's options are gone, too. store: a manifest that may
+        be of it; else the run's options say where it lies."""
         train = self.folder.resolve().parent / "train" if self.exported else self.train
         if train is None or not (saved := train / run_folder.CONFIG).is_file():
+            return {}
+        trained, theirs = cli.load_config([f"run_dir={train.parent}"], saved), (self.inputs or {}).get("store")
+        if store is None or store["fingerprint"] != theirs:
+            store = None
+            with suppress(UserError):
+                store = read_manifest(trained)
+        known = store is not None and store["fingerprint"] == theirs
+        return store["inputs"]["target"] if store is not None and known else {"name": trained.target.name}
+
+    def _other(self, known: dict[str, Any], target: TargetConfig, by_name: bool) -> str | None:
+        """Says in what a target differs from one that is `known` as `trained_for` has it; None if in nothing."""
+        if not known:
             return None
-        trained = cli.load_config([f"run_dir={train.parent}"], saved)
-        theirs = (self.inputs or {}).get("store")
-        known = (one for one in (store, read_manifest(trained)) if one and one["fingerprint"] == theirs)
-        trained_for = next((one["inputs"]["target"] for one in known), {"name": trained.target.name})
-        if by_name or "weights" not in trained_for:
-            # A model's copy may lie in a folder that has the last part of its hub id.
-            same = Path(trained_for["name"]).name == Path(target.name).name
-        else:
+        alike = (
+            Path(known["name"]).name == Path(target.name).name
+        )  # a hub id's copy may lie in a folder of its last part
+        if "weights" in known and not (alike and by_name):
             weights = artifacts.weights_fingerprint(target.path)
-            same = (trained_for["weights"], trained_for["revision"]) == (weights, target.revision)
-        if same:
+            alike = (known["weights"], known["revision"]) == (weights, target.revision)
+        if alike:
             return None
-        if trained_for["name"] == target.name:
-            return f"{self.where} was trained for another {target.name} than target.path={target.path}"
-        return f"{self.where} was trained for {trained_for['name']}, and target.path is {target.path}"
+        other = f"{known['name']}, and target.path is {target.path}"
+        if known["name"] == target.name:
+            other = f"another {target.name} than target.path={target.path}"
+        return f"{self.where} was trained for {other}"
 
     def check_fits(self, target: LoadedTarget) -> None:
         """UserError for a target of another size than the drafter's."""

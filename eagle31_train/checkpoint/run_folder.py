@@ -44,10 +44,9 @@ def standing(train: Path) -> Path:
     return aside if aside.is_dir() and not in_order(train / CHECKPOINTS) else train
 
 
-def reinstate(train: Path) -> None:
-    """Have the run that was set aside in its place again, unless what replaces it has a checkpoint."""
-    if not in_order(train / CHECKPOINTS):
-        artifacts.put_back(train)
+def reinstate(train: Path) -> bool:
+    """Have the run that was set aside, if any, in its place again, unless what replaces it has a checkpoint."""
+    return not in_order(train / CHECKPOINTS) and artifacts.put_back(train)
 
 
 def step_of(checkpoint: Path) -> int:

@@ -222,11 +222,12 @@ def remove_aside(folder: Path) -> None:
     shutil.rmtree(aside(folder), ignore_errors=True)
 
 
-def put_back(folder: Path) -> None:
-    """Have what was set aside in place of the folder again; nothing happens if nothing was."""
-    if (old := aside(folder)).exists():
+def put_back(folder: Path) -> bool:
+    """Have what was set aside in place of the folder again; whether anything was."""
+    if there := (old := aside(folder)).exists():
         shutil.rmtree(_linked(folder), ignore_errors=True)
         old.replace(_linked(folder))
+    return there
 
 
 def aside(folder: Path) -> Path:

@@ -3,6 +3,7 @@
 import re
 import shlex
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from operator import attrgetter
 from pathlib import Path
@@ -63,7 +64,8 @@ def command(program: str, config: Config) -> str:
 
 def commands(config: Config) -> list[str]:
     made_here = Path(config.target.path) == embedded.OUT
-    return [embedded.COMMAND] * made_here + [command("eagle31 run", config)]
+    kept = replace(config.store, max_bytes=None, follow=False)  # of one stage after another: the drafter is the same
+    return [embedded.COMMAND] * made_here + [command("eagle31 run", replace(config, store=kept))]
 
 
 def overrides(config: Config) -> list[str]:

@@ -106,7 +106,7 @@ def find_files(spec: str, option: str) -> list[tuple[str, Path]]:
         return list(zip(names, files, strict=True))
     if is_hub_set(spec):
         return []
-    raise UserError(f"{option}={spec} is missing: give a file, a folder, a glob (~ is not read), or a hub id: org/name")
+    raise UserError(f"{option}={spec} is missing: give a file, a folder, a glob, or a hub id: org/name")
 
 
 def kind_of(path: Path) -> str:

@@ -44,9 +44,11 @@ class Gate:
         stored; UserError if they are not what the target says there."""
         for more in (1, AGAIN):
             own, states, top1 = [], [], []
-            for document in choose(documents, more * COMPARED):
+            chosen = choose(documents, more * COMPARED)
+            each = more * ROWS // max(COMPARED, len(chosen))
+            for document in chosen:
                 supervised, stored = document.supervised, document.last
-                rows = torch.linspace(0, len(supervised) - 1, min(ROWS // COMPARED, len(supervised))).round().long()
+                rows = torch.linspace(0, len(supervised) - 1, min(each, len(supervised))).round().long()
                 own.append(self.engine.reference(document.tokens, supervised[rows]))
                 states.append(stored[rows.to(stored.device)].decode())
                 top1.append(document.top1[supervised[rows]])

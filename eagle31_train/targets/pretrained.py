@@ -54,7 +54,7 @@ def source(target: TargetConfig) -> dict[str, Any]:
     if Path(target.path).is_file():
         raise UserError(f"target.path={target.path} is a file: give its folder")
     if not Path(target.path).exists() and target.path.startswith(("/", ".", "~", "models/")):
-        remedy = EMBEDDED if target.path.startswith("models/SmolLM2") else "give a folder (~ is not read), or a hub id"
+        remedy = EMBEDDED if target.path.startswith("models/SmolLM2") else "give a folder, or a hub id"
         raise UserError(f"target.path={target.path} does not exist: {remedy}")
     return {"revision": target.revision, **({"local_files_only": True} if out_of_reach(target) else {})}
 

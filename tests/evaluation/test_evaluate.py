@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from eagle31_train import compare, evaluate, export
 from eagle31_train.checkpoint.drafter_checkpoint import PADDING, DrafterCheckpoint
+from eagle31_train.common import artifacts
 from eagle31_train.common.errors import UserError
 from eagle31_train.evaluation import evaluating, measuring
 from eagle31_train.model import vocab
@@ -150,11 +151,6 @@ def another_target(run):
     (run.folder / "store" / "manifest.json").write_bytes(seal(manifest))
 
 
-def a_renamed_target_of_a_store_that_is_gone(run):
-    file = run.folder / "train" / "config.yaml"
-    file.write_text(re.sub(r"(?m)^  path: .*/target$", "  path: /models/another", file.read_text(), count=1))
-
-
 def other_data(run):
     run.tell_of_data(dataset_fingerprint="b" * 16)
 
@@ -164,7 +160,6 @@ def other_data(run):
     [
         (another_vocabulary, "seed=0", "is not the vocabulary that the drafter was trained with"),
         (another_target, "seed=0", "was trained for some/target, and target.path is "),
-        (a_renamed_target_of_a_store_that_is_gone, "seed=0", "was trained for another, and target.path is "),
         (other_data, "seed=0", "is not the data that the drafter was trained on"),
         # The drafter's positions end at 128, before the target's 256.
         (lambda run: None, "evaluate.max_new_tokens=118 evaluate.max_speculative_tokens=3", "has at most 2 tokens"),
@@ -175,6 +170,24 @@ def test_what_is_refused_before_the_target_is_loaded(run, monkeypatch, change, o
     change(run)
     with pytest.raises(UserError, match=message):
         evaluate.evaluate(run.config(*option.split()))
+
+
+def test_a_copy_of_the_target_is_the_target_and_another_name_is_told_once_the_store_is_gone(run, tmp_path, capsys):
+    """Though the run's own store is out of reach, if another one is given that it was trained on."""
+    copied, manifest = shutil.copytree(run.target, tmp_path / "copied"), run.folder / "store" / "manifest.json"
+    weights = artifacts.weights_fingerprint(str(run.target))
+    identity = {"name": run.target.name, "revision": None, "weights": weights, "dtype": "float32"}
+    artifacts.make_folder(manifest.parent)
+    manifest.write_bytes(seal({"fingerprint": "f" * 16, "inputs": {"target": identity}}))
+    saved = run.folder / "train" / "config.yaml"
+    saved.write_text(re.sub(r"(?m)^store_dir: .*$", "store_dir: s3://none-of-this-name/store", saved.read_text()))
+    given, other = f"target.path={copied}", "was trained for target, and target.path is "
+    evaluate.evaluate(run.config(*FEW, given))
+    export.export(run.config(*FEW, given))
+    assert other not in capsys.readouterr().out
+    manifest.unlink()
+    evaluate.evaluate(run.config(*FEW, given, "evaluate.num_prompts=1", "overwrite=true"))
+    assert other in capsys.readouterr().out
 
 
 @pytest.fixture

@@ -147,6 +147,12 @@ def test_prompts_are_as_long_as_vllm_serves_their_target(tmp_path, target, longe
     (tmp_path / "config.json").write_text(json.dumps({**SIZES, **target}))
     config = configured(f"target.path={tmp_path}", "evaluate.backend=vllm", "evaluate.serve_speculative_tokens=[3]")
     assert evaluating.longest_prompt(config, [None]) == longest - config.evaluate.max_new_tokens - 2 * 4
+    here = configured(f"target.path={tmp_path}")  # nor are a longrope's keys in process what they are in vLLM beyond
+    assert evaluating.longest_prompt(here, [None]) == longest - config.evaluate.max_new_tokens - 2
+    if "250" in (tmp_path / "config.json").read_text():
+        told = configured(f"target.path={tmp_path}", "evaluate.backend=vllm", "evaluate.vllm_args={max_model_len: 900}")
+        drafts = 2 * (max(told.evaluate.serve_speculative_tokens) + 1)
+        assert evaluating.longest_prompt(told, [None]) == 900 - config.evaluate.max_new_tokens - drafts
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from eagle31_train.cli import CONFIGS, load_config
 from eagle31_train.common.errors import UserError
 from eagle31_train.config import is_hub_set
 from eagle31_train.evaluation import evaluating
-from eagle31_train.evaluation.prompts import Prompt, choose, suite_of
+from eagle31_train.evaluation.prompts import Prompt, choose, from_heldout, suite_of
 from eagle31_train.evaluation.trajectories import digest
 from eagle31_train.evaluation.workloads import MEASURED, inputs, longest_sample, trained_prompts, workloads
 
@@ -256,6 +256,13 @@ def test_inputs_tell_what_the_prompts_are_made_of(place):
     template = place.folder / "target" / "chat_template.jinja"
     template.write_text(template.read_text() + "{# another #}")
     assert inputs(place.config(f"evaluate.suites.s.path={copy}")) != before
+
+
+def test_held_out_rows_without_an_answer_are_no_prompts(tmp_path):
+    tokens = {"input_ids": [[1, 2], [3, 4]], "loss_mask": [[False, False], [False, True]]}
+    rows = {"id": ["a", "b"], "source": ["s", "s"], **tokens}
+    DatasetDict({"heldout": Dataset.from_dict(rows)}).save_to_disk(str(tmp_path / "rows"))
+    assert [prompt.ids for prompt in from_heldout(tmp_path / "rows")] == [[3]]
 
 
 def test_samples_are_known_by_their_prompts_and_the_longest(tmp_path):

@@ -80,7 +80,8 @@ def test_the_card_repeats_the_training_and_not_the_exports_options(run):
     artifacts.write_json(manifest, {**json.loads(manifest.read_text()), "target": described})
     left_open = ["train.optimizer=muon", "train.lr=null", "train.weight_decay=null"]
     others = ["drafter.train_lm_head=true", "drafter.norm_before_residual=true", "drafter.rms_norm_eps=1e-6"]
-    then = complete(run.config(*left_open, *others, "data.heldout=0.4"), described)
+    bounded = ["store.max_bytes=1GB", "store.follow=true"]  # which `eagle31 run` refuses
+    then = complete(run.config(*left_open, *others, *bounded, "data.heldout=0.4"), described)
     decay = default_weight_decay("muon", 16, 7)
     then = replace(then, train=replace(then.train, weight_decay=decay, fc_init_scale=1.0, fc_input_scale=[]))
     (run.folder / "train" / CONFIG).write_text(cli.to_yaml(then))
@@ -88,6 +89,7 @@ def test_the_card_repeats_the_training_and_not_the_exports_options(run):
     repeat = run.exported()[2].split("eagle31 run ")[1].splitlines()[0].split()
     drafter = {f"drafter.{one}" for one in ("train_lm_head=true", "norm_before_residual=true", "rms_norm_eps=1e-06")}
     assert drafter | {"data.heldout=0.4", "evaluate.num_speculative_tokens=2"} <= set(repeat)
+    assert not set(bounded) & set(repeat)
     decided = (
         "drafter.intermediate_size",
         "train.lr",

@@ -116,6 +116,10 @@ def test_a_run_of_eagle_3_that_was_begun_without_scales_goes_on_without(new_run)
     assert "fc_input_scale" not in run.manifest()["inputs"]["train"]
     remove_manifest(run)
     assert run.fit(*SHORT, *EAGLE3).weights()["fc.weight"].equal(before)
+    scaled = new_run().fit(*SHORT, *EAGLE3)
+    assert "fc_input_scale" in scaled.recorded()["train"]
+    scaled.fit(*SHORT, *EAGLE3, "train.fc_init_scale=0.25", "overwrite=true")
+    assert scaled.recorded() == run.recorded(), "nor does it take those of the run that it replaces"
 
 
 @pytest.mark.parametrize("option", ["train.kernels=fused", "train.wandb=offline"])
@@ -159,6 +163,25 @@ def test_a_run_stays_until_what_replaces_it_has_a_checkpoint(new_run, monkeypatc
     run.fit(*other)
     assert contents(run.train) != before
     assert [path.name for path in run.train.parent.glob(".train*")] == [".training"]
+
+
+def test_after_a_kill_of_what_was_to_replace_it_a_run_goes_on_without_its_first_weights(new_run, monkeypatch):
+    first, run = new_run().fit(*SHORT), new_run()
+    options = *SHORT, f"train.init_from={first.folder}/run"
+    run.fit(*options)
+    before = contents(run.train)
+    shutil.rmtree(first.folder)
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.Trainer, "train_step", killed)
+        patch.setattr(prepare, "reinstate", lambda _: False)
+        with pytest.raises(KeyboardInterrupt):
+            run.fit(*SHORT, "train.gamma=0.5", "overwrite=true")
+    run.fit(*options)
+    assert contents(run.train) == before
 
 
 def test_a_run_is_a_recipe_for_the_other_version(new_run):
