@@ -8,7 +8,6 @@ drafter = checkpoint.load(target, torch.bfloat16, torch.float32)
 """
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -224,19 +223,20 @@ class DrafterCheckpoint:
             return {}
         trained, theirs = cli.load_config([f"run_dir={train.parent}"], saved), (self.inputs or {}).get("store")
         if store is None or store["fingerprint"] != theirs:
-            store = None
-            with suppress(UserError):
+            try:
                 store = read_manifest(trained)
-        known = store is not None and store["fingerprint"] == theirs
-        return store["inputs"]["target"] if store is not None and known else {"name": trained.target.name}
+            except UserError:  # out of reach, or damaged
+                store = None
+        if store is None or store["fingerprint"] != theirs:
+            return {"name": trained.target.name}
+        return dict(store["inputs"]["target"])
 
     def _other(self, known: dict[str, Any], target: TargetConfig, by_name: bool) -> str | None:
         """Says in what a target differs from one that is `known` as `trained_for` has it; None if in nothing."""
         if not known:
             return None
-        alike = (
-            Path(known["name"]).name == Path(target.name).name
-        )  # a hub id's copy may lie in a folder of its last part
+        # A copy of a hub's model may lie in a folder of the id's last part.
+        alike = Path(known["name"]).name == Path(target.name).name
         if "weights" in known and not (alike and by_name):
             weights = artifacts.weights_fingerprint(target.path)
             alike = (known["weights"], known["revision"]) == (weights, target.revision)

@@ -189,7 +189,7 @@ _PACKED = "find_packed_sequence_indices"  # of transformers, not of its public i
 
 
 @cache
-def _have_it_ask() -> None:
+def _patch_packing() -> None:
     from transformers import masking_utils  # takes seconds, which a stage that is up to date need not wait for
 
     if find := getattr(masking_utils, _PACKED, None):
@@ -200,7 +200,7 @@ def _have_it_ask() -> None:
 def unpacked_rows() -> Iterator[None]:
     """While it lasts, transformers does not ask in this thread whether a row without a mask is several sequences packed
     into one: the answer is no, and a GPU's host would wait for it in every forward pass."""
-    _have_it_ask()
+    _patch_packing()
     token = _UNPACKED.set(True)
     try:
         yield
