@@ -118,7 +118,7 @@ def start_training(watch: Stopwatch, folder: Path) -> tuple[StoreSplit, list[lis
 
     def opened() -> StoreSplit:
         split = Store(folder).split("train")
-        build.check_samples(split, BATCH_TOKENS)
+        build.tokens_of_a_step(split, TrainConfig(batch_tokens=BATCH_TOKENS))
         return split
 
     split = watch("training opens the store", opened)

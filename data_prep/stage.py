@@ -21,7 +21,7 @@ from eagle31_train.common import artifacts
 from eagle31_train.common.console import note, ranks
 from eagle31_train.common.errors import Refused, UserError
 from eagle31_train.common.locks import writing
-from eagle31_train.config import Config, DataConfig
+from eagle31_train.config import Config, DataConfig, GenerateConfig
 from eagle31_train.model import vocab
 from eagle31_train.provenance import Provenance
 from eagle31_train.reporting.tables import aligned
@@ -80,6 +80,8 @@ def prepare(config: Config) -> None:
         if config.data_dir and _is_done(folder, made_from, config, target):
             return
         provenance.up_to_date(folder, made_from, overwrite=False)
+    if config.regenerate and not answered:
+        _tell_of_thoughts(template, data)
     corpus, answers = _open(config, template)
     made_from = provenance.of_data(config, corpus.inputs(), template.fingerprints(), vocab_size)
     if _is_done(folder, made_from, config, target):
@@ -139,6 +141,17 @@ def check_maskable(template: ChatTemplate) -> None:
         f"under the chat template of {template.name} no answer can be learnt from ({'; '.join(sorted(reasons))}): "
         "give one that fits as target.chat_template"
     )
+
+
+def _tell_of_thoughts(template: ChatTemplate, data: DataConfig) -> None:
+    """Say it before hours of answers if these may think, and nobody chose how long they may be."""
+    most = GenerateConfig.max_new_tokens
+    if template.thinks and data.generate.max_new_tokens == most:
+        note(
+            f"data: THOUGHTS: {template.name} may think, and answers are cut after {most} tokens: give "
+            "data.generate.max_new_tokens=4096 data.max_length=6144, or switch thinking off, under the name that its "
+            "chat template has for it: target.template_args.enable_thinking=false"
+        )
 
 
 def _rows_of(folder: Path, config: Config, template: ChatTemplate) -> dict[str, Any]:

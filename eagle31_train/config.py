@@ -226,7 +226,9 @@ class TrainConfig:
     oov: str = opt("mask", "pairs whose arg-max the draft vocabulary lacks: leave out, keep", choices=("mask", "keep"))
     epochs: int = opt(1, "passes over the training split", at_least=1)
     max_steps: int | None = opt(None, "stop after this many optimizer steps", at_least=1)
-    batch_tokens: int = opt(4096, "tokens of one optimizer step over all ranks; no sample is longer", at_least=1)
+    batch_tokens: int | None = opt(
+        4096, "tokens of one optimizer step over all ranks; no conversation is longer; null: by the corpus", at_least=1
+    )
     window_tokens: int | None = opt(None, "shuffle within windows of so many tokens; default: everything", at_least=1)
     gradient_accumulation_steps: int = opt(1, "micro-batches per rank and optimizer step", at_least=1)
     context_parallel: int = opt(1, "ranks that share the tokens of each conversation, for very long ones", at_least=1)

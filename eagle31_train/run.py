@@ -52,11 +52,12 @@ def run(config: Config, overrides: list[str], first: str, last: str, profile: st
         environment["ACCELERATE_USE_CPU"] = "true"
     for number, stage in enumerate(stages):
         note(f"run: {stage}")
-        if stage == "extract" and "train" in stages and (config.data_folder / MANIFEST).is_file():
+        batch_tokens, made = config.train.batch_tokens, (config.data_folder / MANIFEST).is_file()
+        if stage == "extract" and "train" in stages and batch_tokens and made:
             from eagle31_train.evaluation.workloads import longest_sample  # seconds
 
             longest = longest_sample(config.data_folder / "dataset")
-            check_longest(f"a conversation in {config.data_folder}", longest, config.train.batch_tokens)
+            check_longest(f"a conversation in {config.data_folder}", longest, batch_tokens)
         early = ["push=false"] * (stage == "export" and "export" in stages[number + 1 :])
         words, processes = command(stage, config, profile)
         threads = {"OMP_NUM_THREADS": str(max(1, cores // processes))}

@@ -37,6 +37,7 @@ def evaluate(
     mesh = Mesh(accelerator.num_processes, accelerator.process_index, t.context_parallel)
     # As large as training's micro-batches, for whose memory there is room; or as the longest conversation, which
     # needs none for gradients here. However they are cut, the numbers are the split's.
+    assert t.batch_tokens is not None, "open options are filled in by now"
     size = max([t.batch_tokens // (mesh.replicas * t.gradient_accumulation_steps), *lengths])
     batches = order.global_batches(lengths, size, seed=0, epoch=0)
     sums = torch.zeros(len(MEASURES), t.ttt_length, device=accelerator.device)

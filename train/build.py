@@ -18,6 +18,7 @@ from eagle31_train.model.layer import GroupedQueryAttention
 from eagle31_train.model.loss import Objective, Teacher
 from eagle31_train.model.vocab import DraftVocab
 from eagle31_train.store import Store, StoreSplit
+from eagle31_train.targets.derive import default_batch_tokens
 
 FIRST_NORM, FIRST_SPREAD = 0.7, 2.0  # see `first_norm`
 LOOK_BACK = 12.0  # nats by which a head's score of the position that it begins with exceeds those far away
@@ -40,13 +41,16 @@ def check_store(store: Store, data: dict[str, Any], config: Config) -> None:
         raise UserError(f"{store.location} was made for another target ({change}): {remedy}")
 
 
-def check_samples(split: StoreSplit, batch_tokens: int) -> None:
-    """Raise a UserError for a training split without a sample, or with one that is longer than `batch_tokens`."""
+def tokens_of_a_step(split: StoreSplit, t: TrainConfig) -> int:
+    """`train.batch_tokens`, or its default for this training split; a UserError for a split without a sample, or with
+    one that is longer."""
     if not len(split):
         raise UserError(f"{split.store.location} holds no sample to train on: run `eagle31 data` with more data")
     longest = max(split.lengths)
+    batch_tokens = t.batch_tokens or default_batch_tokens(sum(split.lengths), t.epochs, longest)
     row = f"row {split.lengths.index(longest)} of the train split in {split.store.location}"
     check_longest(row, longest, batch_tokens)
+    return batch_tokens
 
 
 def check_pairs(split: StoreSplit, vocab: DraftVocab, oov: str) -> None:

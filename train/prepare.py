@@ -29,14 +29,14 @@ from eagle31_train.store.stream import check_consumer
 from eagle31_train.targets.derive import complete, default_weight_decay
 from train import checkpoint, initial_weights, launch, tracking, windows
 from train.acceptance import AcceptanceMeter
-from train.build import build_objective, check_pairs, check_samples, check_store, choose_kernels, shape_of
+from train.build import build_objective, check_pairs, check_store, choose_kernels, shape_of, tokens_of_a_step
 from train.checkpoint import Saver
 from train.deadline import Deadline
 from train.metrics import Reporter
 from train.parallel import Parallel, parallelise
 from train.trainer import Inputs, State, Trainer
 
-OPEN = ("lr", "weight_decay", "fc_init_scale", "fc_input_scale")  # options of training that may be null
+OPEN = ("batch_tokens", "lr", "weight_decay", "fc_init_scale", "fc_input_scale")  # options of training that may be null
 LOCK = ".training"  # beside train/, which may be replaced as a whole
 
 
@@ -160,9 +160,10 @@ def read_inputs(config: Config, source: DrafterCheckpoint | None, deadline: Dead
             "trajectories to measure it on: leave them out, or remove its manifest.json and run `eagle31 extract` with "
             "extract.trajectories above 0, which makes no shard again"
         )
-    check_samples(train_split, t.batch_tokens)
+    batch_tokens = tokens_of_a_step(train_split, t)
+    t = replace(t, batch_tokens=batch_tokens)
     schedule = order.schedule(
-        train_split.lengths, t.batch_tokens, config.seed, t.epochs, t.max_steps, windows.samples(cut)
+        train_split.lengths, batch_tokens, config.seed, t.epochs, t.max_steps, windows.samples(cut)
     )
     shape = shape_of(config.drafter, store, draft_vocab)
     if config.overwrite and t.fc_input_scale is None and t.fc_init_scale is None and not shape.norms_states:

@@ -18,7 +18,7 @@ def global_batches(
     """One epoch: window by window, samples in random order, packed, the batches shuffled again.
 
     Every sample occurs exactly once. A batch holds at most `batch_tokens` tokens, and so must every sample
-    (`build.check_samples` tells the user). Packing keeps steps equally large; PACKED batches' worth of samples are
+    (`build.tokens_of_a_step` tells the user). Packing keeps steps equally large; PACKED batches' worth of samples are
     packed together, so that it stays nearly random which samples share a batch.
 
     Args:

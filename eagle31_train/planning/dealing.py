@@ -32,18 +32,20 @@ def deal(each: Sequence[Work], flops: Sequence[float], conversations: float, t: 
     """
     if not any(flops):  # too short to be trained
         return Dealt(1.0, 1.0)
-    step = t.batch_tokens * len(each) / sum(one.tokens for one in each)  # conversations of one
+    batch_tokens = t.batch_tokens
+    assert batch_tokens is not None, "`reckon` fills it in"
+    step = batch_tokens * len(each) / sum(one.tokens for one in each)  # conversations of one
     count = min(conversations, order.PACKED * step, max(DRAWN, 2 * step))
     drawn = np.random.default_rng(0).integers(len(each), size=max(1, round(count))).tolist()
     tokens, supervised, work = (
         [values[i] for i in drawn]
         for values in ([round(one.tokens) for one in each], [round(one.targets) for one in each], flops)
     )
-    steps = order.global_batches(tokens, max(t.batch_tokens, max(tokens)), 0, 0)
-    steps = [one for one in steps if sum(tokens[i] for i in one) > FULL * t.batch_tokens] or steps[:1]
+    steps = order.global_batches(tokens, max(batch_tokens, max(tokens)), 0, 0)
+    steps = [one for one in steps if sum(tokens[i] for i in one) > FULL * batch_tokens] or steps[:1]
 
     parts = replicas * t.gradient_accumulation_steps
-    average_tokens = t.batch_tokens / parts  # of a micro-batch
+    average_tokens = batch_tokens / parts  # of a micro-batch
     average_work = average_tokens * sum(flops) / sum(one.tokens for one in each)
     mean, slowest, largest = 0.0, 0.0, 1.0
     for batch in steps[:: math.ceil(len(steps) / DEALT)]:

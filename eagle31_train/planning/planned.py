@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
 from eagle31_train.checkpoint.contract import weight_shapes
@@ -16,7 +16,13 @@ from eagle31_train.planning.inputs import Data, Target
 from eagle31_train.planning.work import NOT_MAPS, Work, extraction_flops, training_flops
 from eagle31_train.store.codec import CODECS
 from eagle31_train.store.shard_plan import TOKEN_BYTES, Shape
-from eagle31_train.targets.derive import complete, default_weight_decay, planned_drafter, row
+from eagle31_train.targets.derive import (
+    complete,
+    default_batch_tokens,
+    default_weight_decay,
+    planned_drafter,
+    row,
+)
 
 OF_USE = 0.75  # share of the target's own prompts that are: 24 of 32 of SmolLM2-135M, docs/log.md
 CACHE_BYTES = 2  # of a value of the KV cache
@@ -51,27 +57,32 @@ class Planned:
         return FP32 if self.config.train.precision == "no" else 2
 
     @property
+    def batch_tokens(self) -> int:
+        assert self.config.train.batch_tokens is not None, "`reckon` fills it in"
+        return self.config.train.batch_tokens
+
+    @property
     def tokens(self) -> float:
         t, all_epochs = self.config.train, self.config.train.epochs * self.data.work.tokens
-        return all_epochs if t.max_steps is None else min(all_epochs, t.max_steps * t.batch_tokens)
+        return all_epochs if t.max_steps is None else min(all_epochs, t.max_steps * self.batch_tokens)
 
     @property
     def steps(self) -> int:
         """Optimizer steps at the least: with every batch full."""
-        return math.ceil(self.tokens / self.config.train.batch_tokens)
+        return math.ceil(self.tokens / self.batch_tokens)
 
     @property
     def trained_share(self) -> float:
         """Share of a step's slots that is trained, with train.slots_per_batch."""
         t, work = self.config.train, self.data.work
-        of_a_step = work.slots[0] * min(1, t.batch_tokens / work.tokens)
+        of_a_step = work.slots[0] * min(1, self.batch_tokens / work.tokens)
         return min(1.0, t.slots_per_batch / of_a_step) if t.slots_per_batch and of_a_step else 1.0
 
     @property
     def conversations(self) -> float:
         """Conversations of one step, on average."""
         work = self.data.work
-        return max(1.0, min(1.0, self.config.train.batch_tokens / work.tokens) * work.conversations)
+        return max(1.0, min(1.0, self.batch_tokens / work.tokens) * work.conversations)
 
     def dealt(self, devices: int) -> Dealt:
         """How evenly steps are shared out among so many devices."""
@@ -180,11 +191,11 @@ class Planned:
     def micro_tokens(self, devices: int) -> int:
         """Tokens of the largest micro-batch: its share of a step, times what unequal conversations make of it where
         they have been counted; at least a longest conversation."""
-        t, share = self.config.train, self.config.train.batch_tokens / self.replicas(devices)
+        t, share = self.config.train, self.batch_tokens / self.replicas(devices)
         uneven = self.dealt(devices).largest if len(self.data.each) > 1 else 1.0
         return max(
             math.ceil(uneven * share / t.gradient_accumulation_steps),
-            min(self.data.longest, t.batch_tokens),
+            min(self.data.longest, self.batch_tokens),
         )
 
     def micro(self, devices: int) -> tuple[Activations, float]:
@@ -221,8 +232,11 @@ def reckon(config: Config) -> tuple[Planned, list[str]]:
     target, data = inputs.read_target(config), inputs.read_data(config)
     V = target.description.vocab_size
     shape, rows = planned_drafter(config, target.description, min(V, data.vocabulary or V))
-    plan = Planned(complete(config, asdict(target.description)), target, shape, data)
-    t = plan.config.train
+    config = complete(config, asdict(target.description))
+    if (t := config.train).batch_tokens is None:
+        t = replace(t, batch_tokens=default_batch_tokens(data.work.tokens, t.epochs, data.longest))
+        rows.append(row("train.batch_tokens", t.batch_tokens, f"the default for {data.work.tokens:,.0f} tokens"))
+    plan = Planned(replace(config, train=t), target, shape, data)
     if t.weight_decay is None:
         decay = default_weight_decay(t.optimizer, shape.hidden_size, plan.steps)
         rows.append(row("train.weight_decay", decay, f"{t.optimizer}'s default for {plan.steps:,} steps"))

@@ -136,7 +136,7 @@ def time(plan: Planned) -> list[str]:
     used = f"{p.utilisation:.0%} of {p.devices} x {p.peak_tflops:g} TFLOP/s"
     lines = [
         f"TIME   if {used} is used; training reached 39 to 51% of an H100",
-        _line("steps", f"{plan.steps:,}", f"of {plan.config.train.batch_tokens:,} tokens"),
+        _line("steps", f"{plan.steps:,}", f"of {plan.batch_tokens:,} tokens"),
         *(_line(name, _time(n / rate / share), f"{_si(n)}FLOP") for name, (n, share) in rows.items() if n),
     ]
     if plan.busy < BUSY:
@@ -146,7 +146,7 @@ def time(plan: Planned) -> list[str]:
             f"  With {plan.conversations:,.0f} conversations in a step ({known}), devices wait {1 - plan.busy:.0%}",
             "  of the time: raise train.batch_tokens",
         ]
-    if (longest := plan.data.longest) > plan.config.train.batch_tokens:
+    if (longest := plan.data.longest) > plan.batch_tokens:
         lines.append(
             f"  TOO LONG   a step does not hold a conversation of {longest:,} tokens: train.batch_tokens={longest}"
         )
@@ -160,7 +160,7 @@ def profiles(plan: Planned) -> list[str]:
         rows[profile.name] = (m.weights, m.moments, m.copies, m.target, m.step, m.exchange, m.peak, m.host)
     devices = plan.config.plan.devices
     # The dearest micro-batch is as much work as so many tokens, and none has more than a step.
-    micro, alone = (min(plan.micro_tokens(n), plan.config.train.batch_tokens) for n in (devices, 1))
+    micro, alone = (min(plan.micro_tokens(n), plan.batch_tokens) for n in (devices, 1))
     context = plan.context(devices)
     shared = f", each shared by {context} devices" if context > 1 else ""
     return [

@@ -15,7 +15,7 @@ from eagle31_train.common.errors import Refused, UserError, first_line
 from eagle31_train.config import TargetConfig
 from eagle31_train.rows.formats import Message, Tool, arguments
 from eagle31_train.targets.chat_template import templates_of
-from eagle31_train.targets.markup import MARKUP, apart
+from eagle31_train.targets.markup import CLOSE, MARKUP, OPEN, apart
 from eagle31_train.targets.pretrained import end_ids, load_tokenizer
 
 MARK = "the-{}-says"  # what stands in for a message, to see what the template puts around it
@@ -38,6 +38,12 @@ class ChatTemplate:
         """Whether it reads thoughts from a field of their own, under one of the names in use."""
         thoughts = r"\b(reasoning_content|reasoning)\b|\w\.thinking\b|[\"']thinking"
         return bool(re.search(thoughts, self.template + (self.tools_template or "")))
+
+    @property
+    def thinks(self) -> bool:
+        """Whether answers may begin with a thought: it knows of them, and its generation prompt ends no empty one."""
+        prompt = self.render([{"role": "user", "content": "Hello"}], add_generation_prompt=True)
+        return (self.reads_thoughts or OPEN in self.template) and not prompt.rstrip().endswith(CLOSE)
 
     @property
     def reads_tools(self) -> bool:

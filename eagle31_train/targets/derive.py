@@ -16,6 +16,8 @@ ADAMW_LR, MUON_LR, MUON_WIDTH = 1e-4, 3e-3, 576  # the drafter's width at which 
 # Muon's rate · weight decay · steps that suited trainings of 540 and 1,334 steps. Shorter ones decay as that of 540:
 # docs/launch.md.
 SHRINKAGE, SHORT = 1.62, 540
+# Small steps teach more than large ones while they are few; more of them than any training here took are not tried.
+STEP_TOKENS, MOST_STEPS, STEP_UNIT = 2048, 15_000, 256
 
 
 def complete(config: Config, described: Mapping[str, Any] | None, begun: Mapping[str, Any] | None = None) -> Config:
@@ -45,6 +47,14 @@ def peak_learning_rate(optimizer: str, width: int) -> float:
     √(longer side), so its rate falls with √width; AdamW's is the same for all."""
     rate = MUON_LR * math.sqrt(MUON_WIDTH / max(width, MUON_WIDTH)) if optimizer == "muon" else ADAMW_LR
     return float(f"{rate:.2g}")
+
+
+def default_batch_tokens(tokens: float, epochs: int, longest: int) -> int:
+    """The default for `epochs` of a training split of so many tokens whose longest conversation has `longest`: small
+    steps, or as large as makes MOST_STEPS of them. It does not depend on the devices, on any number of which a training
+    may go on."""
+    needed = max(STEP_TOKENS, longest, tokens * epochs / MOST_STEPS)
+    return STEP_UNIT * math.ceil(needed / STEP_UNIT)
 
 
 def default_weight_decay(optimizer: str, width: int, steps: int) -> float:

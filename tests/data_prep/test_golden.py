@@ -3,9 +3,10 @@
 import pytest
 from families import FAMILIES, by_pieces, load, row_of
 
-from data_prep import masks
+from data_prep import masks, stage
 from data_prep.masks import samples
 from eagle31_train.common.errors import Refused
+from eagle31_train.config import DataConfig, GenerateConfig
 from eagle31_train.targets.chat import ChatTemplate
 
 CASES = [
@@ -31,6 +32,20 @@ def test_golden(family, number):
         assert (sample.input_ids.tolist(), sample.loss_mask.tolist()) == by_pieces(template, pieces), learnt
     assert found.inserted == case.get("inserted", 0)
     assert found.split == (len(case["samples"]) > 1)
+
+
+THINK = {"gpt_oss", "kimi", "qwen3"}
+
+
+def test_targets_that_may_think_are_told_of_short_answers(capsys):
+    def told(family: str, args: dict[str, object], **generate: int) -> bool:
+        template = load(FAMILIES[family], args)
+        stage._tell_of_thoughts(template, DataConfig(generate=GenerateConfig(**generate)))
+        return "may think, and answers are cut after 320 tokens" in capsys.readouterr().out
+
+    assert {family for family in FAMILIES if told(family, {})} == THINK
+    assert not told("qwen3", {"enable_thinking": False})
+    assert not told("qwen3", {}, max_new_tokens=4096)
 
 
 CHAIN = ("kimi", 6)  # thoughts, two calls at once, results, an answer, and a further turn

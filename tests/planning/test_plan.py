@@ -26,10 +26,14 @@ from eagle31_train.planning import sections
 from eagle31_train.planning.footprint import PROFILES
 from eagle31_train.planning.planned import reckon
 from eagle31_train.planning.work import add_up, count_work, made_mask, training_flops
+from eagle31_train.store import Store, storage_of
 from eagle31_train.store.shard_plan import sample_size
+from eagle31_train.targets.derive import STEP_TOKENS
+from train.build import tokens_of_a_step
 from train.optimizer import make_optimizer
 
 EXPERIMENTS = ("llama31_8b", "qwen3_8b", "kimi", "kimi_k25", "kimi_llama")
+ANY_8B = ("+experiment=any", "name=x", f"target.path={ROOT / 'tests' / 'published' / 'qwen3_8b'}")
 CHECKPOINTING = "train.activation_checkpointing=true"
 
 
@@ -103,6 +107,16 @@ def test_a_conversation_that_no_step_holds_is_told(capsys):
     told = "TOO LONG   a step does not hold a conversation of 6,144 tokens: train.batch_tokens=6144"
     assert told in printed(capsys, *recipe("qwen3_8b"), "train.batch_tokens=2048")
     assert "TOO LONG" not in printed(capsys, *recipe("qwen3_8b"))
+
+
+def test_open_steps_are_as_training_would_take_them(capsys, counted):
+    small, large = (planned(*ANY_8B, f"plan.tokens={tokens}") for tokens in (1e6, 3e8))
+    assert [(one.batch_tokens, one.steps) for one in (small, large)] == [(2048, 2930), (120_064, 14_993)]
+    assert "train.batch_tokens       120064" in printed(capsys, *ANY_8B, "plan.tokens=3e8")
+    config = cli.load_config([*options(counted), "train.batch_tokens=null", "train.epochs=1000000"])
+    split = Store(storage_of(config)).split("train")
+    assert reckon(config)[0].batch_tokens == tokens_of_a_step(split, config.train) > STEP_TOKENS
+    assert config.train.batch_tokens is None
 
 
 def test_smaller_micro_batches_are_advised_first_then_recomputation_then_devices_that_share_them(capsys):

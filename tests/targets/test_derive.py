@@ -16,7 +16,13 @@ from eagle31_train.cli import load_config
 from eagle31_train.common.errors import UserError
 from eagle31_train.config import DrafterConfig, TargetConfig
 from eagle31_train.planning.inputs import count_parameters, weight_bytes
-from eagle31_train.targets.derive import complete, default_weight_decay, derive, planned_drafter
+from eagle31_train.targets.derive import (
+    complete,
+    default_batch_tokens,
+    default_weight_decay,
+    derive,
+    planned_drafter,
+)
 from eagle31_train.targets.description import (
     NO_EAGLE3,
     NO_PARTS,
@@ -214,6 +220,13 @@ def test_an_open_learning_rate_is_of_the_drafters_width_and_shown_and_weight_dec
     decays = {("muon", 576, 540): 1.0, ("muon", 576, 8): 1.0, ("muon", 576, 1200): 0.45, ("muon", 4096, 1200): 1.2}
     decays["adamw", 576, 540] = 0.0
     assert {given: default_weight_decay(*given) for given in decays} == decays
+
+
+def test_steps_are_small_unless_there_would_be_too_many_or_a_conversation_is_longer():
+    # of so many tokens, epochs, tokens of the longest conversation
+    steps = {(700_000, 6, 900): 2048, (5_120_000, 6, 2048): 2048, (5_120_100, 6, 2048): 2304}
+    steps |= {(700_000, 6, 2049): 2304, (700_000, 6, 6144): 6144, (3e8, 6, 2048): 120_064, (3e8, 1, 2048): 20_224}
+    assert {given: default_batch_tokens(*given) for given in steps} == steps
 
 
 def written(folder, config):

@@ -64,20 +64,21 @@ def test_the_same_command_trains_only_what_a_finished_run_lacks(new_run, monkeyp
 
 
 def test_a_run_of_open_rates_goes_on_with_those_that_it_was_begun_with(new_run, monkeypatch):
-    options = *SHORT, "train.optimizer=muon", "train.lr=null", "train.weight_decay=null"
+    options = *SHORT, "train.optimizer=muon", *(f"train.{name}=null" for name in ("lr", "weight_decay", "batch_tokens"))
     run = new_run().fit(*options)
 
     def rates():
-        return [run.manifest()["inputs"]["train"][name] for name in ("lr", "weight_decay")]
+        return [run.manifest()["inputs"]["train"][name] for name in ("lr", "weight_decay", "batch_tokens")]
 
-    rate, decay = rates()
-    assert (rate, decay) == (derive.MUON_LR, 1.0)
+    rate, decay, tokens = rates()
+    assert (rate, decay, tokens) == (derive.MUON_LR, 1.0, derive.STEP_TOKENS)
     monkeypatch.setattr(derive, "MUON_LR", rate / 2)
+    monkeypatch.setattr(derive, "STEP_TOKENS", 512)
     remove_manifest(run)
     run.fit(*options)
-    assert rates() == [rate, decay]
+    assert rates() == [rate, decay, tokens]
     run.fit(*options, "overwrite=true")
-    assert rates() == [rate / 2, 2 * decay]
+    assert rates() == [rate / 2, 2 * decay, 512]
 
 
 @pytest.mark.parametrize(("options", "normed"), [((), True), (EAGLE3, False), ((*EAGLE3, BEFORE), True)])
