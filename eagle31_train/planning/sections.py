@@ -28,6 +28,7 @@ MORE = [
     "  More prompts, a better drafter: 420 of a 135M target's gave an acceptance length of 1.54 on MT-Bench and",
     "  Alpaca, 2,781 gave 1.75. With plan.tokens=3e8 the line `prompts` says how many yield that many tokens.",
 ]
+LONGER = 4  # times the answers that are planned
 COLUMNS = ("weights", "moments", "copies", "target", "step", "update", "peak", "host")
 
 
@@ -103,6 +104,8 @@ def answering(plan: Planned) -> list[str]:
         f"{_si(what.cache)}B of KV cache",
         _line("expected", _time(what.seconds / share), f"if {share:.0%} of that is reached (plan.decode_utilisation)"),
     ]
+    if most > LONGER * answer:
+        lines.append(f"  LONG ANSWERS   they may have {most:,} tokens each: give plan.sample_tokens, of a conversation")
     there = prompts_at_hand(config)
     if there is not None and there < 0.99 * what.prompts:
         more = "data.self_prompts.count" if own else "data.generate.samples"
