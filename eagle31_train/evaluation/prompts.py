@@ -10,7 +10,6 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any
 
-from datasets import DatasetDict, get_dataset_split_names, load_dataset, load_from_disk
 from pydantic import Field
 
 from eagle31_train.common import foreign
@@ -111,6 +110,8 @@ def choose(prompts: list[Prompt], count: int, longest: int) -> tuple[list[Prompt
 def from_heldout(dataset: Path, template: ChatTemplate | None = None) -> list[Prompt]:
     """Of every held-out conversation what stands before the assistant's first word, in the split's order; with
     `template` the messages are read off the tokens, where they are the user's, perhaps after a system message."""
+    from datasets import DatasetDict  # a second, which a stage that is up to date need not wait for
+
     rows = DatasetDict.load_from_disk(str(dataset.absolute()))["heldout"]
     prompts = [prompt_of(row) for row in rows if any(row["loss_mask"])]
     return [replace(one, messages=template.messages_of(one.ids)) for one in prompts] if template else prompts
@@ -178,6 +179,8 @@ def _rows(name: str, suite: Suite, option: str) -> Iterator[tuple[str, str, str,
 
 
 def _dataset(suite: Suite, subset: str | None, option: str) -> Any:
+    from datasets import DatasetDict, get_dataset_split_names, load_dataset, load_from_disk
+
     try:
         if _is_saved(suite.path):
             saved = load_from_disk(suite.path)

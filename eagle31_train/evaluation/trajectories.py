@@ -15,9 +15,9 @@ import hashlib
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
-from datasets import Dataset, DatasetDict
 from torch import Tensor
 
 from eagle31_train import provenance
@@ -34,12 +34,15 @@ from eagle31_train.store.format import TRAJECTORIES
 from eagle31_train.targets.cached import CachedTarget
 from eagle31_train.targets.hf import Engine, TransformersEngine, batches_by_length
 
+if TYPE_CHECKING:  # a second to import, which a stage that is up to date need not wait for
+    from datasets import Dataset, DatasetDict
+
 IDS = ("prompt", "output", "beyond")
 FEWEST = 2  # prompts to measure on, however few are held out
 WITHOUT = "extract: no trajectories are stored, so training will not measure acceptance"
 
 
-def record(config: Config, engine: Engine, writer: StoreWriter, splits: DatasetDict) -> None:
+def record(config: Config, engine: Engine, writer: StoreWriter, splits: "DatasetDict") -> None:
     """Answer `extract.trajectories` held-out prompts greedily and write them, once; say so where that cannot be."""
     if not config.extract.trajectories or not len(splits["heldout"]) or writer.has_trajectories:
         return
@@ -59,7 +62,7 @@ def record(config: Config, engine: Engine, writer: StoreWriter, splits: DatasetD
     note(f"extract: answered {len(trajectories)} held-out prompts for training, in {time.perf_counter() - began:.1f} s")
 
 
-def decode(config: Config, engine: Engine, heldout: Dataset) -> list[Trajectory]:
+def decode(config: Config, engine: Engine, heldout: "Dataset") -> list[Trajectory]:
     """The target's own answers to held-out prompts, of which a draft can be made; UserError where there are none."""
     if not isinstance(engine, TransformersEngine):
         raise UserError(f"extract.engine={engine.name} does not decode")

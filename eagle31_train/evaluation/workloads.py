@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.compute as pc
-from datasets import Dataset, DatasetDict
 
 from eagle31_train.common import artifacts
 from eagle31_train.common.errors import Refused, UserError
@@ -134,6 +133,8 @@ def inputs(config: Config) -> dict[str, Any]:
 
 def trained_prompts(dataset: Path) -> frozenset[str]:
     """What stands before the first answer of each sample of the training split, as `trajectories.digest` knows it."""
+    from datasets import Dataset  # a second, which a stage that is up to date need not wait for
+
     rows = Dataset.load_from_disk(str((dataset / "train").absolute())).select_columns(["input_ids", "loss_mask"])
     return frozenset(
         digest(ids[: mask.argmax()].tolist())
@@ -143,6 +144,8 @@ def trained_prompts(dataset: Path) -> frozenset[str]:
 
 
 def longest_sample(dataset: Path) -> int:
+    from datasets import Dataset
+
     rows = Dataset.load_from_disk(str((dataset / "train").absolute())).data
     longest: int = pc.max(pc.list_value_length(rows["input_ids"])).as_py()
     return longest
@@ -205,6 +208,8 @@ def _perturbed(plain: Workload, perturbation: Perturbation, context: Context, lo
 
 def _answers(dataset: Path, template: ChatTemplate) -> list[Filler]:
     """Answers of the held-out split, less those that end in a loop: they would draw the target into one, too."""
+    from datasets import DatasetDict
+
     fillers = []
     for row in DatasetDict.load_from_disk(str(dataset.absolute()))[HELDOUT]:
         ids, mask = row["input_ids"], row["loss_mask"]

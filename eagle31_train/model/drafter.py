@@ -65,10 +65,12 @@ class Drafter(nn.Module):
         self.norm = RMSNorm(D, eps)
         self.lm_head = Linear(D, shape.draft_vocab_size)
         for module in self.modules():
-            if isinstance(module, Linear):
+            if (
+                isinstance(module, Linear) and not module.weight.is_meta
+            ):  # which torch's compiler would draw, in seconds
                 nn.init.normal_(module.weight, std=0.02)
         if shape.parallel:
-            self.mask_hidden = nn.Parameter(nn.init.normal_(torch.empty(1, A * H), std=0.02))
+            self.mask_hidden = nn.Parameter(0.02 * torch.randn(1, A * H))
 
         if shape.share_embedding:
             assert embedding is not None, "a drafter that shares the embedding needs the target's"

@@ -10,11 +10,10 @@ import importlib.util
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from datasets import Dataset, DatasetDict
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -39,13 +38,16 @@ from eagle31_train.targets.pretrained import load_tokenizer, vocabulary_fingerpr
 from eagle31_train.targets.readout import Readout
 from eagle31_train.targets.vllm_engine import VllmEngine
 
+if TYPE_CHECKING:  # a second to import, which a stage that is up to date need not wait for
+    from datasets import Dataset, DatasetDict
+
 LOGIT_ROWS = 512  # rows of [rows, V] logits alive at once
 FOREIGN = 0.5  # share of the answers' tokens that the target would write itself, below which it hardly wrote them
 NOT_FINITE = "the target's hidden states are not finite (NaN, infinite or next to it): check target.dtype"
 OUTSIDE = 0.2  # share of its choices outside the draft vocabulary, above which that was counted on other words
 
 # What the first process does with the target before it stores states.
-Prelude = Callable[[Config, Engine, StoreWriter, DatasetDict], None]
+Prelude = Callable[[Config, Engine, StoreWriter, "DatasetDict"], None]
 
 
 def extract(config: Config, prelude: Prelude | None = None) -> None:
@@ -72,6 +74,8 @@ def _extract(
     """This process's part of a store that is not finished."""
     began = time.perf_counter()
     data = provenance.read_data(config, whole=True)
+    from datasets import DatasetDict
+
     splits = DatasetDict.load_from_disk(str((config.data_folder / "dataset").absolute()))
     other = f"{config.data_folder} was not made for target.path={config.target.path} but for one with another"
     remedy = "correct data_dir or target.path, or run `eagle31 data` for this target"
@@ -130,7 +134,7 @@ def _finish(writer: StoreWriter, lines: Sequence[Line], began: float) -> None:
     note("\n".join([f"extract: {size}, in {writer.storage.location}; {compared}", *agreement.lines()]))
 
 
-def loss_masks(rows: Dataset) -> Iterator[NDArray]:
+def loss_masks(rows: "Dataset") -> Iterator[NDArray]:
     """[T] bool of every row. Every process looks at all of them, and lists of Python's take twenty times as long."""
     for batch in rows.select_columns(["loss_mask"]).with_format("arrow").iter(1000):
         masks = batch["loss_mask"].combine_chunks()
@@ -264,7 +268,9 @@ class Arriving:
         return [self._documents[index][0] for index in order]
 
 
-def extract_shards(engine: Engine, splits: DatasetDict, writer: StoreWriter, gate: Gate, draft_tokens: NDArray) -> bool:
+def extract_shards(
+    engine: Engine, splits: "DatasetDict", writer: StoreWriter, gate: Gate, draft_tokens: NDArray
+) -> bool:
     """Commit this process's shards; false if a training that follows the store wants no more before the last.
     draft_tokens: [V] bool, the tokens of the draft vocabulary."""
     shards = writer.mine()
@@ -304,7 +310,7 @@ def commit(
 
 def run_shard(
     engine: Engine,
-    rows: Dataset,
+    rows: "Dataset",
     shape: Shape,
     shard: PlannedShard,
     gate: Gate | None,
