@@ -103,7 +103,7 @@ class Local:
                 yield key, refused
         for key, drawn in self._draw(requests, generate.max_new_tokens, generate.top_p):
             try:
-                yield key, drawn if isinstance(drawn, Refused) else self._answer(jobs[key], *drawn)
+                yield key, drawn if isinstance(drawn, Refused) else self._answer(jobs[key], requests[key][0], *drawn)
             except Refused as refused:
                 yield key, refused
 
@@ -133,15 +133,17 @@ class Local:
         for index, ids, reason in self.generator.answer(asked, self.at_once, max_new_tokens, *how):
             yield order[index], (ids, reason)
 
-    def _answer(self, job: Job, ids: list[int], finish_reason: str) -> Answer:
-        """These tokens of the target as a message; Refused if as text they would become other tokens again."""
+    def _answer(self, job: Job, prompt: list[int], ids: list[int], finish_reason: str) -> Answer:
+        """These tokens of the target, after those of its prompt, as a message; Refused if as text they would become
+        other tokens again."""
         if finish_reason == "length":  # perhaps cut inside a character: up to the last whole one
             while ids and self.template.decode(ids).endswith(NO_CHARACTER):
                 ids = ids[:-1]
-        text = self.template.decode(ids)
+        text = self.template.decode_after(prompt, ids)
         if NO_CHARACTER in text and self.template.encode(text) != ids:
             raise Refused(BROKEN)
-        if not self.template.hides_markup and text != self.template.decode(ids, skip_special_tokens=True):
+        shown = self.template.decode(ids) == self.template.decode(ids, skip_special_tokens=True)
+        if not (shown or self.template.hides_markup):
             # Left out, they would be missing where the target wrote them; where markup is made of them, they are kept.
             raise Refused("special tokens inside the answer")
         # With the end of turn, as servers count; stage 1 compares it with what the text becomes again.

@@ -86,6 +86,14 @@ class Journal:
             whole += len(line)
         return whole
 
+    def check_wanted(self, wanted: Callable[[str], bool], overwrite: bool) -> None:
+        """UserError for answers of which none is wanted, and which `finish` would remove, unless it may overwrite."""
+        if self.answers and not overwrite and not any(map(wanted, self.answers)):
+            raise UserError(
+                f"{self.path} holds {len(self.answers):,} answers of other prompts, options, or another target, that "
+                f"were not finished: give those again, {provenance.REPLACE}"
+            )
+
     def __exit__(self, *_: object) -> None:
         self.file.close()
 

@@ -18,6 +18,7 @@ import unicodedata
 from bisect import bisect_left
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +33,7 @@ INSIDE = "a boundary inside a token"
 NO_END = "no end-of-turn token after the answer"
 NO_ANSWER = "no assistant turn"
 UNCLOSED = "the generation prompt opens a thought that the answer does not close"
+EMPTY_THOUGHT = r"<\|?([\w:]+)\|?>[\s\w]*<[/|]?\1\|?>"  # <think></think>, Gemma's <|channel>thought<channel|>
 Tools = list[Tool] | None
 
 
@@ -240,6 +242,8 @@ def prefix_spans(template: ChatTemplate, messages: list[Message], text: str, too
         after = template.render(messages[: i + 1], tools=tools)
         if not text.startswith(after) or not text.startswith(before):
             raise Refused("the template rewrites history")
+        if before.rstrip().endswith(OPEN) and CLOSE not in message["content"]:
+            raise Refused(UNCLOSED)  # or cut inside its thought: turn by turn that is known
         if len(after) < len(before):
             raise Refused("the generation prompt is longer than the turn")
         cut = message.get("finish_reason") == "length"
@@ -306,7 +310,11 @@ def read_turn(template: ChatTemplate, messages: list[Message], tools: Tools = No
     opened = prompt.rstrip().endswith(OPEN)
     # Thoughts among the words of the answer: the target's own text, of which the template would only move parts.
     words = message["content"]
-    thinks = OPEN in words or CLOSE in words or (opened and cut and not message.get("reasoning_content"))
+    thinks = opened and cut and not message.get("reasoning_content")
+    if OPEN in words or CLOSE in words:
+        # Unless the template writes something before an answer (harmony's channel): that is the target's own, too.
+        lead = _lead(template, history, prompt, tools)
+        thinks = opened or not lead or (words.lstrip().startswith(OPEN) and not re.sub(EMPTY_THOUGHT, "", lead))
     if thinks and message.get("tool_calls"):
         message, thinks = apart(message), False
     if not thinks:
@@ -353,9 +361,9 @@ def _written(
     calls are in the target's own spelling where the template keeps it."""
     problem = Refused("")
     for verbatim in (True, False) if message.get("tool_calls") else (False,):
-        whole = template.render([*history, message], tools=tools, verbatim=verbatim)
-        body = _body(template, history, prompt, whole, tools)
         try:
+            whole = template.render([*history, message], tools=tools, verbatim=verbatim)
+            body = _body(template, history, prompt, whole, tools)
             if body is not None:
                 return whole, *_read_back(message, prompt, _before_end(template, body))
             # The template writes it elsewhere than behind its prompt.
@@ -363,6 +371,9 @@ def _written(
                 raise Refused("the template rewrites more of the turn than its text")
             if prompt.rstrip().endswith(OPEN):
                 raise Refused(UNCLOSED)
+            if "tokens" not in message and _begins(template):  # else it is what the target went on with
+                end = prompt.rstrip().splitlines()[-1][-40:]
+                raise Refused(f"the generation prompt ends with {end!r}, and no such answer goes on from there")
             return whole, message["content"], False
         except Refused as error:
             problem = error
@@ -383,7 +394,10 @@ def _read_back(message: Message, prompt: str, body: str) -> tuple[str, bool]:
         parts = markup.parse(body, opened, calls)
     if difference := parts.difference(markup.meant(message)):
         raise Refused(f"the template alters the {difference}")
-    if message.get("finish_reason") == "length" and parts.thought and not parts.content:
+    cut = message.get("finish_reason") == "length"
+    if opened and not parts.thought and not cut:
+        raise Refused(UNCLOSED)
+    if cut and parts.thought and not parts.content:
         start, end = parts.thought
         return body[: start + len(body[start:end].rstrip())], False  # cut inside its thought
     return body, parts.thought is not None and not parts.reasoning
@@ -404,6 +418,26 @@ def _body(template: ChatTemplate, history: list[Message], prompt: str, whole: st
     if start < 0 or not whole.startswith(probe[:start] + opening):
         return None
     return whole[start + len(opening) :]
+
+
+def _lead(template: ChatTemplate, history: list[Message], prompt: str, tools: Tools) -> str:
+    """What the template writes between the generation prompt and an answer's text, without white space around it."""
+    whole = template.render([*history, {"role": "assistant", "content": "x"}], tools=tools)
+    return (_body(template, history, prompt, whole, tools) or "").partition("x")[0].strip()
+
+
+def _begins(template: ChatTemplate) -> bool:
+    """Whether the generation prompt begins an answer, a thought perhaps, and the template does not: after it a plain
+    answer is none that the target would write. White space and an empty thought do not count."""
+    ask: list[Message] = [{"role": "user", "content": "x"}]
+    base, prompt = template.render(ask), template.render(ask, add_generation_prompt=True)
+    whole = template.render([*ask, {"role": "assistant", "content": "x"}])
+    if not (prompt.startswith(base) and whole.startswith(base)):
+        return False
+    prompt, whole = "".join(prompt.split()), "".join(whole.split())  # some templates differ in white space alone
+    shared = "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, whole, strict=False)))
+    shared = re.sub(r"<[^>]*$", "", shared)  # not half of a tag
+    return re.sub(EMPTY_THOUGHT, "", prompt[len(shared) :]) != ""
 
 
 def _before_end(template: ChatTemplate, text: str) -> str:

@@ -6,6 +6,9 @@ the next cannot be given (see `dialogue`).
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +49,8 @@ def regenerate(config: Config, template: ChatTemplate) -> tuple[Path, dict[str, 
     if (count := sum(bool(job.row.tools) for job in jobs)) and not template.reads_tools:
         note(f"answers: {count} are asked for with tools, which the chat template of {template.name} does not write")
     with journal:
+        if journal.answers:
+            journal.check_wanted(set(_first_keys(jobs, settings)).__contains__, config.overwrite)
         answer_all(jobs, journal, settings, config, template)
         refused += [refusal(job.row, job.refusal, job.suffix) for job in jobs if job.refusal]
         jobs = [job for job in jobs if not job.refusal]
@@ -150,6 +155,14 @@ def answer_all(
 def _key(job: Job, settings: dict[str, Any]) -> str:
     question = [settings, job.row.id, job.sample, job.messages]
     return artifacts.fingerprint([*question, job.row.tools] if job.row.tools else question)
+
+
+def _first_keys(jobs: list[Job], settings: dict[str, Any]) -> Iterator[str]:
+    """The keys of every job's first answer."""
+    for job in jobs:
+        with suppress(Refused):
+            asked = following(job.turns[0], None, job.row.tools)
+            yield _key(replace(job, messages=[*job.messages, *asked]), settings)
 
 
 def _line(job: Job) -> str:

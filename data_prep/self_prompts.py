@@ -58,6 +58,7 @@ def write_prompts(config: Config, template: ChatTemplate) -> Path:
     with journal:
         # How many are wanted changes none of them: the journal's texts serve another count, too.
         writer = Writer(config, template, stop, journal, artifacts.fingerprint({**settings, "count": None}))
+        journal.check_wanted(lambda key: key.startswith(writer.fingerprint), config.overwrite)
         written = writer.write()
         lines = [
             {"id": f"{SELF}-{one.number:06}", **({"kind": one.kind} if one.kind else {}), "turns": one.turns}

@@ -26,6 +26,7 @@ from eagle31_train.model import vocab
 from eagle31_train.provenance import Provenance
 from eagle31_train.reporting.tables import aligned
 from eagle31_train.rows.files import open_files
+from eagle31_train.rows.formats import Message
 from eagle31_train.targets.chat import ChatTemplate
 from eagle31_train.targets.derive import planned_drafter
 from eagle31_train.targets.description import (
@@ -35,6 +36,7 @@ from eagle31_train.targets.description import (
     evaluation_doubt,
     serving_doubt,
 )
+from eagle31_train.targets.markup import CLOSE
 from eagle31_train.targets.pretrained import vocabulary_fingerprint
 
 NAMED = 5  # refused conversations that the summary names; the manifest names all
@@ -130,9 +132,10 @@ def _is_done(folder: Path, made_from: Provenance, config: Config, target: Target
 def check_maskable(template: ChatTemplate) -> None:
     """UserError for a template under which no answer has an exact mask: said before hours of answers."""
     reasons = set()
-    for words in ("Yes.", "1, 2, 3"):
+    for words in ("Yes.", "1, 2, 3", f"Hm.\n{CLOSE}\n\nYes."):  # the last one after a prompt that opens a thought
+        answer: Message = {"role": "assistant", "content": words, "tokens": 1}  # as of the target itself
         try:
-            samples(template, [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": words}], 10**6)
+            samples(template, [{"role": "user", "content": "Hello"}, answer], 10**6)
         except Refused as error:
             reasons.add(str(error))
         else:

@@ -20,6 +20,7 @@ ROLES = {
 ROLE_OF = {alias: role for role, aliases in ROLES.items() for alias in aliases}
 # Beside role and content: what chat templates may read, and what is known of an answer.
 PASSED_ON = {"name": str, "tool_call_id": str, "finish_reason": str, "tokens": int}
+TEXT_PARTS = ("text", "input_text", "output_text")
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names in use for what was thought before an answer
 
 Message = dict[str, Any]
@@ -135,12 +136,16 @@ def _message(role: Any, content: Any, extra: dict[str, Any]) -> Message:
     if isinstance(content, list):
         if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
             raise Refused("content is not only text")
+        if others := [str(kind) for part in content if (kind := part.get("type") or "text") not in TEXT_PARTS]:
+            raise Refused(f"content has a part of type {others[0]}")
         content = "".join(part["text"] for part in content)
     message: Message = {"role": ROLE_OF[role], "content": content}
     message |= {key: extra[key] for key in PASSED_ON if extra.get(key) is not None}
     if wrong := [key for key, kind in PASSED_ON.items() if not isinstance(message.get(key, kind()), kind)]:
         raise Refused(f"{wrong[0]} of a turn is not {'a number' if wrong[0] == 'tokens' else 'text'}")
     if message["role"] == "assistant":
+        if extra.get("function_call"):
+            raise Refused("a function_call, of OpenAI's API before tool_calls")
         thought = next((extra[key] for key in THOUGHTS if extra.get(key)), None)
         if thought is not None and not isinstance(thought, str):
             raise Refused("a thought that is not text")

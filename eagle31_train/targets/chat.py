@@ -127,6 +127,12 @@ class ChatTemplate:
         assert isinstance(text, str)
         return text
 
+    def decode_after(self, prompt: list[int], ids: list[int]) -> str:
+        """What `ids` add to the text of a prompt: some tokenizers spell a token differently at the start of a text."""
+        tail = prompt[max((i for i, token in enumerate(prompt) if token in self.added), default=0) :]
+        before, whole = self.decode(tail), self.decode([*tail, *ids])
+        return whole[len(before) :] if whole.startswith(before) else self.decode(ids)
+
     # ------------------------------------------------------------ prompts
 
     def as_text(self, text: str) -> str:
@@ -170,6 +176,10 @@ class ChatTemplate:
         so_far = self.render(earlier)
         whole, _, _ = self.render([*earlier, mark]).partition(mark["content"])
         header = whole.removeprefix(so_far)
+        if header == whole:  # it writes a last answer otherwise than an earlier one: what follows that one's end
+            after = whole.partition("an-earlier-assistant")[2]
+            end = max((token for token in self.added.values() if after.startswith(token)), key=len, default="")
+            header = after.removeprefix(end).lstrip() if end else ""
         if header in ("", whole) or not text.startswith(before):  # templates may rewrite what is over
             raise Refused("the user's words cannot be told from what the chat template puts before them")
         bos = self.tokenizer.bos_token or ""

@@ -143,6 +143,8 @@ def _harmony(text: str) -> Parts:
             break
         at = match.end()
         to, channel, body = match[1] or match[3], match[2], match[4]
+        if CHANNEL in body or "<|start|>" in body:
+            raise Refused("a channel within another one")
         if to:
             calls.append((to.removeprefix("functions."), _json(body)))
         elif channel == "analysis":

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 import pytest
 from answering import answering, completion
 from made import message_of
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from data_prep import client
 from data_prep.answers import BROKEN, Job, Local, Remote
@@ -15,6 +17,7 @@ from data_prep.journal import Answer
 from eagle31_train.common.errors import Refused
 from eagle31_train.config import Config, DataConfig, GenerateConfig, TargetConfig
 from eagle31_train.rows.formats import Row
+from eagle31_train.targets.chat import ChatTemplate
 
 ASK = {"role": "user", "content": "hi"}
 REMOTE = DataConfig(generate=GenerateConfig(server="http://127.0.0.1:1/v1,http://127.0.0.1:2/v1", concurrency=2))
@@ -124,6 +127,22 @@ def locally(chatml, ids, finish_reason):
         return str(result)
     assert result.message["tokens"] == result.tokens + (finish_reason == "stop")
     return result.message["content"]
+
+
+def test_a_space_before_the_answer_is_the_targets_own():
+    """Decoders of SentencePiece's kind take it from the beginning of a text (Llama 2, Mistral 7B)."""
+    words = ["<s>", "</s>", "[/INST]", *(f"\u2581{word}" for word in ("hello,", "how", "are", "you?", "I", "am")), "I"]
+    pieces = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "I"))
+    pieces.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    pieces.decoder = decoders.Metaspace(prepend_scheme="always")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=pieces, eos_token="</s>", additional_special_tokens=["[/INST]"]
+    )
+    chat = "{% for m in messages %}{{ m.content }}{{ '[/INST]' if m.role == 'user' else '</s>' }}{% endfor %}"
+    template = ChatTemplate(tokenizer, [tokenizer.eos_token_id], chat)
+    ids = template.encode(" I am")
+    assert template.decode(ids) == "I am"
+    assert locally(template, ids, "stop") == " I am"
 
 
 def test_an_answer_cut_inside_a_character_ends_before_it(chatml):

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from data_prep import masks
 from data_prep.masks import one_sample, samples
+from data_prep.stage import check_maskable
 from eagle31_train.common.errors import Refused
 from eagle31_train.config import TargetConfig
 from eagle31_train.targets.chat import ChatTemplate
@@ -204,3 +205,65 @@ def test_golden_mask_of_smollm2(real_target):
     sample = one_sample(template, case["messages"], 1000)
     assert (sample.input_ids.tolist(), sample.loss_mask.tolist()) == by_pieces(template, case["samples"][0])
     assert sample.input_ids.dtype == np.int32
+
+
+def edited(text: str, changes: dict[str, str]) -> str:
+    for old, new in changes.items():
+        assert old in text
+        text = text.replace(old, new)
+    return text
+
+
+def test_after_a_prompt_that_opens_a_thought_an_answer_closes_it_or_is_refused(thinking, chatml):
+    """And a target with such a prompt may answer, though the template refuses plain words."""
+    begin, header, end = thinking.template.rpartition("<|im_start|>assistant\\n")
+    opens = with_template(thinking.tokenizer, f"{begin}{header}<think>\\n{end}")
+    thought = "{{ m['role'] }}\n{{ '<think>\n' if m['role'] == 'assistant' else '' }}"
+    edits = {"{{ m['role'] }}\n": thought, "assistant\n{% endif": "assistant\n<think>\n{% endif"}
+    both = with_template(chatml.tokenizer, edited(chatml.template, edits))
+    steps = edited(chatml.template, {"assistant\n{% endif": "assistant\nMy steps:\n{% endif"})
+    words = with_template(chatml.tokenizer, steps)
+    for template, why in ((both, masks.UNCLOSED), (words, "the generation prompt ends with")):
+        check_maskable(template)
+        with pytest.raises(Refused, match=why):
+            samples(template, [ASK, REPLY], 1000)
+    for template in (opens, both):
+        ((_, sample),) = samples(template, [ASK, says("hm\n</think>\n\nyes")], 1000).samples
+        assert template.decode(sample.input_ids[sample.loss_mask].tolist()) == "hm\n</think>\n\nyes<|im_end|>"
+    assert samples(words, [ASK, {**REPLY, "tokens": 5}], 1000).refused == [], "the target's own"
+
+
+def test_an_answer_about_tags_is_no_thought_where_the_template_writes_something_before_it():
+    template = load(FAMILIES["gpt_oss"], {})
+    ((_, sample),) = samples(template, [ASK, says("use <think> and </think>")], 1000).samples
+    learnt = template.decode(sample.input_ids[sample.loss_mask].tolist())
+    assert learnt == "<|channel|>final<|message|>use <think> and </think><|return|>"
+
+
+def test_a_channel_that_the_template_would_put_into_another_one_is_refused():
+    call = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}'
+    with pytest.raises(Refused, match="a channel within another one"):
+        samples(load(FAMILIES["gpt_oss"], {}), [ASK, says(call)], 1000)
+
+
+def test_arguments_as_text_do_not_end_a_turn_whose_template_wants_an_object():
+    template = load(FAMILIES["qwen3"], {})
+    keys = "{%- for call in m.tool_calls or [] -%}"
+    assert keys in template.template
+    picky = with_template(
+        template.tokenizer,
+        template.template.replace(keys, keys + "{%- for key in call.function.arguments.items() -%}{%- endfor -%}"),
+    )
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    ((_, sample),) = samples(picky, [ASK, says("", tool_calls=[call])], 1000).samples
+    assert sample.loss_mask.any()
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_without_a_system_turn_a_conversation_begins_with_the_users(family):
+    template = load(FAMILIES[family], {})
+    said = [{"role": "system", "content": "be kind"}, ASK, REPLY, {"role": "user", "content": "and?"}]
+    text = template.without_system(said)
+    bare = template.render(said[1:], add_generation_prompt=True)
+    assert "be kind" not in text
+    assert bare.endswith(text.removeprefix(template.tokenizer.bos_token or ""))

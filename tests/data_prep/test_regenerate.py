@@ -1,6 +1,7 @@
 """Regeneration: in rounds, resumable, by the target in process or by a server, with thoughts and tools."""
 
 import json
+import re
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from data_prep.answers import Local
 from data_prep.dataset import place
 from data_prep.journal import Journal
 from data_prep.regenerate import OUTPUT, regenerate
+from data_prep.self_prompts import write_prompts
 from data_prep.stage import prepare
 from eagle31_train.common import artifacts
 from eagle31_train.common.errors import UserError
@@ -139,6 +141,26 @@ def test_finished_answers_are_not_made_again_and_not_replaced_unasked(config, tm
     output.write_text("mine\n")
     assert "move it away, or overwrite=true" in message_of(run, config)
     assert output.read_text() == "mine\n"
+
+
+@pytest.mark.parametrize("itself", [False, True])
+def test_answers_under_way_are_not_thrown_away_for_other_options(config, tmp_path, interrupt, itself):
+    if itself:
+        config.data.prompts, config.data.self_prompts.count = "self", 2
+        ask = lambda config: write_prompts(config, ChatTemplate.load(config.target))  # noqa: E731
+        interrupt(ask, config, artifacts, "write_text")
+        (journal,) = tmp_path.rglob("prompts.jsonl.partial")
+        config.data.self_prompts.temperature = 0.5
+    else:
+        ask, journal = run, tmp_path / "run" / JOURNAL
+        interrupt(run, config, artifacts, "write_text")
+        config.data.generate.max_new_tokens = 5
+    there = journal.read_bytes()
+    assert re.search(rf"{journal.name} holds \d+ answers of other prompts, options", message_of(ask, config))
+    assert journal.read_bytes() == there
+    config.overwrite = True
+    ask(config)
+    assert not journal.exists()
 
 
 def test_for_the_data_of_another_run_no_prompt_is_answered_anew(config, tmp_path, monkeypatch, capsys):
