@@ -21,7 +21,7 @@ from eagle31_train.store import StoreSplit
 from train.deadline import Deadline
 
 POLL = 0.5  # seconds between looks at whether this process is to stop
-GRACE = 10.0  # seconds that a process which is to stop still waits for data that may not come
+GRACE = 10.0  # seconds that a process which is to stop still waits for shards that may not come
 
 
 @dataclass(frozen=True)
@@ -93,13 +93,18 @@ def load(
         keep_mask: [V] bool, which tokens of the target the draft vocabulary holds.
 
     Raises:
-        Stopped: this process is to stop, and data is still being waited for. To save takes all ranks: nothing is saved.
+        Stopped: this process is to stop, and shards are still being waited for. To save takes all ranks: nothing is
+            saved. A slow read of what is there is waited for: the step after it ends on all ranks, and is saved.
     """
     pin = accelerator.device.type == "cuda"
     mesh = Mesh(accelerator.num_processes, accelerator.process_index, t.context_parallel)
 
+    lacking: set[int] = set()  # steps of which the store has not all shards
+
     def read(step: int, samples: list[int]) -> tuple[list[MicroBatch], StepTotals]:
+        lacking.add(step)
         split.wait_for(samples)  # here, where every rank waits for the same, and not inside an exchange of gradients
+        lacking.discard(step)
         subset = None
         if t.slots_per_batch is not None:  # chosen alike by every rank, among the slots of all of them
             documents = [split.read(i, states=False) for i in samples]
@@ -129,21 +134,23 @@ def load(
         for step, samples in steps:
             began = time.perf_counter()
             ahead.extend(pool.submit(read, *one) for one in islice(todo, 1 + t.num_workers - len(ahead)))
-            micro_batches, totals = _result(ahead.popleft(), step - 1, deadline)
+            micro_batches, totals = _result(ahead.popleft(), step, lacking, deadline)
             yield GlobalBatch(step, samples, micro_batches, totals, time.perf_counter() - began)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)  # closing the store ends the wait for a shard
 
 
-def _result(reading: Reading, done: int, deadline: Deadline | None) -> tuple[list[MicroBatch], StepTotals]:
+def _result(
+    reading: Reading, step: int, lacking: set[int], deadline: Deadline | None
+) -> tuple[list[MicroBatch], StepTotals]:
     since: float | None = None
     while not wait([reading], POLL).done:
-        if deadline is None or (why := deadline.reason) is None:
+        if deadline is None or (why := deadline.reason) is None or step not in lacking:
             continue
         since = since or time.monotonic()
         if time.monotonic() - since >= GRACE:
             raise Stopped(
-                f"train: stopped by {why} while it waited for data after step {done}; the same command goes on from "
-                "the last checkpoint"
+                f"train: stopped by {why} while it waited for data after step {step - 1}; the same command goes on "
+                "from the last checkpoint"
             )
     return reading.result()

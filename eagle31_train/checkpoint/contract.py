@@ -6,6 +6,7 @@ all of them.
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from functools import lru_cache
@@ -15,7 +16,7 @@ import torch
 from eagle31_train.common.errors import UserError
 from eagle31_train.config import MLA_WIDTHS, DrafterConfig, DrafterShape, check_value, mla_widths
 from eagle31_train.model.drafter import Drafter
-from eagle31_train.model.rope import check_rope, stretched, table_end
+from eagle31_train.model.rope import check_rope, frequencies, stretched, table_end
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 # Targets of which SGLang 0.5.23 takes layer ids for outputs only where the first is 1, and else for inputs.
@@ -59,9 +60,13 @@ def sglang_problems(shape: DrafterShape, target_type: str, target_layers: int) -
     lacking = ["qk_norm", "norm_before_residual", "attention_bias", "mlp_bias", "parallel"]
     own_embedding = not shape.share_embedding and shape.hidden_size == shape.target_hidden_size
     as_wide = len(shape.aux_layers) * shape.target_hidden_size == shape.hidden_size
+    scaling = shape.rope_scaling or {}
+    given = "attention_factor" in scaling and not _plain_yarn(shape)
     miscounted = first != 2 and target_type.startswith(_COUNTED_BY_THE_FIRST)
     problems = {
         **{f"it has no drafters with {name}": getattr(shape, name) for name in lacking},
+        "it stretches RoPE of type dynamic in short contexts, too": scaling.get("rope_type") == "dynamic",
+        "it does not read rope_scaling.attention_factor": given,
         "it has no windows of a token's own key alone": shape.sliding_window == 1,
         "it has no MLA drafters of several layers": shape.architecture == "mla" and shape.num_layers > 1,
         "it puts the target's embedding in place of the drafter's own": own_embedding,
@@ -229,11 +234,25 @@ def caveats(shape: DrafterShape, target_positions: int | None = None, target_win
 
 
 def oldest_vllm(shape: DrafterShape) -> str:
-    """The first version of vLLM that reads all of a draft's switches (docs/serving.md). Older ones stop when they load
-    it, but for a window beside qk_norm, or norm_output without fc_norm, which they ignore."""
-    if shape.qk_norm:
-        return "0.24" if shape.sliding_window is None else "0.26"
-    return "0.22"
+    """The first version of vLLM that reads all that a draft's config.json says (docs/serving.md). Older ones stop when
+    they load it, or serve it badly without a word."""
+    needed = {
+        "0.22": True,  # fc_norm and norm_output
+        "0.23": shape.architecture == "mla" and (shape.fc_norm or shape.norm_output),
+        "0.24": shape.qk_norm,
+        "0.26": shape.qk_norm and shape.sliding_window is not None,
+        "0.28": shape.architecture == "mla" and shape.rope_scaling is None,
+        "0.31": shape.architecture == "llama" and not _plain_yarn(shape),
+    }
+    return max(version for version, there in needed.items() if there)
+
+
+def _plain_yarn(shape: DrafterShape) -> bool:
+    """Whether a Llama drafter's YaRN, if it has one, makes cos and sin as much larger as its factor says by itself."""
+    scaling = shape.rope_scaling or {}
+    if scaling.get("rope_type") != "yarn":
+        return True
+    return math.isclose(frequencies(shape, shape.head_dim)[1], 0.1 * math.log(scaling["factor"]) + 1)
 
 
 def window_caveat(shape: DrafterShape, target_window: int | None, target_positions: int | None) -> list[str]:

@@ -24,8 +24,8 @@ from eagle31_train.config import DrafterShape, mla_widths
 
 ORIGINAL = "original_max_position_embeddings"
 _YARN = ({"factor", ORIGINAL}, {"beta_fast", "beta_slow", "mscale", "mscale_all_dim"})
-# Scalings that vLLM and transformers read alike: required keys, optional keys. For an MLA drafter vLLM takes every
-# scaling for YaRN. Not here: longrope, since vLLM uses the long factors wherever the target's contexts may be long,
+# Scalings that vLLM, from 0.31 on, and transformers read alike: required keys, optional keys. For an MLA drafter vLLM
+# takes every scaling for YaRN. Not here: longrope, since vLLM uses the long factors wherever contexts may be long,
 # whatever contexts it was trained on; and proportional, which means two different things in the two.
 SCALINGS: dict[str, dict[str, tuple[set[str], set[str]]]] = {
     "llama": {

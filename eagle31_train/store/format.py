@@ -86,7 +86,8 @@ class Bound(TypedDict):
 @dataclass(frozen=True)
 class Line:
     """What commits a shard, or another big file. fidelity: the gate's result, where it compared the shard. agreement:
-    how far answers are the target's own (`targets.extraction.Agreement`); earlier versions did not count it there."""
+    how far answers are the target's own (`targets.extraction.Agreement`), then the checksum of the draft vocabulary;
+    earlier versions had none of it, or no checksum."""
 
     name: str
     store: str  # fingerprint of the store that it belongs to

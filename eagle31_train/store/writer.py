@@ -171,8 +171,10 @@ class StoreWriter:
         # Of shards that are damaged or gone, which their own process makes again, an old line may still be there.
         old = {shard.name: self.lines[shard.name].size for shard in missing if shard.name in self.lines}
 
+        lines: dict[str, Line] = {}
+
         def complete() -> bool:
-            nonlocal missing
+            nonlocal missing, lines
             sizes = self.storage.sizes("shards") if old else {}  # before the lines: a shard's new line is after it
             names = set(self.storage.names("shards"))
             missing = [
@@ -181,6 +183,9 @@ class StoreWriter:
                 if shard.line not in names
                 or (shard.name in old and sizes.get(shard.name) != old[shard.name] and not self._used_up(shard))
             ]
+            if not missing:  # of a damaged line, too, the shard is made again
+                lines, _ = read_lines(self.storage, self.plan, awaited, self.id)
+                missing = [shard for shard in awaited if shard.name not in lines]
             progress.update(len(awaited) - len(missing) - progress.n)
             return not missing or read_consumed(self.storage, self.id).finished
 
@@ -190,9 +195,6 @@ class StoreWriter:
                 wait(complete, what, self.patience, lambda: len(self.storage.names("shards")))
         if missing:
             return None
-        lines, problems = read_lines(self.storage, self.plan, awaited, self.id)
-        if problems:
-            raise UserError(f"{problems[0].text}: {files.REMAKE}")
         self.lines |= lines
         self._sizes |= {name: line.size for name, line in lines.items()}
         return [self.lines[shard.name] for shard in self.plan.shards]

@@ -8,6 +8,7 @@ Shapes: T tokens of one conversation; A auxiliary layers; H hidden.
 
 import importlib.util
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -114,16 +115,18 @@ def _extract(
     draft_tokens = vocab.read(config.data_folder / "vocab.safetensors").t2d
     wanted = extract_shards(engine, splits, writer, gate, draft_tokens)
     if wanted and rank == 0 and (lines := writer.gather()) is not None:
-        _finish(writer, lines, began)
+        _finish(writer, lines, draft_tokens, began)
     elif is_main() and wanted and rank > 0:
         note(f"extract: extract.part={config.extract.part} is done; part 0 finishes {storage.location}")
     elif is_main():
         note(f"extract: the training that follows {storage.location} wants no more of it: stopped, unfinished")
 
 
-def _finish(writer: StoreWriter, lines: Sequence[Line], began: float) -> None:
+def _finish(writer: StoreWriter, lines: Sequence[Line], draft_tokens: NDArray, began: float) -> None:
     """Complete the store whose shards are all there, and say what it holds."""
-    agreement = Agreement.of_all(line.agreement for line in lines if line.agreement is not None)
+    counts = [line.agreement for line in lines if line.agreement is not None]
+    agreement = Agreement.of_all(count[:MEASURES] for count in counts)
+    drafted = Agreement.of_all(count[:MEASURES] for count in counts if count[MEASURES:] == [checksum(draft_tokens)])
     fidelity = report([line.fidelity for line in lines if line.fidelity is not None])
     manifest = writer.finish(lines, {"fidelity": fidelity, "seconds": time.perf_counter() - began})
     compared = "fidelity: not compared (extract.gate_batches=0)"
@@ -131,7 +134,7 @@ def _finish(writer: StoreWriter, lines: Sequence[Line], began: float) -> None:
         top1, kl = fidelity["top1_agreement"], fidelity["kl"]
         compared = f"fidelity: top-1 {top1:.2%}, KL {kl:.2g} over {fidelity['positions']} positions"
     size = f"{manifest['tokens']:,} tokens, {manifest['bytes_per_token']:,.0f} bytes each"
-    note("\n".join([f"extract: {size}, in {writer.storage.location}; {compared}", *agreement.lines()]))
+    note("\n".join([f"extract: {size}, in {writer.storage.location}; {compared}", *agreement.lines(drafted)]))
 
 
 def loss_masks(rows: "Dataset") -> Iterator[NDArray]:
@@ -210,17 +213,20 @@ class Agreement(NamedTuple):
         """The sum of some, each as numbers in this order."""
         return cls(*map(sum, zip(*counts, strict=True)))
 
-    def lines(self) -> list[str]:
-        """What is to be said of it; nothing where nothing was counted."""
+    def lines(self, drafted: "Agreement") -> list[str]:
+        """What is to be said of it; nothing where nothing was counted. drafted: of the shards that were compared with
+        the draft vocabulary as it is now."""
         lines = []
-        own, outside = (count / max(self.positions, 1) for count in (self.own, self.outside))
+        own, outside = self.own / max(self.positions, 1), drafted.outside / max(drafted.positions, 1)
         if self.positions:
-            lines.append(
-                f"extract: the target would itself write {own:.1%} of the {self.positions:,} answer tokens; "
-                f"{outside:.1%} of its choices lie outside the draft vocabulary"
+            lines.append(f"extract: the target would itself write {own:.1%} of the {self.positions:,} answer tokens")
+        if drafted.positions:
+            some = (
+                f"the {drafted.positions:,} compared with it" if drafted.positions < self.positions else "its choices"
             )
-        if self.bare:
-            lines.append(f"extract: {self.bare:,} of {self.conversations:,} conversations have nothing to train")
+            lines[-1] += f"; {outside:.1%} of {some} lie outside the draft vocabulary"
+        if drafted.bare:
+            lines.append(f"extract: {drafted.bare:,} of {drafted.conversations:,} conversations have nothing to train")
         if self.positions and own < FOREIGN:
             lines.append(
                 "extract: WARNING: hardly its own answers, of which a drafter learns little: are they of others "
@@ -232,6 +238,14 @@ class Agreement(NamedTuple):
                 "on the target's own answers"
             )
         return lines
+
+
+MEASURES = len(Agreement._fields)
+
+
+def checksum(draft_tokens: NDArray) -> int:
+    """Of a draft vocabulary, [V] bool: a line has it behind the counts, since stage 1 may choose another one later."""
+    return zlib.crc32(np.packbits(draft_tokens).tobytes())
 
 
 class Arriving:
@@ -305,7 +319,7 @@ def commit(
     """Write a shard once its states are here."""
     documents = arriving.wait()
     counts = Agreement.of_all(Agreement.of(document, draft_tokens) for document in documents)
-    writer.write(shard, documents, figures, counts)
+    writer.write(shard, documents, figures, [*counts, checksum(draft_tokens)])
 
 
 def run_shard(

@@ -15,10 +15,26 @@ pytestmark = pytest.mark.core
 
 
 def test_the_oldest_vllm_is_the_first_that_reads_all_switches():
-    """As older ones were seen to do: docs/serving.md."""
+    """As older ones were seen to do, or by their sources would: docs/serving.md."""
     windowed = [replace(shape, sliding_window=12) for shape in (TINY, replace(TINY, qk_norm=True))]
-    shapes = [TINY, TINY_MLA, windowed[0], replace(TINY, qk_norm=True), windowed[1]]
-    assert [contract.oldest_vllm(shape) for shape in shapes] == ["0.22", "0.22", "0.22", "0.24", "0.26"]
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    scaled = [
+        replace(TINY, rope_scaling=yarn | more)
+        for more in (
+            {},
+            {"attention_factor": 1.0},
+            {"mscale": 1.0, "mscale_all_dim": 1.0},
+            {"mscale": 1.0, "mscale_all_dim": 0.0},
+        )
+    ]
+    mla = [
+        replace(TINY_MLA, fc_norm=norms, norm_output=norms, rope_scaling=scaling)
+        for norms in (False, True)
+        for scaling in (None, yarn)
+    ]
+    shapes = [TINY, windowed[0], replace(TINY, qk_norm=True), windowed[1], *scaled, *mla]
+    oldest = ["0.22", "0.22", "0.24", "0.26", "0.22", "0.31", "0.31", "0.22", "0.28", "0.22", "0.28", "0.23"]
+    assert [contract.oldest_vllm(shape) for shape in shapes] == oldest
     [caveat] = set(contract.caveats(replace(TINY, aux_layers=[0, 2]))) - set(contract.caveats(TINY))
     assert caveat.endswith("serve this draft without --enforce-eager")
 

@@ -77,6 +77,9 @@ def test_a_draft_that_has_sglangs_name_alone_is_read_and_one_with_two_norms_that
 LACKING = ("qk_norm", "norm_before_residual", "attention_bias", "mlp_bias")
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -90,6 +93,10 @@ LACKING = ("qk_norm", "norm_before_residual", "attention_bias", "mlp_bias")
         ({"share_embedding": False}, "target's embedding in place of the drafter's own"),
         ({"aux_layers": [3]}, "leaves fc out"),
         ({"aux_layers": [0, 2]}, "neither the embedding nor the last output"),
+        ({"rope_scaling": YARN}, None),
+        ({"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}, None),
+        ({"rope_scaling": YARN | {"attention_factor": 1.0}}, "does not read rope_scaling.attention_factor"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "stretches RoPE of type dynamic"),
         ({"aux_layers": [2, 9]}, "neither the embedding nor the last output"),
     ],
 )

@@ -11,7 +11,7 @@ from pipeline import contents, make_run, options
 from planting import replaced
 
 from eagle31_train.cli import load_config
-from eagle31_train.store import StoreWriter, shard, stream
+from eagle31_train.store import StoreWriter, shard, stream, writer
 from eagle31_train.store.backends import LocalStorage
 from eagle31_train.store.sealed import seal
 from eagle31_train.targets import extraction as stage
@@ -88,6 +88,36 @@ def test_stopped_parts_are_carried_on_by_any_number(whole, tmp_path, command, pa
     assert at_once(*[command(part, parts) for part in range(parts)]) == [None] * parts
     assert timeless(store_of(tmp_path)) == timeless(store_of(whole))
     assert all(file.stat().st_mtime_ns == at for file, at in committed.items()), "made again"
+
+
+def test_who_gathers_waits_for_a_shard_whose_line_is_damaged(whole, tmp_path, command, monkeypatch):
+    """It is its own process's to make anew, which takes its time."""
+    message_of(extract, command(0, 2, AT_ONCE))
+    theirs = written(monkeypatch)
+    extract(command(1, 2))
+    line = (tmp_path / "run" / "store" / theirs[-1]).with_suffix(".json")
+    line.write_bytes(line.read_bytes().replace(b"s", b"z", 1))
+    gathers, looked = threading.Event(), threading.Event()
+
+    @replaced(monkeypatch, StoreWriter, "gather")
+    def gather(right, self):
+        gathers.set()
+        return right(self)
+
+    @replaced(monkeypatch, writer, "read_lines")
+    def read_lines(right, *given):
+        found = right(*given)
+        if gathers.is_set():
+            looked.set()
+        return found
+
+    @replaced(monkeypatch, StoreWriter, "write")
+    def write(right, self, shard, *rest):
+        assert looked.wait(60)
+        right(self, shard, *rest)
+
+    assert at_once(command(0, 2), command(1, 2)) == [None, None]
+    assert timeless(store_of(tmp_path)) == timeless(store_of(whole))
 
 
 def test_one_store_is_extracted_by_one_command_whatever_their_runs(whole, tmp_path, monkeypatch):

@@ -4,19 +4,23 @@ import json
 import os
 import re
 import signal
+from itertools import count
+from threading import Semaphore
 from types import SimpleNamespace
 
 import pytest
 from launching import ROOT, TRAIN, arguments, command, environment, execute
 from pipeline import assert_close
+from planting import replaced
 from surviving import calling, launched, lines, tell, wait_until, working
 from watching import updates_of
 
 from eagle31_train.common.console import STOPPED
 from eagle31_train.common.errors import Stopped
 from eagle31_train.extract import extract
+from eagle31_train.store import StoreSplit
 from eagle31_train.store.writer import StoreWriter
-from train import deadline
+from train import deadline, loader
 
 STEPS = 12
 RECIPE = ["train.epochs=10000", "train.eval_every=1000000", "train.checkpoint_every=1000000"]
@@ -54,6 +58,35 @@ def test_a_run_that_its_time_limit_stops_again_and_again_ends_the_same(new_run, 
     whole = by_one(*SHORT)
     assert_close(run.fit(*SHORT, "train.time_limit=1h").weights(), whole.weights(), 0)
     assert run.rows() == whole.rows()
+
+
+def test_a_run_that_is_told_to_stop_during_a_slow_read_saves(new_run, monkeypatch):
+    """It is not given up as a shard that may never come."""
+    run, reads, polls = new_run(), count(1), Semaphore(0)
+    monkeypatch.setattr(loader, "GRACE", 0.0)
+    monkeypatch.setattr(loader, "POLL", 0.01)
+
+    def wait_for_looks(number):
+        assert all(polls.acquire(timeout=10) for _ in range(number))
+
+    @replaced(monkeypatch, StoreSplit, "read_all")
+    def read_all(right, self, samples):
+        if next(reads) == 6:
+            while polls.acquire(blocking=False):
+                pass
+            wait_for_looks(3)  # until training waits for this read
+            tell()
+            wait_for_looks(5)
+        return right(self, samples)
+
+    @replaced(monkeypatch, loader, "wait")
+    def wait(right, *given):
+        polls.release()
+        return right(*given)
+
+    with pytest.raises(Stopped) as stopped:
+        run.fit(*SHORT)
+    stopped_after(run, str(stopped.value), "SIGTERM")
 
 
 FOLLOW = ["store.follow=true", "train.window_tokens=40", "train.max_steps=20"]
