@@ -27,13 +27,12 @@ from eagle31_train.common.errors import Refused
 from eagle31_train.rows.formats import Message, Tool
 from eagle31_train.targets import markup
 from eagle31_train.targets.chat import ChatTemplate
-from eagle31_train.targets.markup import CLOSE, OPEN, apart
+from eagle31_train.targets.markup import CLOSE, EMPTY_THOUGHT, OPEN, apart
 
 INSIDE = "a boundary inside a token"
 NO_END = "no end-of-turn token after the answer"
 NO_ANSWER = "no assistant turn"
 UNCLOSED = "the generation prompt opens a thought that the answer does not close"
-EMPTY_THOUGHT = r"<\|?([\w:]+)\|?>[\s\w]*<[/|]?\1\|?>"  # <think></think>, Gemma's <|channel>thought<channel|>
 Tools = list[Tool] | None
 
 

@@ -26,6 +26,9 @@ MARKUP = (OPEN, CLOSE, KIMI, HERMES, PYTHON, CHANNEL)
 # A thought in front of an answer, whose beginning the prompt may have held.
 THOUGHT = re.compile(rf"\s*(?:{OPEN})?(.*?){CLOSE}\s*", re.DOTALL)
 
+# A thought that is none: <think></think>, Gemma's <|channel>thought<channel|>.
+EMPTY_THOUGHT = r"<\|?([\w:]+)\|?>[\s\w]*<[/|]?\1\|?>"
+
 Call = tuple[str, dict[str, Any]]  # name and arguments
 
 
