@@ -3,10 +3,12 @@ reason why it has none, which no journal keeps: asking again costs little, and m
 
 import hashlib
 import json
+from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import dataclass, field
-from threading import Lock
+from queue import SimpleQueue
+from threading import Lock, Thread
 from typing import Any, TypeVar
 
 from data_prep.client import Failed, NoAnswer, Server
@@ -162,6 +164,7 @@ class Remote:
         self.template = template
         model, urls = generate.model or config.target.path, generate.server.split(",")
         self.servers = [Server(url, model, template, generate.max_new_tokens, generate.top_p) for url in urls]
+        self._tell_who_is_alone()
         self.at_once = generate.concurrency
         self.lock = Lock()
 
@@ -183,27 +186,47 @@ class Remote:
     def _all(self, requests: dict[str, Request], ask: Callable[[Server, Request], Answer]) -> Outcomes:
         """After an error that ends the run no more is asked, but what was under way comes first."""
         failed: UserError | None = None
-        pool = ThreadPoolExecutor(self.at_once)
+        waiting, done = deque(requests.items()), SimpleQueue[tuple[str, Any] | None]()
+
+        def work() -> None:
+            with suppress(IndexError):
+                while True:
+                    key, request = waiting.popleft()
+                    try:
+                        done.put((key, self._one(ask, request)))
+                    except BaseException as error:
+                        done.put((key, error))
+            done.put(None)
+
+        workers = min(self.at_once, len(requests))
+        for _ in range(workers):  # daemons: after Ctrl-C nobody waits for the requests under way
+            Thread(target=work, daemon=True).start()
         try:
-            futures = {pool.submit(self._one, ask, request): key for key, request in requests.items()}
-            for future in as_completed(futures):
-                try:
-                    yield futures[future], future.result()
-                except Refused as refused:
-                    yield futures[future], refused
-                except CancelledError:
-                    continue
-                except UserError as error:
-                    failed = failed or error
-                    for server in list(self.servers):
-                        server.given_up = True
-                    for other in futures:
-                        other.cancel()  # not by the pool's shutdown: as_completed would wait for them
+            while workers:
+                if (outcome := done.get()) is None:
+                    workers -= 1
+                elif isinstance(outcome[1], Answer | Refused):
+                    yield outcome
+                elif isinstance(outcome[1], UserError):
+                    failed = failed or outcome[1]
+                    waiting.clear()
+                    self._give_up()
+                else:
+                    raise outcome[1]
         finally:
-            # Ctrl-C must not wait for thousands of requests still queued.
-            pool.shutdown(wait=False, cancel_futures=True)
+            if workers:
+                waiting.clear()
+                self._give_up()
         if failed:
             raise failed
+
+    def _give_up(self) -> None:
+        for server in list(self.servers):
+            server.given_up = True
+
+    def _tell_who_is_alone(self) -> None:
+        for server in self.servers:
+            server.alone = len(self.servers) == 1
 
     def _one(self, ask: Callable[[Server, Request], Answer], request: Request) -> Answer:
         """Ask the server with the fewest requests under way; leave out one that gives no answer, but not the last. What
@@ -226,6 +249,7 @@ class Remote:
                         raise
                     if server in self.servers:
                         self.servers.remove(server)
+                        self._tell_who_is_alone()
                         server.given_up = True
                         note(f"{error}; the other servers answer in its place", error=True)
             finally:

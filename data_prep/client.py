@@ -12,8 +12,9 @@ import os
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from data_prep.journal import Answer
 from eagle31_train.common import foreign
@@ -27,9 +28,14 @@ SLOWEST = 2  # tokens a second that a server is waited for
 LETTER = 64  # bytes of an answer for each of its tokens, and more than any of them takes as JSON
 TRIES = 8  # a minute and a half of waits
 LONGEST_WAIT = 300.0  # seconds, however long a server asks to be left alone
-BUSY = (408, 409, 425, 429, 500, 502, 503, 504)  # asked again
+BUSY = (408, 409, 424, 425, 429, 500, 502, 503, 504)  # asked again
+HANGS = 2  # times in a row without any answer, after which another server is asked
+BROKEN_OFF = ("abort", "error", None)  # of an answer that a server which stops, or fails, did not end
 REFUSED = (400, 413, 422)  # this request's fault: a prompt past the context, or a filter's objection
 FAILURES = 8  # requests in a row, all tries of which a server that has answered others ends with HTTP 500
+
+
+Whole = TypeVar("Whole")
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
@@ -50,6 +56,10 @@ class Failed(Refused):
     """A server fails on one request, though it was asked again; another may not."""
 
 
+class _Unreadable(Exception):  # noqa: N818 (another try may fare better)
+    """What came is no answer, but a page of a proxy, say."""
+
+
 class Server:
     """A chat-completions endpoint. url: ends with /v1; a key is taken from OPENAI_API_KEY."""
 
@@ -61,6 +71,7 @@ class Server:
         self.model, self.template, self.max_tokens, self.top_p = model, template, max_tokens, top_p
         self.under_way = 0  # requests
         self.given_up = False  # nothing is repeated any more
+        self.alone = True  # no other server may answer in its place
         self.failures = FAILURES  # in a row; as many at first, so that a server must have answered before it may fail
         self.doubts: set[str] = set()  # what was said, once each, of answers that may be another target's
         # A server says nothing until an answer is whole, and a long thought at a busy one may take hours.
@@ -85,7 +96,7 @@ class Server:
             **self.options,
         }
         prompt_tokens = len(self.template.prompt_ids(messages, tools))
-        answer, prompt_tokens_there, model = self._read(self._ask(self.url, body))
+        answer, prompt_tokens_there, model = self._ask(self.url, body, self._read)
         if prompt_tokens_there not in (0, prompt_tokens):  # the drafter would learn for others
             self._doubt(
                 f"{self.url} makes {prompt_tokens_there} tokens of a prompt that has {prompt_tokens} here: compare its "
@@ -103,21 +114,22 @@ class Server:
 
     def complete(self, **request: Any) -> tuple[str, str]:
         """Go on from token ids: the text, and why it ended. `request`: as vLLM and SGLang take it."""
-        content = self._ask(f"{self.base}/completions", {"model": self.model, **request})
+        return self._ask(f"{self.base}/completions", {"model": self.model, **request}, self._read_text)
+
+    def _read_text(self, content: bytes) -> tuple[str, str]:
         try:
             choice = foreign.parse_json(content)["choices"][0]
             text, reason = choice["text"], choice["finish_reason"]
         except (ValueError, KeyError, IndexError, TypeError):
-            raise UserError(f"{self.base}/completions answered no completion: data.prompts=self needs one") from None
-        if reason not in ("stop", "length"):
-            raise Refused(f"the server ended the text with {reason!r}, not with stop or length")
+            raise _Unreadable(f"no completion, which data.prompts=self needs: {_beginning(content)}") from None
+        _check_whole(reason, ("stop", "length"))
         if not isinstance(text, str):
             raise Refused("the server gave no text")
         return text, reason
 
-    def _ask(self, url: str, body: dict[str, Any]) -> bytes:
-        """Ask, with retries and back-off where the server is busy or away."""
-        problem, wait = "", 0.0
+    def _ask(self, url: str, body: dict[str, Any], read: Callable[[bytes], Whole]) -> Whole:
+        """Ask, and read what is answered; again, with back-off, where the server is busy or away, or broke off."""
+        problem, wait, hung = "", 0.0, 0
         for attempt in range(TRIES):
             if attempt:
                 if self.given_up:
@@ -126,9 +138,13 @@ class Server:
                 time.sleep(max(wait, min(30.0, 2.0 ** (attempt - 1))))
                 wait = 0.0
             try:
-                answer = self._post(url, body)
+                answer = read(self._post(url, body))
                 self.failures = 0
                 return answer
+            except _Unreadable as error:
+                problem = str(error)
+                if self.failures == FAILURES:  # it has not answered yet: perhaps it is no such server
+                    break
             except urllib.error.HTTPError as error:
                 problem = f"HTTP {error.code}"
                 asked = error.headers.get("Retry-After") or ""  # seconds, or a date
@@ -141,12 +157,17 @@ class Server:
                     break
             except (OSError, http.client.HTTPException) as error:
                 problem = str(getattr(error, "reason", error))
+                hung += isinstance(getattr(error, "reason", error), TimeoutError)
+                if hung == HANGS and not self.alone:
+                    break
             except UserError:
                 raise
             except ValueError:  # whose text would show the key
                 problem = "HTTP cannot carry its address, or the key in OPENAI_API_KEY"
                 break
-        if problem.startswith("HTTP 500") and self.failures < FAILURES:  # some servers fail on some prompts, each time
+        if (
+            problem.startswith(("HTTP 500", "HTTP 424")) and self.failures < FAILURES
+        ):  # some servers fail on some prompts, each time
             self.failures += 1
             raise Failed(f"the server fails on it: {problem}")
         raise NoAnswer(f"{url} gives no answer ({problem}): check data.generate.server and .model")
@@ -184,11 +205,10 @@ class Server:
             foreign.typed(str | None, text)
             model = foreign.typed(str, value.get("model") or "")
         except (ValueError, KeyError, IndexError, TypeError, AttributeError):
-            raise UserError(f"{self.url} answered no chat completion: is the server OpenAI-compatible?") from None
+            raise _Unreadable(f"no chat completion: {_beginning(content)}") from None
         if thought and not self.template.reads_thoughts:  # half of what the target wrote would be lost
             raise UserError(f"{self.url} takes the thinking out of its answers: start it without a reasoning parser")
-        if reason not in ("stop", "length", "tool_calls"):
-            raise Refused(f"the server ended the answer with {reason!r}, not with stop or length")
+        _check_whole(reason, ("stop", "length", "tool_calls"))
         if (reason == "tool_calls" and not calls) or not (isinstance(text, str) or thought or calls):
             raise Refused("the server gave an answer without text, or without the tool calls that it ended with")
         message: Message = {"role": "assistant", "content": text or ""}
@@ -200,6 +220,17 @@ class Server:
         if tokens:
             message["tokens"] = tokens
         return Answer(message, reason, tokens), prompt_tokens, model
+
+
+def _check_whole(reason: Any, known: tuple[str, ...]) -> None:
+    if reason in BROKEN_OFF:
+        raise http.client.HTTPException(f"an answer that it broke off, with the reason {reason!r}")
+    if reason not in known:
+        raise Refused(f"the server ended the answer with {reason!r}, not with stop or length")
+
+
+def _beginning(content: bytes) -> str:
+    return " ".join(content[:1000].decode(errors="replace").split())[:200]
 
 
 def _sent(message: Message) -> Message:

@@ -106,6 +106,8 @@ class Imitation(ThreadingHTTPServer):
 class Handler(Quiet):
     def do_GET(self):
         if self.path == "/metrics":
+            if self.server.imitate == "dies uncounted" and self.server.answered > 2:
+                os._exit(3)
             with self.server.lock:
                 self.server.late -= 1
                 if self.server.late < 0:
@@ -143,7 +145,8 @@ class Handler(Quiet):
                     time.sleep(3)
                     return
             self.event({"choices": [{"index": 0, "text": "", "token_ids": piece, "finish_reason": None}]})
-        self.event({"choices": [{"index": 0, "text": "", "token_ids": [], "finish_reason": "length"}]})
+        ended = "abort" if server.imitate == "aborts" else "length"
+        self.event({"choices": [{"index": 0, "text": "", "token_ids": [], "finish_reason": ended}]})
         self.write(b"data: [DONE]\n\n")
         server.count(tokens)
         self.wfile.write(b"0\r\n\r\n")

@@ -97,7 +97,7 @@ def make_job(chosen: argparse.Namespace, contender: str, options: list[str]) -> 
         recipe=words,
         data=str(config.data_folder),
         store=str(config.store_dir),
-        target=str(Path(config.target.path).absolute()),
+        target=config.target.path if config.target.is_hub_id else str(Path(config.target.path).absolute()),
         out=str((chosen.out / slug).absolute()),
         shape=vars(shape_of(config.drafter, store, kept)),
         seed=config.seed,

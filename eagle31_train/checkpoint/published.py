@@ -90,7 +90,9 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
             raise UserError(f"weight_map of {INDEX} names no files ({error}): get it again") from None
         files = [folder / Path(name).name for name in sorted(set(places.values()))]
     if not files:
-        raise UserError("no *.safetensors there, and a pickle (pytorch_model.bin) is never opened: convert it")
+        if any(folder.glob("*.bin")):
+            raise UserError("no *.safetensors there, and a pickle (pytorch_model.bin) is never opened: convert it")
+        raise UserError("no *.safetensors there: get the rest of it, or one that has some (no pickle is ever opened)")
     tensors: dict[str, Tensor] = {}
     norms: dict[str, Tensor] = {}
     for file in files:

@@ -1,6 +1,8 @@
 """Answers: what a server is asked and what is made of it, and what in this process is no text."""
 
 import json
+from threading import Event
+from threading import enumerate as enumerate_threads
 from types import SimpleNamespace
 
 import pytest
@@ -53,6 +55,68 @@ def test_a_request_is_sent_again_until_there_is_a_whole_answer_as_late_as_the_se
     assert server.bodies == [body] * 5
     # Nothing comes before an answer is whole; a wait that ends sooner would end the run, at each try again.
     assert [Server(server.url, "m", chatml, tokens).timeout for tokens in (512, 16384)] == [600, 8192]
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        completion("ans", reason="abort"),
+        completion("ans", reason=None),
+        (424, b"failed"),
+        (200, b"<html>no backend</html>"),
+        (200, b'{"error": "out of memory"}'),
+    ],
+)
+def test_what_is_no_whole_answer_is_asked_again(server, chatml, monkeypatch, reply):
+    """vLLM ends what is under way with "abort" when it is stopped; proxies answer with pages of their own."""
+    monkeypatch.setattr(client.time, "sleep", lambda _: None)
+    asking, whole = Server(server.url, "m", chatml, 7), completion("answer")
+    replies = [whole, reply, reply, whole]
+    server.reply = lambda _: replies.pop(0)
+    answers = [asking.answer([ASK], 0.5, 11).message["content"] for _ in range(2)]
+    assert (answers, replies) == (["answer"] * 2, [])
+    server.reply = lambda _: (200, b"<html>no backend</html>")
+    assert "gives no answer (no chat completion: <html>no backend" in message_of(ask, server, chatml)
+    assert len(server.bodies) == 5, "one that has never answered is named at once"
+
+
+def test_a_server_that_hangs_is_left_for_one_that_answers(chatml, monkeypatch, capsys):
+    monkeypatch.setattr(client.time, "sleep", lambda _: None)
+    remote, asked = Remote(Config(name="t", target=TargetConfig(path="m"), data=REMOTE), chatml), []
+
+    def post(self, *_):
+        asked.append(self.base)
+        if self is hangs:
+            raise TimeoutError("timed out")
+        return completion("answer")[1]
+
+    hangs, _ = remote.servers
+    monkeypatch.setattr(Server, "_post", post)
+    outcomes = dict(remote._all({"a": [ASK]}, lambda server, messages: server.answer(messages, 0.5, 11)))
+    assert outcomes["a"].message["content"] == "answer"
+    assert asked.count(hangs.base) == client.HANGS
+    hangs = remote.servers[0]  # alone, it is waited for
+    assert "timed out" in message_of(lambda: dict(remote._all({"b": [ASK]}, lambda one, m: one.answer(m, 0.5, 11))))
+    assert asked.count(hangs.base) == 1 + client.TRIES
+
+
+def test_after_ctrl_c_nobody_waits_for_the_answers_under_way(chatml):
+    remote, asked, release = Remote(Config(name="t", target=TargetConfig(path="m"), data=REMOTE), chatml), [], Event()
+
+    def ask_it(_, request):
+        asked.append(request)
+        if request != 0:
+            release.wait(60)
+        return Answer(ASK, "stop", 1)
+
+    outcomes = remote._all({str(n): n for n in range(9)}, ask_it)
+    assert next(outcomes)[0] == "0"
+    with pytest.raises(KeyboardInterrupt):
+        outcomes.throw(KeyboardInterrupt)
+    assert all(server.given_up for server in remote.servers)
+    assert all(one.daemon for one in enumerate_threads() if one.name.endswith("(work)"))
+    release.set()
+    assert len(asked) <= 3
 
 
 def test_a_server_that_fails_on_some_prompts_each_time_is_asked_the_others(server, chatml, monkeypatch):

@@ -140,7 +140,7 @@ def test_a_token_after_words_of_the_template_ends_a_users_turn(tokenizer, betwee
 @pytest.mark.parametrize(
     ("text", "reason", "why"),
     [
-        ("What is", "abort", "24 the server ended the text with 'abort'"),
+        ("What is", "content_filter", "24 the server ended the answer with 'content_filter'"),
         (None, "stop", "24 the server gave no text"),
         ("", "stop", r"24 empty\)"),
         ("in this process", None, "24 .*positions"),  # for which a turn of 5,000 tokens has no room in the target

@@ -212,11 +212,13 @@ def test_a_server_that_never_answers_is_given_up_and_ends(tmp_path, monkeypatch)
         ("dies", r"ended with exit status 3 \(.*MemoryError: no room\): see .*/run/servers/none-0.log"),
         ("silent", "was silent for 0 s on prompt b"),
         ("'breaks off'", "broke off on prompt b"),
+        ("aborts", "ended its answer to prompt [abc] with 'abort'"),
+        ("'dies uncounted'", "ended with exit status 3"),
         ("uncounted", "this vLLM counts no vllm:spec_decode_num_drafts_total"),
     ],
 )
 def test_an_answer_that_cannot_be_had_ends_the_run(request, tmp_path, monkeypatch, imitate, said):
-    measured = request.getfixturevalue("launch" if imitate == "dies" else "measure")
+    measured = request.getfixturevalue("launch" if "dies" in imitate else "measure")
     if imitate == "silent":
         monkeypatch.setattr(server, "SILENCE_SECONDS", 0.3)
     assert re.search(said, message_of(measured, f"evaluate.vllm_args.imitate={imitate}"))

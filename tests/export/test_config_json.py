@@ -116,6 +116,16 @@ def test_configs_of_others_are_read_or_refused_by_name(one):
         published_config.check_served(one["config"])
 
 
+@pytest.mark.parametrize("inner", [False, True])
+def test_a_draft_with_code_of_its_own_is_not_given_to_vllm(inner):
+    """Which runs a draft's, too, where the target's is allowed."""
+    config = copy.deepcopy(next(one["config"] for one in FOUND if ("vllm" in one) == inner and "refused" not in one))
+    place = config["transformer_layer_config"] if inner else config
+    place["auto_map"] = {"AutoConfig": "evil.Evil"}
+    with pytest.raises(UserError, match="names Python code of its own"):
+        published_config.check_served(config)
+
+
 def test_what_vllm_could_not_load_is_refused_before_it_starts(tmp_path):
     """vLLM 0.32 stops over the width of fc; with the count that the line asks for, it does not."""
     (one,) = (copy.deepcopy(one) for one in FOUND if "vllm" in one)

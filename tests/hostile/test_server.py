@@ -97,8 +97,8 @@ def gives(content, status=200, endless=False):
     [
         (gives(b" " * 65536, endless=True), "answers without end"),
         (gives(b"x" * 65536, 500, endless=True), "gives no answer (HTTP 500 xxx"),
-        (gives(b'{"choices":' * 5000), "answered no chat completion"),
-        (gives(b"[" * 200 + b"]" * 200), "answered no chat completion"),
+        (gives(b'{"choices":' * 5000), "gives no answer (no chat completion"),
+        (gives(b"[" * 200 + b"]" * 200), "gives no answer (no chat completion"),
     ],
 )
 def test_what_has_no_end_is_no_answer(server, reply, said):

@@ -155,7 +155,7 @@ class _Servers:
             Server(command, port, log) as server,
             Progress(total=sum(map(len, self.sent.values())), desc=what, unit="request") as bar,
         ):
-            model = json.loads(server.get("/v1/models")[1])["data"][0]["id"]
+            model = json.loads(server.ask("/v1/models")[1])["data"][0]["id"]
             done = 0  # requests that this server has answered
             for users, some in self.sent.items():
                 asked = [replace(question, options={"model": model, **question.options}) for question in some]
@@ -206,7 +206,7 @@ def settled(server: Server, answered: int) -> Counter[str]:
     deadline = time.monotonic() + SETTLED_SECONDS
     before: Counter[str] | None = None
     while time.monotonic() < deadline:
-        status, text = server.get("/metrics")
+        status, text = server.ask("/metrics")
         now = report.parse(text)
         if now == before and now[report.FINISHED] >= answered:
             return now

@@ -97,6 +97,14 @@ class Server:
             status = self._keeper.wait(2 + 2 * GRACE_SECONDS if dying else 0)
             raise UserError(f"vLLM's server ended with exit status {status} ({self.last_words()}): see {self.log}")
 
+    def ask(self, path: str) -> tuple[int, str]:
+        """As `get`, of a server that has started; UserError if it has ended since, or is silent."""
+        try:
+            return self.get(path)
+        except (OSError, http.client.HTTPException) as error:
+            self.check(dying=True)
+            raise UserError(f"vLLM's server does not answer at {path} ({error!r}): see {self.log}") from None
+
     def get(self, path: str) -> tuple[int, str]:
         with closing(self.connect(60.0)) as connection:
             connection.request("GET", path)
@@ -204,4 +212,6 @@ def _ask(connection: http.client.HTTPConnection, question: Question) -> Answer:
         reason = choice.get("finish_reason") or reason
     if reason is None or not tokens:
         raise http.client.IncompleteRead(b"")
+    if reason not in ("stop", "length"):
+        raise UserError(f"vLLM ended its answer to prompt {question.id} with {reason!r}, not with stop or length")
     return Answer(question.prompt, tokens, sent, first, last)
