@@ -141,7 +141,7 @@ class Local:
         if finish_reason == "length":  # perhaps cut inside a character: up to the last whole one
             while ids and self.template.decode(ids).endswith(NO_CHARACTER):
                 ids = ids[:-1]
-        text = self.template.decode_after(prompt, ids)
+        text = self._text(job, prompt, ids)
         if NO_CHARACTER in text and self.template.encode(text) != ids:
             raise Refused(BROKEN)
         shown = self.template.decode(ids) == self.template.decode(ids, skip_special_tokens=True)
@@ -152,6 +152,17 @@ class Local:
         tokens = len(ids) + (finish_reason == "stop")
         message = to_message(self.template, job.messages, text, finish_reason, job.row.tools)
         return Answer({**message, "tokens": tokens}, finish_reason, len(ids))
+
+    def _text(self, job: Job, prompt: list[int], ids: list[int]) -> str:
+        """The text of an answer, with the space before it unless the template writes one itself."""
+        text, bare = self.template.decode_after(prompt, ids), self.template.decode(ids)
+        if text != bare:
+            with suppress(Refused):
+                turn = [*self.template.history(job.messages), {"role": "assistant", "content": bare}]
+                rendered = self.template.encode(self.template.render(turn, tools=job.row.tools))
+                if rendered[: len(prompt) + len(ids)] == [*prompt, *ids]:
+                    return bare
+        return text
 
 
 class Remote:

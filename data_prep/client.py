@@ -217,8 +217,7 @@ class Server:
         if calls:
             message["tool_calls"] = tool_calls(calls)
         check_text(message)
-        if tokens:
-            message["tokens"] = tokens
+        message["tokens"] = tokens  # 0 where the server does not count them
         return Answer(message, reason, tokens), prompt_tokens, model
 
 

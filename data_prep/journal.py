@@ -39,7 +39,8 @@ class Journal:
         """Whether the output is there. Its manifest stays until a new one replaces it."""
         if self.manifest.is_file():
             whole = provenance.whole(self.output.parent, self.manifest, made_from, overwrite, "eagle31 data")
-            if whole and self.path.exists():  # killed after the manifest, or the disk was full
+            # One that was killed after the manifest, or the disk was full; a later one is of another run, not finished.
+            if whole and self.path.exists() and self.path.stat().st_mtime_ns <= self.manifest.stat().st_mtime_ns:
                 with suppress(OSError), self.path.open("ab") as file:  # nobody's loss if it stays
                     self._hold(file)
                     self.path.unlink()

@@ -82,7 +82,7 @@ class Span:
     end: int  # the one behind its end-of-turn token
     content: str
     cut: bool  # the end-of-turn token is not the target's
-    tokens: int | None  # how many the target wrote, where that is known
+    tokens: int | None  # how many the target wrote: 0 if that is not known, None if it may not have written it
 
 
 def masked(template: ChatTemplate, text: str, spans: list[Span], max_length: int, keep_rest: bool) -> Sample:
@@ -101,7 +101,7 @@ def masked(template: ChatTemplate, text: str, spans: list[Span], max_length: int
             while end > first and not template.decode([tokens.ids[end - 1]]).strip():
                 end -= 1
         mask[first:end] = True
-        respelt += span.tokens not in (None, end - first)
+        respelt += span.tokens not in (None, 0, end - first)
     length = len(tokens.ids) if keep_rest else end
     stop = min(length, max_length)
     if not mask[:stop].any():
@@ -372,7 +372,10 @@ def _written(
                 raise Refused(UNCLOSED)
             if "tokens" not in message and _begins(template):  # else it is what the target went on with
                 end = prompt.rstrip().splitlines()[-1][-40:]
-                raise Refused(f"the generation prompt ends with {end!r}, and no such answer goes on from there")
+                raise Refused(
+                    f"the generation prompt ends with {end!r}, from where the target would not go on so; a turn that "
+                    'it wrote itself has "tokens": 0, or their number'
+                )
             return whole, message["content"], False
         except Refused as error:
             problem = error

@@ -16,7 +16,7 @@ import torch
 from eagle31_train.common.errors import UserError
 from eagle31_train.config import MLA_WIDTHS, DrafterConfig, DrafterShape, check_value, mla_widths
 from eagle31_train.model.drafter import Drafter
-from eagle31_train.model.rope import check_rope, frequencies, stretched, table_end
+from eagle31_train.model.rope import check_rope, frequencies, rope_parameters, stretched, table_end
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 # Targets of which SGLang 0.5.23 takes layer ids for outputs only where the first is 1, and else for inputs.
@@ -60,12 +60,12 @@ def sglang_problems(shape: DrafterShape, target_type: str, target_layers: int) -
     lacking = ["qk_norm", "norm_before_residual", "attention_bias", "mlp_bias", "parallel"]
     own_embedding = not shape.share_embedding and shape.hidden_size == shape.target_hidden_size
     as_wide = len(shape.aux_layers) * shape.target_hidden_size == shape.hidden_size
-    scaling = shape.rope_scaling or {}
+    scaling = rope_parameters(shape)
     given = "attention_factor" in scaling and not _plain_yarn(shape)
     miscounted = first != 2 and target_type.startswith(_COUNTED_BY_THE_FIRST)
     problems = {
         **{f"it has no drafters with {name}": getattr(shape, name) for name in lacking},
-        "it stretches RoPE of type dynamic in short contexts, too": scaling.get("rope_type") == "dynamic",
+        "it stretches RoPE of type dynamic in short contexts, too": scaling["rope_type"] == "dynamic",
         "it does not read rope_scaling.attention_factor": given,
         "it has no windows of a token's own key alone": shape.sliding_window == 1,
         "it has no MLA drafters of several layers": shape.architecture == "mla" and shape.num_layers > 1,
@@ -249,8 +249,8 @@ def oldest_vllm(shape: DrafterShape) -> str:
 
 def _plain_yarn(shape: DrafterShape) -> bool:
     """Whether a Llama drafter's YaRN, if it has one, makes cos and sin as much larger as its factor says by itself."""
-    scaling = shape.rope_scaling or {}
-    if scaling.get("rope_type") != "yarn":
+    scaling = rope_parameters(shape)
+    if scaling["rope_type"] != "yarn":
         return True
     return math.isclose(frequencies(shape, shape.head_dim)[1], 0.1 * math.log(scaling["factor"]) + 1)
 

@@ -14,7 +14,7 @@ from eagle31_train.store import format as files
 from eagle31_train.store.backends import Storage, at_once
 from eagle31_train.store.document import Document
 from eagle31_train.store.format import Line
-from eagle31_train.store.head import read_lines, read_tensors
+from eagle31_train.store.head import Problem, read_lines, read_tensors
 from eagle31_train.store.sealed import DamagedError, digest, seal
 from eagle31_train.store.shard import write_shard
 from eagle31_train.store.shard_plan import Plan, PlannedShard, shape_of
@@ -172,9 +172,10 @@ class StoreWriter:
         old = {shard.name: self.lines[shard.name].size for shard in missing if shard.name in self.lines}
 
         lines: dict[str, Line] = {}
+        problems: list[Problem] = []
 
         def complete() -> bool:
-            nonlocal missing, lines
+            nonlocal missing, lines, problems
             sizes = self.storage.sizes("shards") if old else {}  # before the lines: a shard's new line is after it
             names = set(self.storage.names("shards"))
             missing = [
@@ -184,15 +185,23 @@ class StoreWriter:
                 or (shard.name in old and sizes.get(shard.name) != old[shard.name] and not self._used_up(shard))
             ]
             if not missing:  # of a damaged line, too, the shard is made again
-                lines, _ = read_lines(self.storage, self.plan, awaited, self.id)
+                known = problems
+                lines, problems = read_lines(self.storage, self.plan, awaited, self.id)
+                if problems and not known:
+                    note(f"extract: {problems[0].text}: waiting for its process to make it anew", error=True)
                 missing = [shard for shard in awaited if shard.name not in lines]
             progress.update(len(awaited) - len(missing) - progress.n)
             return not missing or read_consumed(self.storage, self.id).finished
 
         what = "extract: waiting for the other processes' shards"
         with Progress(total=len(missing), desc="shards of the others", unit="shard", disable=not missing) as progress:
-            if missing:
-                wait(complete, what, self.patience, lambda: len(self.storage.names("shards")))
+            try:
+                if missing:
+                    wait(complete, what, self.patience, lambda: len(self.storage.names("shards")))
+            except UserError:
+                if not problems:
+                    raise
+                raise UserError(f"{problems[0].text}: {files.REMAKE}") from None
         if missing:
             return None
         self.lines |= lines

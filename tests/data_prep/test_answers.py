@@ -1,6 +1,7 @@
 """Answers: what a server is asked and what is made of it, and what in this process is no text."""
 
 import json
+from dataclasses import replace
 from threading import Event
 from threading import enumerate as enumerate_threads
 from types import SimpleNamespace
@@ -207,6 +208,10 @@ def test_a_space_before_the_answer_is_the_targets_own():
     ids = template.encode(" I am")
     assert template.decode(ids) == "I am"
     assert locally(template, ids, "stop") == " I am"
+    spaced = replace(
+        template, template=chat.replace("{{ m.content }}", "{{ ' ' if m.role == 'assistant' }}{{ m.content }}")
+    )
+    assert locally(spaced, ids, "stop") == "I am", "the template's own (Mistral 7B v0.2)"
 
 
 def test_an_answer_cut_inside_a_character_ends_before_it(chatml):

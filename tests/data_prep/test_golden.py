@@ -38,6 +38,8 @@ THINK = {"gpt_oss", "kimi", "qwen3"}
 
 
 def test_targets_that_may_think_are_told_of_short_answers(capsys):
+    assert not any(load(FAMILIES[family], {}).thinks for family in FAMILIES.keys() - THINK)
+
     def told(family: str, args: dict[str, object], **generate: int) -> bool:
         template = load(FAMILIES[family], args)
         stage._tell_of_thoughts(template, DataConfig(generate=GenerateConfig(**generate)))

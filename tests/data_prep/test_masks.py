@@ -230,7 +230,19 @@ def test_after_a_prompt_that_opens_a_thought_an_answer_closes_it_or_is_refused(t
     for template in (opens, both):
         ((_, sample),) = samples(template, [ASK, says("hm\n</think>\n\nyes")], 1000).samples
         assert template.decode(sample.input_ids[sample.loss_mask].tolist()) == "hm\n</think>\n\nyes<|im_end|>"
-    assert samples(words, [ASK, {**REPLY, "tokens": 5}], 1000).refused == [], "the target's own"
+    assert samples(words, [ASK, {**REPLY, "tokens": 0}], 1000).samples[0][1].respelt == 0, "the target's own"
+    # What begins no answer: a thought that is closed at once, also where the template writes half of it; white space.
+    half = "{{ m['role'] }}\n{{ '</think>' if m['role'] == 'assistant' else '' }}"
+    closed = {"assistant\n{% endif": "assistant\n<think></think>{% endif"}
+    for edits in (closed, {"{{ m['role'] }}\n": half, **closed}, {"assistant\n{% endif": "assistant \n\n{% endif"}):
+        template = with_template(chatml.tokenizer, edited(chatml.template, edits))
+        assert len(samples(template, [ASK, REPLY], 1000).samples) == 1
+
+
+def test_a_thought_with_which_an_answer_begins_is_learnt_as_it_stands(thinking):
+    """Though the template would write it with other white space, and an empty one before a plain answer."""
+    ((_, sample),) = samples(thinking, [ASK, says("<think>hm</think>yes")], 1000).samples
+    assert thinking.decode(sample.input_ids[sample.loss_mask].tolist()) == "<think>hm</think>yes<|im_end|>"
 
 
 def test_an_answer_about_tags_is_no_thought_where_the_template_writes_something_before_it():

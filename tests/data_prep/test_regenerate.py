@@ -1,6 +1,7 @@
 """Regeneration: in rounds, resumable, by the target in process or by a server, with thoughts and tools."""
 
 import json
+import os
 import re
 import threading
 from dataclasses import replace
@@ -124,7 +125,10 @@ def test_finished_answers_are_not_made_again_and_not_replaced_unasked(config, tm
         rows = run(config)
         assert output.read_text() == left
         patch.setattr(module, "answer_all", lambda *_: pytest.fail("answered again"))
-        journal.write_text("damaged\n")  # it could not be removed
+        journal.write_text("another's\n")
+        assert run(config) == rows
+        assert journal.read_text() == "another's\n"
+        os.utime(journal, ns=(0, 0))  # older than what was finished: it could not be removed
         assert run(config) == rows
         assert not journal.exists()
         assert "up to date" in capsys.readouterr().out

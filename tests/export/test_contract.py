@@ -27,13 +27,21 @@ def test_the_oldest_vllm_is_the_first_that_reads_all_switches():
             {"mscale": 1.0, "mscale_all_dim": 0.0},
         )
     ]
+    scaled.append(
+        replace(
+            TINY,
+            rope_scaling={
+                "type" if key == "rope_type" else key: value for key, value in scaled[1].rope_scaling.items()
+            },
+        )
+    )
     mla = [
         replace(TINY_MLA, fc_norm=norms, norm_output=norms, rope_scaling=scaling)
         for norms in (False, True)
         for scaling in (None, yarn)
     ]
     shapes = [TINY, windowed[0], replace(TINY, qk_norm=True), windowed[1], *scaled, *mla]
-    oldest = ["0.22", "0.22", "0.24", "0.26", "0.22", "0.31", "0.31", "0.22", "0.28", "0.22", "0.28", "0.23"]
+    oldest = ["0.22", "0.22", "0.24", "0.26", "0.22", "0.31", "0.31", "0.22", "0.31", "0.28", "0.22", "0.28", "0.23"]
     assert [contract.oldest_vllm(shape) for shape in shapes] == oldest
     [caveat] = set(contract.caveats(replace(TINY, aux_layers=[0, 2]))) - set(contract.caveats(TINY))
     assert caveat.endswith("serve this draft without --enforce-eager")

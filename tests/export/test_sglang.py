@@ -96,7 +96,10 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ({"rope_scaling": YARN}, None),
         ({"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}, None),
         ({"rope_scaling": YARN | {"attention_factor": 1.0}}, "does not read rope_scaling.attention_factor"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "stretches RoPE of type dynamic"),
+        *(
+            ({"rope_scaling": {key: "dynamic", "factor": 2.0}}, "stretches RoPE of type dynamic")
+            for key in ("type", "rope_type")
+        ),
         ({"aux_layers": [2, 9]}, "neither the embedding nor the last output"),
     ],
 )
