@@ -30,6 +30,8 @@ TRIES = 8  # a minute and a half of waits
 LONGEST_WAIT = 300.0  # seconds, however long a server asks to be left alone
 BUSY = (408, 409, 424, 425, 429, 500, 502, 503, 504)  # asked again
 HANGS = 2  # times in a row without any answer, after which another server is asked
+ABORTED = "an answer that it broke off"
+FAILS = ("HTTP 500", "HTTP 424", ABORTED)  # of a server that fails on some prompts, each time
 BROKEN_OFF = ("abort", "error", None)  # of an answer that a server which stops, or fails, did not end
 REFUSED = (400, 413, 422)  # this request's fault: a prompt past the context, or a filter's objection
 FAILURES = 8  # requests in a row, all tries of which a server that has answered others ends with HTTP 500
@@ -142,11 +144,11 @@ class Server:
                 self.failures = 0
                 return answer
             except _Unreadable as error:
-                problem = str(error)
+                problem, hung = str(error), 0
                 if self.failures == FAILURES:  # it has not answered yet: perhaps it is no such server
                     break
             except urllib.error.HTTPError as error:
-                problem = f"HTTP {error.code}"
+                problem, hung = f"HTTP {error.code}", 0
                 asked = error.headers.get("Retry-After") or ""  # seconds, or a date
                 wait = min(float(asked), LONGEST_WAIT) if asked.isdecimal() else 0.0
                 with suppress(OSError, http.client.HTTPException):
@@ -165,9 +167,7 @@ class Server:
             except ValueError:  # whose text would show the key
                 problem = "HTTP cannot carry its address, or the key in OPENAI_API_KEY"
                 break
-        if (
-            problem.startswith(("HTTP 500", "HTTP 424")) and self.failures < FAILURES
-        ):  # some servers fail on some prompts, each time
+        if problem.startswith(FAILS) and self.failures < FAILURES:  # some servers fail on some prompts, each time
             self.failures += 1
             raise Failed(f"the server fails on it: {problem}")
         raise NoAnswer(f"{url} gives no answer ({problem}): check data.generate.server and .model")
@@ -223,7 +223,7 @@ class Server:
 
 def _check_whole(reason: Any, known: tuple[str, ...]) -> None:
     if reason in BROKEN_OFF:
-        raise http.client.HTTPException(f"an answer that it broke off, with the reason {reason!r}")
+        raise http.client.HTTPException(f"{ABORTED}, with the reason {reason!r}")
     if reason not in known:
         raise Refused(f"the server ended the answer with {reason!r}, not with stop or length")
 

@@ -180,10 +180,12 @@ def check_served(config: Fields) -> None:
     """UserError for a Llama or MLA draft that vLLM 0.32 cannot load: it does not count layer ids at the top level."""
     _check_types(config)
     layer, flags, _ = _flatten(config)
-    if "auto_map" in {**layer, **flags}:
+    nested = config.get("transformer_layer_config") or {}
+    code = [one.get("auto_map") for one in (config, nested)]
+    if any(isinstance(one, dict) and "AutoConfig" in one for one in code):
         raise UserError(
             "config.json names Python code of its own (auto_map), which vLLM would run where the target's is allowed "
-            "(target.trust_remote_code): remove auto_map from a copy of it"
+            "(target.trust_remote_code): remove that from a copy of it"
         )
     ids, inner = flags.get(LAYER_IDS), (flags.get("eagle_config") or {}).get(LAYER_IDS)
     count = flags.get("num_aux_hidden_states") or (len(inner) if inner else 3)

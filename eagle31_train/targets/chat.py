@@ -15,7 +15,7 @@ from eagle31_train.common.errors import Refused, UserError, first_line
 from eagle31_train.config import TargetConfig
 from eagle31_train.rows.formats import Message, Tool, arguments
 from eagle31_train.targets.chat_template import templates_of
-from eagle31_train.targets.markup import EMPTY_THOUGHT, MARKUP, OPEN, apart
+from eagle31_train.targets.markup import CLOSE, EMPTY_THOUGHT, MARKUP, OPEN, apart
 from eagle31_train.targets.pretrained import end_ids, load_tokenizer
 
 MARK = "the-{}-says"  # what stands in for a message, to see what the template puts around it
@@ -42,8 +42,9 @@ class ChatTemplate:
     @property
     def thinks(self) -> bool:
         """Whether answers may begin with a thought: it knows of them, and its generation prompt ends no empty one."""
-        prompt = self.render([{"role": "user", "content": "Hello"}], add_generation_prompt=True)
-        return (self.reads_thoughts or OPEN in self.template) and not re.search(rf"{EMPTY_THOUGHT}\s*$", prompt)
+        prompt = self.render([{"role": "user", "content": "Hello"}], add_generation_prompt=True).rstrip()
+        closed = prompt.endswith(CLOSE) or re.search(rf"{EMPTY_THOUGHT}$", prompt)
+        return (self.reads_thoughts or OPEN in self.template) and not closed
 
     @property
     def reads_tools(self) -> bool:

@@ -120,13 +120,14 @@ def test_after_ctrl_c_nobody_waits_for_the_answers_under_way(chatml):
     assert len(asked) <= 3
 
 
-def test_a_server_that_fails_on_some_prompts_each_time_is_asked_the_others(server, chatml, monkeypatch):
+@pytest.mark.parametrize("failure", [(500, b"broken"), completion("ans", reason="error")])
+def test_a_server_that_fails_on_some_prompts_each_time_is_asked_the_others(server, chatml, monkeypatch, failure):
     monkeypatch.setattr(client.time, "sleep", lambda _: None)
     asking, answers = Server(server.url, "m", chatml, 7), server.reply
     outcomes = []
 
     def ask_it(fails):
-        server.reply = (lambda _: (500, b"broken")) if fails else answers
+        server.reply = (lambda _: failure) if fails else answers
         try:
             outcomes.append(type(asking.answer([ASK], 0.5, 11)))
         except (NoAnswer, Refused) as error:

@@ -1,5 +1,7 @@
 """What is learnt of conversations in the formats of seven families, piece by piece, as golden/*.yaml has it."""
 
+from dataclasses import replace
+
 import pytest
 from families import FAMILIES, by_pieces, load, row_of
 
@@ -48,6 +50,11 @@ def test_targets_that_may_think_are_told_of_short_answers(capsys):
     assert {family for family in FAMILIES if told(family, {})} == THINK
     assert not told("qwen3", {"enable_thinking": False})
     assert not told("qwen3", {}, max_new_tokens=4096)
+    qwen3 = load(FAMILIES["qwen3"], {})
+    for end in ("</think>", "<|channel>thought\n<channel|>"):  # DeepSeek V4's, Gemma 4's
+        text = qwen3.template.replace("<|im_start|>assistant\\n", f"<|im_start|>assistant\\n{end}")
+        assert text != qwen3.template
+        assert not replace(qwen3, template=text).thinks
 
 
 CHAIN = ("kimi", 6)  # thoughts, two calls at once, results, an answer, and a further turn

@@ -116,14 +116,19 @@ def test_configs_of_others_are_read_or_refused_by_name(one):
         published_config.check_served(one["config"])
 
 
-@pytest.mark.parametrize("inner", [False, True])
-def test_a_draft_with_code_of_its_own_is_not_given_to_vllm(inner):
+@pytest.mark.parametrize("speculators", [False, True])
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_draft_with_code_of_its_own_is_not_given_to_vllm(speculators, nested):
     """Which runs a draft's, too, where the target's is allowed."""
-    config = copy.deepcopy(next(one["config"] for one in FOUND if ("vllm" in one) == inner and "refused" not in one))
-    place = config["transformer_layer_config"] if inner else config
-    place["auto_map"] = {"AutoConfig": "evil.Evil"}
+    served = [one["config"] for one in FOUND if "refused" not in one and "vllm" not in one]
+    layered = [one for one in served if "transformer_layer_config" in one]
+    config = copy.deepcopy((layered if speculators or nested else served)[0])
+    (config["transformer_layer_config"] if nested else config)["auto_map"] = code = {"AutoConfig": "evil.Evil"}
     with pytest.raises(UserError, match="names Python code of its own"):
         published_config.check_served(config)
+    code.clear()
+    code[""] = "config.Eagle3SpeculatorConfig"  # speculators', which vLLM does not run
+    published_config.check_served(config)
 
 
 def test_what_vllm_could_not_load_is_refused_before_it_starts(tmp_path):
