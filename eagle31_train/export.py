@@ -87,7 +87,7 @@ def export(config: Config) -> None:
             ours = (file for file in (run / "export").rglob("*") if file.is_file())
             files = artifacts.list_files(run, (file for file in ours if file not in theirs))
             record = made_from.record(files=files, checkpoint=fingerprint)
-            record["serve"] = recipe.serve_command(config, str(run / "export"))
+            record["serve"] = recipe.serve_command(config, recipe.HERE)  # the run's folder may be moved
             artifacts.write_json(run / EXPORTED, record | {"seconds": round(time.monotonic() - started, 1)})
         note(f"export: wrote {run / 'export'}")
     for caveat in card.caveats_of(shape, data, config.export_weights):

@@ -175,13 +175,22 @@ def main() -> None:
     parser.add_argument("--until", dest="last", choices=STAGES, default=STAGES[-1])
     parser.add_argument("--profile", choices=PROFILES)
     ends, words = parser.parse_known_args()
-    cli.run(
-        lambda config: run(config, cli.with_recipe([word for word in words if word != "--cfg"]), **vars(ends)),
-        __doc__ or "",
-        argv=words,
-        before="[--from STAGE] [--until STAGE] [--profile PROFILE] ",
-        resolve=False,  # each stage does
-    )
+    before = signal.signal(signal.SIGTERM, _stop)
+    try:
+        cli.run(
+            lambda config: run(config, cli.with_recipe([word for word in words if word != "--cfg"]), **vars(ends)),
+            __doc__ or "",
+            argv=words,
+            before="[--from STAGE] [--until STAGE] [--profile PROFILE] ",
+            resolve=False,  # each stage does
+        )
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _stop(*_: object) -> None:
+    """Between stages; while one runs, `finished` has another handler."""
+    raise Stopped("run: stopped; the same command goes on from there")
 
 
 if __name__ == "__main__":

@@ -55,7 +55,9 @@ def summarise(config: Config) -> None:
         "trained on": f"{trained['tokens']:,} tokens ({trained['pairs']:,} predictions) in {steps}",
         "seconds": "   ".join(f"{stage} {spent:,.0f}" for stage, spent in seconds.items() if spent is not None),
         "checkpoint": str(run_dir / "export"),
-        "serve it": exported.get("serve") or recipe.serve_command(config, str(run_dir / "export")),
+        "serve it": (exported.get("serve") or recipe.serve_command(config, recipe.HERE)).replace(
+            recipe.HERE, str(run_dir / "export")
+        ),
     }
     body = [f"{name:<17}  {value}" for name, value in rows.items()]
     note("\n".join([f"{config.name}: an EAGLE drafter for {config.target.path}", "-" * 100, *body, "-" * 100]))

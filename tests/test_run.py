@@ -212,6 +212,14 @@ def test_a_sigterm_is_passed_on_to_the_stage(stage, handlers):
     assert signal.getsignal(signal.SIGTERM) is die
 
 
+def test_a_sigterm_between_stages_stops_the_run(started, handlers, monkeypatch, capsys):
+    monkeypatch.setattr(run, "check_inputs", lambda *_: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(SystemExit) as ended:
+        started("+experiment=smollm2")
+    assert ended.value.code == STOPPED
+    assert "run: stopped; the same command goes on from there" in capsys.readouterr().err
+
+
 def test_a_killed_stage_is_said_and_its_status_is_a_shells(monkeypatch, capsys):
     monkeypatch.setattr(run, "command", lambda *_: ([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], 1))
     config = cli.load_config(["target.path=target", "data.prompts=self"])
@@ -273,6 +281,8 @@ def test_the_launcher_ends_as_the_training_that_failed_first(monkeypatch, capsys
 
 def test_a_recipe_of_ones_own_begins_as_the_recipe_for_any_target(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    new.main(["007"])
+    assert cli.load_config(["+experiment=007.yaml", "target.path=x"]).name == "007", "no number of YAML's"
     new.main(["mine"])
     mine, other = (cli.load_config([f"+experiment={recipe}", "target.path=x"]) for recipe in ("mine.yaml", "any"))
     assert (mine.train, mine.store) == (other.train, other.store)

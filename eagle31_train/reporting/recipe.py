@@ -18,6 +18,7 @@ from eagle31_train.evaluation.serving.engine import DRAFTED, flags, speculation,
 from eagle31_train.reporting.markdown import public
 from eagle31_train.targets import embedded
 
+HERE = "{export}"  # in a recorded command: the folder, wherever it lies now
 EVALUATE, COMPARE = "eagle31 evaluate", "eagle31 compare"
 SGLANG = {"tensor_parallel_size": "tp_size"}  # where it has another name for an argument than vLLM
 # Options that say where things go or whether to upload, not what is made.

@@ -246,6 +246,7 @@ def test_the_card_tells_of_the_smaller_drafter_alone(run, capsys):
     summary.summarise(run.config(*SMALL, "evaluate.num_speculative_tokens=1"))
     (served,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("serve it")]
     assert served in told, "as it was exported, whatever this command says"
+    assert f"{run.folder}/export" in served
     summary.summarise(run.config(*SMALL, "target.path=elsewhere"))
     assert re.search(r"was trained for .*, and target\.path is elsewhere", capsys.readouterr().out)
     with pytest.raises(UserError, match="smaller than what was trained"):  # a comparison serves what it measures
