@@ -34,8 +34,7 @@ ABORTED = "an answer that it broke off"
 FAILS = ("HTTP 500", "HTTP 424", ABORTED)  # of a server that fails on some prompts, each time
 BROKEN_OFF = ("abort", "error", None)  # of an answer that a server which stops, or fails, did not end
 REFUSED = (400, 413, 422)  # this request's fault: a prompt past the context, or a filter's objection
-FAILURES = 8  # requests in a row, all tries of which a server that has answered others ends with HTTP 500
-
+FAILURES = 8  # requests in a row, all tries of which a server that has answered others ends so
 
 Whole = TypeVar("Whole")
 

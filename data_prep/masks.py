@@ -15,7 +15,6 @@ as the message it was made from (markup.py), or the turn is refused by name.
 
 import re
 import unicodedata
-from bisect import bisect_left
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -23,13 +22,13 @@ from itertools import takewhile
 import numpy as np
 from numpy.typing import NDArray
 
+from data_prep.tokens import INSIDE, Tokens
 from eagle31_train.common.errors import Refused
 from eagle31_train.rows.formats import Message, Tool
 from eagle31_train.targets import markup
 from eagle31_train.targets.chat import ChatTemplate
 from eagle31_train.targets.markup import CLOSE, EMPTY_THOUGHT, OPEN, apart
 
-INSIDE = "a boundary inside a token"
 NO_END = "no end-of-turn token after the answer"
 NO_ANSWER = "no assistant turn"
 UNCLOSED = "the generation prompt opens a thought that the answer does not close"
@@ -110,7 +109,7 @@ def masked(template: ChatTemplate, text: str, spans: list[Span], max_length: int
     return Sample(ids, mask[:stop], length > max_length, sum(span.cut for span in spans), respelt)
 
 
-def supervised(template: ChatTemplate, tokens: "Tokens", start: int, end: int, content: str) -> tuple[int, int]:
+def supervised(template: ChatTemplate, tokens: Tokens, start: int, end: int, content: str) -> tuple[int, int]:
     """Tokens [first, last) of an answer at characters [start, end); `last` is its end-of-turn token."""
     first, stop = tokens.boundary(start), tokens.boundary(end)
     ends = [i for i in range(first, stop) if tokens.ids[i] in template.end_ids]
@@ -138,82 +137,6 @@ def supervised(template: ChatTemplate, tokens: "Tokens", start: int, end: int, c
 def _same(left: str, right: str) -> bool:
     # Tokenizers may normalise to NFC; nothing else is forgiven.
     return unicodedata.normalize("NFC", left) == unicodedata.normalize("NFC", right)
-
-
-class Tokens:
-    """Rendered text, its tokens, and the way from characters to tokens; Refused where the ids decode to another text.
-
-    Fast tokenizers report where each token stands. For the others, added tokens (turn markers and the like) stand in
-    the text as they are spelt, what lies between two of them is decoded as one piece, and the pieces must add up to the
-    text. A place inside a piece is found by encoding that piece up to it.
-    """
-
-    def __init__(self, template: ChatTemplate, text: str) -> None:
-        self.template, self.text = template, text
-        self.offsets: list[tuple[int, int]] | None = None
-        if template.tokenizer.is_fast:
-            encoding = template.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-            self.ids: list[int] = list(encoding["input_ids"])
-            self.offsets = list(encoding["offset_mapping"])
-        else:
-            self.ids = template.encode(text)
-            self.pieces = self._pieces()
-
-    def _pieces(self) -> dict[int, int]:
-        """The first token and character of every added token and of every stretch between them."""
-        added, pieces, char, token = self.template.added, {}, 0, 0
-        while token < len(self.ids):
-            end = token + 1
-            if self.ids[token] in added:
-                spelling = added[self.ids[token]]
-            else:
-                while end < len(self.ids) and self.ids[end] not in added:
-                    end += 1
-                spelling = self.template.decode(self.ids[token:end])
-            if not self.text.startswith(spelling, char):
-                break
-            pieces[token] = char
-            char, token = char + len(spelling), end
-        if char != len(self.text) or token != len(self.ids):
-            raise Refused("the tokenizer does not give back the text that it was given")
-        return pieces
-
-    def boundary(self, char: int) -> int:
-        """How many tokens lie before character `char`; Refused where one lies across it."""
-        if char >= len(self.text):
-            return len(self.ids)
-        if self.offsets is not None:
-            count = bisect_left(self.offsets, (char, 0))
-            if count and self.offsets[count - 1][1] > char:
-                raise Refused(INSIDE)
-            return count
-        token, start = max(entry for entry in self.pieces.items() if entry[1] <= char)
-        if start == char:
-            return token
-        before = self.template.encode(self.text[start:char])
-        if self.ids[token : token + len(before)] != before or self.ids[token] in self.template.added:
-            raise Refused(INSIDE)
-        return token + len(before)
-
-    def text_between(self, first: int, last: int) -> str:
-        """What tokens [first, last) add to the text before them."""
-        # Some tokenizers spell a token differently at the start of a text: from the added token before them.
-        start = self._marker_before(first)
-        before = self.template.decode(self.ids[start:first])
-        whole = self.template.decode(self.ids[start:last])
-        if not whole.startswith(before):
-            raise Refused(INSIDE)
-        return whole[len(before) :]
-
-    def is_prompt(self, first: int, char: int) -> bool:
-        """Whether tokens [0, first) are those of the first `char` characters by themselves, as serving has them."""
-        start = self._marker_before(first)
-        begin = self.pieces[start] if self.offsets is None else self.offsets[start][0]
-        return self.template.encode(self.text[begin:char]) == self.ids[start:first]
-
-    def _marker_before(self, token: int) -> int:
-        """The last added token before `token`; 0 if there is none."""
-        return next((i for i in range(token - 1, 0, -1) if self.ids[i] in self.template.added), 0)
 
 
 # ---------------------------------------------------------------- the whole conversation

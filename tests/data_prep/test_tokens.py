@@ -9,7 +9,8 @@ import pytest
 from families import FAMILIES, by_pieces, row_of
 from made import message_of
 
-from data_prep.masks import Tokens, samples
+from data_prep.masks import samples
+from data_prep.tokens import Tokens
 from eagle31_train.common.errors import Refused
 from eagle31_train.config import TargetConfig
 from eagle31_train.targets.chat import ChatTemplate
