@@ -149,34 +149,16 @@ def steps(drafter: Drafter, target_ids: Tensor, trajectory: Trajectory, depth: i
         for slots in (torch.arange(N), torch.arange(first, N))
     )
     layers = [MarkedLayer(layer, kinds(positions, prompt) if drift else None) for layer in drafter.stack]
-    *below, last = layers
-
-    # As in training: step 0 of every position in the layers below the last; from there on, slots alone.
-    g = h = drafter.fuse(plain(trajectory.aux[:N]))
-    read = _beside(drafter, tokens)
-    for layer in below:
-        layer.keep_context(h, read, positions)
-        h = layer.finish(*layer.attend(h, read, positions, every))
-        layer.shares = layer.shares[first:]
-        read = applied_to
-    last.keep_context(h, read, positions)
-    g, h, tokens, positions = g[first:], h[first:], tokens[first:], positions[first:]
-
-    for k in range(depth):
-        read = _beside(drafter, tokens)
-        for layer in below:
-            if k > 0:
-                h = layer.finish(*layer.attend(h, read, positions + k, layout, own=True))
-            read = applied_to
-        h = last.finish(*last.attend(h, read, positions + k, layout, own=k > 0))
-        z = drafter.norm(h)
+    newest = tokens[first:]  # what the slots read: at step 0 the target's tokens, then those that were drafted last
+    reads = (_beside(drafter, newest) for _ in range(depth))
+    aux, slots, following = plain(trajectory.aux[:N]), positions[first:], _beside(drafter, tokens)
+    for g, z in drafter.unroll(layers, aux, positions, slots, (every, layout), following, reads):
         choice, entropy = _read_out(drafter, z, drift)
-        tokens = target_ids[choice]
-        yield Step(tokens, g, z, torch.cat([layer.shares for layer in layers], 1), entropy)
-        g = drafter.feedback(h, z)
-        if drafter.shape.parallel:
-            tokens, g = drafter.mask()
-        h = g
+        drafted = target_ids[choice]
+        # At step 0 the layers below the last have shares of all positions.
+        shares = torch.cat([layer.shares[-len(slots) :] for layer in layers], 1)
+        yield Step(drafted, g, z, shares, entropy)
+        newest = drafter.mask_token() if drafter.shape.parallel else drafted
 
 
 class MarkedLayer(AttendingLayer):

@@ -119,12 +119,12 @@ class DraftDecoder:
         drafter, top, B, masks = self.drafter, self._caches[-1], len(x), count - 1
         steps = torch.arange(count, device=x.device)
         if masks:
-            token, state = drafter.mask()
             rows = torch.arange(B, device=x.device).repeat_interleave(masks)
             positions = (ends[:, None] + steps[:-1]).flatten()
             behind = [length + masks for length in self.lengths]
             attend = partial(Cache.attend_each, positions=positions, counts=[masks] * B, ends=behind)
-            embedded, states = (one.expand(B * masks, -1) for one in (drafter.embed(token), state))
+            each = drafter.embed(drafter.mask_token()), drafter.mask_state()
+            embedded, states = (one.expand(B * masks, -1) for one in each)
             later = self._through(embedded, states, rows, positions, attend)
             x, residual = (
                 torch.cat([newest[:, None], others.unflatten(0, (B, masks))], 1).flatten(0, 1)

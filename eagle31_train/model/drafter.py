@@ -16,7 +16,7 @@ At step 0 every position needs a key and a value in every layer. So the layers b
 step 0, and only slots from step 1 on. The last layer, usually the only one, computes only slots.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -118,12 +118,15 @@ class Drafter(nn.Module):
     def _columns(self, weight: Tensor) -> Tensor:
         return weight.new_tensor(self.fc_input_scale).repeat_interleave(self.shape.target_hidden_size)
 
-    def mask(self) -> tuple[Tensor, Tensor]:
-        """What every slot of a parallel drafter reads at steps 1, 2, …: token [1] int64 and state g [1, D]."""
+    def mask_token(self) -> Tensor:
+        """The token [1] int64 that every slot of a parallel drafter reads at steps 1, 2, …"""
         token = self.shape.ptd_token_id
         assert token is not None, "contract.check_shape refuses a parallel drafter without"
-        tokens = self.mask_hidden.new_full((1,), token, dtype=torch.int64)
-        return tokens, self.fuse(plain(self.mask_hidden.view(1, len(self.shape.aux_layers), -1)))
+        return self.mask_hidden.new_full((1,), token, dtype=torch.int64)
+
+    def mask_state(self) -> Tensor:
+        """The state g [1, D] beside it."""
+        return self.fuse(plain(self.mask_hidden.view(1, len(self.shape.aux_layers), -1)))
 
     def feedback(self, h: Tensor, z: Tensor) -> Tensor:
         """The state that the next step reads, from this step's pre-norm h and post-norm z, if not parallel."""
@@ -131,39 +134,67 @@ class Drafter(nn.Module):
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """All K steps of every slot of a packed batch: outputs z [K, S, D]; mean RMS [K] of the states g_k."""
-        run = checkpointed if self.recompute else call
         exchange, layout, everywhere = self._sharing(batch)
-        *below, last = (AttendingLayer(layer, run, self.fused, exchange) for layer in self.stack)
+        run = checkpointed if self.recompute else call
+        stack = [AttendingLayer(layer, run, self.fused, exchange) for layer in self.stack]
         ids, steps_read, of_step = batch.ids, batch.read, list(batch.reads)
         if self.shape.parallel:  # the mask token comes last, once for all slots
-            mask_token, mask_state = self.mask()
+            mask_token = self.mask_token()
             ids, steps_read = torch.cat([ids, mask_token]), F.pad(steps_read, (0, 1), value=len(ids))
             of_step[1:] = [torch.full_like(mask_token, len(batch.read))] * (batch.ttt_length - 1)
-        tokens = TokenHalf(self.midlayer, self.embed(ids), steps_read, all_queries=bool(below))
-        slots, positions = batch.slot_rows, batch.positions
+        tokens = TokenHalf(self.midlayer, self.embed(ids), steps_read, all_queries=len(stack) > 1)
+        following: Read = partial(tokens.context, batch.following)
+        reads = (partial(tokens.step, read) for read in of_step)
 
+        layouts = everywhere, layout
+        outputs, rms = [], []
+        for g, z in self.unroll(stack, batch.aux, batch.positions, batch.slot_rows, layouts, following, reads):
+            rms.append(g.detach().float().square().mean(-1).sqrt().sum() / max(len(g), 1))  # no slot: 0, not NaN
+            outputs.append(z)
+        return torch.stack(outputs), torch.stack(rms)
+
+    def unroll(
+        self,
+        stack: Sequence["AttendingLayer"],
+        aux: Encoded,
+        positions: Tensor,
+        slots: Tensor,
+        layouts: tuple[Layout, Layout],
+        following: Read,
+        reads: Iterable[Read],
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """The recurrence: of each step k, the states g_k that the slots read and their outputs z_k, [S, D] each.
+
+        Args:
+            stack: the layers, with nothing kept.
+            aux: [C, A, H] the target's states at every position up to the last slot.
+            positions: [C] int64, within the document.
+            slots: [S] int64 into [C].
+            layouts: of all positions; of the slots.
+            following: how the first layer reads the states of all positions: beside the tokens that follow them.
+            reads: of each step, how it reads those of the slots; the next is drawn once a step's outputs are known.
+        """
+        *below, last = stack
+        everywhere, layout = layouts
         # Step 0: keys and values of every position up to the last slot. Then only slots.
-        g = h = self.fuse(batch.aux)  # [C, D]
-        read: Read = partial(tokens.context, batch.following)
+        g = h = self.fuse(aux)  # [C, D]
+        read = following
         for layer in below:
             layer.keep_context(h, read, positions)
-            h = run(layer.finish, *layer.attend(h, read, positions, everywhere))
+            h = layer.finish(*layer.attend(h, read, positions, everywhere))
             read = applied_to
         last.keep_context(h, read, positions)
         g, h, positions = g.index_select(0, slots), h.index_select(0, slots), positions[slots]
 
-        outputs, rms = [], []
-        for k in range(batch.ttt_length):
-            rms.append(g.detach().float().square().mean(-1).sqrt().sum() / max(len(g), 1))  # no slot: 0, not NaN
-            read = partial(tokens.step, of_step[k])
+        mask_state = self.mask_state() if self.shape.parallel else None
+        for k, read in enumerate(reads):
             for layer in below:
                 if k > 0:  # step 0 of every position: above
-                    h = run(layer.finish, *layer.attend(h, read, positions + k, layout, own=True))
+                    h = layer.finish(*layer.attend(h, read, positions + k, layout, own=True))
                 read = applied_to
-            h, z = run(self._answer, *last.attend(h, read, positions + k, layout, own=k > 0))
-            outputs.append(z)
-            g = h = mask_state if self.shape.parallel else self.feedback(h, z)
-        return torch.stack(outputs), torch.stack(rms)
+            h, z = last.run(self._answer, *last.attend(h, read, positions + k, layout, own=k > 0))
+            yield g, z
+            g = h = self.feedback(h, z) if mask_state is None else mask_state
 
     def _sharing(self, batch: Batch) -> tuple[Exchange | None, Layout, Layout]:
         """How step-0 keys reach other ranks; the layout of the slots; the layout of all positions."""
@@ -194,15 +225,15 @@ class AttendingLayer:
     def __init__(
         self, layer: Layer, run: Callable[..., Any], fused: bool = False, exchange: Exchange | None = None
     ) -> None:
-        self._layer, self._run, self._exchange = layer, run, exchange
+        self._layer, self.run, self._exchange = layer, run, exchange
         self._attention = partial(unrolled_attention, fused=fused, window=layer.self_attn.window)
-        self.finish = layer.finish
+        self.finish = partial(run, layer.finish)
         self._own_k: list[Tensor] = []
         self._own_v: list[Tensor] = []
 
     def keep_context(self, states: Tensor, read: Read, positions: Tensor) -> None:
         """Compute and keep the step-0 keys and values of every position, from the layer's input states [C, D]."""
-        self._k0, self._v0 = self._run(self._keys_values, states, read, positions)
+        self._k0, self._v0 = self.run(self._keys_values, states, read, positions)
         if self._exchange is not None:
             self._k0, self._v0 = self._exchange.keys_values(self._k0, self._v0)
 
@@ -212,7 +243,7 @@ class AttendingLayer:
         """Attention of one step, for the slots of a layout: states [S, D], or [1, D] if all are the same → the residual
         in the same shape, and attention's output [S, h, dv]. own: also keep the slots' keys and values of this step;
         those of step 0 are in the context."""
-        q, residual, *key_value = self._run(self._ask, states, read, positions, own)
+        q, residual, *key_value = self.run(self._ask, states, read, positions, own)
         if own:
             key, value = key_value
             self.keep_own(key, value.expand(len(key), -1, -1))

@@ -121,7 +121,7 @@ MISTAKES = {  # shape, whose method, and what is called in its place
     "positions stand": ({}, "attention", "queries", lambda right, x, at: right(x, at.clamp(max=8))),
     "positions stand, parallel": (PARALLEL, "attention", "queries", lambda right, x, at: right(x, at.clamp(max=8))),
     "blind to own steps": ({}, "cache", "attend", lambda right, x, at, lengths: right(x, at, [9] * len(lengths))),
-    "another mask token": (PARALLEL, "drafter", "mask", lambda right: (right()[0] - 1, right()[1])),
+    "another mask token": (PARALLEL, "drafter", "mask_token", lambda right: right() - 1),
     "mask rows one too far": (PARALLEL, "cache", "write", lambda right, x, rows, at: right(x, rows, at + 1)),
     "blind to other mask rows": (PARALLEL, "cache", "write", lambda right, x, rows, at: None),
 }

@@ -137,9 +137,9 @@ def norm_before_fc_after_fc_norm(_, self, aux):
     return self.fc(self.input_norm(torch.cat(states, -1)))
 
 
-def other_mask(change):
+def other_mask(part, change):
     """Of a parallel drafter, another token or state than the mask's."""
-    return instead_of(drafter.Drafter, "mask")(lambda right, self: change(self, *right(self)))
+    return instead_of(drafter.Drafter, f"mask_{part}")(lambda right, self: change(self, right(self)))
 
 
 def mask_rows_beside_the_texts_tokens(monkeypatch):
@@ -164,11 +164,11 @@ OF_LAYERS = [own_keys_in_the_first_layer_alone, upper_layers_keep_their_normed_i
 OF_LAYERS += [upper_layers_read_the_slots_state_of_step_0, heads_normed_after_their_rotation]
 OF_LAYERS += [norm_before_fc_after_fc_norm]
 OF_PARALLEL = {
-    "a mask state that is normed as an output": other_mask(lambda self, token, g: (token, self.norm(g))),
-    "another token than the mask's": other_mask(lambda self, token, g: (token - 1, g)),
+    "a mask state that is normed as an output": other_mask("state", lambda self, g: self.norm(g)),
+    "another token than the mask's": other_mask("token", lambda _, token: token - 1),
     "the text's tokens beside the mask's state": mask_rows_beside_the_texts_tokens,
-    "a mask state that never learns": other_mask(lambda self, token, g: (token, g.detach())),
-    "mask_hidden past fc_norm": other_mask(lambda self, token, g: (token, self.fc(self.mask_hidden))),
+    "a mask state that never learns": other_mask("state", lambda _, g: g.detach()),
+    "mask_hidden past fc_norm": other_mask("state", lambda self, _: self.fc(self.mask_hidden)),
     "mask rows that do not see each other": mask_rows_that_see_no_other,
     "mask rows all at the slot's position": positions_that_stand_still,
 }
