@@ -163,7 +163,7 @@ class Speculator:
         aux, logits = self.target.read([ids], 1)
         decoder = DraftDecoder(self.drafter, self.target_ids, len(ids) + count)
         decoder.extend(aux[0], torch.tensor([*ids[1:], int(logits[0, -1].argmax())], device=self.target.device))
-        return decoder.draft(count)
+        return decoder.propose(count)[0].tolist()
 
     @torch.inference_mode()
     def generate(self, prompt: Prompt, num_speculative_tokens: int = 3, max_new_tokens: int = 128) -> Generation:

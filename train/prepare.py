@@ -230,7 +230,9 @@ def complete_training(
 def launch_processes(config: Config, data: Inputs) -> Accelerator:
     """The processes of the launch: they are what was asked for, and every one trains the same."""
     accelerator = launch.make_accelerator(config, Path(config.run_dir) / "train")
-    launch.check_alike(accelerator, data.made_from.inputs, config, data.measured_on, data.train_split.counted)
+    launch.check_alike(
+        accelerator, data.made_from.inputs, config, data.measured_on, data.train_split.supervised is not None
+    )
     for problem in unserved(data.shape):  # before hours are spent
         say(f"train: NOT SERVED: {problem}")
     return accelerator

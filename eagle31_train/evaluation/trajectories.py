@@ -31,7 +31,7 @@ from eagle31_train.evaluation.unrolled import Trajectory, unroll
 from eagle31_train.model.drafter import Drafter
 from eagle31_train.store import Store, StoreWriter
 from eagle31_train.store.format import TRAJECTORIES
-from eagle31_train.targets.cached import CachedTarget
+from eagle31_train.targets.cached import CachedTarget, why_alone
 from eagle31_train.targets.hf import Engine, TransformersEngine, batches_by_length
 
 if TYPE_CHECKING:  # a second to import, which a stage that is up to date need not wait for
@@ -75,7 +75,7 @@ def decode(config: Config, engine: Engine, heldout: "Dataset") -> list[Trajector
     limits = Limits(options.max_new_tokens, frozenset(end_ids))
     trajectories: list[Trajectory] = []
     # Each batch takes as many passes as its longest answer has tokens: so there are as few batches as can be.
-    tokens = 1 if target.alone else config.extract.batch_tokens
+    tokens = 1 if why_alone(target.model) else config.extract.batch_tokens
     shown = {"desc": "held-out answers", "total": len(prompts), "unit": "prompt", "disable": not is_main()}
     with Progress(**shown) as progress:
         for batch in batches_by_length(list(map(len, prompts)), tokens, batch_cost=tokens):

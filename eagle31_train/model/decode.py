@@ -81,10 +81,6 @@ class DraftDecoder:
         for cache in self._caches:
             cache.select(rows)
 
-    def draft(self, count: int) -> list[int]:
-        """The `count` most likely tokens (target ids) after the newest token of the only sequence."""
-        return self.propose(count)[0].tolist()
-
     def propose(self, count: int, choose: Choose = most_likely) -> Tensor:
         """[B, count] int64, target ids: the next tokens of every sequence."""
         tokens = [token for token, _ in self.unroll(count, choose)]

@@ -167,7 +167,7 @@ class StoreSplit:
     def __init__(self, store: Store, name: str) -> None:
         self.store = store
         self.lengths = store.plan.lengths[name]
-        self._supervised = store.plan.supervised.get(name)
+        self.supervised = store.plan.supervised.get(name)  # positions of each; None in stores of earlier versions
         self.shards = store.plan.of(name)
         self._firsts = [shard.first for shard in self.shards]  # a pair for each of 10^7 samples would take 800 MB
 
@@ -179,14 +179,9 @@ class StoreSplit:
             raise IndexError(f"there is no sample {index} among {len(self):,}")
         return self.shards[bisect_right(self._firsts, index) - 1]
 
-    @property
-    def counted(self) -> bool:
-        """Whether the store's plan has supervised positions; those of earlier versions have none."""
-        return self._supervised is not None
-
     def sizes(self, indices: Sequence[int]) -> tuple[list[int], list[int] | None]:
-        """Of these samples the tokens, and the supervised positions; None in stores of earlier versions."""
-        counts = self._supervised
+        """Of these samples the tokens, and the supervised positions, as far as these are known."""
+        counts = self.supervised
         return [self.lengths[i] for i in indices], None if counts is None else [counts[i] for i in indices]
 
     def wait_for(self, indices: Iterable[int]) -> None:

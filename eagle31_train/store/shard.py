@@ -118,7 +118,7 @@ def open_shard(
     storage: Storage, plan: Plan, shard: PlannedShard, line: Line, states: Mapping[str, Any], verified: bool = False
 ) -> ShardFile:
     """A shard's file, if it is what the plan, its line and the store's states say; see `open_checked`."""
-    lengths, shape = plan.lengths_of(shard), shape_of(states)
+    lengths, shape = plan.lengths[shard.split][shard.first : shard.end], shape_of(states)
     what = f" ({shard.samples()})"
     return open_checked(
         storage, line, lambda path: ShardFile(path, lengths, shape, states["vocab_size"]), what, verified

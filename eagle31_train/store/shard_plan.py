@@ -91,9 +91,6 @@ class Plan:
     def of(self, split: str) -> list[PlannedShard]:
         return [shard for shard in self.shards if shard.split == split]
 
-    def lengths_of(self, shard: PlannedShard) -> list[int]:
-        return self.lengths[shard.split][shard.first : shard.end]
-
     def share(self, rank: int, ranks: int) -> list[PlannedShard]:
         """What one of several processes extracts: in order, each shard by the one that has fewest tokens so far."""
         loads, mine = [(0, process) for process in range(ranks)], []  # a heap

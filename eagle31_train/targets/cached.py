@@ -34,11 +34,6 @@ class CachedTarget(HiddenStateTarget):
         self.reset()
 
     @cached_property
-    def alone(self) -> str | None:
-        """See `why_alone`."""
-        return why_alone(self.model)
-
-    @cached_property
     def _cache_argument(self) -> str:
         """What the forward pass calls its cache: another name since transformers 5.24, but in code of older models."""
         return "cache" if "cache" in inspect.signature(self.model.forward).parameters else "past_key_values"
@@ -48,8 +43,8 @@ class CachedTarget(HiddenStateTarget):
         if states := layer_types(self.model.config.get_text_config()) & RECURRENT:
             kinds = ", ".join(sorted(states))
             raise UserError(f"layers of type {kinds} cannot forget rejected tokens: set evaluate.backend=vllm")
-        if rows > 1 and self.alone:
-            raise UserError(f"the target has {self.alone}, and decodes alone: set evaluate.batch_size=1")
+        if rows > 1 and (why := why_alone(self.model)):
+            raise UserError(f"the target has {why}, and decodes alone: set evaluate.batch_size=1")
         # Without a config every layer keeps all its positions: a sliding window's layer that had
         # dropped the oldest could not go back. Which keys are seen is the mask's business either way.
         self._cache = DynamicCache()

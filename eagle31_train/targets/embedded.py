@@ -148,19 +148,12 @@ def make_folder(out: Path, identity: str, recipe: dict[str, Any], fill: Callable
             raise UserError(
                 f"{out} cannot be written ({first_line(error)}): make room, or give another --out"
             ) from None
-        follow_umask(folder)
+        for file in folder.iterdir():  # safetensors' own writer makes them for their owner alone
+            file.chmod(folder.stat().st_mode & 0o666)
         files = artifacts.list_files(folder, [file for file in folder.iterdir() if file.is_file()])
         artifacts.write_json(folder / artifacts.MANIFEST, Provenance(inputs).record(files=files))
     note(f"target: made {out}")
     return out
-
-
-def follow_umask(folder: Path) -> None:
-    """Give the files of a folder the mode of new ones: safetensors' own writer makes them for their owner alone."""
-    mask = os.umask(0o077)
-    os.umask(mask)
-    for file in folder.iterdir():
-        file.chmod(0o666 & ~mask)
 
 
 if __name__ == "__main__":

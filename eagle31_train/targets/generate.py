@@ -31,11 +31,11 @@ class Request:
 
 @dataclass
 class Row:
-    """An answer on its way: which request's, what decides each of its draws, and its tokens so far."""
+    """An answer on its way: which request's, what decides its draws, and its tokens so far."""
 
     index: int
     request: Request
-    uniforms: list[float]
+    random: torch.Generator
     ids: list[int] = field(default_factory=list)
 
 
@@ -65,7 +65,7 @@ class Generator:
         request's it is, its token ids without the end-of-turn token, and why it ended, "stop" or "length". A row's
         draws come from its own seed, whichever rows are beside it."""
         end_ids = set(end_ids or self.end_ids)
-        waiting = deque(Row(i, request, _uniforms(request, max_new_tokens)) for i, request in enumerate(requests))
+        waiting = deque(Row(i, one, torch.Generator().manual_seed(one.seed)) for i, one in enumerate(requests))
         ended = self._by_transformers if why_alone(self.model) else self._decode
         for row in ended(waiting, at_once, max_new_tokens, top_p, end_ids):
             end = next((at for at, token in enumerate(row.ids) if token in end_ids), None)
@@ -135,12 +135,6 @@ class Extending(LogitsProcessor):
         return torch.full_like(scores, float("-inf")).scatter_(1, chosen[:, None], 0.0)
 
 
-def _uniforms(request: Request, count: int) -> list[float]:
-    if not request.temperature:
-        return []
-    return torch.rand(count, generator=torch.Generator().manual_seed(request.seed)).tolist()
-
-
 def extend(rows: Sequence[Row], logits_BV: Tensor, top_p: float) -> None:
     """Add to each row its next token, the most likely or a drawn one; logits_BV [B, V] float."""
     chosen = logits_BV.argmax(-1)
@@ -149,7 +143,7 @@ def extend(rows: Sequence[Row], logits_BV: Tensor, top_p: float) -> None:
         device, these = logits_BV.device, [rows[at] for at in sampled]
         at = torch.tensor(sampled, device=device)
         temperatures = torch.tensor([row.request.temperature for row in these], device=device)
-        uniforms = torch.tensor([row.uniforms[len(row.ids)] for row in these], device=device)
+        uniforms = torch.cat([torch.rand(1, generator=row.random) for row in these]).to(device)
         chosen[at] = draw(logits_BV[at].float() / temperatures[:, None], uniforms, top_p)
     for row, token in zip(rows, chosen.tolist(), strict=True):
         row.ids.append(token)

@@ -79,7 +79,7 @@ def test_every_round_equals_the_training_unroll(document, shape):
         tokens, z = drafted(decoder)
         assert set(tokens.tolist()) <= set(objective.teacher.target_ids.tolist())
         torch.testing.assert_close(z, unrolled(objective, document, done - 1, tokens), rtol=1e-5, atol=1e-5)
-        assert decoder.draft(K) == tokens.tolist()  # drafting twice changes nothing
+        assert decoder.propose(K)[0].tolist() == tokens.tolist()  # drafting twice changes nothing
 
 
 def another_window(decoder, aux, tokens, off):
@@ -89,7 +89,7 @@ def another_window(decoder, aux, tokens, off):
 
 def round_left_behind(decoder, aux, tokens):
     decoder.extend(aux[:6], tokens[1:7])
-    decoder.draft(3)
+    decoder.propose(3)
     decoder.lengths[0] += 2  # rows of the round before are taken for verified ones
     decoder.extend(aux[8:9], tokens[9:10])
 

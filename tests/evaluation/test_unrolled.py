@@ -58,7 +58,7 @@ def agreeable(drafter, ids, prompt=PROMPT, output=14):
         decoder = DraftDecoder(drafter, ids, 60)
         decoder.extend(aux[: len(told) - 1], torch.tensor(told[1:]))
         right = int(torch.randint(0, DEPTH + 1, (), generator=generator))
-        told += [*decoder.draft(right), int(torch.randint(0, 50, (), generator=generator))]
+        told += [*decoder.propose(right)[0].tolist(), int(torch.randint(0, 50, (), generator=generator))]
     told = told[: len(document)]
     end = prompt + output
     return Trajectory(told[:prompt], told[prompt:end], told[end:], aux)
