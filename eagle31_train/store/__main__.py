@@ -66,13 +66,6 @@ def check(storage: Storage, checked: Counter[str]) -> Iterator[Problem]:
         except DamagedError as error:  # without its line it is made anew, even where only sizes are looked at
             yield Problem(str(error), files.line_name(name) if storage.size(name) is not None else None)
     yield from _shards(head, head.plan, head.provenance, checked)
-    ours = files.FILES | {shard.name for shard in head.plan.shards}
-    if head.manifest is None:  # lines have files of their own
-        ours |= {files.STREAM, *(shard.line for shard in head.plan.shards)}
-    for name in [*storage.names("shards"), *storage.names("")]:
-        if name not in ours:
-            stray = name if "/" in name else None  # beside the shards may lie what is somebody else's
-            yield Problem(f"{storage.location}/{name} is no file of this store: remove it", stray)
 
 
 def _shards(head: Head, plan: Plan, provenance: dict[str, Any], checked: Counter[str]) -> Iterator[Problem]:
