@@ -70,11 +70,6 @@ def choose(counts: NDArray[np.int64], always: list[int], size: int | None = None
 
 def from_maps(d2t: NDArray[np.int64], t2d: NDArray[np.bool_]) -> DraftVocab:
     """The vocabulary of a checkpoint's maps. A UserError if they contradict each other."""
-    if d2t.ndim != 1 or d2t.dtype.kind != "i" or t2d.ndim != 1 or t2d.dtype.kind != "b":
-        raise UserError(
-            f"d2t {list(d2t.shape)} {d2t.dtype} and t2d {list(t2d.shape)} {t2d.dtype} are no vocabulary maps: "
-            "d2t is a list of integers, t2d one of booleans"
-        )
     vocab = DraftVocab(d2t + np.arange(len(d2t), dtype=np.int64), len(t2d))
     if not np.array_equal(vocab.t2d, t2d):
         raise UserError("d2t and t2d contradict each other: d2t must be the offset target id - draft id")

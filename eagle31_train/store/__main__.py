@@ -35,7 +35,7 @@ def inspect(storage: Storage) -> tuple[Head, list[Problem]]:
     """The head of a store, and what is wrong or missing; UserError if there is no store."""
     head, problems = read_head(storage, every_line=True)
     nothing = head.manifest is head.provenance is None and storage.size(files.PROVENANCE) is None
-    if nothing and not storage.names("shards"):  # a plan alone is none yet
+    if nothing and not storage.sizes("shards"):  # a plan alone is none yet
         remedy = f"give {there}" if (there := near(storage)) else "correct the address"
         raise UserError(f"there is no store in {storage.location}: {remedy}")
     if head.manifest is None and storage.size(files.SHARDS) is not None and storage.size(artifacts.MANIFEST) is None:

@@ -94,7 +94,7 @@ def read_lines(
         except DamagedError as error:
             return Problem(f"{error}, of {shard.samples()}", shard.line)
 
-    there = set(storage.names("shards")) if len(shards) > 1 else {shard.line for shard in shards}
+    there = storage.sizes("shards").keys() if len(shards) > 1 else {shard.line for shard in shards}
     own = at_once(read, [shard for shard in shards if shard.line in there])
     # Merged ones last: the first process may be merging them just now, and removes the others then.
     merged = _merged_lines(storage, store)

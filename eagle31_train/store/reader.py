@@ -114,7 +114,7 @@ class Store:
                     partial(self._arrived, shard),
                     f"train: waiting for {shard.name}",
                     self.patience,
-                    lambda: len(self.storage.names("shards")),
+                    lambda: len(self.storage.sizes("shards")),
                     pause or self._stopped.wait,
                 )
 

@@ -177,11 +177,11 @@ class StoreWriter:
         def complete() -> bool:
             nonlocal missing, lines, problems
             sizes = self.storage.sizes("shards") if old else {}  # before the lines: a shard's new line is after it
-            names = set(self.storage.names("shards"))
+            there = self.storage.sizes("shards")
             missing = [
                 shard
                 for shard in missing
-                if shard.line not in names
+                if shard.line not in there
                 or (shard.name in old and sizes.get(shard.name) != old[shard.name] and not self._used_up(shard))
             ]
             if not missing:  # of a damaged line, too, the shard is made again
@@ -197,7 +197,7 @@ class StoreWriter:
         with Progress(total=len(missing), desc="shards of the others", unit="shard", disable=not missing) as progress:
             try:
                 if missing:
-                    wait(complete, what, self.patience, lambda: len(self.storage.names("shards")))
+                    wait(complete, what, self.patience, lambda: len(self.storage.sizes("shards")))
             except UserError:
                 if not problems:
                     raise
@@ -231,7 +231,7 @@ class StoreWriter:
         storage = self.storage
         begun = self._begun()
         # Shards of unknown origin pass for nobody's; but their lines tell whose they are, too.
-        if begun is None and storage.names("shards") and not self._committed(self.plan.shards):
+        if begun is None and storage.sizes("shards") and not self._committed(self.plan.shards):
             raise UserError(f"{storage.location} holds shards, but no whole {files.PROVENANCE}: remove it")
         if begun is not None and begun != self.provenance:
             ours = {*files.FILES, files.STREAM, "shards"}

@@ -199,13 +199,10 @@ def find_parts(model: Any) -> Parts:
 def read_norm(norm: nn.Module) -> tuple[Tensor, str, float]:
     """Of a final norm: effective weight [H] fp32, kind by its answer to ones ("w", or "1+w" as in Gemma), epsilon."""
     norms = f"the target's final norm ({type(norm).__name__})"
-    weight = getattr(norm, "weight", None)
-    if not isinstance(weight, Tensor):
-        raise UserError(f"{norms} has no weight, as an RMSNorm has")
     epsilons = [getattr(norm, name, None) for name in ("variance_epsilon", "eps", "epsilon")]
-    eps = next((value for value in epsilons if isinstance(value, float)), None)
-    if eps is None:
-        raise UserError(f"{norms} names no epsilon")
+    weight, eps = getattr(norm, "weight", None), next((one for one in epsilons if isinstance(one, float)), None)
+    if not isinstance(weight, Tensor) or eps is None:
+        raise UserError(f"{norms} has no weight or no epsilon, as an RMSNorm has")
     weight = weight.detach()
     with torch.no_grad():
         answer = norm(torch.ones_like(weight)[None])[0].float()

@@ -109,10 +109,6 @@ class Installation:
 def check(config: Config) -> Installation:
     """Ask vLLM's python what it is; UserError where it, or an option of serving, will not do."""
     options = config.evaluate
-    for name in ("serve_speculative_tokens", "concurrency"):
-        values: list[int] = getattr(options, name)
-        if not values or len(set(values)) < len(values):
-            raise UserError(f"evaluate.{name}={values} measures nothing, or twice the same: list each number once")
     arguments = server_arguments(config, None, {}, 0)
     max_model_len(config)
     python, environment = options.vllm_python, {**ENVIRONMENT, **os.environ}

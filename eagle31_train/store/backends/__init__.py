@@ -37,5 +37,5 @@ def open_storage(location: str, cache_dir: Path, cache_bytes: int) -> Storage:
         advice = f"correct the address, or install the package of fsspec's driver for {protocol}://"
         raise UserError(f"{location} cannot be opened ({describe(error)}): {advice}") from None
     storage = RemoteStorage(location, fs, str(root), Path(cache_dir).expanduser(), cache_bytes)
-    storage.names("")  # what is wrong with credentials or bucket is said now, not after an hour's work
+    storage.sizes("")  # what is wrong with credentials or bucket is said now, not after an hour's work
     return storage

@@ -85,9 +85,6 @@ class Storage(ABC):
         prefix = f"{folder}/" if folder else ""
         return {prefix + name: size for name, size in there.items() if size is not None}
 
-    def names(self, folder: str) -> list[str]:
-        return sorted(self.sizes(folder))
-
     @abstractmethod
     def remove(self, name: str) -> None:
         """Remove a file; an absent one is fine."""
