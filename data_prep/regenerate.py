@@ -128,7 +128,8 @@ def answer_all(
 ) -> None:
     """Bring every job to its end, or to its refusal, turn by turn, taking from the journal what it has."""
     target, new_tokens = engine(config, template), 0
-    with Progress(total=sum(len(j.turns) for j in jobs), desc="answers", unit="answer") as bar:
+    total = sum(len(job.turns) for job in jobs)
+    with Progress(total=total, desc="answers", unit="answer", smoothing=0) as bar:  # the journal's come all at once
         for turn in range(max(len(job.turns) for job in jobs)):
             waiting: dict[str, Job] = {}
             for job in [job for job in jobs if turn < len(job.turns) and not job.refusal and not job.ended]:

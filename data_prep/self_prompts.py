@@ -124,7 +124,8 @@ class Writer:
         wanted, tries = self.options.count, MOST_TRIES * self.options.count
         done: list[Attempt] = []
         numbers = iter(range(tries))
-        with Progress(total=wanted * self.options.turns, desc="prompts", unit="text") as self.bar:
+        # The journal's come all at once, and count for no rate: `_turns`.
+        with Progress(total=wanted * self.options.turns, desc="prompts", unit="text", smoothing=0) as self.bar:
             tried = 0
             while len(done) < wanted and tried < tries:
                 # All that are probably needed at once: each batch waits for its longest text.
@@ -156,6 +157,7 @@ class Writer:
             requests = {key: self._request(one) for key, one in keys.items()}
             ask = partial(self.engine.write, self.options, self.stops, self.stop_text)
             texts = {}
+            self.bar.initial += len(requests.keys() & self.journal.answers.keys())
             for key, outcome in self.journal.outcomes(requests, ask):
                 texts[key] = outcome
                 self.bar.update()

@@ -53,7 +53,8 @@ def summarise(config: Config) -> None:
     rows = {
         **(_served(config, evaluated) if by_vllm else _decoded(evaluated)),
         "trained on": f"{trained['tokens']:,} tokens ({trained['pairs']:,} predictions) in {steps}",
-        "seconds": "   ".join(f"{stage} {spent:,.0f}" for stage, spent in seconds.items() if spent is not None),
+        "seconds": "   ".join(f"{stage} {spent:,.0f}" for stage, spent in seconds.items() if spent is not None)
+        + "   (last launch; train: all)",
         "checkpoint": str(run_dir / "export"),
         "serve it": (exported.get("serve") or recipe.serve_command(config, recipe.HERE)).replace(
             recipe.HERE, str(run_dir / "export")

@@ -124,9 +124,9 @@ def read_checked(file: Path, name: str) -> dict[str, Any] | None:
     return value
 
 
-def machine(device: torch.device, threads: bool = True) -> str:
-    """The name of a device; of a CPU with how many threads this process uses, or else how many cores it has."""
+def machine(device: torch.device) -> str:
+    """The name of a device; of a CPU with how many cores it has."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    count, unit = (torch.get_num_threads(), "thread") if threads else (os.cpu_count() or 1, "core")
-    return f"{processor()}, {count} {unit}{'s' if count > 1 else ''}"
+    count = os.cpu_count() or 1
+    return f"{processor()}, {count} core{'s' if count > 1 else ''}"

@@ -61,7 +61,7 @@ class Measurer:
 
     @property
     def machine(self) -> str:
-        here = machine(self.model.device, threads=False)
+        here = machine(self.model.device)
         return f"{here}, torch {torch.__version__}, transformers {version('transformers')}"
 
     def one_output(self, workload: Workload) -> bool:

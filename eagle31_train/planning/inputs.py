@@ -74,6 +74,7 @@ class Data:
     each: list[Work]  # conversations that stand for all; one where nobody has counted, as if all were equally long
     heldout: float  # tokens held out, as a share of these
     longest: int  # tokens of the longest conversation
+    lengths: list[int] | None  # tokens of every training conversation, None where plan.tokens is not as many as these
     vocabulary: int | None  # Vd, None where it is not known
 
 
@@ -149,18 +150,20 @@ def read_data(config: Config) -> Data:
         one = count_work([made_mask(length, p.share)], config.train.ttt_length)
         vocabulary = d.draft_vocab_size
         return Data(
-            origin, one * (tokens / length), [one], d.heldout / max(1 - d.heldout, 0.01), d.max_length, vocabulary
+            origin, one * (tokens / length), [one], d.heldout / max(1 - d.heldout, 0.01), d.max_length, None, vocabulary
         )
     counted = provenance.read_data(config)
     train, heldout = counted["splits"]["train"], counted["splits"]["heldout"]
-    each, longest = _look_at(config.data_folder / "dataset", config.train.ttt_length)
+    each, lengths = _look_at(config.data_folder / "dataset", config.train.ttt_length)
     looked = add_up(each)
     work = looked * (train["tokens"] / looked.tokens)
     work = replace(work, conversations=train["conversations"], assistant=train["assistant_tokens"])
+    origin = f"as counted in {config.data_folder}"
     if p.tokens:
-        work = work * (p.tokens / work.tokens)
+        origin, work = f"plan.tokens, of conversations {origin}", work * (p.tokens / work.tokens)
     share = heldout["tokens"] / max(train["tokens"], 1)
-    return Data(f"as counted in {config.data_folder}", work, each, share, longest, counted["draft_vocab"]["size"])
+    known = None if p.tokens else lengths
+    return Data(origin, work, each, share, max(lengths), known, counted["draft_vocab"]["size"])
 
 
 def writes_prompts(config: Config) -> bool:
@@ -207,13 +210,13 @@ def _rows(spec: str) -> int | None:
         return None
 
 
-def _look_at(dataset: Path, ttt_length: int) -> tuple[list[Work], int]:
-    """Work of each of some training conversations, evenly spread, and the tokens of the longest of all."""
+def _look_at(dataset: Path, ttt_length: int) -> tuple[list[Work], list[int]]:
+    """Work of each of some training conversations, evenly spread, and the tokens of each of all."""
     from datasets import Dataset, load_from_disk  # a second to import
 
     split = load_from_disk(str(dataset.absolute()))["train"]
     assert isinstance(split, Dataset)
-    longest = max(chunk.value_lengths().to_numpy().max(initial=0) for chunk in split.data.column("loss_mask").chunks)
+    lengths = [n for chunk in split.data.column("loss_mask").chunks for n in chunk.value_lengths().to_pylist()]
     rows = np.unique(np.linspace(0, len(split) - 1, min(LOOKED_AT, len(split))).astype(int))
     masks = (np.asarray(split[row]["loss_mask"], dtype=bool) for row in rows.tolist())
-    return [count_work([mask], ttt_length) for mask in masks], int(longest)
+    return [count_work([mask], ttt_length) for mask in masks], lengths

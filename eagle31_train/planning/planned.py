@@ -7,6 +7,7 @@ from functools import cached_property
 
 from eagle31_train.checkpoint.contract import weight_shapes
 from eagle31_train.combinations import check_context_parallel
+from eagle31_train.common import order
 from eagle31_train.common.locations import CONFIGS
 from eagle31_train.config import Config, DrafterShape
 from eagle31_train.planning import footprint, inputs
@@ -67,9 +68,17 @@ class Planned:
         return all_epochs if t.max_steps is None else min(all_epochs, t.max_steps * self.batch_tokens)
 
     @property
+    def packs(self) -> bool:
+        """Whether the steps are known: every conversation's length is, and a step has room for it."""
+        return self.data.lengths is not None and self.data.longest <= self.batch_tokens
+
+    @cached_property
     def steps(self) -> int:
-        """Optimizer steps at the least: with every batch full."""
-        return math.ceil(self.tokens / self.batch_tokens)
+        """Optimizer steps, as training packs them; where that is not known at the least, with every step full."""
+        if not self.packs:
+            return math.ceil(self.tokens / self.batch_tokens)
+        lengths, t = self.data.lengths or [], self.config.train
+        return len(order.schedule(lengths, self.batch_tokens, self.config.seed, t.epochs, t.max_steps))
 
     @property
     def trained_share(self) -> float:

@@ -88,7 +88,7 @@ def answering(plan: Planned) -> list[str]:
     own, d = writes_prompts(config), config.data
     if not (config.regenerate or own):
         return ["ANSWERS   none: the conversations are taken as they are (regenerate=false)"]
-    if (counted := config.data_folder / MANIFEST).is_file():
+    if config.plan.tokens is None and (counted := config.data_folder / MANIFEST).is_file():
         return [f"ANSWERS   none: the data are there ({counted})"]
     most = d.generate.max_new_tokens * d.self_prompts.turns
     prompt, answer = (work.tokens - work.assistant) / work.conversations, min(work.assistant / work.conversations, most)
@@ -139,7 +139,7 @@ def time(plan: Planned) -> list[str]:
     used = f"{p.utilisation:.0%} of {p.devices} x {p.peak_tflops:g} TFLOP/s"
     lines = [
         f"TIME   if {used} is used; training reached 39 to 51% of an H100",
-        _line("steps", f"{plan.steps:,}", f"of {plan.batch_tokens:,} tokens"),
+        _line("steps", f"{plan.steps:,}", f"of {plan.batch_tokens:,} tokens" + ", at the least" * (not plan.packs)),
         *(_line(name, _time(n / rate / share), f"{_si(n)}FLOP") for name, (n, share) in rows.items() if n),
     ]
     if plan.busy < BUSY:

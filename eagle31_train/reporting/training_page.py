@@ -246,7 +246,7 @@ def _facts(history: History) -> dict[str, str]:
     timings, facts = history.timings, dict[str, str]()
     if "tokens" in history.metrics:
         facts["tokens read"] = f"{np.nanmax(history.metrics['tokens']):,.0f}"
-    seconds = timings["seconds"].sum() if len(timings.steps) else (history.manifest or {}).get("seconds") or 0
+    seconds = (history.manifest or {}).get("seconds") or (timings["seconds"].sum() if len(timings.steps) else 0)
     facts["hours"] = f"{seconds / 3600:,.2f}"
     if len(timings.steps) and (busy := float(np.nansum(history.busy))):
         facts["tokens per second"] = f"{np.nansum(timings['tokens']) / busy:,.0f}"

@@ -167,8 +167,9 @@ def _describe(storage: Storage) -> str:
         rows[split] = f"{len(lengths):,} samples, {sum(lengths):,} tokens"
         if lengths:
             rows[split] += f"; of a sample: {min(lengths):,} to {max(lengths):,}, median {median(lengths):,.0f}"
-    if tokens := sum(shard.tokens for shard in done):
-        size = sum(head.lines[shard.name].size for shard in done)
+    there = [shard for shard in done if shard.name not in head.consumed]
+    if tokens := sum(shard.tokens for shard in there):
+        size = sum(head.lines[shard.name].size for shard in there)
         rows["bytes"] = f"{tqdm.format_sizeof(size, 'B')}, {size / tokens:,.0f} per token"
     rows |= {**head.provenance["inputs"], **head.provenance["states"]}
     rows |= {"fidelity": (head.manifest or {}).get("fidelity"), "damaged": verify if problems else None}

@@ -21,6 +21,7 @@ from data_prep.regenerate import OUTPUT, regenerate
 from data_prep.self_prompts import write_prompts
 from data_prep.stage import prepare
 from eagle31_train.common import artifacts
+from eagle31_train.common.console import Progress
 from eagle31_train.common.errors import UserError
 from eagle31_train.config import Config, DataConfig, GenerateConfig, TargetConfig
 from eagle31_train.targets.chat import ChatTemplate
@@ -145,6 +146,22 @@ def test_finished_answers_are_not_made_again_and_not_replaced_unasked(config, tm
     output.write_text("mine\n")
     assert "move it away, or overwrite=true" in message_of(run, config)
     assert output.read_text() == "mine\n"
+
+
+def test_the_rate_is_of_this_runs_answers(config, interrupt, monkeypatch):
+    bars = []
+
+    class Bar(Progress):
+        def close(self):
+            super().close()
+            bars.append(self)
+
+    interrupt(run, config, artifacts, "write_json")
+    monkeypatch.setattr(module, "Progress", Bar)
+    run(config)
+    (bar,) = bars
+    assert bar.initial == bar.n == bar.total == 5  # all were in the journal
+    assert not bar.smoothing  # of which a moving average would take notice
 
 
 @pytest.mark.parametrize("itself", [False, True])

@@ -189,8 +189,16 @@ def test_what_was_counted_is_planned_with(counted, capsys):
     assert plan.data.work.conversations == len(masks)
     assert plan.data.longest == max(map(len, masks))
     assert plan.shape.draft_vocab_size == 30
-    assert plan.steps == math.ceil(3 * plan.data.work.tokens / 60)
+    # As training packs whole conversations; full steps would be fewer.
+    steps = order.schedule(list(map(len, masks)), 60, plan.config.seed, 3, None)
+    assert plan.steps == len(steps) > math.ceil(3 * plan.data.work.tokens / 60)
     assert "as counted in" in printed(capsys, *options(counted))
+    regenerated = options(counted, "data.prompts=prompts.jsonl", "regenerate=true")
+    assert "the data are there" in printed(capsys, *regenerated)
+    text = printed(capsys, *regenerated, "plan.tokens=1e6")  # how many prompts would be wanted
+    assert "plan.tokens, of conversations as counted in" in text
+    assert "tokens to write" in text
+    assert ", at the least" in text
     # Tokens that are given scale what is counted.
     given, ratio = planned(*options(counted, "plan.tokens=1e6")), 1e6 / plan.data.work.tokens
     assert given.data.work.tokens == pytest.approx(1e6)

@@ -14,11 +14,12 @@ from made import Made, message_of, read_whole
 from pipeline import contents, flip_bit
 from planting import replaced
 from safetensors.torch import load_file
+from tqdm import tqdm
 
 from eagle31_train.common import artifacts
 from eagle31_train.provenance import Provenance
 from eagle31_train.store import Store, finished, make_plan, shape_of, stream, writer
-from eagle31_train.store.__main__ import check, main
+from eagle31_train.store.__main__ import _describe, check, main
 from eagle31_train.store.backends import LocalStorage, open_storage
 from eagle31_train.store.shard_plan import plan_shards
 from eagle31_train.store.stream import consume
@@ -274,6 +275,8 @@ def test_what_a_training_uses_up_meanwhile_is_not_missing(tmp_path):
     storage.prefetch = lambda _: consume(storage, MADE.fingerprint, TRAIN[:1], "one", False)
     assert not list(check(storage, checked))
     assert (checked["consumed"], checked["shards"]) == (1, len(NAMES) - 1)
+    there = sum((tmp_path / name).stat().st_size for name in NAMES if (tmp_path / name).exists())
+    assert f"{tqdm.format_sizeof(there, 'B')}, " in _describe(storage)
 
 
 def test_a_kill_between_a_new_file_and_its_line_does_not_leave_the_old_line(tmp_path):

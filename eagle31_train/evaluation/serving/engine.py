@@ -127,6 +127,6 @@ def check(config: Config) -> Installation:
     if gpu is None:  # as vLLM's torch sees it, and not this environment's
         if options.temperature:  # its _expand_kernel_impl writes temperatures into a copy that nobody reads
             raise UserError("evaluate.temperature: vLLM 0.32 on a CPU samples wrong tokens when it drafts: set it to 0")
-        return Installation(version, machine(torch.device("cpu"), threads=False))
+        return Installation(version, machine(torch.device("cpu")))
     devices = prod(size for name in PARALLEL if isinstance(size := arguments.get(name), int))
     return Installation(version, f"{devices} × {gpu}" if devices > 1 else gpu)
