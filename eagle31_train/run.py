@@ -17,12 +17,12 @@ import sys
 from pathlib import Path
 
 from eagle31_train import cli
-from eagle31_train.combinations import check_longest, check_zero
+from eagle31_train.combinations import check_context_parallel, check_fsdp2, check_longest, check_zero
 from eagle31_train.common.artifacts import MANIFEST
 from eagle31_train.common.console import STOPPED, note
 from eagle31_train.common.errors import Stopped, UserError
 from eagle31_train.common.locations import CONFIGS
-from eagle31_train.config import SELF, SELF_WRITTEN, Config, is_hub_id
+from eagle31_train.config import SELF, SELF_WRITTEN, Config, TrainConfig, is_hub_id
 
 STAGES = ("data", "extract", "train", "evaluate", "export", "summary")
 WRITTEN = ["regenerate=true", f"data.prompts={SELF}"]
@@ -40,8 +40,8 @@ def run(config: Config, overrides: list[str], first: str, last: str, profile: st
         raise UserError(
             "store.max_bytes is for `eagle31 extract` and `eagle31 train store.follow=true` at once: leave it out"
         )
-    if "train" in stages and (profile or "").startswith("zero"):
-        check_zero(config.train)
+    if "train" in stages:
+        check_training(config.train, profile)
     itself = "data" in stages or (Path(config.run_dir) / SELF_WRITTEN).is_file()
     if itself and not config.data.given:
         note("run: no prompts are given (data.prompts=FILE): the target writes them itself, data.prompts=self")
@@ -101,6 +101,18 @@ def check_inputs(config: Config, stages: list[str]) -> None:
             raise UserError(f"{option}={folder} does not exist: give its folder")
 
 
+def check_training(t: TrainConfig, profile: str | None) -> None:
+    """UserError for what cannot be trained so on this machine's devices."""
+    profile, processes = training_profile(profile)
+    if profile.startswith("zero"):
+        check_zero(t)
+    elif profile == "fsdp2":
+        check_fsdp2(processes)
+    check_context_parallel(t.context_parallel, processes, "processes")
+    if t.kernels == "fused" and (profile == "cpu" or launch_profile()[1] == 0):
+        raise UserError("train.kernels=fused cannot be on a CPU: set train.kernels=auto or plain")
+
+
 def stages_between(first: str, last: str, backend: str) -> list[str]:
     """The stages from `first` to `last`, in order; UserError if there are none. vLLM serves the export, so that one
     comes before its evaluation, and after it again, for the card to show what was measured."""
@@ -145,21 +157,24 @@ def command(stage: str, config: Config, profile: str | None = None) -> tuple[lis
     alone = [sys.executable, *program, stage]
     if stage not in ("extract", "train"):
         return alone, 1
-    fitting, devices = launch_profile()
-    if stage == "train":
-        profile = profile or fitting
-    elif config.extract.engine == "vllm" or config.target.device_map or config.target.device != "auto":
-        return alone, 1  # one process has the whole target
-    else:
-        profile = fitting
-    processes = 1 if profile in ALONE else max(1, devices)
-    where = "the CPU" if profile == "cpu" or not devices else f"{processes} GPU{'s' * (processes > 1)}"
+    one_has_it_all = config.extract.engine == "vllm" or config.target.device_map or config.target.device != "auto"
+    if stage == "extract" and one_has_it_all:  # the whole target
+        return alone, 1
+    profile, processes = training_profile(profile if stage == "train" else None)
+    where = "the CPU" if profile == "cpu" or not launch_profile()[1] else f"{processes} GPU{'s' * (processes > 1)}"
     note(f"run: training on {where}, profile {profile}" if stage == "train" else f"run: extracting on {where}")
     if profile in ALONE:  # needs no launcher, which takes seconds
         return alone, 1
     launch = [sys.executable, "-m", "eagle31_train.launcher"]
     launch += ["--config_file", str(CONFIGS / "accelerate" / f"{profile}.yaml"), "--num_processes", str(processes)]
     return [*launch, *(["--module", "eagle31_train"] if program[0] == "-m" else program), stage], processes
+
+
+def training_profile(given: str | None) -> tuple[str, int]:
+    """The profile, `given` or the one that fits this machine, and its number of processes."""
+    fitting, devices = launch_profile()
+    profile = given or fitting
+    return profile, 1 if profile in ALONE else max(1, devices)
 
 
 def launch_profile() -> tuple[str, int]:

@@ -27,7 +27,7 @@ from accelerate.utils import (
 )
 
 from eagle31_train import PARENT
-from eagle31_train.combinations import check_context_parallel, check_zero
+from eagle31_train.combinations import check_context_parallel, check_fsdp2, check_zero
 from eagle31_train.common import artifacts
 from eagle31_train.common.console import note, ranks, refuse_lone_process
 from eagle31_train.common.errors import SharedError, UserError
@@ -102,6 +102,10 @@ def check_environment(t: TrainConfig) -> None:
             raise UserError("accelerate launched FSDP1: set fsdp_version: 2, as in configs/accelerate/fsdp2.yaml")
         if parse_flag_from_env("FSDP_OFFLOAD_PARAMS"):
             raise UserError("this trainer does not offload under FSDP2: use configs/accelerate/zero3_offload.yaml")
+        if parse_flag_from_env("FSDP_ACTIVATION_CHECKPOINTING") and not t.activation_checkpointing:
+            raise UserError("accelerate's fsdp_activation_checkpointing is on: set train.activation_checkpointing=true")
+        if asked("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "false":
+            raise UserError("this trainer shards again after the forward pass: leave fsdp_reshard_after_forward out")
     ours = {
         "mixed_precision": (("no", t.precision), "train.precision"),
         "gradient_accumulation_steps": (("1", "auto"), "train.gradient_accumulation_steps"),
@@ -164,8 +168,8 @@ def check_accelerator(accelerator: Accelerator) -> None:
             "ACCELERATE_USE_CPU=true before the command, or launch one process"
         )
     fsdp, wanted = parse_flag_from_env("ACCELERATE_USE_FSDP"), DistributedType.MULTI_GPU
-    if fsdp and count == 1:
-        raise UserError("FSDP2 shards over several processes, and one was launched: use configs/accelerate/gpu.yaml")
+    if fsdp:
+        check_fsdp2(count)
     if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
         wanted = DistributedType.DEEPSPEED
     elif accelerator.device.type == "cpu":  # where accelerate knows no FSDP

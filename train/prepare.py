@@ -174,8 +174,6 @@ def read_inputs(config: Config, source: DrafterCheckpoint | None, deadline: Dead
     chosen_on = measured_on if by_acceptance else None
     inputs = (config, store.fingerprint, store.inputs["data"], vocab_sha)
     made_from = provenance.of_training(*inputs, start, chosen_on)
-    if shape.parallel and t.ttt_length == 1:
-        raise UserError("drafter.parallel=true learns nothing with train.ttt_length=1: give the draft's length")
     if not begun(standing(Path(config.run_dir) / "train"), made_from):
         if source := source or initial_weights.open_source(config, needed=True):
             initial_weights.refuse_other_kind(source, shape, store)

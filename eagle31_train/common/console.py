@@ -98,6 +98,8 @@ def explained() -> Iterator[None]:
         _say_once(f"error: {shown.line(what)}: {REMEDIES[error.errno]}")
         raise SystemExit(2) from None
     except RuntimeError as error:
+        if _said():  # another process has ended, and told why; this one has lost its connection
+            raise SystemExit(2) from None
         if type(error).__name__ != "OutOfMemoryError":  # torch's, which need not be imported here
             raise
         remedy = "`eagle31 plan` says what each stage holds, and what takes less"
@@ -131,15 +133,27 @@ def _open_streams() -> None:
             setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115 (stays open)
 
 
+def _ends_told() -> Path | None:
+    """The file in which the processes of one launch of torchrun's tell one another why they end."""
+    own = os.environ.get("TORCHELASTIC_ERROR_FILE")  # in a folder of this process, in one of the launch
+    return Path(own).parent.parent / "said" if own else None
+
+
+def _said() -> bool:
+    """Whether another process of the launch has told why it ends."""
+    file = _ends_told()
+    return file is not None and file.is_file() and file.stat().st_size > 0
+
+
 def _say_once(line: str) -> None:
     """Why a command ends. Of processes that torchrun starts together, those that would say the same leave it to the
     first; they wait until it has spoken, since torchrun ends all when one has ended."""
-    own, entry = os.environ.get("TORCHELASTIC_ERROR_FILE"), " ".join(line.split()).encode(errors="replace")
+    entry = " ".join(line.split()).encode(errors="replace")
     with ExitStack() as files:
         said = None
-        if own:  # in a folder of this process, in one of this launch
+        if file := _ends_told():
             with suppress(OSError):
-                said = files.enter_context(Path(own).parent.parent.joinpath("said").open("ab+", buffering=0))
+                said = files.enter_context(file.open("ab+", buffering=0))
                 fcntl.flock(said, fcntl.LOCK_EX)
                 said.seek(0)
                 if entry in said.read().splitlines():

@@ -35,6 +35,8 @@ LONE = {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1"}
 REFUSED = {
     "FSDP1": ({**FSDP2, "FSDP_VERSION": "1"}, "launched FSDP1"),
     "FSDP offload": ({**FSDP2, "FSDP_OFFLOAD_PARAMS": "true"}, "zero3_offload.yaml"),
+    "FSDP recomputation": ({**FSDP2, "FSDP_ACTIVATION_CHECKPOINTING": "true"}, "train.activation_checkpointing=true"),
+    "FSDP without resharding": ({**FSDP2, "FSDP_RESHARD_AFTER_FORWARD": "false"}, "leave fsdp_reshard_after_forward"),
     "fp16": ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "set train.precision"),
     "accumulation": ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, "set train.gradient_accumulation_steps"),
     "one of several": (LONE, "accelerate was asked for several processes and started one"),
