@@ -11,7 +11,6 @@ import dataclasses
 import difflib
 import functools
 import operator
-import sys
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -29,7 +28,7 @@ from yaml import YAMLError
 from eagle31_train import precision
 from eagle31_train.combinations import check_options
 from eagle31_train.common.allocator import keep_freed_memory
-from eagle31_train.common.console import Parser, explained, note, say, tidy
+from eagle31_train.common.console import explained, note, parser, say, tidy
 from eagle31_train.common.errors import UserError
 from eagle31_train.common.locations import CONFIGS, project
 from eagle31_train.config import Config, TargetConfig, check_value
@@ -294,17 +293,13 @@ def run(
         tells: the option of precision that the stage uses, of which a line says how it was resolved.
         before: what the usage line has before the options; the caller reads it.
     """
-    parser = Parser(
-        prog=_program(),
-        usage=f"%(prog)s {before}[-h] [--cfg] [--config-dir DIR] [key=value ...]",
-        description=description,
-        epilog=_options_help(),
-    )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="options, listed below")
-    parser.add_argument("--cfg", action="store_true", help="print the resolved configuration and stop")
-    parser.add_argument("--config-dir", type=Path, help="a folder of recipes and groups of your own, like configs/")
+    usage = f"%(prog)s {before}[-h] [--cfg] [--config-dir DIR] [key=value ...]"
+    options = parser(description, usage=usage, epilog=_options_help())
+    options.add_argument("overrides", nargs="*", metavar="key=value", help="options, listed below")
+    options.add_argument("--cfg", action="store_true", help="print the resolved configuration and stop")
+    options.add_argument("--config-dir", type=Path, help="a folder of recipes and groups of your own, like configs/")
     with explained(), tidy():
-        arguments = parser.parse_intermixed_args(argv)
+        arguments = options.parse_intermixed_args(argv)
         given = arguments.overrides
         words = given if saved else with_recipe(given)
         config = load_config(words, saved, arguments.config_dir, resolve=False)
@@ -318,14 +313,6 @@ def run(
             say(resolved[tells])
         keep_freed_memory()
         stage(config)
-
-
-def _program() -> str:
-    """How this command was called: `eagle31 plan`, or `python -m eagle31_train.plan`."""
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    if spec is None or sys.argv[0].startswith("eagle31 "):
-        return Path(sys.argv[0]).name
-    return f"python -m {spec.name.removesuffix('.__main__')}"
 
 
 def with_recipe(words: list[str]) -> list[str]:

@@ -35,7 +35,7 @@ WORDS = {
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = parser("completion", __doc__)
+    options = parser(__doc__, prog="eagle31 completion")
     options.add_argument("shell", choices=("bash", "zsh"))
     zsh = "autoload -U bashcompinit && bashcompinit\n" if options.parse_args(argv).shell == "zsh" else ""
     words = [f"{name}=" for name in cli.OPTIONS]

@@ -15,7 +15,7 @@ TEMPLATE = PACKAGE / "recipe.yaml"
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = parser("new", __doc__)
+    options = parser(__doc__, prog="eagle31 new")
     options.add_argument("name", help="of the recipe: letters, digits, - and _")
     name = options.parse_args(argv).name.removesuffix(".yaml")
     file = Path(f"{name}.yaml")

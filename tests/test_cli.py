@@ -14,7 +14,6 @@ from eagle31_train import __main__ as console_script
 from eagle31_train import cli, completion, report
 from eagle31_train import run as stages
 from eagle31_train.cli import load_config, run
-from eagle31_train.common import artifacts
 from eagle31_train.common.errors import Stopped, UserError
 from eagle31_train.earlier import RENAMED
 from eagle31_train.store import __main__ as store
@@ -270,18 +269,6 @@ def test_how_a_stage_ends_is_one_line_and_a_status(capsys, error, status, words)
     assert stopped.value.code == status
     (line,) = capsys.readouterr().err.splitlines()
     assert words in line
-
-
-@pytest.mark.parametrize(
-    ("place", "said"),
-    [
-        ("/proc/none", "/proc/none cannot be made there: choose another folder"),
-        (__file__, f"{__file__} is a file, and no folder can be made there: choose another place"),
-        (f"{__file__}/run", f"{__file__} is a file, and no folder can be made there: choose another place"),
-    ],
-)
-def test_a_run_where_no_folder_can_be_made_is_one_line(place, said):
-    assert made.message_of(artifacts.make_folder, Path(place)) == said
 
 
 def test_each_command_completes_what_it_takes(capsys):

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from transformers.utils import logging
 
-from eagle31_train import new
 from eagle31_train.common import console
 from eagle31_train.common.console import Progress, explained, note, tidy
 from eagle31_train.common.errors import UserError
@@ -66,38 +65,15 @@ def test_letters_that_the_encoding_of_the_output_lacks_are_spelt():
     assert rb"conversations \u2192" in done.stdout
 
 
-def test_streams_that_are_closed_lead_nowhere(tmp_path):
-    done = eagle31("new", "mine", cwd=tmp_path, preexec_fn=lambda: [os.close(number) for number in (0, 1, 2)])
-    assert (done.returncode, done.stderr) == (0, b"")
-    text = new.TEMPLATE.read_text(encoding="utf-8").replace("NAME", "mine")
-    assert (tmp_path / "mine.yaml").read_text(encoding="utf-8") == text
-
-
 def test_an_error_output_that_is_full_keeps_the_status():
     with Path("/dev/full").open("w") as full:
         assert eagle31("nonsense", stderr=full).returncode == 2
 
 
-@pytest.mark.parametrize("command", ["new", "train"])
-def test_an_output_that_is_full_is_named(command):
-    """argparse, which writes the help of commands, keeps quiet about it."""
+def test_an_output_that_is_full_is_an_error():
     with Path("/dev/full").open("w") as full:
-        done = eagle31(command, "--help", stdout=full)
-    said = b"error: standard output cannot be written (No space left on device): make room where it leads\n"
-    assert (done.returncode, done.stderr) == (2, said)
-
-
-def test_python_without_docstrings_is_refused_by_its_name():
-    done = eagle31("plan", "target.path=anything", env={"PYTHONOPTIMIZE": "2"})
-    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
-    assert done.stderr.startswith(b"error: python -OO (PYTHONOPTIMIZE=2) removes the docstrings")
-
-
-def test_a_folder_that_is_gone_is_said(tmp_path):
-    (folder := tmp_path / "gone").mkdir()
-    done = eagle31("new", "mine", cwd=folder, preexec_fn=folder.rmdir)
-    said = b"error: the folder that this was started in is gone: change into another\n"
-    assert (done.returncode, done.stderr) == (2, said)
+        done = eagle31("completion", "bash", stdout=full)
+    assert (done.returncode, done.stderr) == (2, b"error: [Errno 28] No space left on device: make room\n")
 
 
 def test_of_ranks_that_fail_alike_the_first_speaks_and_none_that_fails_otherwise_is_lost(monkeypatch, tmp_path, capsys):

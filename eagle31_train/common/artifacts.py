@@ -36,21 +36,12 @@ def explained(doing: str, remedy: str) -> Iterator[None]:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and those above it, unless it is there, so that their names survive a power cut; UserError where
-    none can be, as under /proc, or in the place of a file."""
+    """Make a folder and those above it, unless it is there, so that their names survive a power cut."""
     if path.is_dir():
         return
     make_folder(path.parent)
-    try:
-        path.mkdir(exist_ok=True)
-        fsync_path(path.parent)
-    except FileNotFoundError:  # what that says is of the folder above; other errors are `console.explained`'s
-        raise UserError(f"{path} cannot be made there: choose another folder") from None
-    except (FileExistsError, NotADirectoryError):
-        refuse_dead_link(path)
-        if not (files := [one for one in (path, *path.parents) if one.is_file()]):
-            raise
-        raise UserError(f"{files[0]} is a file, and no folder can be made there: choose another place") from None
+    path.mkdir(exist_ok=True)
+    fsync_path(path.parent)
 
 
 def refuse_dead_link(folder: Path) -> None:
@@ -101,13 +92,11 @@ def commit(temporary: Path, final: Path) -> None:
     `.NAME.old` meanwhile: a kill at any instant leaves one of them whole."""
     for path in [temporary, *temporary.rglob("*")] if temporary.is_dir() else [temporary]:
         fsync_path(path)
-    old = final.with_name(f".{final.name}.old")
     if final.is_dir():
-        shutil.rmtree(old, ignore_errors=True)
-        final.replace(old)
+        set_aside(final)
     temporary.replace(final)
     fsync_path(final.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    remove_aside(final)
 
 
 @contextmanager

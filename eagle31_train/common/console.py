@@ -9,7 +9,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -35,19 +35,11 @@ REMEDIES |= dict.fromkeys(CORRECTED, "correct the option or permissions")
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again later
 
 
-class Parser(argparse.ArgumentParser):
-    """Keeps line ends; and says that its help cannot be written, about which argparse's own keeps quiet."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
-
-    def _print_message(self, message: str, file: Any = None) -> None:
-        with explained(), tidy():
-            note(message.rstrip("\n"), error=file is not sys.stdout)
-
-
-def parser(command: str, description: str | None) -> Parser:
-    return Parser(prog=f"eagle31 {command}", description=description)
+def parser(description: str | None, **options: Any) -> argparse.ArgumentParser:
+    """A parser whose help keeps the line ends of its description."""
+    return argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, **options
+    )
 
 
 def ranks() -> int:
@@ -79,13 +71,7 @@ def refuse_lone_process() -> None:
 @contextmanager
 def explained() -> Iterator[None]:
     """Around a command: it ends with 2 on a user's mistake, with 75 if it was told to stop and saved, 130 on Ctrl-C."""
-    _open_streams()
     try:
-        if sys.flags.optimize > 1:
-            raise UserError(
-                "python -OO (PYTHONOPTIMIZE=2) removes the docstrings of which transformers makes its classes: start "
-                "Python without it"
-            )
         yield
     except UserError as error:
         if not isinstance(error, SharedError):
@@ -123,14 +109,6 @@ def explained() -> Iterator[None]:
 def _lead_nowhere(stream: TextIO) -> None:
     """Drop what a stream could not write: Python would try again at its end, and make the exit status 120."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
-def _open_streams() -> None:
-    """Let standard streams that a scheduler, or `>&-`, closed lead nowhere: Python has None for them, on which every
-    command and library fails, and a file of ours would be given their numbers, which child processes write to."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # in the order of their numbers
-        if getattr(sys, name) is None:
-            setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115 (stays open)
 
 
 def _ends_told() -> Path | None:
@@ -226,17 +204,11 @@ def note(text: str, error: bool = False) -> None:
     """What a command says: lines of their own, above the bar; `error`: on standard error."""
     text = shown.clean(text)
     file = sys.stderr if error else sys.stdout
-    try:
+    with suppress(OSError) if error else nullcontext():  # nobody can be told that standard error is full
         if sys.stderr.isatty():
             tqdm.write(text, file=file)
         else:
             print(text, file=file, flush=True)
-    except BrokenPipeError:  # see `tidy`
-        raise
-    except OSError as failure:  # /dev/full, or a log on a disk that is
-        if not error:  # else nobody can be told
-            reason = failure.strerror or failure
-            raise UserError(f"standard output cannot be written ({reason}): make room where it leads") from None
 
 
 def say(text: str, error: bool = False) -> None:

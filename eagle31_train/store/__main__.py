@@ -100,7 +100,7 @@ def _shards(head: Head, plan: Plan, provenance: dict[str, Any], checked: Counter
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status: 0, 1 for a damaged store, 2 for what the user can mend."""
-    words = parser("store", __doc__)
+    words = parser(__doc__, prog="eagle31 store")
     words.add_argument("command", choices=["verify", "info"])
     words.add_argument("store", help="its folder, or its URL, such as s3://bucket/store")
     words.add_argument("--cache-dir", type=Path, help="where copies of a remote store's files lie for a while")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle31_train.common import artifacts, locations
-from eagle31_train.common.console import Parser, explained, note, tidy
+from eagle31_train.common.console import explained, note, parser, tidy
 from eagle31_train.common.errors import UserError, first_line
 from eagle31_train.common.locks import writing
 from eagle31_train.provenance import LAYOUTS, Provenance
@@ -116,11 +116,10 @@ def load_tokenizer(source: Path) -> "PreTrainedTokenizerFast":
 
 
 def command(make: Callable[[Path], Any], out: Path, description: str, argv: list[str] | None = None) -> None:
-    parser = Parser(description=description)
-    parser.add_argument("--out", type=Path, default=out, help=f"folder to make [{out}]")
-    arguments = parser.parse_args(argv)
+    options = parser(description)
+    options.add_argument("--out", type=Path, default=out, help=f"folder to make [{out}]")
     with explained(), tidy():
-        make(arguments.out)
+        make(options.parse_args(argv).out)
 
 
 def make_folder(out: Path, identity: str, recipe: dict[str, Any], fill: Callable[[Path], dict[str, Any]]) -> Path:

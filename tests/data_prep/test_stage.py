@@ -189,9 +189,6 @@ def test_what_cannot_be_met_is_refused_before_the_work_starts(config, tmp_path, 
     assert "WORLD_SIZE is set: start it without a launcher" in message_of(prepare, config)
     monkeypatch.undo()
     config.regenerate, config.data.draft_vocab_size, config.target.chat_template = False, 300, None
-    (tmp_path / "loop").symlink_to("loop")
-    with pytest.raises(UserError, match="loop is a link that leads nowhere: remove it"):
-        prepare(replace(config, run_dir=str(tmp_path / "loop")))
     theirs = tmp_path / "run" / "data" / "thesis.txt"
     theirs.parent.mkdir(parents=True)
     theirs.write_text("ten years of work")
