@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from eagle31_train.common import artifacts, foreign
-from eagle31_train.common.console import Progress, note
+from eagle31_train.common.console import Progress
 
 METRICS, TIMINGS = "metrics.jsonl", "timings.jsonl"
 HELDOUT = "heldout_"  # how names of what was measured on the held-out split begin
@@ -68,27 +68,21 @@ def fetch(*values: Tensor) -> list[Tensor]:
 # ---------------------------------------------------------------- reports
 
 
-def cut(rows: Path, step: int) -> int:
-    """Remove the JSON rows after `step` and a torn last line, which a kill after the checkpoint left. Returns the step
-    of the last row that stays, or 0.
+def cut(rows: Path, step: int) -> None:
+    """Remove the JSON rows after `step` and a torn last line, which a kill after the checkpoint left.
 
     Rows lie in the order of their steps, so the file is only shortened: that needs no room, and a kill meanwhile does
-    no harm. A damaged line before them is named, and stays.
+    no harm. A damaged line before them stays: `eagle31 report` names it.
     """
-    size = last = 0
     if not rows.exists():
-        return last
+        return
+    size = 0
     with rows.open("r+b") as file:
-        for number, line in enumerate(file, 1):
-            row_step = _step_of(line)
-            if not line.endswith(b"\n") or row_step > step:
+        for line in file:
+            if not line.endswith(b"\n") or _step_of(line) > step:
                 break
             size += len(line)
-            last = row_step or last
-            if not row_step:
-                note(f"{rows}:{number} is damaged, and its row is lost: remove the line")
         file.truncate(size)
-    return last
 
 
 def append(rows: Path, row: dict[str, Any]) -> None:
@@ -126,9 +120,7 @@ class Reporter:
         self.tokens = 0
         self.metrics, self.timings = folder / METRICS, folder / TIMINGS
         if self.main:
-            last = cut(self.metrics, step)
-            if last < step:  # a full disk or a power cut took them, or somebody removed the file
-                note(f"{self.metrics} lacks the rows of steps {last + 1:,} to {step:,}")
+            cut(self.metrics, step)
             cut(self.timings, step)
 
     def log(self, step: int, values: dict[str, Any]) -> None:
