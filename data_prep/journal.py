@@ -2,10 +2,9 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 from eagle31_train import provenance
 from eagle31_train.common import artifacts, foreign
@@ -38,13 +37,7 @@ class Journal:
     def finished(self, made_from: Provenance, overwrite: bool) -> bool:
         """Whether the output is there. Its manifest stays until a new one replaces it."""
         if self.manifest.is_file():
-            whole = provenance.whole(self.output.parent, self.manifest, made_from, overwrite, "eagle31 data")
-            # One that was killed after the manifest, or the disk was full; a later one is of another run, not finished.
-            if whole and self.path.exists() and self.path.stat().st_mtime_ns <= self.manifest.stat().st_mtime_ns:
-                with suppress(OSError), self.path.open("ab") as file:  # nobody's loss if it stays
-                    self._hold(file)
-                    self.path.unlink()
-            return whole
+            return provenance.whole(self.output.parent, self.manifest, made_from, overwrite, "eagle31 data")
         # Beside a journal it is ours: killed after it, and before its manifest.
         if self.output.exists() and not self.path.exists() and not overwrite:
             raise UserError(f"{self.output} was not finished by this command: move it away, or overwrite=true")
@@ -63,15 +56,12 @@ class Journal:
         self.file = self.path.open("ab")
         try:
             # Before it is read: another run's line half written would look like one that a kill left.
-            self._hold(self.file)
+            hold(self.file, f"{self.path} is being written by another run")
             self.file.truncate(self._read())
         except BaseException:
             self.file.close()
             raise
         return self
-
-    def _hold(self, file: IO[bytes]) -> None:
-        hold(file, f"{self.path} is being written by another run")
 
     def _read(self) -> int:
         """Take up the answers that are there; how many bytes of whole lines they are."""

@@ -112,14 +112,6 @@ def _jobs(corpus: Corpus, generate: GenerateConfig) -> tuple[list[Job], list[dic
         for sample in range(generate.samples):
             greedy = sample == 0 and generate.samples > 1
             jobs.append(Job(row, sample, 0.0 if greedy else generate.temperature, turns))
-    names: dict[str, Job] = {}
-    for job in jobs:  # before hours of answers, of which stage 1 could not read the file
-        other = names.setdefault(name := job.row.id + job.suffix, job)
-        if other is not job:
-            raise UserError(
-                f"{job.row.where}: an answer would have the id {name!r}, as one to the prompt of {other.row.where}: "
-                "choose ids that do not end in # and a number"
-            )
     return jobs, refused
 
 
