@@ -73,7 +73,7 @@ def export(config: Config) -> None:
     if provenance.whole(run, run / EXPORTED, made_from, config.overwrite, EXPORT):
         note("export: up to date")
     else:
-        text = card.render(trained_by(config, data, shape, train["steps"]), shape, train, data, results)
+        text = card.render(trained_by(config, data), shape, train, data, results)
         with writing(run / "export"):
             with artifacts.building(run / "export") as temporary:
                 write_checkpoint(checkpoint, shape, config, temporary)
@@ -102,9 +102,9 @@ def export(config: Config) -> None:
         note("  " + recipe.sglang_command(config, drafter, shape.sliding_window))
 
 
-def trained_by(config: Config, data: Mapping[str, Any] | None, shape: DrafterShape, steps: int) -> Config:
-    """These options, but for those that the training of so many steps was given: the card's commands are to repeat it.
-    What target (of stage 1's manifest) and training decide by themselves stays open, and positions are the export's."""
+def trained_by(config: Config, data: Mapping[str, Any] | None) -> Config:
+    """These options, but for those that the training was given: the card's commands are to repeat it. What the target
+    (of stage 1's manifest) decides by itself stays open, and positions are the export's."""
     run = Path(config.run_dir)
     if not (saved := run / "train" / run_folder.CONFIG).is_file():
         return config
@@ -114,19 +114,9 @@ def trained_by(config: Config, data: Mapping[str, Any] | None, shape: DrafterSha
     trained = dataclasses.replace(config, target=target, **{name: getattr(then, name) for name in names})
     decided = config
     if described := (data or {}).get("target"):
-        from eagle31_train.targets.derive import complete, default_weight_decay  # imports transformers
+        from eagle31_train.targets.derive import complete  # imports transformers
 
-        decided, t = complete(config, described), then.train
-        decay = default_weight_decay(t.optimizer, shape.hidden_size, steps)
-        rules: dict[str, Any] = {
-            "lr": decided.train.lr,
-            "weight_decay": decay,
-            "fc_init_scale": 1.0,
-            "fc_input_scale": [],
-        }
-        for name, value in rules.items():
-            if getattr(config.train, name) is None and getattr(t, name) == value:
-                setattr(t, name, None)
+        decided = complete(config, described)
     options = {name: value for name, value in vars(then.drafter).items() if value != getattr(decided.drafter, name)}
     options.pop("max_position_embeddings", None)
     trained.drafter = dataclasses.replace(config.drafter, **options)

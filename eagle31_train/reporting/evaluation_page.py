@@ -33,12 +33,10 @@ KINDS = ("sink", "prompt", "verified", "own")
 
 
 def write(folder: Path, result: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Draw a result, of acceptance, of serving, or both, as PAGE and a PNG of every picture, in the place of those that
-    an earlier result in `folder` lists as its own: what was written, as a manifest's `files`. `result`: see
-    `evaluation/results.py`, with title, and what else is known: machine, dtype, max_new_tokens, command, serving."""
-    earlier = artifacts.read_json(folder / RESULT, "this command") if (folder / RESULT).is_file() else {}
-    listed = [folder / name for name in earlier.get("files", {}) if name.endswith(".png")]
-    files, images = html.draw(folder, list(pictures(result)), listed)
+    """Draw a result, of acceptance, of serving, or both, as PAGE and a PNG of every picture: what was written, as a
+    manifest's `files`. `result`: see `evaluation/results.py`, with title, and what else is known: machine, dtype,
+    max_new_tokens, command, serving."""
+    files, images = html.draw(folder, list(pictures(result)))
     artifacts.write_text(folder / PAGE, render(result, images))
     return artifacts.list_files(folder, [*files, folder / PAGE])
 

@@ -19,9 +19,8 @@ def escape(text: str) -> str:
     return escaped(shown.clean(text))
 
 
-def draw(folder: Path, pictures: Sequence[Picture], earlier: Iterable[Path] = ()) -> tuple[list[Path], Images]:
-    """Write every picture as a PNG file, whole or not at all: the files, and the pictures as the page shows them.
-    `earlier`: files of an earlier result, which go if this one does not have them."""
+def draw(folder: Path, pictures: Sequence[Picture]) -> tuple[list[Path], Images]:
+    """Write every picture as a PNG file, whole or not at all: the files, and the pictures as the page shows them."""
     files, images = [], Images()
     artifacts.make_folder(folder)
     for picture in Progress(pictures, desc="report", unit="picture", leave=False):
@@ -30,8 +29,6 @@ def draw(folder: Path, pictures: Sequence[Picture], earlier: Iterable[Path] = ()
         artifacts.write_bytes(files[-1], png)
         source = "data:image/png;base64," + base64.b64encode(png).decode()
         images.setdefault(picture.section, []).append((f"{picture.title}: {picture.section}", source))
-    for file in set(earlier) - set(files):
-        file.unlink(missing_ok=True)
     return files, images
 
 

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -58,10 +57,7 @@ class Log:
 
 
 def _number(value: Any) -> float:
-    try:
-        return float(value) if isinstance(value, int | float) else np.nan
-    except OverflowError:  # an integer of 400 digits
-        return np.nan
+    return float(value) if isinstance(value, int | float) else np.nan
 
 
 @dataclass(frozen=True)
@@ -161,12 +157,9 @@ def write(run: Path, out: Path | None = None) -> tuple[Path, list[str]]:
     should know of the files that it was made from. UserError: there is no run, or one of its files is damaged."""
     history = read(run)
     out = out or history.folder.parent / "report"
-    if out.exists() and not out.is_dir():
-        raise UserError(f"{out} is a file: give another --out")
-    # A new folder is there whole or not at all.
-    with writing(out, "--out"), nullcontext(out) if out.exists() else artifacts.building(out) as folder:
-        _, images = html.draw(folder, list(pictures(history)), [folder / f"{plot.name}.png" for plot in PLOTS])
-        artifacts.write_text(folder / PAGE, render(history, images))
+    with writing(out, "--out"):
+        _, images = html.draw(out, list(pictures(history)))
+        artifacts.write_text(out / PAGE, render(history, images))
     return out / PAGE, history.notes
 
 

@@ -85,13 +85,9 @@ def test_the_torn_last_line_of_a_running_training_is_left_out_and_said(tmp_path,
     assert not (run / "report").exists()
 
 
-@pytest.mark.parametrize(
-    "line", ['{"step": 1' + "0" * 400 + "}", "[" * 5000, '{"step": Infinity}', "[1]"], ids=range(4)
-)
+@pytest.mark.parametrize("line", ["[" * 5000, '{"step": Infinity}', "[1]"], ids=range(3))
 def test_a_damaged_line_is_named(tmp_path, line):
     run = make_run(tmp_path / "run")
     file = run / "train" / "metrics.jsonl"
     file.write_text(f"{line}\n{file.read_text()}")
     assert f"{file}:1 is damaged" in message_of(read, run)
-    file.write_text(file.read_text().replace(line, '{"step": 1, "loss": 1' + "0" * 400 + "}"))  # no number for a plot
-    assert np.isnan(read(run).metrics["loss"][0])
