@@ -125,6 +125,7 @@ def test_finished_answers_are_not_made_again_and_not_replaced_unasked(config, tm
         journal.write_text("another's\n")
         assert run(config) == rows
         assert journal.read_text() == "another's\n"
+        journal.unlink()
         assert "up to date" in capsys.readouterr().out
         config.data.generate.max_new_tokens = 5
         with pytest.raises(UserError, match=r"tions\.jsonl was made .*max_new_tokens: 6 there, 5 here.*overwrite=true"):
