@@ -56,9 +56,6 @@ def load_config(
     if config_dir is not None and not config_dir.is_dir():
         raise UserError(f"--config-dir {config_dir} is no folder")
     folders = [CONFIGS, *([config_dir.resolve()] if config_dir else [])]
-    keys = {_key(word) for word in overrides}
-    if twice := [f"{old} is called {new} now" for old, new in RENAMED.items() if {old, new} <= keys]:
-        raise UserError(f"{twice[0]}: give it once")
     groups = [word for word in overrides if _key(word) in GROUPS]
     recipe = next((word.partition("=")[2] for word in groups if _key(word) == "experiment"), "")
     try:
@@ -143,9 +140,6 @@ def _composed(groups: Sequence[str], saved: Path | None, folders: list[Path]) ->
             return _with_new_names(whole)  # Hydra would take a tenth of a second for the same
         root = "saved"
         ConfigStore.instance().store(name=root, node=whole)
-    keys = [_key(word) for word in groups]
-    if twice := [key for key in keys if keys.count(key) > 1]:
-        raise UserError(f"Multiple values for {twice[0]}: give one")
     searched = f"hydra.searchpath=[{','.join(_quoted(f'file://{folder}') for folder in folders[1:])}]"
     recipe = [searched, *(f"+{word}" for word in groups if _key(word) == "experiment")]
     others = [word for word in groups if _key(word) != "experiment"]

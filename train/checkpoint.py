@@ -148,10 +148,6 @@ class Saver(Background):
 
 
 def _write(snapshot: Snapshot, path: Path, fingerprint: str) -> None:
-    folder = path.parent
-    if not folder.is_dir():
-        folder.mkdir(parents=True)
-        artifacts.fsync_path(folder.parent)
     with artifacts.building(path) as temporary:
         save_file(snapshot.weights, temporary / MODEL)
         save_file(snapshot.moments, temporary / OPTIMIZER)

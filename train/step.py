@@ -3,13 +3,11 @@
 import math
 
 import torch
-from accelerate.utils import gather_object
 from torch import Tensor
 
 from eagle31_train.config import TrainConfig
 from eagle31_train.model.loss import MEASURES
-from eagle31_train.store import StoreSplit
-from train.loader import GlobalBatch, MicroBatch, StepTotals
+from train.loader import MicroBatch, StepTotals
 from train.metrics import reduce_sums
 from train.parallel import Parallel
 
@@ -53,22 +51,3 @@ def learning_rate(step: int, total: int, t: TrainConfig) -> float:
         return t.lr * step / warmup
     progress = (step - warmup) / max(1, total - warmup)
     return t.lr * (t.min_lr_ratio + (1 - t.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress)))
-
-
-def broken_samples(batch: GlobalBatch, split: StoreSplit) -> list[int]:
-    """Samples of a step, on any rank, with a stored state that is not finite."""
-    mine = [i for micro in batch.micro_batches if micro.real for i in micro.samples]
-    documents = [(i, split.read(i)) for i in mine]
-    broken = [i for i, one in documents if not (one.aux.finite and one.last.finite)]
-    return sorted(set(gather_object(broken)))  # ranks may share a sample
-
-
-def samples_to_blame(parallel: Parallel, batch: GlobalBatch) -> list[int]:
-    """Samples of the micro-batches, on any rank, whose loss is not finite; all of the step's if there are none."""
-    device, guilty = parallel.accelerator.device, []
-    for micro in batch.micro_batches:
-        weights = torch.ones(micro.batch.ttt_length, device=device)
-        with torch.no_grad():
-            loss, _ = parallel.model(micro.batch.to(device), weights)
-        guilty += micro.samples if micro.real and not loss.isfinite() else []
-    return sorted(set(gather_object(guilty))) or sorted(batch.samples)

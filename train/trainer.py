@@ -26,7 +26,7 @@ from train.deadline import Deadline
 from train.loader import GlobalBatch, StepTotals, load
 from train.metrics import HELDOUT, Reporter, heldout_text, plain, summarise
 from train.parallel import Parallel
-from train.step import accumulate, broken_samples, learning_rate, samples_to_blame
+from train.step import accumulate, learning_rate
 from train.windows import Usage, Window
 
 
@@ -270,23 +270,18 @@ class Trainer:
 
     def _leave_out(self, batch: GlobalBatch) -> None:
         """Count a step whose loss or gradient is not finite; end the run after more than `train.skip_nonfinite`."""
-        left_out, split = self.state.left_out, self.data.train_split
+        left_out, where = self.state.left_out, f"samples {sorted(batch.samples)} of the train split"
         left_out.append(batch.step)
         if len(left_out) <= self.t.skip_nonfinite:
             if len(left_out) == 1:
-                where = f"samples {batch.samples}"
                 say(f"step {batch.step}: left out, loss or gradient is not finite ({where}); such steps are counted")
             return
         before = f", after {len(left_out) - 1} steps that were left out" if len(left_out) > 1 else ""
-        if broken := broken_samples(batch, split):
-            where = ", ".join(f"{i} ({split.shard_of(i).name})" for i in broken)
-            problem = f"stored states are not finite, of sample {where} of the train split{before}"
-            remedy = f"`eagle31 store verify {split.store.location} --remove`, and extract those again"
-        else:
-            samples = samples_to_blame(self.parallel, batch)
-            problem = f"loss or gradient is not finite (samples {samples} of the train split){before}"
-            remedy = "look at them, lower train.lr, or leave out such steps by train.skip_nonfinite=n"
-        self._abort(f"step {batch.step}: {problem}; nothing was updated or saved: {remedy}")
+        self._abort(
+            f"step {batch.step}: loss or gradient is not finite ({where}){before}; nothing was updated or saved: "
+            f"`eagle31 store verify {self.data.store.location}` names stored states that are not; else lower train.lr, "
+            "or leave out such steps by train.skip_nonfinite=n"
+        )
 
     def _abort(self, problem: str) -> NoReturn:
         """End the run on every rank; every rank must call it. A checkpoint under way is completed."""

@@ -22,7 +22,6 @@ def escape(text: str) -> str:
 def draw(folder: Path, pictures: Sequence[Picture]) -> tuple[list[Path], Images]:
     """Write every picture as a PNG file, whole or not at all: the files, and the pictures as the page shows them."""
     files, images = [], Images()
-    artifacts.make_folder(folder)
     for picture in Progress(pictures, desc="report", unit="picture", leave=False):
         png = picture.png()
         files.append(folder / f"{picture.name}.png")
