@@ -42,10 +42,7 @@ def check_store(store: Store, data: dict[str, Any], config: Config) -> None:
 
 
 def tokens_of_a_step(split: StoreSplit, t: TrainConfig) -> int:
-    """`train.batch_tokens`, or its default for this training split; a UserError for a split without a sample, or with
-    one that is longer."""
-    if not len(split):
-        raise UserError(f"{split.store.location} holds no sample to train on: run `eagle31 data` with more data")
+    """`train.batch_tokens`, or its default for this training split; a UserError if a sample is longer."""
     longest = max(split.lengths)
     batch_tokens = t.batch_tokens or default_batch_tokens(sum(split.lengths), t.epochs, longest)
     row = f"row {split.lengths.index(longest)} of the train split in {split.store.location}"

@@ -53,12 +53,9 @@ def newest(folder: Path, fingerprint: str, say: Callable[[str], None]) -> Path |
     return None
 
 
-def load(path: Path, shape: DrafterShape) -> Snapshot:
-    """Read a checkpoint that `newest` returned; any number of processes may. A UserError if its shape is another."""
-    if (there := run_folder.read_shape(path)) != shape:
-        change = artifacts.describe_change(asdict(there), asdict(shape))
-        raise UserError(f"{path} is a drafter of another shape: {change}")
-    manifest = sealed_manifest(path)
+def load(path: Path) -> Snapshot:
+    """Read a checkpoint that `newest` returned; any number of processes may."""
+    manifest, shape = sealed_manifest(path), run_folder.read_shape(path)
     return Snapshot(manifest["step"], load_file(path / MODEL), load_file(path / OPTIMIZER), shape, manifest["extra"])
 
 

@@ -300,7 +300,7 @@ def restore(config: Config, data: Inputs, accelerator: Accelerator, deadline: De
             initial_weights.copy_weights(source, data.draft_vocab, data.store, objective.drafter, deadline.pause)
         state, parallel = State(), parallelise(accelerator, objective, t)
     else:
-        loaded = checkpoint.load(newest, data.shape)
+        loaded = checkpoint.load(newest)
         drafter = objective.drafter
         drafter.load_state_dict({name: drafter.trained(name, weight) for name, weight in loaded.weights.items()})
         saved = dict(loaded.extra["state"])

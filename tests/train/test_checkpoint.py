@@ -58,7 +58,7 @@ def save(folder, *snapshots, keep=2):
 def newest(folder, said=None):
     """The newest checkpoint as it is loaded; None if there is none. Lines go to `said`."""
     path = checkpoint.newest(folder, FINGERPRINT, refuse if said is None else said.append)
-    return None if path is None else checkpoint.load(path, SHAPE)
+    return None if path is None else checkpoint.load(path)
 
 
 def refuse(line):
