@@ -12,9 +12,7 @@ from torch import Tensor
 
 from eagle31_train.common import artifacts, foreign
 from eagle31_train.common.console import Progress
-
-METRICS, TIMINGS = "metrics.jsonl", "timings.jsonl"
-HELDOUT = "heldout_"  # how names of what was measured on the held-out split begin
+from eagle31_train.reporting.training_page import HELDOUT, METRICS, TIMINGS
 
 
 def summarise(sums: Tensor) -> dict[str, Any]:

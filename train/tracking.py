@@ -32,9 +32,10 @@ from eagle31_train.common import artifacts, locations, machine
 from eagle31_train.common.console import note
 from eagle31_train.common.errors import UserError
 from eagle31_train.config import Config
+from eagle31_train.reporting.training_page import LAUNCHES
 from train.metrics import plain
 
-LAUNCHES, TRACKERS = "launches.jsonl", "trackers.json"
+TRACKERS = "trackers.json"
 PACKAGES = ("eagle31", "torch", "accelerate", "deepspeed", "transformers", "datasets", "numpy", "wandb")
 
 

@@ -18,13 +18,14 @@ from eagle31_train.config import Config, DrafterShape, TrainConfig
 from eagle31_train.evaluation.unrolled import Trajectory
 from eagle31_train.model.vocab import DraftVocab
 from eagle31_train.provenance import Provenance
+from eagle31_train.reporting.training_page import HELDOUT
 from eagle31_train.store import Store, StoreSplit
 from train import launch
 from train.acceptance import AcceptanceMeter, evaluate
 from train.checkpoint import Saver, Snapshot
 from train.deadline import Deadline
 from train.loader import GlobalBatch, StepTotals, load
-from train.metrics import HELDOUT, Reporter, heldout_text, plain, summarise
+from train.metrics import Reporter, heldout_text, plain, summarise
 from train.parallel import Parallel
 from train.step import accumulate, learning_rate
 from train.windows import Usage, Window
