@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -157,9 +158,10 @@ def write(run: Path, out: Path | None = None) -> tuple[Path, list[str]]:
     should know of the files that it was made from. UserError: there is no run, or one of its files is damaged."""
     history = read(run)
     out = out or history.folder.parent / "report"
-    with writing(out, "--out"):
-        _, images = html.draw(out, list(pictures(history)))
-        artifacts.write_text(out / PAGE, render(history, images))
+    # A new folder is there whole or not at all.
+    with writing(out, "--out"), nullcontext(out) if out.exists() else artifacts.building(out) as folder:
+        _, images = html.draw(folder, list(pictures(history)))
+        artifacts.write_text(folder / PAGE, render(history, images))
     return out / PAGE, history.notes
 
 
