@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import functools
 import operator
+import sys
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -288,7 +289,7 @@ def run(
         before: what the usage line has before the options; the caller reads it.
     """
     usage = f"%(prog)s {before}[-h] [--cfg] [--config-dir DIR] [key=value ...]"
-    options = parser(description, usage=usage, epilog=_options_help())
+    options = parser(description, prog=_program(), usage=usage, epilog=_options_help())
     options.add_argument("overrides", nargs="*", metavar="key=value", help="options, listed below")
     options.add_argument("--cfg", action="store_true", help="print the resolved configuration and stop")
     options.add_argument("--config-dir", type=Path, help="a folder of recipes and groups of your own, like configs/")
@@ -307,6 +308,14 @@ def run(
             say(resolved[tells])
         keep_freed_memory()
         stage(config)
+
+
+def _program() -> str:
+    """How this command was called: `eagle31 plan`, or `python -m eagle31_train.plan`."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is None or sys.argv[0].startswith("eagle31 "):
+        return Path(sys.argv[0]).name
+    return f"python -m {spec.name.removesuffix('.__main__')}"
 
 
 def with_recipe(words: list[str]) -> list[str]:
