@@ -96,6 +96,8 @@ def test_a_server_that_hangs_is_left_for_one_that_answers(chatml, monkeypatch, c
     outcomes = dict(remote._all({"a": [ASK]}, lambda server, messages: server.answer(messages, 0.5, 11)))
     assert outcomes["a"].message["content"] == "answer"
     assert asked.count(hangs.base) == client.HANGS
+    assert capsys.readouterr().err.count("the other servers answer in its place") == 1
+    assert (hangs.given_up, [server.under_way for server in (hangs, *remote.servers)]) == (True, [0, 0])
     hangs = remote.servers[0]  # alone, it is waited for
     assert "timed out" in message_of(lambda: dict(remote._all({"b": [ASK]}, lambda one, m: one.answer(m, 0.5, 11))))
     assert asked.count(hangs.base) == 1 + client.TRIES

@@ -2,12 +2,11 @@
 
 import json
 import re
-import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from answering import answering, completion
+from answering import completion
 from datasets import load_from_disk
 from families import write_rows
 from made import message_of
@@ -342,33 +341,3 @@ def test_a_run_that_a_failing_server_ends_goes_on_with_whole_messages(served, tm
     assert run(served) == whole
     assert len(server.bodies) == 2, "the second and third answer of one conversation"
     assert not journal.exists()
-
-
-def test_of_several_servers_one_that_fails_is_replaced_by_the_others(served, server, tmp_path, capsys):
-    whole, reply, fails = run(served), server.reply, (404, b"gone")
-    server.bodies.clear()
-
-    broken = threading.Event()
-
-    def slow(body):  # so that most is asked of the other, until that fails
-        broken.wait(60)
-        return reply(body)
-
-    def fails_later(handler, body):
-        late = len(handler.server.bodies) > 2
-        handler.send(*(fails if late else reply(body)))
-        if late:
-            broken.set()
-
-    server.reply = slow
-    with answering(fails_later) as second:
-        served.data.generate.server = f"{server.url},{second.url}"
-        served.run_dir = str(tmp_path / "one")
-        assert run(served) == whole
-        said = capsys.readouterr().err
-        assert said.count("the other servers answer in its place") == 1
-        assert said.count(second.url) == 1
-        assert 3 <= len(second.bodies) <= 5, "two answers, and what was under way when it failed"
-        assert len(server.bodies) == 6, "all others, each once"
-        served.run_dir, server.reply = str(tmp_path / "both"), lambda _: fails
-        assert "HTTP 404" in message_of(run, served)

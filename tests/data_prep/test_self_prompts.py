@@ -2,17 +2,16 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from made import message_of
 
 from data_prep.journal import Journal
-from data_prep.self_prompts import Writer, user_stop, write_prompts
+from data_prep.self_prompts import user_stop, write_prompts
 from data_prep.stage import prepare
 from eagle31_train.cli import load_config
 from eagle31_train.common.errors import UserError
-from eagle31_train.config import SELF_WRITTEN, SelfPromptsConfig
+from eagle31_train.config import SELF_WRITTEN
 from eagle31_train.targets.chat import ChatTemplate
 from eagle31_train.targets.generate import Generator
 
@@ -29,18 +28,6 @@ def configured(folder, target, *options):
 def written(config):
     path = write_prompts(config, ChatTemplate.load(config.target))
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def test_a_batch_is_as_large_as_the_share_of_use_asks_for():
-    sizes, options, engine = [], SelfPromptsConfig(count=64), SimpleNamespace(at_once=1)
-
-    def half_of_use(batch):
-        sizes.append(len(batch))
-        return batch[::2]
-
-    writer = SimpleNamespace(options=options, engine=engine, _begin=lambda number: number, _turns=half_of_use)
-    assert Writer.write(writer) == list(range(0, 128, 2))
-    assert sizes == [64, 64]
 
 
 def test_any_batch_and_any_stop_end_in_the_same_prompts(tiny_target, tmp_path, monkeypatch):

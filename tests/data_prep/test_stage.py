@@ -45,17 +45,6 @@ def config(tmp_path, tiny_target):
     return Config(name="t", run_dir=str(tmp_path / "run"), target=target, data=data)
 
 
-@pytest.mark.parametrize("thinks", [False, True])
-def test_a_target_that_may_think_is_named_before_it_answers(config, tmp_path, tiny_target, monkeypatch, capsys, thinks):
-    template = tmp_path / "template.jinja"
-    template.write_text((tiny_target / "chat_template.jinja").read_text() + "{#- <think> -#}" * thinks)
-    config.target.chat_template, config.regenerate, config.data.prompts = str(template), True, config.data.conversations
-    monkeypatch.setattr(stage, "_open", lambda *_: pytest.exit("answers"))
-    with pytest.raises(pytest.exit.Exception):
-        prepare(config)
-    assert ("THOUGHTS" in capsys.readouterr().out) == thinks
-
-
 def manifest_of(tmp_path, run="run"):
     return json.loads((tmp_path / run / "data" / "manifest.json").read_text())
 
