@@ -21,7 +21,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import fake_cuda
 from benchmarks.fake_cuda import DEVICE, Count, FakeStep, Options
-from benchmarks.gpu_model import Rates, estimate
 from benchmarks.gpu_step import drafter_of
 from benchmarks.shapes import Case
 from eagle31_train.model import norm
@@ -198,8 +197,6 @@ TRAFFIC = {
     "kimi:1x20480:0.35, fused+FA3": (779, 354.0),
 }
 CASES |= {name: lambda name=name: traffic(*name.split(", ")) for name in TRAFFIC}
-LONG = Case.parse("llama8b:1x65536:1")
-CASES["estimate of 65536"] = lambda: estimate(drafter_of(LONG), LONG.masks, Options(kernels="fused+FA3"), Rates())
 
 
 def main() -> None:

@@ -102,10 +102,3 @@ def test_a_step_moves_no_more_than_it_did(name):
     result, (operators, gigabytes) = came(name), TRAFFIC[name]
     assert 0.98 * gigabytes < result["bytes"] / 1e9 < 1.01 * gigabytes
     assert result["operations"] <= 1.01 * operators
-
-
-def test_a_document_of_65536_tokens_takes_half_of_an_h100s_rate_and_fits_it():
-    """Estimated, with FlashAttention 3; 64 GiB of the 74.5 that 80 GB are."""
-    result = came("estimate of 65536")
-    assert result["memory"] < 64 * 2**30
-    assert result["utilisation"] > 0.5

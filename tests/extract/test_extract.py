@@ -1,7 +1,6 @@
 """The extraction stage on a tiny target: what is stored, and what happens when it is stopped or misused."""
 
 import json
-import re
 from dataclasses import asdict
 
 import numpy as np
@@ -12,7 +11,6 @@ from made import message_of
 from pipeline import AUX, LENGTHS, VOCAB, contents, save_quietly, tiny_config, tiny_llama, write_data
 from talking import whole_words
 
-from eagle31_train.model import vocab
 from eagle31_train.store import Store
 from eagle31_train.store.document import Document
 from eagle31_train.targets import extraction as stage
@@ -88,21 +86,6 @@ def test_how_far_answers_are_the_targets_own_is_counted_and_said(run, capsys):
     (run / "run" / "store" / "manifest.json").unlink()
     extract(tiny_config(run))
     assert capsys.readouterr().out == said
-
-
-def test_choices_outside_a_draft_vocabulary_of_before_are_not_told(run, monkeypatch, capsys):
-    extract(tiny_config(run))
-    store, file = run / "run" / "store", run / "run" / "data" / "vocab.safetensors"
-    assert " of its choices lie outside" in capsys.readouterr().out
-    vocab.write(file, vocab.choose(np.ones(VOCAB, dtype=np.int64), [], None))
-    record(run, files={})  # as stage 1 would of the new one
-    (store / "manifest.json").unlink()
-    extract(tiny_config(run))
-    assert "outside the draft vocabulary" not in capsys.readouterr().out
-    (store / "manifest.json").unlink()
-    (store / "shards" / "train-00003.safetensors").unlink()
-    extract(tiny_config(run))
-    assert re.search(r"; 0\.0% of the \d+ compared with it lie outside the draft vocabulary", capsys.readouterr().out)
 
 
 def test_a_good_store_is_not_replaced_where_data_dir_or_the_targets_weights_may_be_wrong(run):

@@ -70,11 +70,6 @@ def written(monkeypatch, stop_after=None):
     return names
 
 
-def test_parts_at_the_same_time_make_the_store_of_one(whole, tmp_path, command):
-    assert at_once(command(1, 2), command(0, 2)) == [None, None]
-    assert timeless(store_of(tmp_path)) == timeless(store_of(whole))
-
-
 @pytest.mark.parametrize("parts", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3))])
 def test_stopped_parts_are_carried_on_by_any_number(whole, tmp_path, command, parts):
     for part in range(2):

@@ -91,16 +91,6 @@ def test_what_lies_where_a_folder_belongs_is_named_or_made_anew(made, cases, tmp
             assert all(before[name] == now for name, now in others.items() if name in before), where
 
 
-def test_a_targets_config_that_is_a_folder_is_named_by_every_stage(made, folder, tmp_path):
-    target = tmp_path / "target"
-    shutil.copytree(made.target, target)
-    spoil(target / "config.json", "folder")
-    before = everything(folder)
-    for stage in ("plan", "data", "extract", "evaluate"):
-        refused(made.run(stage, folder, more=[f"target.path={target}", "overwrite=true"]), "config.json")
-        assert everything(folder) == before
-
-
 def test_a_broken_draft_is_refused_by_every_command(made, folder):
     """The many ways of being broken: test_drafts.py."""
     shutil.copytree(folder / EXPORT, draft := folder / "draft")

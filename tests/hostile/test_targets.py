@@ -173,11 +173,6 @@ def test_a_template_reaches_neither_python_nor_files(template_file, tmp_path):
     assert not (tmp_path / "made").exists()
 
 
-def test_the_bounds_of_a_template_are_those_that_are_told():
-    told = f"killed at {chat_template.SECONDS:g} s or {chat_template.MEMORY >> 30} GiB"
-    assert told in (Path(__file__).parents[2] / "SECURITY.md").read_text()
-
-
 # ---------------------------------------------------------------- code of a target's own
 
 
@@ -207,7 +202,7 @@ def test_a_targets_python_code_runs_only_where_that_is_allowed(target, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors"])
-@pytest.mark.parametrize("kind", UNREADABLE)
+@pytest.mark.parametrize("kind", [*UNREADABLE, "folder"])
 def test_links_to_nowhere_and_to_what_never_ends(name, kind, target):
     folder = target()
     spoil(folder / name, kind)

@@ -74,17 +74,6 @@ def test_a_recipe_is_planned_without_data_and_without_a_download(experiment, cap
         assert f"\n{word} " in text
 
 
-BEYOND = r"\d\.\de\+\d+ days|inf days"
-
-
-@pytest.mark.parametrize(
-    ("option", "shown"),
-    [("plan.tokens=1e300", BEYOND), ("plan.bandwidth_gbs=1e-320", BEYOND), ("plan.sample_tokens=1", "WHICH PROFILE")],
-)
-def test_times_beyond_all_real_ones_and_conversations_too_short_to_be_trained_are_planned(option, shown, capsys):
-    assert re.search(shown, printed(capsys, *recipe("qwen3_8b"), option))
-
-
 def test_the_simplest_profile_that_fits_is_named(capsys):
     def named(*overrides):
         return re.search(r"WHICH PROFILE +(\w+)", printed(capsys, *recipe("kimi"), *overrides))[1]
@@ -94,19 +83,6 @@ def test_the_simplest_profile_that_fits_is_named(capsys):
     peaks = {profile.name: planned(*recipe("kimi")).memory(profile).peak / 2**30 for profile in PROFILES}
     between = (peaks["ddp"] + peaks["zero1"]) / 2 / sections.SPARE
     assert named(f"plan.device_gib={between}") == "zero1"
-
-
-def test_several_machines_are_launched_as_such(capsys):
-    shown = printed(capsys, *recipe("llama31_8b"), "plan.devices=64")
-    launch = "configs/accelerate/multinode_ddp.yaml \\\n      --num_machines 8 --num_processes 64 train.py"
-    assert launch in shown
-    assert all((cli.CONFIGS / "accelerate" / f"multinode_{name}.yaml").is_file() for name in sections.OVER_MACHINES)
-
-
-def test_a_conversation_that_no_step_holds_is_told(capsys):
-    told = "TOO LONG   a step does not hold a conversation of 6,144 tokens: train.batch_tokens=6144"
-    assert told in printed(capsys, *recipe("qwen3_8b"), "train.batch_tokens=2048")
-    assert "TOO LONG" not in printed(capsys, *recipe("qwen3_8b"))
 
 
 def test_open_steps_are_as_training_would_take_them(capsys, counted):
@@ -157,7 +133,9 @@ def test_a_device_alone_has_nobody_to_share_a_conversation_with(capsys):
     """What the step takes is in tests/model/test_context_parallel.py, against what torch allocates."""
     long = [*recipe("llama31_8b"), "data.max_length=131072", "train.batch_tokens=131072", "plan.sample_tokens=131072"]
     assert planned(*long, "train.context_parallel=4").micro(1) == planned(*long).micro(1)
-    assert "accelerate launch --config_file" in printed(capsys, *recipe("llama31_8b"), "plan.devices=16")
+    launch = "configs/accelerate/multinode_ddp.yaml \\\n      --num_machines 2 --num_processes 16 train.py"
+    assert launch in printed(capsys, *recipe("llama31_8b"), "plan.devices=16")
+    assert all((cli.CONFIGS / "accelerate" / f"multinode_{name}.yaml").is_file() for name in sections.OVER_MACHINES)
     assert "context_parallel=3 does not divide" in message_of(planned, *long, "train.context_parallel=3")
 
 
@@ -253,14 +231,6 @@ def test_devices_are_as_busy_as_what_is_dealt_to_them(devices, train):
     assert [int(number.replace(",", "")) <= budget for number in told] == [True, True], "no more than a step has"
 
 
-def test_of_unlike_conversations_the_largest_bounds_how_small_a_micro_batch_gets():
-    """It takes more than its share of the tokens: with all of them answers, where others are prompts."""
-    works = [count_work([made_mask(1000, share)], 7) for share in (0.1, 0.9)]
-    plan = planned(*recipe("llama31_8b"), "plan.devices=8", "plan.device_gib=1")
-    data = replace(plan.data, each=works, work=add_up(works) * 1000, longest=1000)
-    assert "none leaves a tenth of 1 GiB free" in sections.which(replace(plan, data=data))[0]
-
-
 def test_options_have_the_effect_that_they_should():
     llama = [*recipe("llama31_8b"), "run_dir=/nowhere/at/all"]
     whole = planned(*llama)
@@ -284,8 +254,6 @@ def test_options_have_the_effect_that_they_should():
     exact = whole.store_bytes(replace(whole.states(), aux_codec="bf16", last_codec="bf16"))
     # By default in int8; a channel has a scale in every conversation.
     assert whole.store_bytes(whole.states()) / exact == pytest.approx(0.510, abs=0.001)
-
-    assert "is not the target's: set " in message_of(planned, *llama, "drafter.hidden_size=2048")
 
 
 def test_what_stage_1_would_refuse_is_refused_before_anything_is_spent(tmp_path):

@@ -185,17 +185,6 @@ def test_prefetch_keeps_order_and_bound(fs, open_cache, processes):
     assert sorted(fs.fetched) == names  # each of them once
 
 
-def test_what_another_process_fetches_ahead_counts(fs, open_cache):
-    storage = open_cache(600)
-    part = storage.scratch("a").parent / ".a.100.part"
-    with part.open("wb") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
-        storage.prefetch(Use(i, name, 100) for i, name in enumerate("abcdefghij"))
-        fs.wait(lambda fs: len(fs.finished) == 2)
-        time.sleep(0.2)
-        assert sorted(fs.fetched) == ["b", "c"]  # three files are half of the cache
-
-
 def test_what_had_its_turn_is_not_fetched_ahead_any_more(fs, open_cache):
     storage = open_cache(200)
     storage.prefetch(Use(i, name, 100) for i, name in enumerate("abcd"))

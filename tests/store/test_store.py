@@ -228,11 +228,6 @@ def test_a_shard_is_compared_once_and_again_when_it_is_replaced_under_its_reader
     assert "is not as it was written" in message_of(reader.split("train").read, planned.first)
 
 
-def test_the_bound_of_a_store_may_be_of_many_terabytes(tmp_path):
-    MADE.write(tmp_path, stop_after=1, max_bytes=20 * 10**12)
-    assert Store(tmp_path, follow=True).max_bytes == 20 * 10**12
-
-
 def test_extraction_waits_for_room_and_training_makes_it(tmp_path):
     bound = sum(planned.bytes for planned in MADE.plan.of("heldout")) + max(planned.bytes for planned in TRAIN)
     with ThreadPoolExecutor() as pool:

@@ -99,24 +99,3 @@ def test_a_rope_that_follows_the_longest_row_is_not_set_by_its_neighbours(tmp_pa
     together = {index: ids for index, ids, _ in generator.answer(requests, 6, 10, 1.0)}
     for index in range(1, 6):
         assert [together[index]] == [ids for _, ids, _ in generator.answer([requests[index]], 1, 10, 1.0)]
-
-
-def test_places_that_become_free_are_taken(target, whole, monkeypatch):
-    """At once where there are four; no row is carried along after its end."""
-    options, _ = target
-    requests = requests_of_all_kinds()
-    ends = [answer[at % 5] for at, answer in enumerate(whole)]
-    passes, extend = [], generate.extend
-
-    def seen(rows, *more):
-        passes.append((len(rows), not rows[0].ids))
-        extend(rows, *more)
-
-    monkeypatch.setattr(generate, "extend", seen)
-    found = list(Generator(options, ends[:1]).answer(requests, 4, 12, 0.9, ends))
-    begun = 0
-    for rows, joining in passes:
-        begun += rows * joining
-        assert joining or rows == 4 or begun == len(requests), "places are free while some wait"
-    assert len(found) == begun == len(requests)
-    assert sum(rows for rows, _ in passes) == sum(len(ids) + (reason == "stop") for _, ids, reason in found)

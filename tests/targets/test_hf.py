@@ -283,21 +283,3 @@ def test_a_hub_out_of_reach_is_said_once(monkeypatch, capsys):
         with pytest.raises(UserError, match=words):
             read(TargetConfig(path="some/target", dtype="float32"))
     assert capsys.readouterr().err == ""
-
-
-ACCESS = "ask for access on its page, then `hf auth login`, or set HF_TOKEN"
-
-
-@pytest.mark.parametrize(
-    ("said", "cause", "advice"),
-    [
-        ("You are trying to access a gated repo.", None, ACCESS),
-        ("some/target is not a folder", "401 Client Error", ACCESS),
-        ("401 tokens", None, "there is no such folder here; give a folder"),
-    ],
-)
-def test_a_target_that_the_hub_does_not_give_to_all_is_asked_for(monkeypatch, said, cause, advice):
-    monkeypatch.setattr(pretrained, "out_of_reach", lambda target: None)
-    error = OSError(said)
-    error.__cause__ = cause and OSError(cause)
-    assert advice in str(pretrained.not_loaded(TargetConfig(path="some/target"), error))
