@@ -289,17 +289,6 @@ def test_each_command_completes_what_it_takes(capsys):
     assert "COMP_WORDBREAKS=" not in shell, "it is other programs', too"
 
 
-@pytest.mark.parametrize("command", console_script.SLOW)
-def test_help_does_not_wait_for_what_a_command_imports(command, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["eagle31", command, "--help"])
-    monkeypatch.setattr("runpy.run_module", None)
-    with pytest.raises(SystemExit, match="0"):
-        console_script.main()
-    shown = capsys.readouterr().out
-    assert shown.startswith(f"usage: eagle31 {command} {console_script.SLOW[command]}[-h]")
-    assert shown.count(f"eagle31 {command} ") > 1, "its docstring has examples"
-
-
 @pytest.mark.parametrize(("command", "main"), [("store", store.main), ("report", report.main)])
 def test_completion_knows_the_arguments_of_commands_without_a_recipe(command, main, capsys):
     with pytest.raises(SystemExit):

@@ -77,10 +77,8 @@ def test_imports_keep_to_the_directions():
     ("module", "source"),
     [
         ("eagle31_train.extract", "from eagle31_train.export import export"),
-        ("eagle31_train.extract", "from eagle31_train import evaluate"),
         ("eagle31_train.model.loss", "def f():\n    from train import loop"),
         ("eagle31_train.model.loss", "import accelerate"),
-        ("eagle31_train.model.loss", "from eagle31_train.checkpoint import contract"),
         ("eagle31_train.store.shard", "from eagle31_train.model import loss"),
         ("eagle31_train.config", "def f():\n    from eagle31_train.store.codec import Encoded"),
         ("train.loop", "from data_prep import sources"),

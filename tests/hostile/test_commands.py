@@ -91,17 +91,6 @@ def test_what_lies_where_a_folder_belongs_is_named_or_made_anew(made, cases, tmp
             assert all(before[name] == now for name, now in others.items() if name in before), where
 
 
-def test_a_broken_draft_is_refused_by_every_command(made, folder):
-    """The many ways of being broken: test_drafts.py."""
-    shutil.copytree(folder / EXPORT, draft := folder / "draft")
-    file = draft / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-1])
-    kept = everything(folder / RUN)
-    refused(made.run(f"compare {RUN} draft", folder), "draft")
-    refused(made.run("train", folder, more=["train.init_from=draft", "overwrite=true"]), "draft")
-    assert everything(folder / RUN) == kept, "the old run stays until the draft is known to be whole"
-
-
 def test_a_run_that_is_of_other_inputs_is_refused_by_every_stage_after_it(made, folder):
     record = folder / RUN / "train" / "manifest.json"
     of_run = json.loads(record.read_text())

@@ -202,7 +202,7 @@ def test_a_targets_python_code_runs_only_where_that_is_allowed(target, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors"])
-@pytest.mark.parametrize("kind", [*UNREADABLE, "folder"])
+@pytest.mark.parametrize("kind", UNREADABLE)
 def test_links_to_nowhere_and_to_what_never_ends(name, kind, target):
     folder = target()
     spoil(folder / name, kind)
@@ -210,3 +210,9 @@ def test_links_to_nowhere_and_to_what_never_ends(name, kind, target):
     assert isinstance(outcome(lambda: ChatTemplate.load(config)), UserError)
     if name == "config.json":
         assert isinstance(outcome(lambda: describe_target(config)), UserError)
+
+
+def test_a_folder_in_the_place_of_a_config_is_named(target):
+    folder = target()
+    spoil(folder / "config.json", "folder")
+    assert "config.json" in str(outcome(lambda: describe_target(TargetConfig(path=str(folder)))))

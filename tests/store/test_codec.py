@@ -175,21 +175,3 @@ def test_large_channels_cost_the_others_nothing():
     first[0, :, 7] *= 1000  # a document's first token
     kept = encode(first, "int8_channel").decode().float()[1:]
     assert (kept - first[1:]).norm() / first[1:].norm() < 0.02
-
-
-def test_every_document_keeps_its_own_channels():
-    generator = torch.Generator().manual_seed(0)
-    some = [
-        torch.randn(rows, 2, 130, generator=generator) * 10.0**size for rows, size in ((3, 2), (0, 0), (5, -3), (1, 4))
-    ]
-    apart = [encode(one, "int8_channel") for one in some]
-    joined, wanted = concatenate(apart), torch.cat([one.decode() for one in apart])
-    assert torch.equal(joined.decode(), wanted)
-    order = torch.tensor([8, 0, 4, 4])
-    assert torch.equal(joined[order].decode(), wanted[order])
-    assert torch.equal(concatenate([joined[2:5], joined[:2]]).decode(), torch.cat([wanted[2:5], wanted[:2]]))
-    alone = joined.of_document(2, slice(3, 8))
-    assert len(alone.channels) == 1
-    assert torch.equal(alone.decode(), apart[2].decode())
-    mixed = replace(joined, document=joined.document.clamp(max=0))
-    assert not torch.equal(mixed.decode(), wanted), "planted: all by the first document's"
