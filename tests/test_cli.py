@@ -2,7 +2,6 @@
 
 import errno
 import operator
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,12 +10,11 @@ import made
 import pytest
 
 from eagle31_train import __main__ as console_script
-from eagle31_train import cli, completion, report
+from eagle31_train import cli, completion
 from eagle31_train import run as stages
 from eagle31_train.cli import load_config, run
 from eagle31_train.common.errors import Stopped, UserError
 from eagle31_train.earlier import RENAMED
-from eagle31_train.store import __main__ as store
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = "+experiment=smollm2"
@@ -189,22 +187,6 @@ def test_a_run_in_its_targets_folder_has_its_name(tmp_path, monkeypatch):
         assert load_config([f"target.path={path}"]).name == "mine"
 
 
-def test_a_recipe_or_run_that_is_here_is_named(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("mine.yaml").write_text("target: {path: x}")
-    assert message_of("+experiment=mine") == (
-        "no configs/experiment/mine.yaml: for the file here give +experiment=mine.yaml"
-    )
-    Path("mine.yaml").write_text("name: mine")
-    assert message_of("+experiment=mine.yaml") == "no value for target.path: set target.path in mine.yaml"
-    saved = Path("runs/qwen/train/config.yaml")
-    saved.parent.mkdir(parents=True)
-    saved.write_text(cli.to_yaml(load_config(["target.path=x", "name=qwen"])))
-    assert message_of("name=qwen").endswith(f"give the run's own options, +experiment={saved}")
-    assert message_of("runs/qwen") == f"'runs/qwen' is a run: give its options, +experiment={saved}"
-    assert load_config([f"+experiment={saved}"]).target.path == "x"
-
-
 def test_an_old_name_is_understood_and_says_the_new_one(monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(RENAMED, "train.rate", "train.lr")
     for name in ("_schema", "_shipped"):  # which are worked out once
@@ -287,13 +269,3 @@ def test_each_command_completes_what_it_takes(capsys):
         command = ["bash", "-c", f"{shell}\n{complete}", "bash", "eagle31", *words.split(" ")]
         assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() == wanted, words
     assert "COMP_WORDBREAKS=" not in shell, "it is other programs', too"
-
-
-@pytest.mark.parametrize(("command", "main"), [("store", store.main), ("report", report.main)])
-def test_completion_knows_the_arguments_of_commands_without_a_recipe(command, main, capsys):
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    told = set(re.findall(r"--[a-z-]+", capsys.readouterr().out.partition("options:")[2]))
-    words = completion.WORDS[f"{command} *"].split()
-    assert told == {word for word in words if word.startswith("--")}
-    assert not [word for word in words if "=" in word]

@@ -19,13 +19,14 @@ from safetensors.torch import load_file
 from talking import make_tokenizer
 
 from eagle31_train import cli
-from eagle31_train.common import order
+from eagle31_train.config import TrainConfig
 from eagle31_train.model.drafter import Drafter
 from eagle31_train.plan import plan
 from eagle31_train.planning import sections
+from eagle31_train.planning.dealing import deal
 from eagle31_train.planning.footprint import PROFILES
 from eagle31_train.planning.planned import reckon
-from eagle31_train.planning.work import add_up, count_work, made_mask, training_flops
+from eagle31_train.planning.work import add_up, count_work, made_mask
 from eagle31_train.store import Store, storage_of
 from eagle31_train.store.shard_plan import sample_size
 from eagle31_train.targets.derive import STEP_TOKENS
@@ -187,48 +188,21 @@ def test_what_was_counted_is_planned_with(counted, capsys):
     assert planned(*options(counted, "plan.target_parameters=32e9")).target.sizes.active == 32e9
 
 
-@pytest.mark.parametrize(
-    ("devices", "train"),
-    [
-        (1, {}),
-        (8, {"gradient_accumulation_steps": 4}),
-        (8, {"slots_per_batch": 3000}),
-        (64, {"context_parallel": 2}),
-        (1024, {}),
-    ],
-)
-def test_devices_are_as_busy_as_what_is_dealt_to_them(devices, train):
-    """By full steps of conversations with answers of any share."""
-    random, K = np.random.default_rng(0), 7
-    lengths = np.clip(random.lognormal(6.2, 0.7, 800), 16, 4096).astype(int).tolist()
-    works = [count_work([made_mask(n, share)], K) for n, share in zip(lengths, random.beta(2, 2, 800), strict=True)]
-    budget = 4096 * devices
-    given = {"batch_tokens": budget, **train}
-    words = [f"train.{name}={value}" for name, value in given.items()]
-    plan = planned(*recipe("llama31_8b"), f"plan.devices={devices}", *words)
-    drawn = random.integers(800, size=6 * budget // 600).tolist()
-    plan = replace(plan, data=replace(plan.data, each=works, work=add_up([works[i] for i in drawn])))
-    flops = [sum(training_flops(plan.shape, work.of_slots(plan.trained_share)).values()) for work in works]
-    replicas, steps = devices // train.get("context_parallel", 1), train.get("gradient_accumulation_steps", 1)
-    mean = most = largest = 0.0
-    for batch in order.schedule([lengths[i] for i in drawn], budget, 0, 1, None):
-        kinds = [drawn[i] for i in batch]
-        if sum(lengths[i] for i in kinds) < budget * 0.9:
-            continue  # the last
-        share = min(1, train.get("slots_per_batch", np.inf) / sum(works[i].targets for i in kinds))
-        taught = [round(share * works[i].targets) for i in kinds]
-        costs = order.costs([lengths[i] for i in kinds], taught, K)
-        parts = order.share(range(len(batch)), costs, replicas * steps)
-        loads = [sum(flops[kinds[i]] for i in part) for part in parts]
-        mean += sum(loads) / replicas
-        most += max(sum(loads[replica::replicas]) for replica in range(replicas))
-        tokens = max(sum(lengths[kinds[i]] for i in part) for part in parts)
-        largest = max(largest, tokens, max(loads) / np.mean(flops) * np.mean(lengths))
-    assert plan.busy == pytest.approx(mean / most, rel=0.04)
-    if devices > 1:  # of whole steps of a few conversations, the largest is mere chance
-        assert plan.micro_tokens(devices) == pytest.approx(largest, rel=0.15)
-    told = re.findall(r"[\d,]+(?= tokens|\.$)", sections.profiles(plan)[-1])
-    assert [int(number.replace(",", "")) <= budget for number in told] == [True, True], "no more than a step has"
+def test_devices_wait_for_the_one_that_has_most():
+    """By hand: of three equal conversations one of two devices has two; of six, in two turns, each has two and one."""
+    one = count_work([made_mask(1000, 0.5)], 7)
+    for conversations, accumulated, busy in ((3, 1, 0.75), (6, 2, 1.0)):
+        train = TrainConfig(batch_tokens=1000 * conversations, gradient_accumulation_steps=accumulated)
+        dealt = deal([one], [1.0], 3000, train, replicas=2)
+        assert (dealt.busy, dealt.largest) == (busy, pytest.approx(2 / 1.5))
+
+
+def test_of_unlike_conversations_the_largest_bounds_how_small_a_micro_batch_gets():
+    """It takes more than its share of the tokens: with all of them answers, where others are prompts."""
+    works = [count_work([made_mask(1000, share)], 7) for share in (0.1, 0.9)]
+    plan = planned(*recipe("llama31_8b"), "plan.devices=8", "plan.device_gib=1")
+    data = replace(plan.data, each=works, work=add_up(works) * 1000, longest=1000)
+    assert "none leaves a tenth of 1 GiB free" in sections.which(replace(plan, data=data))[0]
 
 
 def test_options_have_the_effect_that_they_should():

@@ -37,18 +37,11 @@ def test_copies_of_keys_are_those_that_a_layout_has():
     assert copies == len(batch.layout.segments.key_rows) > 1.5 * len(batch.positions)
 
 
-def test_flops_counted_by_hand():
+def test_flops_that_torch_does_not_count_are_counted_by_hand():
     shape = Case("tiny", 64, 1.0).drafter()  # D = H = 64, MLP 96, 4 heads and 2 groups of 16, vocabulary 256
-    assert training_flops(shape, WORK, train_lm_head=False) == {
-        "fc": 3 * 2 * 4 * 192 * 64,
-        "keys, values": 3 * 2 * (4 + 2 + 4) * 64 * 2 * 32,  # states, later states, tokens
-        "queries": 3 * 2 * (6 + 4) * 64 * 64,
-        "attention": 3 * 2 * (10 + 4 + 2) * 64 * 2,  # the two slots of step 1 see one later key each
-        "output": 3 * 2 * 6 * 64 * 64,
-        "mlp": 3 * 2 * 6 * 3 * 64 * 96,
-        "lm_head": 2 * 2 * 4 * 64 * 256,
-        "teacher": 2 * 2 * 64 * 256,
-    }
+    parts = training_flops(shape, WORK, train_lm_head=False)
+    assert parts["attention"] == 3 * 2 * (10 + 4 + 2) * 64 * 2  # the two slots of step 1 see one later key each
+    assert parts["lm_head"] == 2 * 2 * 4 * 64 * 256
 
 
 @pytest.mark.parametrize(
