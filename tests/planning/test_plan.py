@@ -195,6 +195,8 @@ def test_devices_wait_for_the_one_that_has_most():
         train = TrainConfig(batch_tokens=1000 * conversations, gradient_accumulation_steps=accumulated)
         dealt = deal([one], [1.0], 3000, train, replicas=2)
         assert (dealt.busy, dealt.largest) == (busy, pytest.approx(2 / 1.5))
+    # Of as many tokens, but with all of the work.
+    assert deal([one, one], [0.0, 1.0], 3000, TrainConfig(batch_tokens=2000), replicas=2).largest == 2
 
 
 def test_of_unlike_conversations_the_largest_bounds_how_small_a_micro_batch_gets():
