@@ -203,8 +203,9 @@ def test_of_unlike_conversations_the_largest_bounds_how_small_a_micro_batch_gets
     """It takes more than its share of the tokens: with all of them answers, where others are prompts."""
     works = [count_work([made_mask(1000, share)], 7) for share in (0.1, 0.9)]
     plan = planned(*recipe("llama31_8b"), "plan.devices=8", "plan.device_gib=1")
-    data = replace(plan.data, each=works, work=add_up(works) * 1000, longest=1000)
-    assert "none leaves a tenth of 1 GiB free" in sections.which(replace(plan, data=data))[0]
+    plan = replace(plan, data=replace(plan.data, each=works, work=add_up(works) * 1000, longest=1000))
+    assert plan.micro_tokens(8) > plan.batch_tokens / 8 > 1000
+    assert "none leaves a tenth of 1 GiB free" in sections.which(plan)[0]
 
 
 def test_options_have_the_effect_that_they_should():
