@@ -269,3 +269,19 @@ def test_each_command_completes_what_it_takes(capsys):
         command = ["bash", "-c", f"{shell}\n{complete}", "bash", "eagle31", *words.split(" ")]
         assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() == wanted, words
     assert "COMP_WORDBREAKS=" not in shell, "it is other programs', too"
+
+
+def test_a_recipe_or_run_that_is_here_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text("target: {path: x}")
+    assert message_of("+experiment=mine") == (
+        "no configs/experiment/mine.yaml: for the file here give +experiment=mine.yaml"
+    )
+    Path("mine.yaml").write_text("name: mine")
+    assert message_of("+experiment=mine.yaml") == "no value for target.path: set target.path in mine.yaml"
+    saved = Path("runs/qwen/train/config.yaml")
+    saved.parent.mkdir(parents=True)
+    saved.write_text(cli.to_yaml(load_config(["target.path=x", "name=qwen"])))
+    assert message_of("name=qwen").endswith(f"give the run's own options, +experiment={saved}")
+    assert message_of("runs/qwen") == f"'runs/qwen' is a run: give its options, +experiment={saved}"
+    assert load_config([f"+experiment={saved}"]).target.path == "x"

@@ -2,12 +2,14 @@
 
 import gzip
 import json
+from fractions import Fraction
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 from published_targets import FOLDER
 
+from data_prep.sources import quotas
 from eagle31_train import cli
 from eagle31_train.planning import inputs, sections
 from eagle31_train.planning.planned import reckon
@@ -113,3 +115,18 @@ def test_rows_are_counted_as_stage_1_reads_them(tmp_path):
     assert inputs.prompts_at_hand(config) == 8
     (tmp_path / "d.json").write_text("no JSON")
     assert inputs.prompts_at_hand(config) is None
+
+
+def test_of_a_mixture_as_many_as_its_weights_allow_are_at_hand(tmp_path):
+    for name, count in {"a": 420, "b": 24}.items():
+        (tmp_path / name).write_text('{"prompt": "?"}\n' * count)
+
+    def at_hand(weight, *words):
+        sources = [f"data.sources.{name}.path={tmp_path / name}" for name in "ab"]
+        return inputs.prompts_at_hand(cli.load_config([*QWEN, *sources, f"data.sources.a.weight={weight}", *words]))
+
+    assert at_hand(3) == 3 * 24 + 24
+    weights, rows = {"a": Fraction("0.3"), "b": Fraction(1)}, {"a": 420, "b": 24}
+    assert at_hand(0.3) == 31 == sum(quotas(weights, rows, None).values())
+    assert at_hand(3, "data.rows=8") == 8
+    assert at_hand("much") is None  # which stage 1 refuses

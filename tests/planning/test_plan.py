@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from talking import make_tokenizer
 
 from eagle31_train import cli
+from eagle31_train.common import order
 from eagle31_train.config import TrainConfig
 from eagle31_train.model.drafter import Drafter
 from eagle31_train.plan import plan
