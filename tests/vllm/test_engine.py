@@ -8,7 +8,6 @@ layer: |a - b| / |b|.
 import json
 import os
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -277,7 +276,6 @@ def command(*program, exits=0):
     words = [str(part) for part in program]
     done = subprocess.run(words, cwd=Path(__file__).parents[2], env=env, text=True, capture_output=True, check=False)
     assert done.returncode == exits, f"{program}:\n{done.stdout[-1000:]}\n{done.stderr[-4000:]}"
-    return done.stdout
 
 
 EXTRACT = """
@@ -308,53 +306,7 @@ def test_a_killed_extraction_is_carried_on(case, quantized, vllm_python, int4, t
         stores.append(folder / "run" / "store")
     assert contents(stores[0] / "shards") == contents(stores[1] / "shards")
     assert len(list((stores[0] / "shards").glob("*.safetensors"))) > 3
-    figures = Store(stores[1]).manifest["fidelity"]
-    assert figures["top1_agreement"] >= 0.99
-    assert figures["positions"] > 30
-
-
-@pytest.mark.slow  # four minutes on a CPU without bf16
-def test_an_extraction_in_bfloat16_is_as_near_to_float32_as_transformers(tmp_path, smollm2, vllm_python, tell):
-    lines = lines_of(PROMPTS / "smollm2_conversations.jsonl")[:12]
-    (tmp_path / "conversations.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    options = [
-        "+experiment=smollm2",
-        f"target.path={smollm2.target}",
-        f"run_dir={tmp_path / 'run'}",
-        f"data.conversations={tmp_path / 'conversations.jsonl'}",
-        "data.max_length=160",
-        "data.heldout=0.2",
-        "extract.shard_tokens=1024",
-    ]
-    command(sys.executable, "-m", "data_prep", *options)
-    said = command(vllm_python, "-m", "eagle31_train.extract", *options, "target.dtype=bfloat16", *VLLM)
-    store = Store(tmp_path / "run" / "store")
-    assert store.inputs["engine"] == {"name": "vllm", "args": {}}, "eager or compiled, the states are the same"
-    figures = store.manifest["fidelity"]
-    assert figures["top1_agreement"] >= 0.99
-    assert figures["positions"] > 100
-
-    def kept(rows):
-        """As the store keeps them: both kinds of states, where it does."""
-        return [row[at] for row, at in zip(rows, where, strict=True)]
-
-    documents = store.split("train").read_all(range(4))
-    where = [document.supervised[document.supervised < document.attended] for document in documents]
-    tokens = [document.tokens for document in documents]
-    layers = store.states["aux_layers"]
-    engines = [smollm2.by_transformers(dtype, layers=layers) for dtype in ("bfloat16", "float32")]
-    plain, exact = (kept(joined(engine, tokens)) for engine in engines)
-    ours = []
-    for document, at in zip(documents, where, strict=True):
-        last = document.last.decode()[: len(at)]
-        ours.append(torch.cat([document.aux.decode()[at], last[:, None]], 1).double())
-    noise = distances(plain, exact)
-    tell(
-        said.splitlines()[-1],
-        shown("bfloat16: transformers to float32 (its rounding)", noise, layers),
-        shown("bfloat16: vLLM to float32", distances(ours, exact), layers),
-        shown("bfloat16: vLLM to transformers", distances(ours, plain), layers),
-    )
-    # As near to the exact states as transformers, and to it no further than two such roundings apart.
-    assert_within(ours, exact, noise, 1.5)
-    assert_within(ours, plain, noise, 2)
+    store = Store(stores[1])
+    assert "enforce_eager" not in store.inputs["engine"]["args"], "eager or compiled, the states are the same"
+    assert store.manifest["fidelity"]["top1_agreement"] >= 0.99
+    assert store.manifest["fidelity"]["positions"] > 30
