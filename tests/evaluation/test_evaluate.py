@@ -221,14 +221,6 @@ def test_another_comparison_of_the_same_name_is_not_written_over(run, call, tmp_
     assert json.loads(file.read_text())["trainings"]["y"] == [str(c.folder)]
 
 
-def test_a_folder_without_a_run_is_named_as_it_was_given(run, call):
-    code, line = call("/", "/")
-    assert code == 2
-    assert "/ is no run (there is no /train/config.yaml): give a run's folder" in line
-    assert "error: / is no run, no folder with" in call(run.folder, "/")[1]
-    assert not compare.is_drafter(f"evaluate.prompts={'x' * 300}"), "though no folder may have such a name"
-
-
 def test_published_drafters_need_no_run(run, call, prompts, tmp_path, monkeypatch, capsys):
     for name, seed in (("a", 0), ("b", 1)):
         one = run.another(name, seed)

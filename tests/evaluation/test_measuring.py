@@ -211,17 +211,6 @@ def test_a_target_that_decodes_alone_is_asked_so(model, candidates, monkeypatch)
         assert [one.accepted for one in measurement.counts] == [one.accepted for one in together[name].counts]
 
 
-@pytest.mark.parametrize(("seconds", "quickest"), [({4: 3, 2: 1, 1: 2}, 2), ({4: 1, 2: 1, 1: 2}, 4), ({1: 1}, 1)])
-def test_decoding_is_on_as_many_threads_as_are_quickest(monkeypatch, seconds, quickest):
-    """By a made-up clock; of two numbers that are as quick, the first tried, which is all threads."""
-    threads, now = [max(seconds)], [0.0]
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[0])
-    monkeypatch.setattr(torch, "set_num_threads", lambda count: threads.__setitem__(0, count))
-    monkeypatch.setattr(measuring.time, "perf_counter", lambda: now[0])
-    measuring.use_quickest_threads(lambda: now.__setitem__(0, now[0] + seconds[threads[0]]))
-    assert threads == [quickest]
-
-
 def test_prompts_that_are_timed_are_decoded_alone_and_other_outputs_told_for_as_many_tokens(
     model, candidates, monkeypatch
 ):

@@ -20,21 +20,6 @@ from eagle31_train.model.loss import divergence
 from eagle31_train.store.codec import CODECS, plain
 
 
-def test_contexts_are_right_with_several_threads_and_many_slots():
-    """Indexed assignment with an index that occurs twice keeps any of the two, once torch shares it among threads."""
-    T = 2000
-    long = make_document(make_shape(), T, torch.Generator().manual_seed(0), slice(3, None))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        for _ in range(20):
-            packed = build_batch([long, long, long], 2, torch.ones(50, dtype=torch.bool), "mask")
-            assert packed.layout.documents == [(0, T - 2), (T - 2, 2 * T - 4), (2 * T - 4, 3 * T - 6)]
-            assert torch.equal(packed.positions, torch.arange(T - 2).repeat(3))
-    finally:
-        torch.set_num_threads(threads)
-
-
 @pytest.mark.parametrize("codec", CODECS)
 def test_encoded_states_train_to_the_bit_as_what_they_decode_to(codec):
     shape, generator = make_shape(), torch.Generator().manual_seed(3)

@@ -2,7 +2,6 @@
 Biases. Rows of metrics.jsonl are those of a run that nobody stopped: test_survival.py."""
 
 import json
-import shlex
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -79,14 +78,6 @@ def test_timings_and_tensorboard_have_every_step_once_after_a_resume(config, tmp
     assert shown["heldout/acceptance_estimate"] == [(5, 5), (10, 10)]
     assert shown["train/prefix_at_depth/1"] == [(step, 0.25) for step in range(1, 15)]
     assert shown["timing/tokens_per_second"] == [(step, 20) for step in range(1, 15)]
-
-
-def test_the_command_that_uploads_an_offline_run_can_be_pasted(config, tmp_path, capsys):
-    run = SimpleNamespace(offline=True, dir=str(tmp_path / "it's (1)" / "files"))
-    accelerator = SimpleNamespace(is_main_process=True, log_with=[], init_trackers=lambda *_, **__: None)
-    accelerator.get_tracker, config.train.wandb = lambda *_, **__: run, "offline"
-    tracking.start(accelerator, config, {}, 0)
-    assert shlex.split(capsys.readouterr().out)[-1].endswith("/it's (1)")
 
 
 def test_a_damaged_line_about_an_earlier_launch_stops_none(config, tmp_path):

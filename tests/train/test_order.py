@@ -1,8 +1,7 @@
 """The data order: every sample once, the same whatever the number of ranks."""
 
-from collections import Counter, deque
+from collections import deque
 from contextlib import closing
-from functools import cache
 from itertools import islice
 from types import SimpleNamespace
 
@@ -14,15 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made import VOCAB, Documents, Made
 from planting import instead_of
-from published_targets import recipe
 from whole import Whole
 
-from eagle31_train.cli import load_config
 from eagle31_train.common import order
 from eagle31_train.common.order import PACKED, global_batches, schedule, share
 from eagle31_train.config import TrainConfig
 from eagle31_train.model import batch as batch_module
-from eagle31_train.planning.planned import reckon
 from eagle31_train.store import Store, make_plan, shape_of
 from train import loader
 
@@ -104,36 +100,6 @@ def test_prompts_that_follow_a_drawn_slot_do_not_count_as_slots():
     documents = [make_document(shape, p + a, generator, list(range(p, p + a))) for p, a in sizes]
     batches = [list(range(first, first + 8)) for first in range(0, 32, 8)]
     assert slots_apart(Documents(documents), batches, 200) < 25
-
-
-def test_1024_ranks_load_every_sample_of_as_many_steps_as_are_planned(monkeypatch):
-    """By the loader of each: every sample by as many ranks as share it, none lost or there twice."""
-    ranks, accumulation, context = 1024, 2, 4
-    lengths = np.clip(np.random.default_rng(0).lognormal(7.3, 0.7, 6000), 16, 4096).astype(int).tolist()
-    budget = ranks * 2048
-    words = ["data.max_length=4096", f"train.batch_tokens={budget}", f"train.context_parallel={context}"]
-    words += [f"train.gradient_accumulation_steps={accumulation}", f"plan.devices={ranks}"]
-    words += [f"plan.sample_tokens={sum(lengths) // len(lengths)}", f"plan.tokens={sum(lengths)}"]
-    plan = reckon(load_config([*recipe("llama31_8b"), "run_dir=/nowhere/at/all", *words]))[0]
-    batches = schedule(lengths, budget, 0, 1, None)
-    assert plan.steps <= len(batches) <= plan.steps + 1
-
-    def stub(documents, *rest):
-        return SimpleNamespace(population=torch.tensor([len(documents)]))
-
-    def sizes(indices):
-        return [lengths[i] for i in indices], [lengths[i] * (i % 4) // 4 for i in indices]
-
-    split = SimpleNamespace(lengths=lengths, sizes=sizes, wait_for=lambda _: None, passed=lambda _: None, read_all=list)
-    once = cache(share)  # all ranks are given the same
-    monkeypatch.setattr(order, "share", lambda batch, costs, parts: once(tuple(batch), tuple(costs), parts))
-    monkeypatch.setattr(loader, "build_batch", stub)
-    t = TrainConfig(num_workers=1, gradient_accumulation_steps=accumulation, context_parallel=context)
-    dealt = Counter()
-    for rank in range(ranks):
-        for load in loads_of(rank, ranks, split, batches[:1], t, None):
-            dealt.update(i for micro in load.micro_batches if micro.real for i in micro.samples)
-    assert dealt == dict.fromkeys(batches[0], context)
 
 
 # ---------------------------------------------------------------- as it is loaded
