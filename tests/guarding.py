@@ -75,13 +75,12 @@ def trainings(kind):
         shared("left out", "train.skip_nonfinite=2", stop_after=4, harm=["gradient", [3, 6], 1, NAN]),
         shared("left out", "train.skip_nonfinite=2", harm=["gradient", [6, 9], 1, INF]),
         shared("no pairs", harm=["pairs", [3, 6]]),
-        shared("miscounted", stop_after=1, harm=["weight", 1, 1.001]),
     ]
 
 
 def assert_all(came, kind, absent):
     """What two processes left of these trainings; `absent`: one process's run, whose schedule lacks steps 3 and 6."""
-    runs = {name: came.runs[f"{name} {kind}"] for name in [*HARMS, "left out", "no pairs", "miscounted"]}
+    runs = {name: came.runs[f"{name} {kind}"] for name in [*HARMS, "left out", "no pairs"]}
     results = {name: came.results[f"{name} {kind}"] for name in runs}
     for name in HARMS:
         [ranks] = results[name]
@@ -93,5 +92,3 @@ def assert_all(came, kind, absent):
     assert [row["step"] for row in runs["no pairs"].rows() if row.get("no_pairs")] == [3, 6]
     for ours, theirs in zip(runs["no pairs"].at(12), absent.at(10), strict=True):
         assert_close(ours, theirs, 5e-6)
-    with pytest.raises(AssertionError):  # a rank's gradient that counts a thousandth more is seen, after one step
-        assert_close(runs["miscounted"].at(1)[0], absent.at(1)[0], 5e-6)

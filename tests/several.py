@@ -27,7 +27,7 @@ from eagle31_train.common.errors import Stopped, UserError
 from eagle31_train.model.loss import Objective
 from eagle31_train.store import StoreSplit
 from eagle31_train.store.codec import plain
-from train import launch, loop, optimizer, parallel, trainer
+from train import launch, loop, parallel, trainer
 from train.deadline import Deadline
 from train.parallel import Parallel, Replicated, Zero
 
@@ -192,12 +192,6 @@ def harm_loss(patch, steps, rank, value):
 
 
 @harm
-def harm_weight(patch, rank, factor):
-    """One rank's losses, and so its gradients, count this many times."""
-    _harm_forward(patch, range(1000), rank, lambda loss, _: loss * factor)
-
-
-@harm
 def harm_gradient(patch, steps, rank, value):
     """On one rank the loss of these steps is right, and the gradient of a norm's weight is this value."""
 
@@ -246,22 +240,6 @@ def harm_weights(patch, rank):
             with torch.no_grad():
                 self.objective.drafter.norm.weight.data += 1e-6 * (self.accelerator.process_index == rank)
             return found
-
-
-@harm
-def harm_moments(patch):
-    """What the optimizer knew of the steps before is not restored."""
-    for kind in (Parallel, Zero):
-        instead_of(kind, "set_moments")(lambda right, self, moments, updates: right(self, {}, updates))(patch)
-
-
-@harm
-def harm_orthogonality(patch):
-    """Muon makes what each of two ranks holds of a matrix orthogonal alone."""
-
-    @replaced(patch, optimizer, "orthogonal")
-    def alone(right, whole):
-        return torch.cat([right(part) for part in whole.chunk(2)])
 
 
 @harm

@@ -23,7 +23,7 @@ from watching import noted, updates_of
 
 from eagle31_train import cli
 from eagle31_train.store.sealed import unseal
-from train import launch, loader, metrics
+from train import launch, loader
 from train.checkpoint import Saver
 
 TIMED = ("seconds", "waited", "files")  # a checkpoint's own manifest, which is listed, says seconds too
@@ -36,10 +36,7 @@ STAGES = {"train": "train.loop.train", "extract": "eagle31_train.extract.extract
 class InSaves(Machine):
     """Counts what the savers' threads do to the file system, from save to save."""
 
-    def __init__(self, at=None, what=None):
-        super().__init__(at, what)
-        self.counts = []  # after each save
-        self.thread = None
+    thread = None
 
     def operation(self, name):
         if threading.get_ident() == self.thread:
@@ -55,7 +52,6 @@ def saves_on(machine):
         machine.thread = threading.get_ident()
         with running(machine):
             original(self, *given)
-        machine.counts.append(machine.count)
 
     with patch.object(Saver, "_save", save):
         yield machine
@@ -90,34 +86,17 @@ def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@contextmanager
-def tearing(number):
-    """Death in the middle of a row, after so many whole ones."""
-    original, calls = metrics.append, count(1)
-
-    def append(rows, row):
-        if next(calls) == number:
-            line = json.dumps(metrics.plain(row))
-            with rows.open("a") as file:
-                file.write(line[: len(line) // 2])
-            die()
-        original(rows, row)
-
-    with patch.object(metrics, "append", append):
-        yield
-
-
 def tell():
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def disturbances(ledger=None, kill_in_save=None, kill_at=None, kill_in_row=None, grace=None, tell_at=None, victim=None):
+def disturbances(ledger=None, kill_in_save=None, kill_at=None, grace=None, tell_at=None, victim=None):
     """The patches, as one context each.
 
     Args:
         ledger: see `noted`; with several ranks, each has a file of its own.
         kill_in_save: SIGKILL at this operation of the file system, counted over the saves.
-        kill_at: [function, "before" or "after" it, number of the call]: SIGKILL there; or in the row of this number.
+        kill_at: [function, "before" or "after" it, number of the call]: SIGKILL there.
         grace: seconds that data is waited for after a SIGTERM.
         tell_at: [rank, step]: this rank alone is sent a SIGTERM while it trains this step of the launch.
         victim: the rank that is killed; the others live.
@@ -132,8 +111,6 @@ def disturbances(ledger=None, kill_in_save=None, kill_at=None, kill_in_row=None,
     if kill_at is not None:
         path, when, number = kill_at
         yield calling(path, die, when, number)
-    if kill_in_row is not None:
-        yield tearing(kill_in_row)
     if grace is not None:
         yield patch.object(loader, "GRACE", grace)
     if tell_at is not None and rank == str(tell_at[0]):

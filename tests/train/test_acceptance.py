@@ -53,40 +53,30 @@ def really_decoded(run, config):
     return {name: shares[name] for name in SHARES}
 
 
-# A mistake of a meter; `first`: the weights that it was made with.
+# A mistake of a meter.
 
 
-def late_states(meter, first):
+def late_states(meter):
     return patch.object(meter, "trajectories", [replace(one, aux=one.aux.roll(1, 0)) for one in meter.trajectories])
 
 
-def every_slot(meter, first):
+def every_slot(meter):
     return patch.object(trajectories, "rounds", lambda accepted, depth: [min(number, depth) for number in accepted])
 
 
-def first_weights(meter, first):
-    parallel = SimpleNamespace(accelerator=meter.parallel.accelerator, weights=first.items)
-    return patch.object(meter, "parallel", parallel)
-
-
-MISTAKES = [late_states, every_slot, first_weights]
+MISTAKES = [late_states, every_slot]
 
 
 @pytest.fixture(scope="module")
 def reported(answered, copy_of, tmp_path_factory):
     """What real decoding accepts of a trained drafter, and what training says, rightly (None) and by each mistake."""
-    first, found = {}, {}
+    found = {}
     with pytest.MonkeyPatch.context() as patches:
-
-        @replaced(patches, AcceptanceMeter, "__init__")
-        def begun(begin, self, config, parallel, *rest):
-            begin(self, config, parallel, *rest)
-            first.update({name: tensor.clone() for name, tensor in parallel.weights()})
 
         @replaced(patches, AcceptanceMeter, "measure")
         def measure(right, self):
             for mistake in MISTAKES:
-                with mistake(self, first):
+                with mistake(self):
                     found[mistake] = right(self)
             return right(self)
 

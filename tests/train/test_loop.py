@@ -19,7 +19,6 @@ from eagle31_train.model.batch import build_batch
 from eagle31_train.store import Store, StoreSplit
 from train import loader, trainer
 from train.metrics import heldout_text, summarise
-from train.prepare import tell_of_waiting
 from train.step import learning_rate, step_weights
 from train.trainer import memory_bytes
 
@@ -36,12 +35,6 @@ def test_the_seed_decides_the_weights_and_nothing_else_does(new_run):
     assert_equal(again.weights(), first)
     other = new_run().fit("train.max_steps=3", "seed=1").weights()
     assert not torch.equal(other["fc.weight"], first["fc.weight"])
-
-
-@pytest.mark.parametrize(("replicas", "waits"), [(2, False), (3, True)])
-def test_a_step_with_too_few_conversations_is_told(replicas, waits, capsys):
-    tell_of_waiting([[0, 1, 2], [3, 4], [5, 6]], replicas)
-    assert ("a step has 2.3 conversations on average, and 3 processes" in capsys.readouterr().out) == waits
 
 
 def test_the_manifest_names_a_checkpoint_with_exactly_the_drafters_tensors(new_run):

@@ -112,18 +112,12 @@ def came(copy_of, tmp_path_factory):
 def more(copy_of, tmp_path_factory):
     """What the slow tests ask of two processes."""
     folder = tmp_path_factory.mktemp("more")
-    runs, trainings = {"muon forgetful": copy_of(folder / "muon forgetful").stopped(FIRST, *MUON)}, []
+    trainings = []
     for kind in KINDS:
         trainings += [(f"{name} {kind}", kind, [*words, *shared], {}) for name, (words, shared, _) in FURTHER.items()]
-    trainings += [
-        ("muon forgetful", "fsdp2", MUON, {"harm": ["moments"]}),
-        ("muon in shards", "fsdp2", MUON, {"harm": ["orthogonality"]}),
-    ]
-    for profile, stop, harm in (("zero1", 4, []), ("zero3", 6, ["moments"]), ("fsdp2", 8, ["moments"])):
-        trainings.append(("forgetful", profile, [*RECIPE, *SHARED], {"stop_after": stop, "harm": harm}))
     for kind in GUARDED:
         trainings += guarding.trainings(kind)
-    return launch_all(copy_of, folder, trainings, runs)
+    return launch_all(copy_of, folder, trainings)
 
 
 @pytest.fixture(scope="module")
@@ -175,14 +169,6 @@ def test_several_processes_end_early_and_keep_the_best_step_as_one_does(came, by
     assert_same_rows(run, one, 2e-6)
 
 
-@pytest.mark.slow
-def test_the_relay_would_notice_moments_that_are_not_restored(more, one):
-    assert error(more.runs["forgetful"].at(8)[0], one.at(8)[0]) > 1e-3
-    # And it is no other mistake: until the first profile was stopped all was well.
-    for ours, theirs in list(zip(more.runs["forgetful"].rows(), one.rows(), strict=False))[:4]:
-        assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-6)
-
-
 # AdamW makes much of MLA's gradients that are next to nothing, and each step moves weights by 1e-2: one weight of
 # 10,420 ended 8.7e-6 off (AMD Zen 4), no other 2e-6.
 FURTHER = {"others": (OTHERS, [], 5e-6), "mla": (RECOMPUTED, [], 2e-5), "sharing mla": (RECOMPUTED, SHARING, 5e-6)}
@@ -215,13 +201,6 @@ def test_muon_is_relayed_from_one_process_to_ddp_to_fsdp2_to_one_process(came, m
     relay, (one, start) = came.runs["muon relay"], muon
     assert astray(relay, one, start) < NEAR
     assert_same_rows(relay, one, 1e-2, first=2e-6)
-
-
-@pytest.mark.slow
-def test_shards_that_are_made_orthogonal_alone_would_be_seen(more, muon):
-    one, start = muon
-    assert astray(more.runs["muon in shards"], one, start) > 2 * NEAR
-    assert astray(more.runs["muon forgetful"], one, start) > 2 * NEAR, "momentum that is not restored is seen, too"
 
 
 # ---------------------------------------------------------------- refused

@@ -1,18 +1,14 @@
-"""A rank is killed: the launch ends, the same command goes on, and at the end no bit differs."""
+"""A rank is killed: the launch ends, the same command goes on, and at the end no bit differs. Where its launcher is,
+the ranks end by themselves (test_launch.py), or are named (tests/test_locks.py)."""
 
-import json
 import os
 import random
-import re
 import signal
 import socket
-import subprocess
-from contextlib import nullcontext, suppress
-from pathlib import Path
+from contextlib import nullcontext
 
 import pytest
-import surviving
-from launching import ROOT, arguments, command, environment, free_port
+from launching import arguments, free_port
 from surviving import agent, at_a_call, differences, ends_well, lines, ranks_of, wait_until
 
 STEPS = 80
@@ -97,91 +93,6 @@ def test_a_rank_that_dies_is_started_again_beside_the_others(new_run, tmp_path, 
     assert process.exitcode == 0, output.read_text()[-3000:]
     assert not differences(run, whole)
     assert lines(ledger) > STEPS, "no step was done twice: nothing was lost by a kill"
-
-
-# ---------------------------------------------------------------- accelerate's launcher
-
-INSTANTS = ["start"] * 4 + ["step"] * 6
-NAMED = re.compile(r"another process trains in \S+ now \(process ([\d ]+)\): wait for it, end it with `kill \1`")
-
-
-def accelerate(run, words, output):
-    """`accelerate launch`, of which the ranks outlive a kill."""
-    variables = environment("ddp", DISTURB=json.dumps({"ledger": str(run.folder / "ledger")}))
-    with output.open("a") as file:
-        return subprocess.Popen(words, cwd=ROOT, env=variables, stdout=file, stderr=file)
-
-
-def processes_of(run):
-    """Those whose command line has the run's folder."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(OSError):  # ended meanwhile
-            found += [int(entry.parent.name)] * (str(run.folder).encode() in entry.read_bytes())
-    return found
-
-
-def ticks(pid):
-    """How long a process has worked, in hundredths of a second."""
-    with suppress(OSError):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return int(fields[11]) + int(fields[12])
-    return 0
-
-
-def instant(run, when, launcher, chosen):
-    """Whether a launch is at a random instant: of its ranks' imports and start, or after one of its first steps."""
-    ledger, work = run.folder / "ledger.0", chosen.randint(1, 400)
-    wanted = lines(ledger) + chosen.randint(1, 4)
-    if when == "step":
-        return lambda: lines(ledger) >= wanted
-    return lambda: any(ticks(rank) >= work for rank in ranks_of(launcher)) or lines(ledger) >= wanted
-
-
-def ended(run, ranks):
-    """End ranks by the command that the refusal names, and wait for them."""
-    for number in (signal.SIGTERM, signal.SIGCONT):
-        for rank in ranks:
-            os.kill(rank, number)
-    wait_until(lambda: not set(processes_of(run)) & set(ranks), lambda: True)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_a_run_whose_launcher_is_killed_ten_times_ends_bit_for_bit_the_same(new_run, tmp_path):
-    """Ranks that train go on without it, and the same command names them; those that had not begun end by themselves,
-    and it goes on."""
-    chosen, output, script = random.Random(0), tmp_path / "output", Path(surviving.__file__)
-    whole, run, instants, refusals = new_run(), new_run(), list(INSTANTS), 0
-    assert accelerate(whole, [*command("ddp", 2, script), *arguments(whole, *RECIPE)], output).wait() == 0
-    words, ledger = [*command("ddp", 2, script), *arguments(run, *RECIPE)], run.folder / "ledger.0"
-    chosen.shuffle(instants)
-    try:
-        while True:
-            said, begun = len(output.read_text()), lines(ledger)
-            process = accelerate(run, words, output)
-            now = instant(run, instants[-1], process.pid, chosen) if instants else lambda: False
-            wait_until(lambda: process.poll() is not None or now(), lambda: True)  # noqa: B023 (within this turn)
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-                instants.pop()
-                # They would train to the end before the next launch has begun.
-                for rank in processes_of(run) if lines(ledger) > begun else []:
-                    os.kill(rank, signal.SIGSTOP)
-            elif process.returncode == 0:
-                break
-            else:
-                named = NAMED.search(output.read_text()[said:])
-                assert named, output.read_text()[said:][-3000:]
-                ended(run, [int(rank) for rank in named[1].split()])
-                refusals += 1
-    finally:
-        for rank in processes_of(run):
-            os.kill(rank, signal.SIGKILL)
-    assert not instants, "it came to its end before the last kill"
-    assert refusals >= INSTANTS.count("step")
-    assert not differences(run, whole)
 
 
 # ---------------------------------------------------------------- machines
