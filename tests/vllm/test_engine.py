@@ -1,7 +1,7 @@
 """The vLLM engine's states are the transformers engine's, within what the target's own rounding does.
 
 Of the real target, and of a random one of Kimi's kind (MLA and experts), which also runs in chunks, over two processes,
-wrapped and in INT4. How large rounding makes distances is measured here, too. Distances are relative, per position and
+wrapped and in INT4. How large rounding makes distances is measured here, too. They are relative, per position and
 layer: |a - b| / |b|.
 """
 
@@ -65,14 +65,6 @@ def assert_within(ours, theirs, noise, times):
     """ours is as near to theirs as rounding alone brings them apart, `times` over."""
     found, allowed = quantiles(distances(ours, theirs)), times * quantiles(noise)
     assert (found <= allowed).all(), f"{found} is more than {allowed}"
-
-
-def shown(name, distance, layers):
-    """A line for people."""
-    rows = "  ".join(
-        f"{at}: {m:.1e} {q:.1e}" for at, (m, q) in zip([*layers, "last"], quantiles(distance).T, strict=True)
-    )
-    return f"  {name:<44} {rows}"
 
 
 @dataclass(frozen=True)
@@ -173,15 +165,10 @@ def exact(case):
     return states, distances(states, joined(case.by_transformers("float64"), case.conversations))
 
 
-def test_states_in_float32_are_those_of_transformers_within_its_rounding(case, answers, exact, tell):
+def test_states_in_float32_are_those_of_transformers_within_its_rounding(case, answers, exact):
     states, answer = answers["plain"]
     assert (answer["name"], answer["layers"]) == ("vllm", case.layers)
     ours, (theirs, noise) = from_vllm(states, len(case.conversations)), exact
-    tell(
-        f"{case.target.name}, relative distance of states, median and 90 % of positions, per layer:",
-        shown("float32: transformers to float64 (its rounding)", noise, case.layers),
-        shown("float32: vLLM to transformers", distances(ours, theirs), case.layers),
-    )
     assert_within(ours, theirs, noise, case.times)
     assert [len(row) for row in ours] == [len(row) for row in case.conversations]
     if case.depth in case.layers:  # the input of layer N is the last state before the norm
@@ -248,19 +235,13 @@ def test_tensor_parallelism_gives_the_states_of_one_process(case, ask, exact, tm
 
 
 @of_kimi_like
-def test_of_a_quantized_target_the_states_are_the_quantized_ones(case, answers, int4, tell):
+def test_of_a_quantized_target_the_states_are_the_quantized_ones(case, answers, int4):
     if int4 is None:
         pytest.skip("vLLM's product of INT4 weights on a CPU takes AVX-512, which this one has not")
     ours = from_vllm(answers["INT4"][0], len(case.conversations))
     meant = joined(case.by_transformers(target=int4[1]), case.conversations)
     noise = distances(joined(case.by_transformers("bfloat16", int4[1]), case.conversations), meant)
     unquantized = joined(case.by_transformers(), case.conversations)
-    tell(
-        "INT4, bfloat16:",
-        shown("transformers to float32 (its rounding)", noise, case.layers),
-        shown("vLLM to what INT4 means, in float32", distances(ours, meant), case.layers),
-        shown("vLLM to the weights before INT4", distances(ours, unquantized), case.layers),
-    )
     assert_within(ours, meant, noise, 2)
     with pytest.raises(AssertionError):
         assert_within(ours, unquantized, noise, 2)
