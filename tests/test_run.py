@@ -197,14 +197,6 @@ def test_after_ctrl_c_a_stage_ends_by_itself_and_after_another_it_is_killed(stag
     assert (stage.wait.call_count, stage.kill.called) == (2, pressed == 2), "it was left, or killed, before its end"
 
 
-def test_a_signal_for_the_command_alone_is_told(stage, capsys):
-    """In a terminal the stage says so itself."""
-    stage.wait.side_effect = [KeyboardInterrupt, 0]
-    with pytest.raises(SystemExit):
-        run.finished(["stage"], {})
-    assert "run: stopped; the same command goes on from here" in capsys.readouterr().err
-
-
 def test_a_sigterm_is_passed_on_to_the_stage(stage, handlers):
     def die(*_):
         raise AssertionError("the stage goes on alone")

@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from planting import replaced
 
 from eagle31_train.evaluation import decoding
 from eagle31_train.evaluation.decoding import Limits, decode_plain, decode_speculative
@@ -117,25 +116,6 @@ def test_states_and_what_lies_beyond_the_end(target, alone, ends):
         assert one.aux.shape == (len(prompt) + len(one.tokens) - 2, 3, 32)
         whole = target.states(sequence, None)[0][0] if sequence.numel() else one.aux
         torch.testing.assert_close(one.aux, whole, rtol=1e-4, atol=1e-4)
-
-
-MISTAKES = {  # in a method of the target's, or of the drafters'
-    "another row's draft": ("drafters", "select", lambda right, self, sequences: None),
-    "rows forget alike": ("target", "forget", lambda right, counts: right([min(counts)] * len(counts))),
-    "nothing is forgotten": ("target", "forget", lambda right, counts: None),
-    "rows stay": ("target", "select", lambda right, rows: right(list(range(len(rows))))),
-}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_planted_in_a_batch_is_seen(target, alone, ends, mistake, monkeypatch):
-    of, name, wrong = MISTAKES[mistake]
-    replaced(monkeypatch, Scripted if of == "drafters" else target, name)(wrong)
-    try:
-        found = speculate(target, list(zip(PROMPTS, alone, WRONG_AT, strict=True)), 3, ends)
-    except (AssertionError, RuntimeError, ValueError, IndexError):
-        return
-    assert [one.tokens for one in found] != [ended(tokens, ends) for tokens in alone]
 
 
 def test_what_lies_beyond_an_output_takes_none_of_its_time(target, monkeypatch):

@@ -341,16 +341,6 @@ def test_drafting_nothing_is_as_fast_as_the_idle_drafter_was():
     assert SCHEDULE(made_up({1: {0: 10, 3: 9}}), "ours") is None, "nothing is gained"
 
 
-def test_a_schedule_is_told_and_none_of_a_parallel_drafter(measure, monkeypatch):
-    options = {"num_speculative_tokens_per_batch_size": [[1, 1, 3]]}
-    monkeypatch.setattr(report, "schedule", lambda rows, name: options)
-    served = measure()
-    assert served["schedules"] == {"ours": options}
-    assert served["verdict"][0] == f"ours by load: {json.dumps(options)} in --speculative-config"
-    assert served["by_load"] == [], "it is what was measured"
-    assert measure(tensors=["mask_hidden"])["schedules"] == {}
-
-
 def test_a_schedule_is_served_and_compared_with_the_fixed_number_of_each_load(measure, monkeypatch):
     """And where nothing should be drafted, an idle drafter is measured before the schedule is told."""
     options, asked_for = {DRAFTED: 3, RANGES: [[1, 1, 0], [2, 4, 1], [5, 16, 3]]}, []
@@ -367,6 +357,7 @@ def test_a_schedule_is_served_and_compared_with_the_fixed_number_of_each_load(me
     assert ranges == [None, None, None, [[1, 5, 0]], options[RANGES]]
     assert [(row["concurrency"], row["draft_tokens"]) for row in served["by_load"]] == [(1, 0), (2, 1), (5, 3)]
     assert asked_for == [[], [1, 2, 5]]
+    assert served["schedules"] == {"ours": options}
     idle = served["rows"][9:]
     assert [(row["drafter"], row["draft_tokens"]) for row in idle] == [("ours", 0)] * 3
     assert all(row["acceptance"] is None and row["different"] == 0 for row in idle)
@@ -379,3 +370,5 @@ def test_a_schedule_is_served_and_compared_with_the_fixed_number_of_each_load(me
         fixed_number = rows[users, tokens] if tokens else next(one for one in idle if one["concurrency"] == users)
         assert row["beside_fixed"][0] == pytest.approx(row["per_user"][0] / fixed_number["per_user"][0])
         assert line.startswith(f"ours by load at concurrency {users}: {row['speedup'][0]:.2f} × ")
+    assert served["verdict"][0] == f"ours by load: {json.dumps(options)} in --speculative-config"
+    assert measure(tensors=["mask_hidden"])["schedules"] == {}, "of a parallel drafter there is none"

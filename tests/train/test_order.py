@@ -1,6 +1,5 @@
 """The data order: every sample once, the same whatever the number of ranks."""
 
-from collections import deque
 from contextlib import closing
 from itertools import islice
 from types import SimpleNamespace
@@ -12,7 +11,6 @@ from conftest import make_document, make_shape
 from hypothesis import given
 from hypothesis import strategies as st
 from made import VOCAB, Documents, Made
-from planting import instead_of
 from whole import Whole
 
 from eagle31_train.common import order
@@ -187,41 +185,3 @@ def test_a_run_that_goes_on_with_other_ranks_goes_on_with_the_same_samples(split
     loaded += load_on(split, batches, 4, 0, done=first, until=second)
     loaded += load_on(split, batches, 2, 1, done=second)
     assert_right(loaded, batches)
-
-
-@instead_of(order, "share")
-def rest_of_a_division_dropped(right, batch, costs, parts):
-    kept = len(batch) // parts * parts
-    return right(batch[:kept], costs[:kept], parts)
-
-
-@instead_of(order, "share")
-def every_rank_a_shuffle_of_its_own(_, batch, costs, parts):
-    turned = batch[parts % len(batch) :] + batch[: parts % len(batch)]  # what a seed with the rank in it does
-    return [turned[:1] if part else turned for part in range(parts)]
-
-
-def whichever_worker_is_first(patch):
-    class LastFirst(deque):
-        popleft = deque.pop
-
-    patch.setattr(loader, "deque", LastFirst)
-
-
-@instead_of(loader, "load")
-def position_lost(right, split, batches, done, *rest):
-    return right(split, batches, max(0, done - 1), *rest)
-
-
-@pytest.mark.parametrize(
-    "plant", [rest_of_a_division_dropped, every_rank_a_shuffle_of_its_own, whichever_worker_is_first, position_lost]
-)
-def test_planted_mistakes_in_the_order_are_found(split, batches, by_one, monkeypatch, plant):
-    plant(monkeypatch)
-    with pytest.raises(AssertionError):
-        follow_the_order(split, batches, by_one)
-
-
-def follow_the_order(split, batches, by_one):
-    test_any_number_of_ranks_and_workers_loads_the_same_batches_in_the_same_order(split, batches, by_one, 4, 4)
-    test_a_run_that_goes_on_with_other_ranks_goes_on_with_the_same_samples(split, batches, (3, 7))
