@@ -26,7 +26,6 @@ from benchmarks.shapes import turns
 from eagle31_train.config import TrainConfig
 from eagle31_train.model import context_parallel
 from eagle31_train.model.context_parallel import DealHeads, Mesh, Places
-from eagle31_train.model.loss import Objective
 from eagle31_train.model.packing import make_layout
 from train import loader, optimizer
 from train import step as arithmetic
@@ -172,19 +171,6 @@ def count_own_pairs(right, accelerator, value):
     return value if value.dtype == torch.int64 else right(accelerator, value)
 
 
-# What is wrong where ranks do not share → how it is planted in a step of three parts each.
-SPLIT = {
-    "the mean over parts of each one's mean": instead_of(Objective, "forward")(
-        lambda right, self, batch, weights: right(self, batch, arithmetic.step_weights(batch.population, 0.8) / 3)
-    ),
-    "sums over ranks that are averaged": instead_of(arithmetic, "step_weights")(
-        lambda right, pairs, gamma: right(pairs, gamma) / RANKS
-    ),
-    "what an empty part computes beside others is counted": instead_of(loader, "MicroBatch")(
-        lambda right, batch, samples, real: right(batch, samples, True)
-    ),
-    "N_k of each rank alone": count_own_pairs,
-}
 # What is wrong where two share → the step that it is planted in, and how.
 PLANTED = {
     "remote key gradients dropped": ("gqa", drop_remote_gradients),
@@ -265,12 +251,10 @@ def rank(index, folder):
     found["muon"] = {count: muon(count) for count in (3, 5)}
     with patch.object(dist, "broadcast"):
         found["muon of each alone"] = muon(5)
-    planted = [(mistake, 2, *how) for mistake, how in PLANTED.items()]
-    planted += [(mistake, 1, "in three parts", plant) for mistake, plant in SPLIT.items()]
-    for mistake, context, name, plant in planted:
+    for mistake, (name, plant) in PLANTED.items():
         with pytest.MonkeyPatch.context() as patches:
             plant(patches)
-            found[mistake] = step(name, meshes[context], groups[context])
+            found[mistake] = step(name, meshes[2], groups[2])
     for kind in LONG if index < 2 else ():
         found["memory", kind] = memory(kind, meshes[2], groups[2])
     torch.save(found, Path(folder) / f"rank{index}.pt")

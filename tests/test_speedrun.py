@@ -162,11 +162,3 @@ def test_a_tiny_race_from_store_to_result(tiny, monkeypatch, capsys):
     assert "finished before" in capsys.readouterr().out
     with pytest.raises(UserError, match="made with other options"):
         speedrun.main(["train", "ours", "--minutes=2", "--steps=8", *tiny.arguments])
-
-
-def test_what_is_no_training_and_a_worker_that_dies_are_named(tmp_path):
-    assert speedrun.trainings(["specforge:a=1,b=2"], sweep=False) == [("specforge", ["a=1", "b=2"])]
-    with pytest.raises(UserError, match="hers: is no training"):
-        speedrun.trainings(["hers"], sweep=False)
-    with pytest.raises(UserError, match=r"ended with status 1 .*nobody"):
-        speedrun.worker(speedrun.sys.executable, job_of(tmp_path / "gone", contender="nobody"))
