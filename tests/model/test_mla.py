@@ -87,6 +87,17 @@ def exchanged(layer, parts):
     layer.register_forward_hook(hook)
 
 
+def all_keys_before_all_values(attention):
+    """kv_b as [all heads' keys | all heads' values], where it is [key | value] of each head."""
+    heads, (nope, value) = attention.heads, attention.head_parts
+
+    def hook(_layer, _inputs, rows):
+        keys, values = rows.split([heads * nope, heads * value], -1)
+        return torch.cat([keys.unflatten(-1, (heads, nope)), values.unflatten(-1, (heads, value))], -1).flatten(-2)
+
+    attention.kv_b_proj.register_forward_hook(hook)
+
+
 def unnormed(name):
     def plant(attention):
         norm = getattr(attention, name)
@@ -106,6 +117,10 @@ def of_the_input(change):
         attention.keys_values = lambda project, positions: right(changed(project), positions)
 
     return plant
+
+
+def rms(x):
+    return (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
 
 
 def shared_key_not_turned(attention):
@@ -136,20 +151,30 @@ MISTAKES = {
     "the original length taken for the new one": read_otherwise(original_max_position_embeddings=64 * 4096),
     "another factor": read_otherwise(factor=32.0),
     "mscale² left out of the softmax scale": softmax_times(lambda a: 1 / a.rope.softmax_factor),
+    "mscale once instead of twice": softmax_times(lambda a: a.rope.softmax_factor**-0.5),
     "mscale where mscale_all_dim belongs": softmax_times(lambda a: magnitude(64, 1.0) ** 2 / a.rope.softmax_factor),
     "sines and cosines not magnified": rotation_times(lambda _: 1.0),
+    "sines and cosines magnified by m(factor)": rotation_times(lambda _: magnitude(64, 1.0)),
     "magnified the other way round": rotation_times(lambda right: 1 / right),
     "half-split instead of interleaved RoPE": half_split,
     "rope and nope exchanged in the query": lambda a: exchanged(a.q_b_proj, a.query_parts),
     "kv_b split [value | key]": lambda a: exchanged(a.kv_b_proj, a.head_parts),
+    "kv_b split over all heads at once": all_keys_before_all_values,
     "softmax scaled by the part without position": softmax_times(
         lambda a: (a.query_parts[0] / sum(a.query_parts)) ** -0.5
     ),
+    "softmax scaled by the value's width": softmax_times(lambda a: (a.head_parts[1] / sum(a.query_parts)) ** -0.5),
     "queries not normed": unnormed("q_a_layernorm"),
     "latent not normed": unnormed("kv_a_layernorm"),
     "kv_a split [rope | latent]": of_the_input(lambda latent, shared: (shared, latent)),
+    "the latent's norm over the shared key too": of_the_input(
+        lambda latent, shared: (latent, shared / rms(torch.cat([latent, shared], -1)))
+    ),
+    "the shared key normed": of_the_input(lambda latent, shared: (latent, shared / rms(shared))),
     "the shared key not turned": shared_key_not_turned,
     "queries one position late": late("queries", (1, 1)),
+    "keys one position late": late("keys_values", (1, 1)),
+    "own keys of a step one position early": late("keys_values", (0, -1)),
     "own keys of a step one position late": late("keys_values", (0, 1)),
 }
 
