@@ -23,6 +23,9 @@ def check_options(config: Config) -> None:
     most, headline = config.evaluate.max_speculative_tokens, config.evaluate.num_speculative_tokens
     if config.drafter.parallel and config.train.ttt_length == 1:
         raise UserError("drafter.parallel=true learns nothing with train.ttt_length=1: give the draft's length")
+    for name in ("serve_speculative_tokens", "concurrency"):
+        if not getattr(config.evaluate, name):
+            raise UserError(f"evaluate.{name}=[] measures nothing: give one number or more")
     if most < headline:
         raise UserError(f"evaluate.max_speculative_tokens={most} must be num_speculative_tokens={headline} or more")
 
@@ -34,12 +37,6 @@ def check_zero(t: TrainConfig) -> None:
             "train.optimizer=muon needs whole matrices, which DeepSpeed cuts up: launch with ddp or fsdp2, or give "
             "train.optimizer=adamw with its own train.lr"
         )
-
-
-def check_fsdp2(processes: int) -> None:
-    """UserError if there is nothing to shard over."""
-    if processes == 1:
-        raise UserError("FSDP2 shards over several processes, and one was launched: use configs/accelerate/gpu.yaml")
 
 
 def check_longest(row: str, tokens: int, batch_tokens: int) -> None:

@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 from eagle31_train import cli
-from eagle31_train.combinations import check_context_parallel, check_fsdp2, check_longest, check_zero
+from eagle31_train.combinations import check_context_parallel, check_longest, check_zero
 from eagle31_train.common.artifacts import MANIFEST
 from eagle31_train.common.console import STOPPED, note
 from eagle31_train.common.errors import Stopped, UserError
@@ -27,6 +27,7 @@ from eagle31_train.config import SELF, SELF_WRITTEN, Config, TrainConfig, is_hub
 STAGES = ("data", "extract", "train", "evaluate", "export", "summary")
 WRITTEN = ["regenerate=true", f"data.prompts={SELF}"]
 INTERRUPTED, KILLED = 128 + signal.SIGINT, 128 + signal.SIGKILL
+USE_CPU = "ACCELERATE_USE_CPU"
 ALONE = ("cpu", "gpu")  # profiles of one process
 PROFILES = [*ALONE, "ddp", "fsdp2", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload"]  # of one machine
 
@@ -40,7 +41,7 @@ def run(config: Config, overrides: list[str], first: str, last: str, profile: st
         raise UserError(
             "store.max_bytes is for `eagle31 extract` and `eagle31 train store.follow=true` at once: leave it out"
         )
-    if "train" in stages:
+    if "train" in stages and not (Path(config.run_dir) / "train" / MANIFEST).is_file():
         check_training(config.train, profile)
     itself = "data" in stages or (Path(config.run_dir) / SELF_WRITTEN).is_file()
     if itself and not config.data.given:
@@ -49,7 +50,7 @@ def run(config: Config, overrides: list[str], first: str, last: str, profile: st
     environment = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false", **os.environ}
     cores = len(os.sched_getaffinity(0))  # of the job; os.cpu_count is the machine's
     if profile == "cpu":
-        environment["ACCELERATE_USE_CPU"] = "true"
+        environment[USE_CPU] = "true"
     for number, stage in enumerate(stages):
         note(f"run: {stage}")
         batch_tokens, made = config.train.batch_tokens, (config.data_folder / MANIFEST).is_file()
@@ -106,10 +107,10 @@ def check_training(t: TrainConfig, profile: str | None) -> None:
     profile, processes = training_profile(profile)
     if profile.startswith("zero"):
         check_zero(t)
-    elif profile == "fsdp2":
-        check_fsdp2(processes)
+    elif profile == "fsdp2" and processes == 1:
+        raise UserError("--profile fsdp2 shards over several devices, and this machine has not: leave it out")
     check_context_parallel(t.context_parallel, processes, "processes")
-    if t.kernels == "fused" and (profile == "cpu" or launch_profile()[1] == 0):
+    if t.kernels == "fused" and (profile == "cpu" or launch_profile()[1] == 0 or os.environ.get(USE_CPU)):
         raise UserError("train.kernels=fused cannot be on a CPU: set train.kernels=auto or plain")
 
 

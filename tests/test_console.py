@@ -70,10 +70,17 @@ def test_an_error_output_that_is_full_keeps_the_status():
         assert eagle31("nonsense", stderr=full).returncode == 2
 
 
+def test_streams_that_are_closed_lead_nowhere(tmp_path):
+    done = eagle31("new", "mine", cwd=tmp_path, preexec_fn=lambda: [os.close(number) for number in (0, 1, 2)])
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert (tmp_path / "mine.yaml").is_file()
+
+
 def test_an_output_that_is_full_is_an_error():
     with Path("/dev/full").open("w") as full:
         done = eagle31("completion", "bash", stdout=full)
-    assert (done.returncode, done.stderr) == (2, b"error: [Errno 28] No space left on device: make room\n")
+    said = b"error: standard output cannot be written (No space left on device): make room where it leads\n"
+    assert (done.returncode, done.stderr) == (2, said)
 
 
 def test_of_ranks_that_fail_alike_the_first_speaks_and_none_that_fails_otherwise_is_lost(monkeypatch, tmp_path, capsys):

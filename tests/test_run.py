@@ -80,7 +80,7 @@ REFUSED = [  # what is asked, what is said, and up to or from where it would be 
     ("train.betas=[0.9]", "must be two numbers", ""),
     ("evaluate.num_speculative_tokens=9", "must be num_speculative_tokens=9 or more", ""),
     ("drafter.parallel=true train.ttt_length=1", "drafter.parallel=true learns nothing", ""),
-    ("--profile fsdp2", "FSDP2 shards over several processes", "--until extract"),
+    ("--profile fsdp2", "--profile fsdp2 shards over several devices", "--until extract"),
     ("train.context_parallel=2", "train.context_parallel=2 does not divide processes=1", "--until extract"),
     ("train.kernels=fused --profile cpu", "train.kernels=fused cannot be on a CPU", "--until extract"),
     ("--profile zero2", "train.optimizer=muon needs whole matrices", "train.optimizer=adamw"),

@@ -21,12 +21,13 @@ from accelerate.utils import (
     DistributedType,
     InitProcessGroupKwargs,
     broadcast_object_list,
+    compare_versions,
     gather_object,
     parse_flag_from_env,
 )
 
 from eagle31_train import PARENT
-from eagle31_train.combinations import check_context_parallel, check_fsdp2, check_zero
+from eagle31_train.combinations import check_context_parallel, check_zero
 from eagle31_train.common import artifacts
 from eagle31_train.common.console import note, ranks, refuse_lone_process
 from eagle31_train.common.errors import SharedError, UserError
@@ -36,8 +37,10 @@ from eagle31_train.precision import whole_float32
 from train import tracking
 
 SEE = "see docs/launch.md"
+DEEPSPEED = "0.19.8"  # as in pyproject.toml: the first whose ZeRO-1 and 2 leave out an fp32 update that is not finite
 SETTINGS = "ACCELERATE_DEEPSPEED_CONFIG_FILE"  # DeepSpeed's, as accelerate's launcher hands them on
 # For how long ranks wait for one another: the main process may read and write checkpoints on a slow disk meanwhile.
+FALSE = ("false", "no", "off", "n", "f", "0")  # as accelerate reads them
 PATIENCE = timedelta(hours=2)
 
 
@@ -102,7 +105,7 @@ def check_environment(t: TrainConfig) -> None:
             raise UserError("this trainer does not offload under FSDP2: use configs/accelerate/zero3_offload.yaml")
         if parse_flag_from_env("FSDP_ACTIVATION_CHECKPOINTING") and not t.activation_checkpointing:
             raise UserError("accelerate's fsdp_activation_checkpointing is on: set train.activation_checkpointing=true")
-        if asked("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "false":
+        if asked("FSDP_RESHARD_AFTER_FORWARD", "true").lower() in FALSE:
             raise UserError("this trainer shards again after the forward pass: leave fsdp_reshard_after_forward out")
     ours = {
         "mixed_precision": (("no", t.precision), "train.precision"),
@@ -123,7 +126,9 @@ def make_deterministic() -> None:
 
 def deepspeed_plugin(t: TrainConfig) -> DeepSpeedPlugin:
     """DeepSpeed's settings, of the JSON file that accelerate's configuration names; a UserError if they contradict this
-    trainer's."""
+    trainer's, or DeepSpeed is too old."""
+    if compare_versions("deepspeed", "<", DEEPSPEED):
+        raise UserError(f"this DeepSpeed would update the weights by NaN and go on: install {DEEPSPEED} or later")
     if (file := Path(os.environ.get(SETTINGS, ""))).parts[:2] == ("configs", "deepspeed") and not file.is_file():
         # As our profiles name it, below the top of a checkout. This is another folder, or there is no checkout.
         os.environ[SETTINGS] = str(CONFIGS / file.relative_to("configs"))
@@ -164,8 +169,8 @@ def check_accelerator(accelerator: Accelerator) -> None:
             "ACCELERATE_USE_CPU=true before the command, or launch one process"
         )
     fsdp, wanted = parse_flag_from_env("ACCELERATE_USE_FSDP"), DistributedType.MULTI_GPU
-    if fsdp:
-        check_fsdp2(count)
+    if fsdp and count == 1:
+        raise UserError("FSDP2 shards over several processes, and one was launched: use configs/accelerate/gpu.yaml")
     if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
         wanted = DistributedType.DEEPSPEED
     elif accelerator.device.type == "cpu":  # where accelerate knows no FSDP

@@ -36,11 +36,16 @@ def explained(doing: str, remedy: str) -> Iterator[None]:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and those above it, unless it is there, so that their names survive a power cut."""
+    """Make a folder and those above it, unless it is there, so that their names survive a power cut; UserError where
+    none can be, as under /proc."""
     if path.is_dir():
         return
     make_folder(path.parent)
-    path.mkdir(exist_ok=True)
+    refuse_dead_link(path)
+    try:
+        path.mkdir(exist_ok=True)
+    except FileNotFoundError:  # what that says is of the folder above; other errors are `console.explained`'s
+        raise UserError(f"{path} cannot be made there: choose another folder") from None
     fsync_path(path.parent)
 
 

@@ -9,7 +9,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -71,6 +71,7 @@ def refuse_lone_process() -> None:
 @contextmanager
 def explained() -> Iterator[None]:
     """Around a command: it ends with 2 on a user's mistake, with 75 if it was told to stop and saved, 130 on Ctrl-C."""
+    _open_streams()
     try:
         yield
     except UserError as error:
@@ -109,6 +110,14 @@ def explained() -> Iterator[None]:
 def _lead_nowhere(stream: TextIO) -> None:
     """Drop what a stream could not write: Python would try again at its end, and make the exit status 120."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _open_streams() -> None:
+    """Let standard streams that a scheduler, or `>&-`, closed lead nowhere: Python has None for them, on which every
+    command and library fails, and a file of ours would be given their numbers, which child processes write to."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # in the order of their numbers
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115 (stays open)
 
 
 def _ends_told() -> Path | None:
@@ -204,11 +213,17 @@ def note(text: str, error: bool = False) -> None:
     """What a command says: lines of their own, above the bar; `error`: on standard error."""
     text = shown.clean(text)
     file = sys.stderr if error else sys.stdout
-    with suppress(OSError) if error else nullcontext():  # nobody can be told that standard error is full
+    try:
         if sys.stderr.isatty():
             tqdm.write(text, file=file)
         else:
             print(text, file=file, flush=True)
+    except BrokenPipeError:  # see `tidy`
+        raise
+    except OSError as failure:  # /dev/full, or a log on a disk that is
+        if not error:  # else nobody can be told
+            reason = failure.strerror or failure
+            raise UserError(f"standard output cannot be written ({reason}): make room where it leads") from None
 
 
 def say(text: str, error: bool = False) -> None:

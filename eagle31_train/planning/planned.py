@@ -64,21 +64,29 @@ class Planned:
 
     @property
     def tokens(self) -> float:
+        if self.packs:
+            return float(sum(self._packed))
         t, all_epochs = self.config.train, self.config.train.epochs * self.data.work.tokens
         return all_epochs if t.max_steps is None else min(all_epochs, t.max_steps * self.batch_tokens)
 
     @property
     def packs(self) -> bool:
-        """Whether the steps are known: every conversation's length is, and a step has room for it."""
-        return self.data.lengths is not None and self.data.longest <= self.batch_tokens
+        """Whether the steps are known: every conversation's length is, and a step has room for it. Windows of a store
+        are not: they are of whole shards."""
+        known = self.data.lengths is not None and self.data.longest <= self.batch_tokens
+        return known and self.config.train.window_tokens is None
 
-    @cached_property
+    @property
     def steps(self) -> int:
         """Optimizer steps, as training packs them; where that is not known at the least, with every step full."""
-        if not self.packs:
-            return math.ceil(self.tokens / self.batch_tokens)
+        return len(self._packed) if self.packs else math.ceil(self.tokens / self.batch_tokens)
+
+    @cached_property
+    def _packed(self) -> list[int]:
+        """The tokens of every step."""
         lengths, t = self.data.lengths or [], self.config.train
-        return len(order.schedule(lengths, self.batch_tokens, self.config.seed, t.epochs, t.max_steps))
+        steps = order.schedule(lengths, self.batch_tokens, self.config.seed, t.epochs, t.max_steps)
+        return [sum(lengths[i] for i in step) for step in steps]
 
     @property
     def trained_share(self) -> float:

@@ -69,7 +69,7 @@ class Picture:
             if axes.get_legend_handles_labels()[1]:
                 axes.legend(loc="upper left", bbox_to_anchor=(1.02, 1))
             for text in figure.findobj(Text):
-                text.set_text(shown.clean(text.get_text()))
+                text.set_text(drawable(shown.clean(text.get_text())))
             return figure
 
     def png(self) -> bytes:
@@ -88,6 +88,18 @@ def fonts() -> list[str]:
 
     installed = set(font_manager.get_font_names())
     return ["DejaVu Sans", *(name for name in FONTS.split(", ") if name in installed)]
+
+
+@cache
+def _has(letter: str) -> bool:
+    from matplotlib import font_manager
+
+    return any(font_manager.get_font(font_manager.findfont(name)).get_char_index(ord(letter)) for name in fonts())
+
+
+def drawable(text: str) -> str:
+    """Text whose letters without a font are spelt, U+7532: boxes would all look alike."""
+    return "".join(letter if letter.isspace() or _has(letter) else f"U+{ord(letter):04X} " for letter in text)
 
 
 def noisy(axes: "Axes", steps: Floats, values: Floats, label: str, colour: Any, form: str = "{:.3g}") -> None:

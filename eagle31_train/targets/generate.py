@@ -6,6 +6,7 @@ Shape suffixes: B rows, V vocabulary.
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -31,12 +32,16 @@ class Request:
 
 @dataclass
 class Row:
-    """An answer on its way: which request's, what decides its draws, and its tokens so far."""
+    """An answer on its way: which request's, and its tokens so far."""
 
     index: int
     request: Request
-    random: torch.Generator
     ids: list[int] = field(default_factory=list)
+
+    @cached_property
+    def random(self) -> torch.Generator:
+        """What decides its draws."""
+        return torch.Generator().manual_seed(self.request.seed)
 
 
 class Generator:
@@ -65,7 +70,7 @@ class Generator:
         request's it is, its token ids without the end-of-turn token, and why it ended, "stop" or "length". A row's
         draws come from its own seed, whichever rows are beside it."""
         end_ids = set(end_ids or self.end_ids)
-        waiting = deque(Row(i, one, torch.Generator().manual_seed(one.seed)) for i, one in enumerate(requests))
+        waiting = deque(Row(i, one) for i, one in enumerate(requests))
         ended = self._by_transformers if why_alone(self.model) else self._decode
         for row in ended(waiting, at_once, max_new_tokens, top_p, end_ids):
             end = next((at for at, token in enumerate(row.ids) if token in end_ids), None)

@@ -179,6 +179,10 @@ def test_what_was_counted_is_planned_with(counted, capsys):
     assert "plan.tokens, of conversations as counted in" in text
     assert "tokens to write" in text
     assert ", at the least" in text
+    assert planned(*options(counted, "train.max_steps=2")).tokens == sum(
+        len(masks[i]) for step in steps[:2] for i in step
+    )
+    assert not planned(*options(counted, "train.window_tokens=60")).packs  # which go by the store's shards
     # Tokens that are given scale what is counted.
     given, ratio = planned(*options(counted, "plan.tokens=1e6")), 1e6 / plan.data.work.tokens
     assert given.data.work.tokens == pytest.approx(1e6)

@@ -15,7 +15,7 @@ from eagle31_train.cli import load_config
 from eagle31_train.evaluation.intervals import bracket
 from eagle31_train.evaluation.measurement import Counts, Measurement
 from eagle31_train.evaluation.results import summarise
-from eagle31_train.reporting import card, evaluation_page
+from eagle31_train.reporting import card, evaluation_page, figures
 from eagle31_train.reporting.card import CardResult, CardResults
 from eagle31_train.reporting.evaluation_page import pictures
 from eagle31_train.reporting.markdown import plain
@@ -110,6 +110,13 @@ def test_a_position_that_few_drafts_reached_has_no_point(whole):
         numbers["conditional"][3] = share
         numbers["by_depth"]["4"]["accepted_per_position"][2] = came
         assert [len(line.get_xdata()) for line in drawn(own, "heldout-conditional").lines] == [points, 4]
+
+
+def test_letters_without_a_font_are_told_apart(monkeypatch):
+    monkeypatch.setattr(figures, "fonts", lambda: ["DejaVu Sans"])
+    figures._has.cache_clear()
+    assert [figures.drawable(text) for text in ("é ∑", "a甲", "乙")] == ["é ∑", "aU+7532 ", "U+4E59 "]
+    figures._has.cache_clear()
 
 
 def test_curves_are_the_numbers_with_their_intervals(whole):
