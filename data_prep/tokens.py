@@ -21,7 +21,7 @@ class Tokens:
         self.offsets: list[tuple[int, int]] | None = None
         if template.tokenizer.is_fast:
             encoding = template.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-            self.ids: list[int] = list(encoding["input_ids"])
+            self.ids: list[int] = template.with_rows(list(encoding["input_ids"]))
             self.offsets = list(encoding["offset_mapping"])
         else:
             self.ids = template.encode(text)

@@ -14,6 +14,7 @@ import dataclasses
 import shutil
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,9 @@ def export(config: Config) -> None:
     weights, target_ids = artifacts.file_sha256(checkpoint.folder / MODEL), checkpoint.vocab.target_ids.tolist()
     made_from = provenance.of_export(config, train, weights, dataclasses.asdict(shape), target_ids)
     fingerprint = made_from.fingerprint
-    results = card.read_results(run, checkpoint.identity, fingerprint, [Path(one) for one in config.comparisons])
+    compared = [Path(one) for one in config.comparisons]
+    there = identity_there(run, fingerprint) if compared else None
+    results = card.read_results(run, checkpoint.identity, fingerprint, compared, there)
     said = {  # on the card, where it is given
         "license": config.license,
         "drawn": config.evaluate.draft_sampling != "greedy",
@@ -100,6 +103,14 @@ def export(config: Config) -> None:
     note("  " + recipe.serve_command(config, drafter))
     if config.export_format == "sglang":
         note("  " + recipe.sglang_command(config, drafter, shape.sliding_window))
+
+
+def identity_there(run: Path, fingerprint: str) -> str | None:
+    """By what comparisons know an export of these very weights, if a whole one is there already."""
+    with suppress(UserError):  # of a damaged one, which is made again
+        if (run / EXPORTED).is_file() and run_folder.read_export(run)["checkpoint"] == fingerprint:
+            return DrafterCheckpoint.open(str(run / "export")).identity
+    return None
 
 
 def trained_by(config: Config, data: Mapping[str, Any] | None) -> Config:

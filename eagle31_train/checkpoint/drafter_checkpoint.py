@@ -214,14 +214,20 @@ class DrafterCheckpoint:
         """Says so if a target differs from training's in name and in weights, as a quantized copy may."""
         return self._other(self.trained_for(store), target, by_name=True)
 
+    @property
+    def run(self) -> Path | None:
+        """The folder train/ with the options of a run, or of an export that lies in its run; else None."""
+        train = self.folder.resolve().parent / "train" if self.exported else self.train
+        return train if train is not None and (train / run_folder.CONFIG).is_file() else None
+
     def trained_for(self, store: dict[str, Any] | None = None) -> dict[str, Any]:
         """The target of a run, or of its export: name, weights and revision by the store of training; the name alone
         where that is gone or out of reach; nothing where the run's options are gone, too. store: a manifest that may
         be of it; else the run's options say where it lies."""
-        train = self.folder.resolve().parent / "train" if self.exported else self.train
-        if train is None or not (saved := train / run_folder.CONFIG).is_file():
+        if (train := self.run) is None:
             return {}
-        trained, theirs = cli.load_config([f"run_dir={train.parent}"], saved), (self.inputs or {}).get("store")
+        saved, theirs = train / run_folder.CONFIG, (self.inputs or {}).get("store")
+        trained = cli.load_config([f"run_dir={train.parent}"], saved)
         if store is None or store["fingerprint"] != theirs:
             try:
                 store = read_manifest(trained)

@@ -6,7 +6,7 @@ run_dir/evaluate, run_dir/serving, and folders that `eagle31_train.compare` wrot
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,10 +67,13 @@ class CardResults:
         return [picture for result in results if result for picture in result.pictures]
 
 
-def read_results(run: Path, identity: str, checkpoint: str, comparisons: Sequence[Path]) -> CardResults:
+def read_results(
+    run: Path, identity: str, checkpoint: str, comparisons: Sequence[Path], there: str | None = None
+) -> CardResults:
     """What was measured of the checkpoint in `run`; UserError where a result is damaged, or a comparison is of others.
-    identity: of what was trained. checkpoint: fingerprint of what is exported. comparisons: their folders."""
-    compared = [_comparison(folder, number, identity) for number, folder in enumerate(comparisons, 1)]
+    identity: of what was trained. checkpoint: fingerprint of what is exported. comparisons: their folders. there: the
+    identity of an export of the same that is there already, and may have been compared."""
+    compared = [_comparison(folder, number, {identity, there}) for number, folder in enumerate(comparisons, 1)]
     evaluation = _stage(run / "evaluate", "checkpoint", identity, "acceptance", f"{EVALUATE} …")
     serving = _stage(run / "serving", "export", checkpoint, "serving", f"{EVALUATE} … evaluate.backend=vllm")
     return CardResults(evaluation, serving, compared)
@@ -89,16 +92,17 @@ def _stage(folder: Path, key: str, identity: str, images: str, command: str) -> 
     return CardResult(manifest, _pictures(folder, manifest, result, images, command))
 
 
-def _comparison(folder: Path, number: int, identity: str) -> CardResult:
-    """The card's comparison number 1, 2, …, that the checkpoint is part of."""
+def _comparison(folder: Path, number: int, ours: Set[str | None]) -> CardResult:
+    """The card's comparison number 1, 2, …, that the checkpoint is part of, by one of its identities."""
     if not (folder / RESULT).is_file():
         raise UserError(f"comparisons: {folder} has no {RESULT}: give the folder that `{COMPARE}` wrote")
     result = artifacts.read_json(folder / RESULT, COMPARE)
-    names = [name for name, identities in result.get("identities", {}).items() if identity in identities]
+    names = [name for name, identities in result.get("identities", {}).items() if ours & set(identities)]
     if not names:
         raise UserError(
-            f"comparisons: {folder} compares {', '.join(result.get('drafters', []))}, none of which has the weights in "
-            f"train/: compare this run as `{COMPARE} RUN_DIR …`, again where it was, or leave the folder out"
+            f"comparisons: {folder} compares {', '.join(result.get('drafters', []))}, none of which has the weights "
+            f"that are exported: compare the run as `{COMPARE} RUN_DIR …`, its export as `{COMPARE} RUN_DIR/export …`, "
+            "again where it was, or leave the folder out"
         )
     return CardResult(result, _pictures(folder, result, result, f"comparison-{number}", f"{COMPARE} …"), names)
 

@@ -39,7 +39,8 @@ def serve_command(
     elif drafter:
         length = by_load or {DRAFTED: config.evaluate.num_speculative_tokens}
         options = speculation(config, drafter, length, config.drafter.parallel)
-    return shlex.join(["vllm", "serve", path, *flags({**target_arguments(config), "speculative_config": options})])
+    arguments = {**target_arguments(config), **chat_arguments(config, published), "speculative_config": options}
+    return shlex.join(["vllm", "serve", path, *flags(arguments)])
 
 
 def sglang_command(config: Config, drafter: str, window: int | None, published: bool = False) -> str:
@@ -54,9 +55,18 @@ def sglang_command(config: Config, drafter: str, window: int | None, published: 
         "speculative_num_draft_tokens": steps + 1,
         **{SGLANG.get(name, name): value for name, value in target_arguments(config).items()},
         "model_impl": None,  # vLLM's alone
+        **chat_arguments(config, published),
         "speculative_draft_window_size": window and window - 1,  # SGLang does not count a token's own key
     }
     return shlex.join(["python", "-m", "sglang.launch_server", *flags(arguments)])
+
+
+def chat_arguments(config: Config, published: bool) -> dict[str, Any]:
+    """The chat template that the drafter was trained with, and its variables, as vLLM and SGLang call them; None of
+    each that is the target's own."""
+    template, values = config.target.chat_template, config.target.template_args
+    shown = public(template) if template and published else template
+    return {"chat_template": shown, "default_chat_template_kwargs": values or None}
 
 
 def command(program: str, config: Config) -> str:

@@ -32,6 +32,7 @@ class ChatTemplate:
     template_args: dict[str, Any] = field(default_factory=dict)
     tools_template: str | None = None
     name: str = "the target"
+    rowless: frozenset[int] = frozenset()  # ids beyond the target's embedding
 
     @cached_property
     def reads_thoughts(self) -> bool:
@@ -120,7 +121,13 @@ class ChatTemplate:
 
     def encode(self, text: str, begin: bool = False) -> list[int]:
         """Token ids of rendered text; `begin`: of plain text, with what the tokenizer puts around it, if anything."""
-        return list(self.tokenizer.encode(text, add_special_tokens=begin))
+        return self.with_rows(list(self.tokenizer.encode(text, add_special_tokens=begin)))
+
+    def with_rows(self, ids: list[int]) -> list[int]:
+        """These ids; Refused if the target has no row for one of them, as `check_fits` found."""
+        if self.rowless and (absent := self.rowless.intersection(ids)):
+            raise Refused(f"token {min(absent)}, for which the target has no row")
+        return ids
 
     def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
         """Text exactly as the tokens spell it."""
@@ -190,14 +197,19 @@ class ChatTemplate:
     # ------------------------------------------------------------ identity
 
     def check_fits(self, target: TargetConfig, vocab_size: int) -> None:
-        """Refuse a tokenizer without an end of answers, or with more tokens than the target's embedding has rows."""
+        """Refuse a tokenizer without an end of answers, or with a token that the target's embedding has no row for.
+        Special ones that nothing names are let be, as Gemma 3's for images: texts that have one are refused."""
         if not self.end_ids:
             raise UserError(
                 f"{target.path} names no end-of-sequence token: set eos_token_id in its generation_config.json"
             )
-        if (largest := max(self.tokenizer.get_vocab().values(), default=0)) >= vocab_size:
-            message = f"the tokenizer of {target.path} has token {largest}, its model only {vocab_size} rows"
+        beyond = {i: token for token, i in self.tokenizer.get_vocab().items() if i >= vocab_size}
+        if wanted := set(beyond) & set(self.kept_ids()) | {
+            i for i, token in beyond.items() if token not in self.special
+        }:
+            message = f"the tokenizer of {target.path} has token {max(wanted)}, its model only {vocab_size} rows"
             raise UserError(f"{message}: they do not belong together")
+        self.rowless = frozenset(beyond)
 
     def kept_ids(self) -> list[int]:
         """Ids that every draft vocabulary holds, ascending: where the target stops, and the special tokens that the

@@ -1,6 +1,7 @@
 """Loss masks of whole conversations: refused wherever they cannot be exact. Those that are: test_golden.py."""
 
 import unicodedata
+from copy import deepcopy
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from data_prep import masks
 from data_prep.masks import one_sample, samples
 from data_prep.stage import check_maskable
-from eagle31_train.common.errors import Refused
+from eagle31_train.common.errors import Refused, UserError
 from eagle31_train.config import TargetConfig
 from eagle31_train.targets.chat import ChatTemplate
 
@@ -205,6 +206,23 @@ def test_golden_mask_of_smollm2(real_target):
     sample = one_sample(template, case["messages"], 1000)
     assert (sample.input_ids.tolist(), sample.loss_mask.tolist()) == by_pieces(template, case["samples"][0])
     assert sample.input_ids.dtype == np.int32
+
+
+def test_special_tokens_that_the_target_has_no_row_for_are_let_be_and_texts_with_them_are_refused(tokenizer):
+    tokenizer, rows = deepcopy(tokenizer), len(tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<beyond>"]})
+    template, target = (
+        ChatTemplate(tokenizer, [tokenizer.eos_token_id], tokenizer.chat_template),
+        TargetConfig(path="t"),
+    )
+    template.check_fits(target, rows)
+    assert template.prompt_ids([ASK])
+    with pytest.raises(Refused, match=f"token {rows}, for which the target has no row"):
+        template.prompt_ids([{"role": "user", "content": "what is <beyond>?"}])
+    with pytest.raises(Refused, match=f"token {rows}, for which the target has no row"):
+        one_sample(template, [{"role": "user", "content": "what is <beyond>?"}, REPLY], 1000)
+    with pytest.raises(UserError, match=f"has token {rows - 1}, its model only {rows - 1} rows"):
+        ChatTemplate(tokenizer, [tokenizer.eos_token_id], tokenizer.chat_template).check_fits(target, rows - 1)
 
 
 def edited(text: str, changes: dict[str, str]) -> str:

@@ -25,7 +25,7 @@ from eagle31_train.evaluation.prompts import Prompt
 from eagle31_train.evaluation.serving import measure_serving, report, server
 from eagle31_train.evaluation.serving.engine import DRAFTED, RANGES, Installation, check, flags, server_arguments
 from eagle31_train.evaluation.serving.server import Answer
-from eagle31_train.reporting.recipe import serve_command
+from eagle31_train.reporting.recipe import serve_command, sglang_command
 
 END = 40
 # Of the second answer, token 5 is an end token.
@@ -146,6 +146,14 @@ def test_a_target_whose_own_class_takes_no_draft_is_served_by_transformers(confi
     assert words[3:-2] == told
     given = server_arguments(config(f"target.path={tmp_path}", "evaluate.vllm_args={model_impl: vllm}"), None, {}, 1)
     assert given["model_impl"] == "vllm", "what the user asks for"
+
+
+def test_the_target_is_served_with_the_chat_template_that_the_drafter_knows(config):
+    given = config("target.path=a/b", "target.chat_template=/mine/own.jinja", "target.template_args={thinking: false}")
+    told = ["--chat-template", "/mine/own.jinja", "--default-chat-template-kwargs", '{"thinking": false}']
+    assert shlex.split(serve_command(given, "draft"))[3:-2] == told
+    assert shlex.split(sglang_command(given, "draft", None))[-4:] == told
+    assert "--chat-template /path/to/own.jinja " in serve_command(given, "draft", published=True)
 
 
 def test_vllm_is_told_that_a_drafter_drafts_in_parallel(config, tmp_path):

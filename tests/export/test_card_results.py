@@ -8,7 +8,9 @@ from planting import replaced
 from sample_results import serving
 
 from eagle31_train import export
+from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.common import artifacts
+from eagle31_train.common.errors import UserError
 
 
 def compared(run, folder, rate=0.5):
@@ -50,6 +52,20 @@ def test_new_results_make_a_new_card_of_the_same_weights(run, tmp_path, capsys):
     assert "export: up to date" in capsys.readouterr().out
     export.export(run.config())
     assert not (run.folder / "export" / "images" / "comparison-1").exists(), "what the card no longer tells is gone"
+
+
+def test_a_comparison_of_the_export_itself_is_on_its_card(run, tmp_path):
+    """Of a smaller one there is no other way to be compared."""
+    options = ["export_weights=int8"]
+    export.export(run.config(*options))
+    theirs = DrafterCheckpoint.open(str(run.folder / "export")).identity
+    told = {**run.result(0.5, "A", "last"), "trainings": {"A": ["runs/a"], "last": ["runs/b/export"]}}
+    told["identities"] = {"A": ["0" * 16], "last": [theirs]}
+    artifacts.write_json(tmp_path / "result.json", {**told, "files": run.draw(tmp_path, told)})
+    export.export(run.config(*options, f"comparisons=[{tmp_path}]"))
+    assert "last" in run.exported()[2]
+    with pytest.raises(UserError, match="A, last, none of which has the weights that are exported"):
+        export.export(run.config(f"comparisons=[{tmp_path}]", "overwrite=true"))
 
 
 def test_a_kill_before_the_new_folder_has_its_name_is_made_good(run, monkeypatch):
