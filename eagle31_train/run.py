@@ -100,6 +100,32 @@ def check_inputs(config: Config, stages: list[str]) -> None:
         place = folder if Path(folder).exists() else folder.rpartition("@")[0] or folder  # DRAFT@outputs
         if not Path(place).exists() and (place.startswith("runs/") or not is_hub_id(place)):
             raise UserError(f"{option}={folder} does not exist: give its folder")
+    if config.train.init_from and "train" in stages and not begun:
+        check_source(config)
+
+
+def check_source(config: Config) -> None:
+    """UserError for initial weights of other auxiliary layers than will be extracted, or of another size of target."""
+    from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint  # seconds
+    from eagle31_train.targets.description import describe_target, kinds, pick_layers, read_raw
+
+    t, target = config.train, describe_target(config.target)
+    layers = pick_layers(config.target.aux_layers, target.num_hidden_layers, kinds(read_raw(config.target)))
+    source = DrafterCheckpoint.open(
+        t.init_from or "",
+        t.init_revision,
+        data_folder=config.data_folder,
+        allow_unfinished=True,
+        target_layers=lambda: target.num_hidden_layers,
+    )
+    there = source.shape
+    if there.target_hidden_size != target.hidden_size:
+        raise UserError(f"train.init_from={t.init_from} is of another target, {there.target_hidden_size} wide")
+    if list(there.aux_layers) != list(layers):
+        raise UserError(
+            f"train.init_from={t.init_from} reads the layers {list(there.aux_layers)}, and {list(layers)} would be "
+            f"extracted: set 'target.aux_layers={list(there.aux_layers)}'"
+        )
 
 
 def check_training(t: TrainConfig, profile: str | None) -> None:

@@ -1,6 +1,7 @@
 """`eagle31 run`: which words its stages are given, and under which profile it trains."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,11 +13,14 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from datasets import Dataset
+from launching import ROOT
 from published_targets import FOLDER
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from eagle31_train import cli, launcher, new, run
 from eagle31_train.common.console import STOPPED
+
+OLD = ROOT / "tests" / "fixtures" / "v68c343f"
 
 
 @pytest.fixture
@@ -99,10 +103,29 @@ def test_what_is_there_or_was_needed_at_the_start_alone_is_not_refused(started, 
     """Folders with an @ in their path, and a run that has begun with weights that are gone since."""
     place = tmp_path / "me@corp"
     place.mkdir()
-    assert started("+experiment=smollm2", f"comparisons=[{place}]", f"train.init_from={place}@outputs")
+    assert started("+experiment=smollm2", f"comparisons=[{place}]")
+    shutil.copytree(OLD / "run" / "export", place / "draft")
+    ours = ["+experiment=smollm2", f"target.path={OLD / 'target'}", f"train.init_from={place / 'draft'}"]
+    assert started(*ours, "target.aux_layers=[1,2,3]")
     (tmp_path / "run" / "train").mkdir(parents=True)
     (tmp_path / "run" / "train" / "inputs.json").write_text("{}")
     assert started("+experiment=smollm2", "train.init_from=./gone", f"run_dir={tmp_path / 'run'}")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            [f"target.path={OLD / 'target'}", "target.aux_layers=[1]"],
+            "reads the layers [1, 2, 3], and [1] would be",
+        ),
+        ([f"target.path={FOLDER / 'qwen3_8b'}"], "is of another target, 24 wide"),
+    ],
+)
+def test_initial_weights_that_cannot_be_used_are_refused_before_extraction(started, words, said, capsys):
+    with pytest.raises(SystemExit):
+        started("+experiment=smollm2", f"train.init_from={OLD / 'run' / 'export'}", *words)
+    assert said in capsys.readouterr().err
 
 
 def test_a_conversation_that_fits_in_no_batch_is_refused_before_extraction(started, tmp_path, capsys):
