@@ -21,7 +21,7 @@ from eagle31_train.common import artifacts
 from eagle31_train.common.console import note, ranks
 from eagle31_train.common.errors import Refused, UserError
 from eagle31_train.common.locks import writing
-from eagle31_train.config import Config, DataConfig, GenerateConfig
+from eagle31_train.config import Config, DataConfig
 from eagle31_train.model import vocab
 from eagle31_train.provenance import Provenance
 from eagle31_train.reporting.tables import aligned
@@ -39,6 +39,7 @@ from eagle31_train.targets.description import (
 from eagle31_train.targets.markup import CLOSE
 from eagle31_train.targets.pretrained import vocabulary_fingerprint
 
+THOUGHT = 4096  # tokens that an answer with a thought may want
 NAMED = 5  # refused conversations that the summary names; the manifest names all
 COUNTS = {  # of the manifest; the summary has those that are not 0
     "repeated": "prompts that are asked twice, on one side of the split",
@@ -147,13 +148,13 @@ def check_maskable(template: ChatTemplate) -> None:
 
 
 def _tell_of_thoughts(template: ChatTemplate, data: DataConfig) -> None:
-    """Say it before hours of answers if these may think, and nobody chose how long they may be."""
-    most = GenerateConfig.max_new_tokens
-    if template.thinks and data.generate.max_new_tokens == most:
+    """Say it before hours of answers if these may think, and have little room for it."""
+    most = data.generate.max_new_tokens
+    if template.thinks and most < THOUGHT:
         note(
             f"data: THOUGHTS: {template.name} may think, and answers are cut after {most} tokens: give "
-            "data.generate.max_new_tokens=4096 data.max_length=6144, or switch thinking off, under the name that its "
-            "chat template has for it: target.template_args.enable_thinking=false"
+            f"data.generate.max_new_tokens={THOUGHT} data.max_length={THOUGHT + 2048}, or switch thinking off, "
+            "under the name that its chat template has for it: target.template_args.enable_thinking=false"
         )
 
 

@@ -23,6 +23,7 @@ NAVIGATION = {
         "Serving": "docs/serving",
         "Kimi K2.6": "docs/kimi",
         "Python API": "docs/api",
+        "Every option": "docs/options",
         "Glossary": "docs/glossary",
     },
     "Studies": {

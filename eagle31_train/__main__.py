@@ -1,7 +1,7 @@
 """eagle31: train an EAGLE 3.1 drafter for a target, from any folder.
 
-    eagle31 plan target.path=Qwen/Qwen3-8B              what it takes, before anything is spent
-    eagle31 run  target.path=Qwen/Qwen3-8B name=qwen    all five stages; the same command goes on after a stop
+    eagle31 plan target.path=Qwen/Qwen2.5-7B-Instruct            what it takes, before anything is spent
+    eagle31 run  target.path=Qwen/Qwen2.5-7B-Instruct name=qwen  all five stages; the same command goes on after a stop
 
 `eagle31 COMMAND --help` has every option, `eagle31 --version` the version.
 """

@@ -359,7 +359,12 @@ def _options(cls: type, prefix: str = "") -> Iterator[tuple[str, tuple[Any, data
 
 
 def _options_help() -> str:
-    lines = [f"recipes (+experiment=…): {', '.join(choices('experiment'))}", "", "options (key=value):"]
+    lines = [
+        f"recipes (+experiment=…): {', '.join(choices('experiment'))}",
+        "",
+        "options (key=value), in brackets the defaults that a recipe begins with. Without a recipe +experiment=any",
+        "sets some of them; --cfg prints all values in use:",
+    ]
     for name, (_, field) in OPTIONS.items():
         make = field.default_factory
         default = field.default if make is dataclasses.MISSING else make()

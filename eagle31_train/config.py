@@ -436,6 +436,8 @@ MLA_WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_di
 def mla_widths(of: DrafterConfig | DrafterShape) -> tuple[int, int, int, int]:
     """Widths of MLA: the latent, a key without position, a key with it, a value; UserError if one is not given."""
     if missing := [f"drafter.{name}" for name in MLA_WIDTHS if getattr(of, name) is None]:
-        raise UserError(f"drafter.architecture=mla needs {', '.join(missing)}: see configs/drafter/kimi_mla.yaml")
+        raise UserError(
+            f"drafter.architecture=mla needs {', '.join(missing)}, which only a target with MLA has: give them"
+        )
     latent, nope, rope, value = (getattr(of, name) for name in MLA_WIDTHS)
     return latent, nope, rope, value

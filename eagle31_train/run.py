@@ -1,7 +1,7 @@
 """Every stage in turn, from a target's name to a checkpoint that vLLM serves.
 
-    eagle31 run target.path=Qwen/Qwen3-8B name=qwen
-    eagle31 run target.path=Qwen/Qwen3-8B name=qwen data.prompts=prompts.jsonl regenerate=true \\
+    eagle31 run target.path=Qwen/Qwen2.5-7B-Instruct name=qwen
+    eagle31 run target.path=Qwen/Qwen2.5-7B-Instruct name=qwen data.prompts=prompts.jsonl regenerate=true \\
         --from extract --until train
 
 Each stage that is done is passed over, so the same command goes on after a stop. Without prompts the target writes

@@ -7,6 +7,7 @@ import argparse
 import functools
 import json
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -29,6 +30,12 @@ PAGES = [ROOT / name for name in PAGES_ELSEWHERE]
 PAGES += sorted(ROOT.glob("docs/*.md"))
 TEXTS = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES if page.name != "log.md"}
 SECTIONS = {name.partition(".")[0] for name in cli.OPTIONS if "." in name}
+
+
+def test_the_page_of_options_is_what_the_options_say():
+    page = runpy.run_path(str(ROOT / "docs" / "options.py"))["page"]()
+    assert TEXTS["docs/options.md"] == page, "run `python docs/options.py`"
+
 
 # ---------------------------------------------------------------- the site
 

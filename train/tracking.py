@@ -40,7 +40,9 @@ PACKAGES = ("eagle31", "torch", "accelerate", "deepspeed", "transformers", "data
 
 
 def loggers(config: Config) -> list[str | GeneralTracker]:
-    """The trackers that are asked for, as `Accelerator(log_with=…)` takes them; a UserError without TensorBoard."""
+    """The trackers that are asked for, as `Accelerator(log_with=…)` takes them; a UserError without their packages."""
+    if config.train.wandb != "disabled" and importlib.util.find_spec("wandb") is None:
+        raise UserError("train.wandb needs Weights & Biases: run `pip install wandb`, or give train.wandb=disabled")
     trackers: list[str | GeneralTracker] = [] if config.train.wandb == "disabled" else ["wandb"]
     if config.train.tensorboard:
         if importlib.util.find_spec("tensorboard") is None:  # accelerate would leave it out without a word
