@@ -149,7 +149,7 @@ def check_maskable(template: ChatTemplate) -> None:
 
 def _tell_of_thoughts(template: ChatTemplate, data: DataConfig) -> None:
     """Say it before hours of answers if these may think, and have little room for it."""
-    most = data.generate.max_new_tokens
+    most = min(data.generate.max_new_tokens, data.max_length)
     if template.thinks and most < THOUGHT:
         note(
             f"data: THOUGHTS: {template.name} may think, and answers are cut after {most} tokens: give "

@@ -15,8 +15,9 @@ ABSENT = "???"
 HEAD = """# Every option
 
 `key=value` sets an option, for every stage alike; `--cfg` prints all values in use. A recipe (`+experiment=NAME`)
-begins with the *default*, and sets what it has otherwise. Without a recipe [`any`](targets.md#without-a-recipe) holds:
-its values have a column of their own where they differ. `null` is nothing, or what the last column says.
+changes some of the defaults. Without a recipe [`any`](targets.md#without-a-recipe) holds: its changes have a column of
+their own, and `eagle31 run` adds `data.prompts=self regenerate=true` where no prompts are given. `null`: not set; the
+last column says what then holds.
 """
 
 

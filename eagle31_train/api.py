@@ -142,7 +142,7 @@ class Speculator:
         checkpoint = DrafterCheckpoint.open(drafter, target_layers=lambda: read_config(config).num_hidden_layers)
         checkpoint.check_target(config)
         for name in {"chat_template", "template_args"} - options.keys():
-            if checkpoint.run and (own := option(checkpoint.run, f"target.{name}")):
+            if checkpoint.options_folder and (own := option(checkpoint.options_folder, f"target.{name}")):
                 setattr(config, name, OmegaConf.to_object(own) if OmegaConf.is_config(own) else own)
         cached = CachedTarget(load_model(config), checkpoint.shape.aux_layers)
         own = option(checkpoint.train, "target.dtype") if checkpoint.train else None

@@ -1,5 +1,7 @@
 """Which options go together: a stage that needs to know, and whoever looks before any stage runs, ask the same."""
 
+import importlib.util
+
 from eagle31_train.common.errors import UserError
 from eagle31_train.config import Config, TrainConfig, byte_count, parse_limit
 
@@ -23,11 +25,22 @@ def check_options(config: Config) -> None:
     most, headline = config.evaluate.max_speculative_tokens, config.evaluate.num_speculative_tokens
     if config.drafter.parallel and config.train.ttt_length == 1:
         raise UserError("drafter.parallel=true learns nothing with train.ttt_length=1: give the draft's length")
+    t = config.train
+    if t.init_from is None and t.init_revision is not None:
+        raise UserError(f"train.init_revision={t.init_revision} is of nothing: set train.init_from to a hub id")
+    if t.init_from is not None and t.fc_init_scale not in (None, 1):
+        raise UserError(f"train.fc_init_scale={t.fc_init_scale} is for fresh weights: leave it or train.init_from out")
     for name in ("serve_speculative_tokens", "concurrency"):
         if not getattr(config.evaluate, name):
             raise UserError(f"evaluate.{name}=[] measures nothing: give one number or more")
     if most < headline:
         raise UserError(f"evaluate.max_speculative_tokens={most} must be num_speculative_tokens={headline} or more")
+
+
+def check_wandb(t: TrainConfig) -> None:
+    """UserError where Weights & Biases is asked for and not installed."""
+    if t.wandb != "disabled" and importlib.util.find_spec("wandb") is None:
+        raise UserError("train.wandb needs Weights & Biases: run `pip install wandb`, or give train.wandb=disabled")
 
 
 def check_zero(t: TrainConfig) -> None:

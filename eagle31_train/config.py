@@ -172,7 +172,7 @@ class ExtractConfig:
 class StoreConfig:
     aux_codec: str = opt("bf16", "of auxiliary states: bf16 (exact), int8_channel (half the bytes), coarser", CODECS)
     last_codec: str = opt("bf16", "of last hidden states, likewise", CODECS)
-    follow: bool = opt(False, "train.py: train while the store is still being written")
+    follow: bool = opt(False, "train: begin while the store is still being written")
     max_bytes: str | None = opt(None, "extract: wait for a following training to free shards past this, e.g. 200GB")
     patience: float = opt(3600.0, "seconds without a new shard, or room, after which a waiting stage stops", above=0)
     cache_dir: str | None = opt(None, "copies of the shards of a remote store; default: run_dir/cache")
@@ -326,7 +326,7 @@ class Config:
     export_sliding_window: int | None = opt(None, "evaluate, export: tokens that attention sees from here on", above=0)
     export_vocab_size: int | None = opt(None, "evaluate, export: keep so many draft tokens, the most used", at_least=1)
     export_weights: str = opt("target", "evaluate, export: target.dtype, or int8 in half the bytes", choices=WEIGHTS)
-    comparisons: list[str] = opt([], "export: folders that eagle31_train.compare wrote, for the card")
+    comparisons: list[str] = opt([], "export: folders that `eagle31 compare` wrote, for the card")
     target: TargetConfig = field(default_factory=TargetConfig)
     data: DataConfig = field(default_factory=DataConfig)
     extract: ExtractConfig = field(default_factory=ExtractConfig)

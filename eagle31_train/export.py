@@ -11,6 +11,7 @@ What was measured since, by `eagle31_train.evaluate` with either backend, or by 
 """
 
 import dataclasses
+import json
 import shutil
 import time
 from collections.abc import Mapping
@@ -48,6 +49,9 @@ def export(config: Config) -> None:
     if (config.data_folder / artifacts.MANIFEST).is_file():
         data = provenance.read_data(config)
         checkpoint.check_data(data, config.data_folder)
+        given = data.get("inputs", {}).get("template_args", {})
+        if given != config.target.template_args:
+            note(f"export: stage 1 had target.template_args={json.dumps(given)}: give it here, too, to be served so")
     train = checkpoint.manifest
     assert train is not None
     weights, target_ids = artifacts.file_sha256(checkpoint.folder / MODEL), checkpoint.vocab.target_ids.tolist()
@@ -61,6 +65,8 @@ def export(config: Config) -> None:
         "drawn": config.evaluate.draft_sampling != "greedy",
         "revision": config.target.revision,
         "trust_remote_code": config.target.trust_remote_code,
+        "chat_template": config.target.chat_template,
+        "template_args": config.target.template_args,
     }
     card_inputs = {
         "repo": config.repo,

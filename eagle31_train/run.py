@@ -17,12 +17,13 @@ import sys
 from pathlib import Path
 
 from eagle31_train import cli
-from eagle31_train.combinations import check_context_parallel, check_longest, check_zero
+from eagle31_train.combinations import check_context_parallel, check_longest, check_wandb, check_zero
 from eagle31_train.common.artifacts import MANIFEST
 from eagle31_train.common.console import STOPPED, note
 from eagle31_train.common.errors import Stopped, UserError
 from eagle31_train.common.locations import CONFIGS
 from eagle31_train.config import SELF, SELF_WRITTEN, Config, TrainConfig, is_hub_id
+from eagle31_train.precision import TRUE
 
 STAGES = ("data", "extract", "train", "evaluate", "export", "summary")
 WRITTEN = ["regenerate=true", f"data.prompts={SELF}"]
@@ -100,12 +101,12 @@ def check_inputs(config: Config, stages: list[str]) -> None:
         place = folder if Path(folder).exists() else folder.rpartition("@")[0] or folder  # DRAFT@outputs
         if not Path(place).exists() and (place.startswith("runs/") or not is_hub_id(place)):
             raise UserError(f"{option}={folder} does not exist: give its folder")
-    if config.train.init_from and "train" in stages and not begun:
+    if config.train.init_from and {"extract", "train"} <= set(stages) and not begun:
         check_source(config)
 
 
 def check_source(config: Config) -> None:
-    """UserError for initial weights of other auxiliary layers than will be extracted, or of another size of target."""
+    """UserError for initial weights of other auxiliary layers than will be extracted, or of a target of other sizes."""
     from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint  # seconds
     from eagle31_train.targets.description import describe_target, kinds, pick_layers, read_raw
 
@@ -119,8 +120,12 @@ def check_source(config: Config) -> None:
         target_layers=lambda: target.num_hidden_layers,
     )
     there = source.shape
-    if there.target_hidden_size != target.hidden_size:
-        raise UserError(f"train.init_from={t.init_from} is of another target, {there.target_hidden_size} wide")
+    theirs, ours = (there.target_hidden_size, there.vocab_size), (target.hidden_size, target.vocab_size)
+    if theirs != ours:
+        sizes = "{} wide with {:,} tokens".format
+        raise UserError(
+            f"train.init_from={t.init_from} is of a target {sizes(*theirs)}, and this one is {sizes(*ours)}"
+        )
     if list(there.aux_layers) != list(layers):
         raise UserError(
             f"train.init_from={t.init_from} reads the layers {list(there.aux_layers)}, and {list(layers)} would be "
@@ -136,7 +141,9 @@ def check_training(t: TrainConfig, profile: str | None) -> None:
     elif profile == "fsdp2" and processes == 1:
         raise UserError("--profile fsdp2 shards over several devices, and this machine has not: leave it out")
     check_context_parallel(t.context_parallel, processes, "processes")
-    if t.kernels == "fused" and (profile == "cpu" or launch_profile()[1] == 0 or os.environ.get(USE_CPU)):
+    check_wandb(t)
+    on_cpu = os.environ.get(USE_CPU, "").lower() in TRUE
+    if t.kernels == "fused" and (profile == "cpu" or launch_profile()[1] == 0 or on_cpu):
         raise UserError("train.kernels=fused cannot be on a CPU: set train.kernels=auto or plain")
 
 

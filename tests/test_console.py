@@ -65,9 +65,13 @@ def test_letters_that_the_encoding_of_the_output_lacks_are_spelt():
     assert rb"conversations \u2192" in done.stdout
 
 
-def test_an_error_output_that_is_full_keeps_the_status():
+def test_an_error_output_that_cannot_be_written_keeps_the_status():
     with Path("/dev/full").open("w") as full:
         assert eagle31("nonsense", stderr=full).returncode == 2
+    reading, writing = os.pipe()
+    os.close(reading)  # whoever read it is gone
+    assert eagle31("nonsense", stderr=writing).returncode == 2
+    os.close(writing)
 
 
 def test_streams_that_are_closed_lead_nowhere(tmp_path):

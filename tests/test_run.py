@@ -119,7 +119,7 @@ def test_what_is_there_or_was_needed_at_the_start_alone_is_not_refused(started, 
             [f"target.path={OLD / 'target'}", "target.aux_layers=[1]"],
             "reads the layers [1, 2, 3], and [1] would be",
         ),
-        ([f"target.path={FOLDER / 'qwen3_8b'}"], "is of another target, 24 wide"),
+        ([f"target.path={FOLDER / 'qwen3_8b'}"], "is of a target 24 wide"),
     ],
 )
 def test_initial_weights_that_cannot_be_used_are_refused_before_extraction(started, words, said, capsys):

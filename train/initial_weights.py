@@ -41,13 +41,7 @@ def open_source(config: Config, needed: bool = False) -> DrafterCheckpoint | Non
     """The drafter that `train.init_from` names; None for fresh weights, and unless `needed` for a run that
     `goes_by_record`. A UserError if there is none, or none to start from."""
     t = config.train
-    if t.init_from is None:
-        if t.init_revision is not None:
-            raise UserError(f"train.init_revision={t.init_revision} is of nothing: set train.init_from to a hub id")
-        return None
-    if t.fc_init_scale not in (None, 1):
-        raise UserError(f"train.fc_init_scale={t.fc_init_scale} is for fresh weights: leave it or train.init_from out")
-    if goes_by_record(config) and not needed:
+    if t.init_from is None or (goes_by_record(config) and not needed):
         return None
 
     def target_layers() -> int:

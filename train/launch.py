@@ -39,8 +39,8 @@ from train import tracking
 SEE = "see docs/launch.md"
 DEEPSPEED = "0.19.8"  # as in pyproject.toml: the first whose ZeRO-1 and 2 leave out an fp32 update that is not finite
 SETTINGS = "ACCELERATE_DEEPSPEED_CONFIG_FILE"  # DeepSpeed's, as accelerate's launcher hands them on
-# For how long ranks wait for one another: the main process may read and write checkpoints on a slow disk meanwhile.
 FALSE = ("false", "no", "off", "n", "f", "0")  # as accelerate reads them
+# For how long ranks wait for one another: the main process may read and write checkpoints on a slow disk meanwhile.
 PATIENCE = timedelta(hours=2)
 
 

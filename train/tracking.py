@@ -28,6 +28,7 @@ from accelerate.tracking import GeneralTracker, TensorBoardTracker
 
 from eagle31_train import cli
 from eagle31_train.checkpoint.run_folder import CONFIG
+from eagle31_train.combinations import check_wandb
 from eagle31_train.common import artifacts, locations, machine
 from eagle31_train.common.console import note
 from eagle31_train.common.errors import UserError
@@ -41,8 +42,7 @@ PACKAGES = ("eagle31", "torch", "accelerate", "deepspeed", "transformers", "data
 
 def loggers(config: Config) -> list[str | GeneralTracker]:
     """The trackers that are asked for, as `Accelerator(log_with=…)` takes them; a UserError without their packages."""
-    if config.train.wandb != "disabled" and importlib.util.find_spec("wandb") is None:
-        raise UserError("train.wandb needs Weights & Biases: run `pip install wandb`, or give train.wandb=disabled")
+    check_wandb(config.train)
     trackers: list[str | GeneralTracker] = [] if config.train.wandb == "disabled" else ["wandb"]
     if config.train.tensorboard:
         if importlib.util.find_spec("tensorboard") is None:  # accelerate would leave it out without a word

@@ -215,8 +215,8 @@ class DrafterCheckpoint:
         return self._other(self.trained_for(store), target, by_name=True)
 
     @property
-    def run(self) -> Path | None:
-        """The folder train/ with the options of a run, or of an export that lies in its run; else None."""
+    def options_folder(self) -> Path | None:
+        """Where the options of its training lie: train/ of a run, or of the run whose export it is; else None."""
         train = self.folder.resolve().parent / "train" if self.exported else self.train
         return train if train is not None and (train / run_folder.CONFIG).is_file() else None
 
@@ -224,7 +224,7 @@ class DrafterCheckpoint:
         """The target of a run, or of its export: name, weights and revision by the store of training; the name alone
         where that is gone or out of reach; nothing where the run's options are gone, too. store: a manifest that may
         be of it; else the run's options say where it lies."""
-        if (train := self.run) is None:
+        if (train := self.options_folder) is None:
             return {}
         saved, theirs = train / run_folder.CONFIG, (self.inputs or {}).get("store")
         trained = cli.load_config([f"run_dir={train.parent}"], saved)

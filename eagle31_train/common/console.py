@@ -218,12 +218,13 @@ def note(text: str, error: bool = False) -> None:
             tqdm.write(text, file=file)
         else:
             print(text, file=file, flush=True)
-    except BrokenPipeError:  # see `tidy`
-        raise
     except OSError as failure:  # /dev/full, or a log on a disk that is
-        if not error:  # else nobody can be told
-            reason = failure.strerror or failure
-            raise UserError(f"standard output cannot be written ({reason}): make room where it leads") from None
+        if error:  # nobody can be told
+            return
+        if isinstance(failure, BrokenPipeError):  # see `tidy`
+            raise
+        reason = failure.strerror or failure
+        raise UserError(f"standard output cannot be written ({reason}): make room where it leads") from None
 
 
 def say(text: str, error: bool = False) -> None:

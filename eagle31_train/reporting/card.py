@@ -101,8 +101,8 @@ def _comparison(folder: Path, number: int, ours: Set[str | None]) -> CardResult:
     if not names:
         raise UserError(
             f"comparisons: {folder} compares {', '.join(result.get('drafters', []))}, none of which has the weights "
-            f"that are exported: compare the run as `{COMPARE} RUN_DIR …`, its export as `{COMPARE} RUN_DIR/export …`, "
-            "again where it was, or leave the folder out"
+            f"that are exported: compare the run as `{COMPARE} RUN_DIR …`, its export as `{COMPARE} RUN_DIR "
+            "RUN_DIR/export …`, again where it was, or leave the folder out"
         )
     return CardResult(result, _pictures(folder, result, result, f"comparison-{number}", f"{COMPARE} …"), names)
 

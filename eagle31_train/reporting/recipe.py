@@ -62,8 +62,8 @@ def sglang_command(config: Config, drafter: str, window: int | None, published: 
 
 
 def chat_arguments(config: Config, published: bool) -> dict[str, Any]:
-    """The chat template that the drafter was trained with, and its variables, as vLLM and SGLang call them; None of
-    each that is the target's own."""
+    """The chat template and its variables, as vLLM and SGLang call them, where target.* gives others than the target's
+    own: the drafter was trained with them."""
     template, values = config.target.chat_template, config.target.template_args
     shown = public(template) if template and published else template
     return {"chat_template": shown, "default_chat_template_kwargs": values or None}
