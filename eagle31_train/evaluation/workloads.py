@@ -65,8 +65,6 @@ def workloads(
         measured_on: prompts, as `trajectories.digest` knows them.
     """
     options, perturbations, template = config.evaluate, _perturbations(config), ChatTemplate.load(config.target)
-    if rows := data.get("inputs", {}).get("vocab_size"):
-        template.check_fits(config.target, rows)
     # Asked of the manifest: `datasets` saves an empty split and then cannot load it.
     splits = {name for name, split in data["splits"].items() if split["conversations"]}
     dataset = config.data_folder / "dataset"
