@@ -14,7 +14,6 @@ from pathlib import Path
 
 from eagle31_train.common.console import explained, note, tidy
 from eagle31_train.common.errors import UserError
-from eagle31_train.common.locations import STAGES
 
 # Command → the module that is run, and what it does. The stages first, in their order.
 COMMANDS = {
@@ -53,6 +52,12 @@ def _run(command: str) -> None:
         return
     if command not in COMMANDS:
         raise UserError(f"no command {command!r}: there are {', '.join(COMMANDS)}")
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise UserError("the folder that this was started in is gone: change into another") from None
+    from eagle31_train.common.locations import STAGES  # which asks for that folder, too
+
     sys.argv = [f"eagle31 {command}", *sys.argv[2:]]
     if command in SLOW and {"-h", "--help"} & set(sys.argv):
         from eagle31_train import cli

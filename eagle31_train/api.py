@@ -192,7 +192,8 @@ class Speculator:
 
         Depth k is the share of drafts whose first k tokens were accepted.
         """
-        if isinstance(prompts, str) or not len(prompts) or isinstance(prompts[0], int):
+        ids = any(isinstance(one, int) or getattr(one, "ndim", 1) == 0 for one in prompts)
+        if isinstance(prompts, str) or ids or not len(prompts):
             raise UserError("score takes a list of prompts, one at least: put a single text into a list")
         answers = [self.generate(prompt, num_speculative_tokens, max_new_tokens) for prompt in prompts]
         gained = [[sum(answer.accepted) + len(answer.accepted)] for answer in answers]
@@ -206,8 +207,14 @@ class Speculator:
         }
 
     def ids(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt; words and messages through the target's chat template."""
-        given: list[Any] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        """Token ids of a prompt; words and messages through the target's chat template. An array or a tensor of ids may
+        be a batch of one."""
+        given: Any = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+        if isinstance(given, str):
+            given = [{"role": "user", "content": given}]
+        given = [one.item() if hasattr(one, "item") else one for one in given]  # of a list of scalars
+        if len(given) == 1 and isinstance(given[0], list):
+            given = given[0]
         if all(isinstance(one, int) for one in given):
             return given
         if not all(isinstance(one, dict) for one in given):

@@ -57,6 +57,9 @@ def load_config(
     if config_dir is not None and not config_dir.is_dir():
         raise UserError(f"--config-dir {config_dir} is no folder")
     folders = [CONFIGS, *([config_dir.resolve()] if config_dir else [])]
+    keys = {_key(word) for word in overrides}
+    if twice := [f"{old} is called {new} now" for old, new in RENAMED.items() if {old, new} <= keys]:
+        raise UserError(f"{twice[0]}: give it once")
     groups = [word for word in overrides if _key(word) in GROUPS]
     recipe = next((word.partition("=")[2] for word in groups if _key(word) == "experiment"), "")
     try:

@@ -6,6 +6,7 @@ import shutil
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -124,13 +125,13 @@ def test_what_cannot_be_decoded_is_said(speculator):
         ([], 3, 4, "the prompt has no tokens"),
         ([{"role": "user"}], 3, 4, "cannot be rendered: a user turn without text"),
         ("\ud800", 3, 4, "cannot be rendered: "),
-        (torch.tensor([5, 6]), 3, 4, "no mixture"),
+        (torch.tensor([[5], [6]]), 3, 4, "no mixture"),
         ("why", 0, 4, "there must be one"),
         ("why", 3, 0, "there must be one"),
     ]:
         with pytest.raises(UserError, match=message):
             speculator.generate(prompt, drafted, written)
-    for prompts in ("why is", [], [5, 6]):  # of a text, its letters would be decoded in silence
+    for prompts in ("why is", [], [5, 6], np.array([5, 6])):  # of a text, its letters would be decoded in silence
         with pytest.raises(UserError, match="takes a list of prompts"):
             speculator.score(prompts)
 
@@ -149,3 +150,10 @@ def test_prompts_are_under_the_runs_own_template(folder):
     assert template.decode(template.prompt_ids(messages)) == "why!"
     given = load(template_args={"mark": "?"}).template
     assert given.decode(given.prompt_ids(messages)) == "why?"
+
+
+def test_token_ids_of_arrays_and_tensors_are_token_ids(speculator):
+    """Left out in silence, they would make another prompt of it."""
+    arrays = np.array([5, 6, 7]), torch.tensor([5, 6, 7]), torch.tensor([[5, 6, 7]])
+    for given in (*arrays, [5, *np.array([6, 7])], [5, *torch.tensor([6, 7])]):
+        assert repr(speculator.ids(given)) == "[5, 6, 7]"

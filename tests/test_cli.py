@@ -206,6 +206,7 @@ def test_an_old_name_is_understood_and_says_the_new_one(monkeypatch, capsys, tmp
     assert capsys.readouterr().err == "train.rate is called train.lr now\n" + 2 * leave_out
     assert load_config([RECIPE, "train.compile=true"]) == load_config([RECIPE])
     assert "train.compile is gone" in capsys.readouterr().err
+    assert "train.rate is called train.lr now: give it once" in message_of(RECIPE, "train.rate=1", "train.lr=2")
 
 
 # ---------------------------------------------------------------- run

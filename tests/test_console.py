@@ -80,6 +80,13 @@ def test_streams_that_are_closed_lead_nowhere(tmp_path):
     assert (tmp_path / "mine.yaml").is_file()
 
 
+def test_a_folder_that_is_gone_is_said(tmp_path):
+    (folder := tmp_path / "gone").mkdir()
+    done = eagle31("new", "mine", cwd=folder, preexec_fn=folder.rmdir)
+    said = b"error: the folder that this was started in is gone: change into another\n"
+    assert (done.returncode, done.stderr) == (2, said)
+
+
 def test_an_output_that_is_full_is_an_error():
     with Path("/dev/full").open("w") as full:
         done = eagle31("completion", "bash", stdout=full)

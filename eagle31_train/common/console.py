@@ -89,7 +89,8 @@ def explained() -> Iterator[None]:
             raise SystemExit(2) from None
         if type(error).__name__ != "OutOfMemoryError":  # torch's, which need not be imported here
             raise
-        remedy = "lower data.generate.batch_size, extract.batch_tokens, evaluate.batch_size; of training see the plan"
+        remedy = "lower data.generate.batch_size, extract.batch_tokens or evaluate.batch_size"
+        remedy += "; for training `eagle31 plan` says what takes less"
         _say_once(f"error: the device has too little memory ({shown.line(error)}): {remedy}")
         raise SystemExit(2) from None
     except Stopped as stopped:
