@@ -19,6 +19,7 @@ from eagle31_train.evaluation.trajectories import digest
 from eagle31_train.provenance import LAYOUTS
 from eagle31_train.rows.files import find_files
 from eagle31_train.targets.chat import ChatTemplate
+from eagle31_train.targets.description import describe_target
 
 HELDOUT = "heldout"
 PROMPTS = "prompts"  # those of evaluate.prompts
@@ -65,6 +66,7 @@ def workloads(
         measured_on: prompts, as `trajectories.digest` knows them.
     """
     options, perturbations, template = config.evaluate, _perturbations(config), ChatTemplate.load(config.target)
+    template.check_rows(config.target, describe_target(config.target).vocab_size)
     # Asked of the manifest: `datasets` saves an empty split and then cannot load it.
     splits = {name for name, split in data["splits"].items() if split["conversations"]}
     dataset = config.data_folder / "dataset"

@@ -124,7 +124,7 @@ class ChatTemplate:
         return self.with_rows(list(self.tokenizer.encode(text, add_special_tokens=begin)))
 
     def with_rows(self, ids: list[int]) -> list[int]:
-        """These ids; Refused if the target has no row for one of them, as `check_fits` found."""
+        """These ids; Refused if the target has no row for one of them, as `check_rows` found."""
         if self.rowless and (absent := self.rowless.intersection(ids)):
             raise Refused(f"token {min(absent)}, for which the target has no row")
         return ids
@@ -197,12 +197,16 @@ class ChatTemplate:
     # ------------------------------------------------------------ identity
 
     def check_fits(self, target: TargetConfig, vocab_size: int) -> None:
-        """Refuse a tokenizer without an end of answers, or with a token that the target's embedding has no row for.
-        Special ones that nothing names are let be, as Gemma 3's for images: texts that have one are refused."""
+        """Refuse a tokenizer without an end of answers, or one that `check_rows` refuses."""
         if not self.end_ids:
             raise UserError(
                 f"{target.path} names no end-of-sequence token: set eos_token_id in its generation_config.json"
             )
+        self.check_rows(target, vocab_size)
+
+    def check_rows(self, target: TargetConfig, vocab_size: int) -> None:
+        """Refuse a tokenizer with a token that the target's embedding has no row for. Special ones that nothing names
+        are let be, as Gemma 3's for images: texts that have one are refused from now on."""
         beyond = {i: token for token, i in self.tokenizer.get_vocab().items() if i >= vocab_size}
         if wanted := set(beyond) & set(self.kept_ids()) | {
             i for i, token in beyond.items() if token not in self.special

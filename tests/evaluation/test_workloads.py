@@ -6,6 +6,7 @@ from configured import configured
 from datasets import Dataset, DatasetDict
 from families import write_rows
 from talking import make_tokenizer
+from transformers import LlamaConfig
 
 from eagle31_train.cli import CONFIGS, load_config
 from eagle31_train.common.errors import UserError
@@ -25,6 +26,7 @@ class Place:
         self.folder = folder
         self.tokenizer = make_tokenizer()
         self.tokenizer.save_pretrained(folder / "target")
+        LlamaConfig(vocab_size=len(self.tokenizer)).save_pretrained(folder / "target")
         self.write_heldout([[{"role": "user", "content": text}] for text in QUESTIONS])
 
     def write_heldout(self, prompts, answer="answer {} tells of a river, and why nobody crosses it"):
@@ -146,6 +148,15 @@ def test_a_suite_of_other_fields_or_types_or_rows_is_refused_by_name(place):
             suite_of("s", given)
     with pytest.raises(UserError, match=r"own.jsonl:2 is no JSON object"):
         place.workloads(f"evaluate.suites.s.path={place.write('own.jsonl', {'prompt': 'hello'}, [1])}")
+
+
+def test_a_prompt_with_a_special_token_that_the_target_has_no_row_for_is_refused(place):
+    place.tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    place.tokenizer.save_pretrained(place.folder / "target")
+    fine, beyond = ({"prompt": text} for text in ("hello", "what is <image>?"))
+    place.workloads(f"evaluate.prompts={place.write('asked.jsonl', fine)}")
+    with pytest.raises(UserError, match=r"asked.jsonl:2 cannot be rendered .*for which the target has no row"):
+        place.workloads(f"evaluate.prompts={place.write('asked.jsonl', fine, beyond)}")
 
 
 def test_suites_of_the_project_have_known_options(place):
