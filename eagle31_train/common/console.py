@@ -84,6 +84,9 @@ def explained() -> Iterator[None]:
         what = f"{error.filename} cannot be used ({error.strerror})" if error.filename else error
         _say_once(f"error: {shown.line(what)}: {REMEDIES[error.errno]}")
         raise SystemExit(2) from None
+    except ImportError as error:  # of what a target's weights or code turn out to need, at its first pass
+        _say_once(f"error: {shown.line(error)}: install what is missing")
+        raise SystemExit(2) from None
     except RuntimeError as error:
         if _said():  # another process has ended, and told why; this one has lost its connection
             raise SystemExit(2) from None

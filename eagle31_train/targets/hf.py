@@ -72,8 +72,12 @@ def load_model(config: TargetConfig, dtype: str | None = None) -> Any:
     if config.device_map and (ranks() > 1 or config.device != "auto"):
         raise UserError("target.device_map spreads one target: start one process, and leave target.device=auto")
     whole_float32()
-    options: dict[str, Any] = {"device_map": config.device_map} if config.device_map else {}
     device = None if config.device_map else pick_device(config.device)
+    if device is not None and device.type == "cuda":
+        # Quantized weights are unpacked, and some kernels run, on the current device. Straight to it: not each process
+        # of a machine has the whole target in host memory first.
+        torch.cuda.set_device(device)
+    options: dict[str, Any] = {"device_map": config.device_map or {"": device}}
     # Tensors of another size than the model's are refused below, by name.
     options |= {"dtype": DTYPES[dtype or config.dtype], "output_loading_info": True, "ignore_mismatched_sizes": True}
     model, info = from_pretrained(model_class(from_pretrained(AutoConfig, config)), config, **options)
@@ -82,8 +86,6 @@ def load_model(config: TargetConfig, dtype: str | None = None) -> Any:
     if wrong := sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}):
         lacks = f"{len(wrong)} of its weights are missing or of another size, such as {wrong[0]}"
         raise UserError(f"target.path={config.path}: {lacks}: is it whole, and of the architecture in its config.json?")
-    if device is not None:
-        model.to(device)
     model.eval().requires_grad_(False)
     pack_linears(model)
     return model
@@ -297,7 +299,8 @@ class TransformersEngine:
         mask = (torch.arange(padded.shape[1], device=device) < len(tokens)).long()[None]
         inputs = {"input_ids": padded, "attention_mask": mask, "use_cache": False}
         if "logits_to_keep" in inspect.signature(model.forward).parameters:
-            return Reference(model(**inputs, logits_to_keep=positions.to(device)).logits[0].float())
+            # On the CPU, which indexes on any device: of a target that is spread the last part is on another.
+            return Reference(model(**inputs, logits_to_keep=positions.cpu()).logits[0].float())
         return Reference(model(**inputs).logits[0, positions].float())  # code that came with an older target
 
     def _forget_lengths(self) -> None:

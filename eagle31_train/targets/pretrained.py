@@ -88,7 +88,9 @@ def _asked(url: str, offline: bool) -> str | None:
 
 def not_loaded(target: TargetConfig, error: Exception) -> UserError:
     """That a target cannot be loaded, why, and what to do, in one line."""
-    if isinstance(error, ImportError):
+    if type(error).__name__ == "OutOfMemoryError":  # torch's
+        advice = "it does not fit: use data.generate.server=URL, extract.engine=vllm and evaluate.backend=vllm"
+    elif isinstance(error, ImportError):
         advice = "its code needs a package that is not here: install it, tiktoken for Kimi"
     elif "trust_remote_code" in str(error):
         advice = "it comes with Python code of its own: read it, and allow it to run with target.trust_remote_code=true"

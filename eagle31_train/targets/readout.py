@@ -178,7 +178,9 @@ def checkpoint_folder(target: TargetConfig) -> Path:
 
     try:
         kinds = ["*.safetensors", "*.json", "*.py", "*.model", "*.txt", "*.jinja"]
-        return Path(snapshot_download(target.path, revision=target.revision, allow_patterns=kinds))
+        again = ["original/*", "consolidated*"]  # the same weights, as their makers' own code reads them
+        folder = snapshot_download(target.path, revision=target.revision, allow_patterns=kinds, ignore_patterns=again)
+        return Path(folder)
     except (OSError, ValueError) as error:
         raise not_loaded(target, error) from None
 

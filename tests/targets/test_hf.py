@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -225,6 +226,19 @@ def test_the_gates_reference_is_the_models_ordinary_call_with_a_mask_at_the_want
     torch.testing.assert_close(reference.own, tiny_llama()(tokens[None]).logits[0, positions], rtol=1e-4, atol=1e-4)
 
 
+def test_the_gate_asks_for_positions_on_the_cpu_as_the_last_layer_may_be_on_another_device(monkeypatch):
+    engine, asked = TransformersEngine(HiddenStateTarget(tiny_llama(), [1])), []
+
+    def spread(input_ids, logits_to_keep, **_):
+        asked.extend([input_ids.device.type, logits_to_keep.device.type])
+        return SimpleNamespace(logits=torch.zeros(1, len(logits_to_keep), VOCAB))
+
+    monkeypatch.setattr(HiddenStateTarget, "device", torch.device("meta"))  # of the embedding
+    monkeypatch.setattr(engine.target.model, "forward", spread)
+    engine.reference(conversations()[4], torch.tensor([0, 7]))
+    assert asked == ["meta", "cpu"]
+
+
 def test_a_file_and_layers_that_the_target_lacks_or_vllm_reorders_are_refused():
     assert "is a file: give its folder" in message_of(describe_target, TargetConfig(path=__file__))
     for layers in ([3, 1], [1, 1, 2], [], [-1, 2], [1, LAYERS + 1]):
@@ -237,6 +251,27 @@ def test_vllms_engine_refuses_an_input_of_layer_0_that_it_would_write_over(tmp_p
     config = Config(name="x", target=target, extract=ExtractConfig(engine_args={"enforce_eager": True}))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert "vLLM writes over the input of layer 0" in message_of(VllmEngine, config)
+
+
+def test_each_process_loads_a_target_straight_to_its_gpu_which_is_the_current_one(monkeypatch):
+    """Where quantized weights are unpacked and their kernels run; one that does not fit is told where else it would."""
+    steps = []
+
+    def loads(kind, target, **options):
+        if "dtype" in options:
+            steps.append(options["device_map"])
+            raise pretrained.not_loaded(target, torch.OutOfMemoryError("CUDA out of memory"))
+
+    for name, value in {"WORLD_SIZE": "8", "LOCAL_RANK": "3"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "set_device", steps.append)
+    monkeypatch.setattr(hf, "from_pretrained", loads)
+    assert "it does not fit: use data.generate.server=URL" in message_of(
+        load_model, TargetConfig(path="org/name", dtype="bfloat16")
+    )
+    assert steps == [torch.device("cuda:3"), {"": torch.device("cuda:3")}]
 
 
 def test_a_target_whose_weights_are_not_all_there_is_refused(tmp_path):
