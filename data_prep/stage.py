@@ -1,6 +1,7 @@
 """The stage: read, regenerate if asked, mask, split, count, and write `run_dir/data` whole or not at all."""
 
 import os
+import re
 import time
 from collections import Counter
 from dataclasses import asdict
@@ -151,10 +152,13 @@ def _tell_of_thoughts(template: ChatTemplate, data: DataConfig) -> None:
     """Say it before hours of answers if these may think, and have little room for it."""
     most = min(data.generate.max_new_tokens, data.max_length)
     if template.thinks and most < THOUGHT:
+        switch = re.search(
+            r"\benable_thinking\b|(?<!\.)\bthinking(?= is (?:not )?defined)|(?<=if )thinking\b", template.template
+        )
+        off = f", or switch thinking off: target.template_args.{switch[0]}=false" if switch else ""
         note(
             f"data: THOUGHTS: {template.name} may think, and answers are cut after {most} tokens: give "
-            f"data.generate.max_new_tokens={THOUGHT} data.max_length={THOUGHT + 2048}, or switch thinking off, "
-            "under the name that its chat template has for it: target.template_args.enable_thinking=false"
+            f"data.generate.max_new_tokens={THOUGHT} data.max_length={THOUGHT + 2048}{off}"
         )
 
 

@@ -42,14 +42,18 @@ THINK = {"gpt_oss", "kimi", "qwen3"}
 def test_targets_that_may_think_are_told_of_short_answers(capsys):
     assert not any(load(FAMILIES[family], {}).thinks for family in FAMILIES.keys() - THINK)
 
-    def told(family: str, args: dict[str, object], **generate: int) -> bool:
+    def told(family: str, args: dict[str, object], **generate: int) -> str:
         template = load(FAMILIES[family], args)
         stage._tell_of_thoughts(template, DataConfig(generate=GenerateConfig(**generate)))
-        return "may think, and answers are cut after 320 tokens" in capsys.readouterr().out
+        return capsys.readouterr().out
 
-    assert {family for family in FAMILIES if told(family, {})} == THINK
+    texts = {family: text for family in FAMILIES if (text := told(family, {}))}
+    assert texts.keys() == THINK
+    assert all("may think, and answers are cut after 320 tokens" in text for text in texts.values())
+    switches = {family: text.partition("target.template_args.")[2].strip() for family, text in texts.items()}
+    assert switches == {"gpt_oss": "", "kimi": "thinking=false", "qwen3": "enable_thinking=false"}
     assert not told("qwen3", {"enable_thinking": False})
-    assert not told("qwen3", {}, max_new_tokens=4096)
+    assert "cut after 2048 tokens" in told("qwen3", {}, max_new_tokens=4096)  # data.max_length
     qwen3 = load(FAMILIES["qwen3"], {})
     for end in ("</think>", "<|channel>thought\n<channel|>"):  # DeepSeek V4's, Gemma 4's
         text = qwen3.template.replace("<|im_start|>assistant\\n", f"<|im_start|>assistant\\n{end}")
