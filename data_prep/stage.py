@@ -41,6 +41,8 @@ from eagle31_train.targets.markup import CLOSE
 from eagle31_train.targets.pretrained import vocabulary_fingerprint
 
 THOUGHT = 4096  # tokens that an answer with a thought may want
+# The variable that switches thinking off: Qwen's name, which most have, or that of Kimi, DeepSeek and Granite.
+SWITCH = r"\benable_thinking\b|(?<!\.)\bthinking(?= is (?:not )?defined)|(?<=if )thinking\b"
 NAMED = 5  # refused conversations that the summary names; the manifest names all
 COUNTS = {  # of the manifest; the summary has those that are not 0
     "repeated": "prompts that are asked twice, on one side of the split",
@@ -152,9 +154,7 @@ def _tell_of_thoughts(template: ChatTemplate, data: DataConfig) -> None:
     """Say it before hours of answers if these may think, and have little room for it."""
     most = min(data.generate.max_new_tokens, data.max_length)
     if template.thinks and most < THOUGHT:
-        switch = re.search(
-            r"\benable_thinking\b|(?<!\.)\bthinking(?= is (?:not )?defined)|(?<=if )thinking\b", template.template
-        )
+        switch = re.search(SWITCH, template.template)
         off = f", or switch thinking off: target.template_args.{switch[0]}=false" if switch else ""
         note(
             f"data: THOUGHTS: {template.name} may think, and answers are cut after {most} tokens: give "

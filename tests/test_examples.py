@@ -50,7 +50,7 @@ def test_shellcheck_finds_nothing_in_the_scripts(tmp_path):
 
 @pytest.mark.parametrize(
     ("status", "finished", "asked"),
-    [(75, 0, "scontrol requeue 7"), (137, 0, "scontrol requeue 7"), (2, 0, ""), (0, 1, "eagle31 evaluate")],
+    [(75, 0, "scontrol requeue 7"), (137, 0, "scontrol requeue 7"), (2, 0, ""), (0, 1, "")],
 )
 def test_a_job_is_queued_again_after_a_stop_or_an_accident_and_not_after_a_mistake(tmp_path, status, finished, asked):
     """srun ends with the training's status; what else the script starts says so."""
@@ -59,7 +59,7 @@ def test_a_job_is_queued_again_after_a_stop_or_an_accident_and_not_after_a_mista
     run = tmp_path / "runs" / "llama31_8b" / "train"
     for folder in (tmp_path / "eagle31", tmp_path / "venv" / "bin", run):
         folder.mkdir(parents=True)
-    stubs = {"srun": f"exit {status}", "scontrol": 'echo "scontrol $*"', "eagle31": 'echo "eagle31 $*"', "activate": ""}
+    stubs = {"srun": f"exit {status}", "scontrol": 'echo "scontrol $*"', "activate": ""}
     for name, body in stubs.items():
         (tmp_path / "venv" / "bin" / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / "venv" / "bin" / name).chmod(0o755)

@@ -21,7 +21,6 @@ GIB = 2**30
 SHARDS = 1 + 2 * 2
 BUSY = 0.9  # share of the devices' time below which the plan says that they wait
 MACHINE = 8  # devices that one is taken to have at most, all of which `eagle31 run` uses
-OVER_MACHINES = ("ddp", "zero2")  # profiles that have a file for several machines
 SPARE = 0.9  # of a device's memory may be planned for: contexts, communication and fragments take the rest
 PARTS = {"fc": "fc, fc_norm", "self_attn": "attention", "mlp": "mlp", "lm_head": "lm_head", "embed_tokens": "embedding"}
 MORE = [
@@ -188,8 +187,10 @@ def which(plan: Planned) -> list[str]:
                 options = [f"train.{name}={value}".lower() for name, value in asked.items() if value != given[name]]
                 launch = [f"eagle31 run --profile {profile.name}"]
                 if p.devices > MACHINE:
-                    file = f"multinode_{profile.name}" if profile.name in OVER_MACHINES else profile.name
-                    launch = [f"accelerate launch --config_file configs/accelerate/{file}.yaml"]
+                    launch = [f"accelerate launch --config_file configs/accelerate/{profile.name}.yaml"]
+                    if profile.name.startswith("zero"):  # else DeepSpeed looks for a list of hosts, and trains on one
+                        launch += ["--deepspeed_multinode_launcher standard"]
+                    launch += ["--main_process_ip 10.0.0.1 --main_process_port 29500 --machine_rank 0"]
                     machines = f"--num_machines {math.ceil(p.devices / MACHINE)}"
                     options = [machines, f"--num_processes {p.devices}", "train.py", *options]
                 return [

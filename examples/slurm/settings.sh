@@ -1,5 +1,5 @@
 # shellcheck shell=bash disable=SC1091
-# What the three jobs share; each reads it from the folder that it is submitted from.
+# What the four jobs share; each reads it from the folder that it is submitted from.
 export RECIPE=llama31_8b                # change: a recipe of configs/experiment, or the path of your own
 export TARGET=meta-llama/Llama-3.1-8B-Instruct  # change: what the recipe trains a drafter for
 export PROMPTS=/shared/prompts.jsonl    # change: what it answers; `self` has it write them

@@ -131,13 +131,24 @@ def test_the_page_on_launching_shows_what_is_printed_and_what_a_shared_conversat
         assert "| ".join([f"| {named} ", *(f"{step:.1f} " for step in steps)]) + "|" in page
 
 
+def test_the_launch_over_machines_has_an_address_for_them_and_deepspeed_its_own_launcher(capsys):
+    machines = "--main_process_ip 10.0.0.1 --main_process_port 29500 --machine_rank 0 \\\n      --num_machines 2 "
+    ddp = printed(capsys, *recipe("llama31_8b"), "plan.devices=16")
+    assert f"configs/accelerate/ddp.yaml \\\n      {machines}--num_processes 16 train.py" in ddp
+    kimi = [
+        f"target.path={ROOT / 'tests' / 'published' / 'kimi_k25'}",
+        "plan.tokens=5e8",
+        "plan.devices=16",
+        "plan.device_gib=40",
+    ]
+    zero = printed(capsys, "+experiment=kimi_k25", *kimi)
+    assert f"--deepspeed_multinode_launcher standard \\\n      {machines}" in zero
+
+
 def test_a_device_alone_has_nobody_to_share_a_conversation_with(capsys):
     """What the step takes is in tests/model/test_context_parallel.py, against what torch allocates."""
     long = [*recipe("llama31_8b"), "data.max_length=131072", "train.batch_tokens=131072", "plan.sample_tokens=131072"]
     assert planned(*long, "train.context_parallel=4").micro(1) == planned(*long).micro(1)
-    launch = "configs/accelerate/multinode_ddp.yaml \\\n      --num_machines 2 --num_processes 16 train.py"
-    assert launch in printed(capsys, *recipe("llama31_8b"), "plan.devices=16")
-    assert all((cli.CONFIGS / "accelerate" / f"multinode_{name}.yaml").is_file() for name in sections.OVER_MACHINES)
     assert "context_parallel=3 does not divide" in message_of(planned, *long, "train.context_parallel=3")
 
 
