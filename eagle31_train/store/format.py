@@ -86,8 +86,9 @@ class Bound(TypedDict):
 @dataclass(frozen=True)
 class Line:
     """What commits a shard, or another big file. fidelity: the gate's result, where it compared the shard. agreement:
-    how far answers are the target's own (`targets.extraction.Agreement`), then the checksum of the draft vocabulary;
-    earlier versions had none of it, or no checksum."""
+    how far answers are the target's own (`targets.extraction.Agreement`), then the checksum of the draft vocabulary.
+    checksums: of a shard's parts, for readers of some: tokens, loss mask and arg-max; then the states of each sample.
+    Earlier versions had none of these, or some."""
 
     name: str
     store: str  # fingerprint of the store that it belongs to
@@ -95,6 +96,7 @@ class Line:
     checksum: str
     fidelity: list[float] | None = None
     agreement: list[int] | None = None
+    checksums: list[str] | None = None
 
     def sealed(self) -> bytes:
         """One line of JSON with a checksum of itself."""

@@ -1,4 +1,5 @@
-"""Reading a store: complete, or while it is still being written; every shard is checked when it is first opened."""
+"""Reading a store: complete, or while it is still being written. What is read is checked first: of a shard on a disk
+those samples, of one elsewhere the whole; else every process of a training would read the whole store."""
 
 import threading
 import time
@@ -125,23 +126,28 @@ class Store:
         self._lines |= lines
         return shard.name in self._lines
 
-    def open(self, shard: PlannedShard) -> ShardFile:
-        """A shard, mapped; checked against its checksum when this process first opens it."""
+    def open(self, shard: PlannedShard, whole: bool = False) -> ShardFile:
+        """A shard, mapped, as its line says; `whole`: mapped anew, once all of it is compared with its checksum."""
         self.wait_for([shard])
         with self._lock:  # batches are read in the background, and held-out samples beside that
+            if whole:
+                self._open.pop(shard.name, None)
+                self.storage.forget(shard.name)
             if shard.name not in self._open:
-                self._open[shard.name] = self._map(shard)
+                self._open[shard.name] = self._map(shard, whole)
             self._open.move_to_end(shard.name)
             while len(self._open) > OPEN["remote" if self.storage.remote else "local"]:
                 self._open.popitem(last=False)
             return self._open[shard.name]
 
-    def _map(self, shard: PlannedShard) -> ShardFile:
+    def _map(self, shard: PlannedShard, whole: bool) -> ShardFile:
+        by_part = not (whole or self.storage.remote)
         try:
             status = self.storage.opened(shard.name, Path.stat)
             version = status.st_ino, status.st_mtime_ns  # others, if it was replaced or fetched anew since
-            known = self._verified.get(shard.name) == version
-            file = open_shard(self.storage, self.plan, shard, self._lines[shard.name], self.states, known)
+            known = not whole and self._verified.get(shard.name) == version
+            line = self._lines[shard.name]
+            file = open_shard(self.storage, self.plan, shard, line, self.states, known, by_part)
             self._verified[shard.name] = version
             return file
         except DamagedError as error:
@@ -195,7 +201,10 @@ class StoreSplit:
     def read(self, index: int, states: bool = True) -> Document:
         """One sample, with the states that are needed (see `Document`), mapped from the file until they are used."""
         shard = self.shard_of(index)
-        return self.store.open(shard).read(index - shard.first, states)
+        try:
+            return self.store.open(shard).read(index - shard.first, states)
+        except DamagedError:  # a disk may err for once
+            return self.store.open(shard, whole=True).read(index - shard.first, states)
 
     def read_all(self, indices: Iterable[int]) -> list[Document]:
         return [self.read(index) for index in indices]

@@ -24,13 +24,14 @@ from eagle31_train.store.document import Document, attended_positions, supervise
 from eagle31_train.store.format import Line, open_checked
 from eagle31_train.store.sealed import DamagedError
 from eagle31_train.store.shard_plan import Plan, PlannedShard, Shape, shape_of
-from eagle31_train.store.tensors import save_file
+from eagle31_train.store.tensors import checksum, save_file
 
 NONE = plain(torch.empty(0, 0))
 
 
-def write_shard(path: Path, documents: Sequence[Document]) -> None:
-    """Write samples, whose states are encoded by the store's codecs, into a file."""
+def write_shard(path: Path, documents: Sequence[Document]) -> list[str]:
+    """Write samples, whose states are encoded by the store's codecs, into a file; the checksums of its parts, as `Line`
+    has them."""
     tensors = {
         "tokens": torch.cat([document.tokens for document in documents]).int(),
         "loss_mask": torch.cat([document.loss_mask for document in documents]),
@@ -42,19 +43,30 @@ def write_shard(path: Path, documents: Sequence[Document]) -> None:
         if CODECS[joined.codec].channels:
             tensors[f"{name}.channels"] = joined.channels
     save_file(tensors, path)
+    return [checksum(tensors[name] for name in ("tokens", "loss_mask", "top1")), *map(_of_states, documents)]
+
+
+def _of_states(document: Document) -> str:
+    both = (document.aux, document.last)
+    return checksum(part for states in both for part in (states.values, states.scale, states.channels))
 
 
 class ShardFile:
     """A shard of samples of these lengths, mapped into memory: what is read is copied only when it is used.
-    DamagedError if it is not one of such samples and states, or holds ids beyond `vocab_size`; one of
-    `foreign.NO_TENSORS` if the file is no shard."""
+    DamagedError if it is not one of such samples and states, or holds ids beyond `vocab_size`, or where a part is not
+    as its line's `checksums` say, of states when they are first read; one of `foreign.NO_TENSORS` if it is no shard."""
 
-    def __init__(self, path: Path, lengths: Sequence[int], shape: Shape, vocab_size: int) -> None:
+    def __init__(
+        self, path: Path, lengths: Sequence[int], shape: Shape, vocab_size: int, checksums: Sequence[str] | None = None
+    ) -> None:
         tensors = load_file(path)  # maps it
         self.tokens, self.loss_mask, self.top1 = tensors["tokens"], tensors["loss_mask"], tensors["top1"]
         for tensor, dtype in ((self.tokens, torch.int32), (self.loss_mask, torch.bool), (self.top1, torch.int32)):
             if tensor.dim() != 1 or tensor.dtype != dtype:
                 raise DamagedError(f"holds {list(tensor.shape)} {tensor.dtype} for a list of {dtype}")
+        if checksums and checksum([self.tokens, self.loss_mask, self.top1]) != checksums[0]:
+            raise DamagedError("is not as it was written (a checksum differs)")
+        self._unread = dict(enumerate(checksums[1:] if checksums else []))  # samples → what their states must be
         total = sum(lengths)
         if not len(self.tokens) == len(self.loss_mask) == len(self.top1) == total:
             raise DamagedError(f"holds {len(self.tokens)} tokens, not {total}")
@@ -77,7 +89,7 @@ class ShardFile:
         return [i for i, one in documents if not (one.aux.finite and one.last.finite)]
 
     def read(self, index: int, states: bool = True) -> Document:
-        """Sample `index` of the shard; without `states`, those are empty."""
+        """Sample `index` of the shard; without `states`, those are empty. DamagedError: they are not as written."""
 
         def cut(edges: list[int]) -> slice:
             return slice(edges[index], edges[index + 1])
@@ -85,7 +97,12 @@ class ShardFile:
         tokens = cut(self._edges)
         aux = self.aux.of_document(index, cut(self._aux_edges)) if states else NONE
         last = self.last.of_document(index, cut(self._last_edges)) if states else NONE
-        return Document(self.tokens[tokens].long(), self.loss_mask[tokens], self.top1[tokens].long(), aux, last)
+        document = Document(self.tokens[tokens].long(), self.loss_mask[tokens], self.top1[tokens].long(), aux, last)
+        if states and index in self._unread:
+            if _of_states(document) != self._unread[index]:
+                raise DamagedError("is not as it was written (a sample's checksum differs)")
+            self._unread.pop(index, None)  # which another thread may have done meanwhile
+        return document
 
 
 def _find_rows(lengths: Sequence[int], supervised: Sequence[Tensor]) -> tuple[list[int], list[int], list[int]]:
@@ -115,11 +132,22 @@ def _states(tensors: Mapping[str, Tensor], name: str, codec: str, row: tuple[int
 
 
 def open_shard(
-    storage: Storage, plan: Plan, shard: PlannedShard, line: Line, states: Mapping[str, Any], verified: bool = False
+    storage: Storage,
+    plan: Plan,
+    shard: PlannedShard,
+    line: Line,
+    states: Mapping[str, Any],
+    verified: bool = False,
+    by_part: bool = False,
 ) -> ShardFile:
-    """A shard's file, if it is what the plan, its line and the store's states say; see `open_checked`."""
+    """A shard's file, if it is what the plan, its line and the store's states say; see `open_checked`. `by_part`: it is
+    compared part by part, when each is first read, where its line says how; and not as a whole now."""
     lengths, shape = plan.lengths[shard.split][shard.first : shard.end], shape_of(states)
-    what = f" ({shard.samples()})"
+    sums = line.checksums if by_part and line.checksums and len(line.checksums) == 1 + len(lengths) else None
     return open_checked(
-        storage, line, lambda path: ShardFile(path, lengths, shape, states["vocab_size"]), what, verified
+        storage,
+        line,
+        lambda path: ShardFile(path, lengths, shape, states["vocab_size"], sums),
+        f" ({shard.samples()})",
+        verified or sums is not None,
     )

@@ -5,11 +5,14 @@ remove, and a full disk comes as an error that says so only in its text.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+import xxhash
+from numpy.typing import NDArray
 from torch import Tensor
 
 from eagle31_train.store.codec import all_finite
@@ -44,7 +47,19 @@ def save_file(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] |
     with path.open("wb", buffering=0) as file:
         _write_all(file, len(header).to_bytes(8, "little") + header)
         for name in order:
-            _write_all(file, tensors[name].contiguous().flatten().view(torch.uint8).numpy())
+            _write_all(file, _bytes(tensors[name]))
+
+
+def checksum(tensors: Iterable[Tensor]) -> str:
+    """XXH3-64 of the bytes of tensors on the CPU, as hex."""
+    digest = xxhash.xxh3_64()
+    for tensor in tensors:
+        digest.update(_bytes(tensor).data)
+    return str(digest.hexdigest())
+
+
+def _bytes(tensor: Tensor) -> NDArray[np.uint8]:
+    return tensor.contiguous().flatten().view(torch.uint8).numpy()
 
 
 def _write_all(file: Any, data: Any) -> None:

@@ -149,13 +149,13 @@ class StoreWriter:
         # The same bytes replace those of an earlier start: a training that begins meanwhile finds them all along.
         self._commit(file, lambda path: save_file({name: one.cpu() for name, one in tensors.items()}, path), old)
 
-    def _commit(self, name: str, save: Callable[[Path], None], old: Line | None, **facts: Any) -> Line:
-        """Build a big file by `save`, give it its name, then write its line, with these facts; nothing else of it
-        stays."""
+    def _commit(self, name: str, save: Callable[[Path], list[str] | None], old: Line | None, **facts: Any) -> Line:
+        """Build a big file by `save`, give it its name, then write its line, with these facts and the checksums of its
+        parts that `save` returns; nothing else of it stays."""
         scratch = self.storage.scratch(name)
         try:
             with artifacts.explained(f"write {scratch}", "mend that and run the same command again, which goes on"):
-                save(scratch)
+                facts["checksums"] = save(scratch)
                 line = Line(name, self.id, scratch.stat().st_size, artifacts.checksum(scratch), **facts)
                 if old not in (None, line):  # a kill must not leave the line of another file beside the new one
                     self.storage.remove(files.line_name(name))

@@ -3,6 +3,7 @@
 import shutil
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from made import Made, message_of, read_whole
 from pipeline import contents, flip_bit
 from planting import replaced
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
 from eagle31_train.common import artifacts
@@ -129,7 +130,7 @@ def test_the_advice_to_extract_again_helps_and_costs_no_more_than_it_must(store,
     @replaced(monkeypatch, writer, "write_shard")
     def counted(right, path, *rest):
         written.append(path)
-        right(path, *rest)
+        return right(path, *rest)
 
     MADE.write(store)
     assert contents(store) == whole
@@ -216,10 +217,46 @@ def test_what_is_removed_is_made_anew_and_nothing_else(store, capsys):
     assert contents(store) == whole
 
 
-def test_a_shard_is_compared_once_and_again_when_it_is_replaced_under_its_reader(store, monkeypatch):
+def test_a_reader_compares_the_samples_that_it_reads_and_not_the_whole_store(store, monkeypatch):
+    """Each process of a training reads a few samples of each shard."""
+    compared, right = [], artifacts.checksum
+    monkeypatch.setattr(artifacts, "checksum", lambda *given: compared.append(given) or right(*given))
+    planned = TRAIN[0]
+    fine, spoilt = planned.first, planned.first + 1
+    assert [len(document.supervised) for document in MADE.of(planned)] == [4, 1, 0]
+    tensors = load_file(store / planned.name)
+    tensors["last.values"].view(torch.uint8)[-1] ^= 1
+    save_file(tensors, store / planned.name)
+    split = Store(store).split("train")
+    for _ in range(2):
+        split.read(fine)
+        split.read(spoilt, states=False)
+        split.store.release([planned])
+    assert compared == []
+    assert "is not as it was written" in message_of(split.read, spoilt)
+    other = TRAIN[1]
+    split.store.open(other)._unread[0] = "0" * 16  # as if the disk had erred for once
+    compared.clear()
+    assert torch.equal(split.read(other.first).tokens, MADE.of(other)[0].tokens)
+    assert len(compared) == 1
+
+
+@pytest.mark.parametrize("codec", ["bf16", "int8_channel"])
+def test_no_byte_of_a_shard_can_change_unseen_by_who_reads_its_samples(tmp_path, codec):
+    Made(aux_codec=codec, last_codec=codec).write(tmp_path)
+    file = tmp_path / NAMES[2]
+    whole = file.read_bytes()
+    for at in range(0, len(whole), 5):
+        flip_bit(file, at)
+        assert NAMES[2] in read_whole(tmp_path)[1], at
+        file.write_bytes(whole)
+
+
+def test_a_shard_of_an_earlier_version_is_compared_as_a_whole_once_and_again_when_it_is_replaced(store, monkeypatch):
     compared, right = [], artifacts.checksum
     monkeypatch.setattr(artifacts, "checksum", lambda *given: compared.append(given) or right(*given))
     reader, planned = Store(store), TRAIN[1]
+    reader._lines = {name: replace(line, checksums=None) for name, line in reader._lines.items()}
     for _ in range(2):
         reader.split("train").read(planned.first)
         reader.release([planned])
