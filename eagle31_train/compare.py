@@ -84,8 +84,7 @@ def compare(trainings: Named, config: Config) -> None:
     with writing(out, "compare.out=…"):  # before hours are spent
         # Comparisons without a folder of their own share what is measured.
         shared = Path(config.compare.out or COMPARISONS)
-        verified = dict.fromkeys(checkpoints, config.compare.verified)
-        result, decoded, _ = evaluate(config, checkpoints, data, shared / "workloads", verified)
+        result, decoded, _ = evaluate(config, checkpoints, data, shared / "workloads", config.compare.verified)
         first, *others = trainings
         words = [f"{name}:{','.join(map(public, some))}" for name, some in trainings.items()]
         result |= {

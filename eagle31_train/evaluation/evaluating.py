@@ -34,31 +34,27 @@ def evaluate(
     checkpoints: Mapping[str, Sequence[DrafterCheckpoint]],
     data: dict[str, Any],
     folder: Path,
-    verified: Mapping[str, int] | None = None,
+    verified: int | None = None,
 ) -> tuple[dict[str, Any], list[Workload], list[dict[str, list[Measurement]]]]:
     """Decode all workloads with all drafters, of which the others are compared with the first. What was loaded for it
     is free again afterwards. UserError: input that is wrong, or an output that differs from plain decoding.
 
     Args:
         checkpoints: of each drafter by name, its trainings.
-        data: stage 1's manifest. folder: keeps the measurements.
-        verified: of each drafter by name, see `Candidate`.
+        data: stage 1's manifest. folder: keeps the measurements. verified: see `Candidate`.
 
     Returns:
         The result (see `results.py`); what was decoded; and the measurements of each, by drafter, of every training.
     """
-    options, trainings = config.evaluate, {name: [one.inputs for one in some] for name, some in checkpoints.items()}
-    chosen = choose_workloads(
-        config,
-        [one for some in checkpoints.values() for one in some],
-        data,
-        caveats(trainings, data["dataset_fingerprint"]),
-        [options.num_speculative_tokens, options.max_speculative_tokens],
-    )
-    measurements = decode(config, checkpoints, chosen, data, folder, verified)
-    depths = range(1, options.max_speculative_tokens + 1)
-    result = summarise(list(zip(chosen, measurements, strict=True)), depths, options.num_speculative_tokens)
-    result |= {"machine": machine(pick_device(config.target.device))}
+    options = config.evaluate
+    headline, most = options.num_speculative_tokens, options.max_speculative_tokens
+    trainings = {name: [one.inputs for one in some] for name, some in checkpoints.items()}
+    known = caveats(trainings, data["dataset_fingerprint"])
+    every = [one for some in checkpoints.values() for one in some]
+    chosen = choose_workloads(config, every, data, known, [headline, most])
+    measurements = decode(config, checkpoints, chosen, data, folder, dict.fromkeys(checkpoints, verified))
+    result = summarise(list(zip(chosen, measurements, strict=True)), range(1, most + 1), headline)
+    result["machine"] = machine(pick_device(config.target.device))
     result |= {"dtype": options.dtype, "max_new_tokens": options.max_new_tokens}
     return result, chosen, measurements
 
@@ -69,25 +65,23 @@ def decode(
     chosen: Sequence[Workload],
     data: dict[str, Any],
     folder: Path,
-    verified: Mapping[str, int] | None = None,
+    verified: Mapping[str, int | None],
 ) -> list[dict[str, list[Measurement]]]:
-    """Of each workload, the measurements by drafter, of every training; arguments and errors as of `evaluate`."""
+    """Of each workload, the measurements by drafter, of every training; arguments and errors as of `evaluate`, but for
+    `verified`, which is of each drafter by name."""
     # Prompts before the target: what is wrong with them is reported within seconds.
     model = load_model(config.target, config.evaluate.dtype)
     target = CachedTarget(model, [1])  # every drafter reads layers of its own
-    candidates = {
-        name: [
-            load(one, name if len(some) == 1 else f"{name}/{number}", target, config, (verified or {}).get(name))
-            for number, one in enumerate(some, 1)
-        ]
-        for name, some in checkpoints.items()
-    }
+    candidates, trainings = [], {}
+    for name, some in checkpoints.items():
+        trainings[name] = [name] if len(some) == 1 else [f"{name}/{number}" for number in range(1, len(some) + 1)]
+        for training, checkpoint in zip(trainings[name], some, strict=True):
+            candidates.append(load(checkpoint, training, target, config, verified[name]))
     limits = Limits(config.evaluate.max_new_tokens, frozenset(data["end_ids"]))
     measurer = Measurer(model, limits, config.evaluate, config.seed)
     inputs = provenance.of_workload(config, data["end_ids"], target.device.type, str(torch.__version__))
-    every = [one for some in candidates.values() for one in some]
-    by_training = measure(folder, chosen, measurer, every, inputs)
-    return [{name: [of[one.name] for one in some] for name, some in candidates.items()} for of in by_training]
+    measured = measure(folder, chosen, measurer, candidates, inputs)
+    return [{name: [of[one] for one in some] for name, some in trainings.items()} for of in measured]
 
 
 def load(
