@@ -19,6 +19,7 @@ from eagle31_train.common.console import note
 from eagle31_train.common.errors import UserError
 from eagle31_train.config import Config
 from eagle31_train.model.vocab import DraftVocab, choose
+from eagle31_train.rows import samples
 
 
 def served(config: Config) -> DrafterCheckpoint:
@@ -80,11 +81,7 @@ def pruned(checkpoint: DrafterCheckpoint, size: int, data: Path) -> DrafterCheck
 
 def assistant_counts(dataset: Path, vocab_size: int) -> NDArray[np.int64]:
     """[V]: how often the assistant wrote each token in the training split."""
-    from datasets import Dataset  # a second, which most exports need not wait for
-
-    rows = Dataset.load_from_disk(str((dataset / "train").absolute())).select_columns(["input_ids", "loss_mask"])
     counts = np.zeros(vocab_size, dtype=np.int64)
-    for batch in rows.with_format("numpy").iter(batch_size=1_000):
-        written = [ids[mask] for ids, mask in zip(batch["input_ids"], batch["loss_mask"], strict=True)]
-        counts += np.bincount(np.concatenate(written).astype(np.int64), minlength=vocab_size)
+    for ids, mask in samples.masked(dataset, "train"):
+        np.add.at(counts, ids[mask], 1)
     return counts

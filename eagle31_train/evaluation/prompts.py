@@ -15,6 +15,7 @@ from pydantic import Field
 from eagle31_train.common import foreign
 from eagle31_train.common.errors import Refused, UserError, first_line
 from eagle31_train.config import is_hub_set
+from eagle31_train.rows import samples
 from eagle31_train.rows.files import find_files, read, stem_of
 from eagle31_train.rows.formats import Message, Tool, messages_of
 from eagle31_train.targets.chat import ChatTemplate
@@ -110,10 +111,7 @@ def choose(prompts: list[Prompt], count: int, longest: int) -> tuple[list[Prompt
 def from_heldout(dataset: Path, template: ChatTemplate | None = None) -> list[Prompt]:
     """Of every held-out conversation what stands before the assistant's first word, in the split's order; with
     `template` the messages are read off the tokens, where they are the user's, perhaps after a system message."""
-    from datasets import DatasetDict  # a second, which a stage that is up to date need not wait for
-
-    rows = DatasetDict.load_from_disk(str(dataset.absolute()))["heldout"]
-    prompts = [prompt_of(row) for row in rows if any(row["loss_mask"])]
+    prompts = [prompt_of(row) for row in samples.load(dataset, "heldout") if any(row["loss_mask"])]
     return [replace(one, messages=template.messages_of(one.ids)) for one in prompts] if template else prompts
 
 

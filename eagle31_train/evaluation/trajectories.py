@@ -34,15 +34,15 @@ from eagle31_train.store.format import TRAJECTORIES
 from eagle31_train.targets.cached import CachedTarget, why_alone
 from eagle31_train.targets.hf import Engine, TransformersEngine, batches_by_length
 
-if TYPE_CHECKING:  # a second to import, which a stage that is up to date need not wait for
-    from datasets import Dataset, DatasetDict
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 IDS = ("prompt", "output", "beyond")
 FEWEST = 2  # prompts to measure on, however few are held out
 WITHOUT = "extract: no trajectories are stored, so training will not measure acceptance"
 
 
-def record(config: Config, engine: Engine, writer: StoreWriter, splits: "DatasetDict") -> None:
+def record(config: Config, engine: Engine, writer: StoreWriter, splits: dict[str, "Dataset"]) -> None:
     """Answer `extract.trajectories` held-out prompts greedily and write them, once; say so where that cannot be."""
     if not config.extract.trajectories or not len(splits["heldout"]) or writer.has_trajectories:
         return

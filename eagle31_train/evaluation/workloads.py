@@ -17,6 +17,7 @@ from eagle31_train.evaluation.perturb import Context, Filler, Perturbation
 from eagle31_train.evaluation.prompts import Prompt, Suite, choose, from_heldout, from_suite, suite_of
 from eagle31_train.evaluation.trajectories import digest
 from eagle31_train.provenance import LAYOUTS
+from eagle31_train.rows import samples
 from eagle31_train.rows.files import find_files
 from eagle31_train.targets.chat import ChatTemplate
 from eagle31_train.targets.description import describe_target
@@ -135,21 +136,11 @@ def inputs(config: Config) -> dict[str, Any]:
 
 def trained_prompts(dataset: Path) -> frozenset[str]:
     """What stands before the first answer of each sample of the training split, as `trajectories.digest` knows it."""
-    from datasets import Dataset  # a second, which a stage that is up to date need not wait for
-
-    rows = Dataset.load_from_disk(str((dataset / "train").absolute())).select_columns(["input_ids", "loss_mask"])
-    return frozenset(
-        digest(ids[: mask.argmax()].tolist())
-        for batch in rows.with_format("numpy").iter(batch_size=1_000)
-        for ids, mask in zip(batch["input_ids"], batch["loss_mask"], strict=True)
-    )
+    return frozenset(digest(ids[: mask.argmax()].tolist()) for ids, mask in samples.masked(dataset, "train"))
 
 
 def longest_sample(dataset: Path) -> int:
-    from datasets import Dataset
-
-    rows = Dataset.load_from_disk(str((dataset / "train").absolute())).data
-    longest: int = pc.max(pc.list_value_length(rows["input_ids"])).as_py()
+    longest: int = pc.max(pc.list_value_length(samples.load(dataset, "train").data["input_ids"])).as_py()
     return longest
 
 
@@ -210,10 +201,8 @@ def _perturbed(plain: Workload, perturbation: Perturbation, context: Context, lo
 
 def _answers(dataset: Path, template: ChatTemplate) -> list[Filler]:
     """Answers of the held-out split, less those that end in a loop: they would draw the target into one, too."""
-    from datasets import DatasetDict
-
     fillers = []
-    for row in DatasetDict.load_from_disk(str(dataset.absolute()))[HELDOUT]:
+    for row in samples.load(dataset, HELDOUT):
         ids, mask = row["input_ids"], row["loss_mask"]
         text = template.decode([token for token, supervised in zip(ids, mask, strict=True) if supervised])
         for token in template.special:  # where answers end

@@ -13,6 +13,7 @@ from eagle31_train.common import artifacts
 from eagle31_train.common.errors import UserError, first_line
 from eagle31_train.config import SELF, Config
 from eagle31_train.planning.work import Work, add_up, count_work, made_mask
+from eagle31_train.rows import samples
 from eagle31_train.rows.files import DAMAGE, count, find_files
 from eagle31_train.targets.chat import ChatTemplate
 from eagle31_train.targets.description import (
@@ -212,10 +213,7 @@ def _rows(spec: str) -> int | None:
 
 def _look_at(dataset: Path, ttt_length: int) -> tuple[list[Work], list[int]]:
     """Work of each of some training conversations, evenly spread, and the tokens of each of all."""
-    from datasets import Dataset, load_from_disk  # a second to import
-
-    split = load_from_disk(str(dataset.absolute()))["train"]
-    assert isinstance(split, Dataset)
+    split = samples.load(dataset, "train")
     lengths = [n for chunk in split.data.column("loss_mask").chunks for n in chunk.value_lengths().to_pylist()]
     rows = np.unique(np.linspace(0, len(split) - 1, min(LOOKED_AT, len(split))).astype(int))
     masks = (np.asarray(split[row]["loss_mask"], dtype=bool) for row in rows.tolist())

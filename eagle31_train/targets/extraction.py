@@ -27,6 +27,7 @@ from eagle31_train.common.transfers import each_tensor, to_device, to_host
 from eagle31_train.config import Config, byte_count
 from eagle31_train.model import vocab
 from eagle31_train.provenance import Provenance
+from eagle31_train.rows import samples
 from eagle31_train.store import Storage, StoreWriter, finished, make_plan, shape_of, storage_of
 from eagle31_train.store.codec import encode
 from eagle31_train.store.document import Document
@@ -39,8 +40,8 @@ from eagle31_train.targets.pretrained import load_tokenizer, vocabulary_fingerpr
 from eagle31_train.targets.readout import Readout
 from eagle31_train.targets.vllm_engine import VllmEngine
 
-if TYPE_CHECKING:  # a second to import, which a stage that is up to date need not wait for
-    from datasets import Dataset, DatasetDict
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 LOGIT_ROWS = 512  # rows of [rows, V] logits alive at once
 FOREIGN = 0.5  # share of the answers' tokens that the target would write itself, below which it hardly wrote them
@@ -48,7 +49,7 @@ NOT_FINITE = "the target's hidden states are not finite (NaN, infinite or next t
 OUTSIDE = 0.2  # share of its choices outside the draft vocabulary, above which that was counted on other words
 
 # What the first process does with the target before it stores states.
-Prelude = Callable[[Config, Engine, StoreWriter, "DatasetDict"], None]
+Prelude = Callable[[Config, Engine, StoreWriter, dict[str, "Dataset"]], None]
 
 
 def extract(config: Config, prelude: Prelude | None = None) -> None:
@@ -75,9 +76,7 @@ def _extract(
     """This process's part of a store that is not finished."""
     began = time.perf_counter()
     data = provenance.read_data(config, whole=True)
-    from datasets import DatasetDict
-
-    splits = DatasetDict.load_from_disk(str((config.data_folder / "dataset").absolute()))
+    splits = {split: samples.load(config.data_folder / "dataset", split) for split in SPLITS}
     other = f"{config.data_folder} was not made for target.path={config.target.path} but for one with another"
     remedy = "correct data_dir or target.path, or run `eagle31 data` for this target"
     vocabulary = data.get("vocabulary")  # None of an earlier version
@@ -283,7 +282,7 @@ class Arriving:
 
 
 def extract_shards(
-    engine: Engine, splits: "DatasetDict", writer: StoreWriter, gate: Gate, draft_tokens: NDArray
+    engine: Engine, splits: dict[str, "Dataset"], writer: StoreWriter, gate: Gate, draft_tokens: NDArray
 ) -> bool:
     """Commit this process's shards; false if a training that follows the store wants no more before the last.
     draft_tokens: [V] bool, the tokens of the draft vocabulary."""
