@@ -135,15 +135,15 @@ def check_source(config: Config) -> None:
 
 def check_training(t: TrainConfig, profile: str | None) -> None:
     """UserError for what cannot be trained so on this machine's devices."""
-    profile, processes = training_profile(profile)
+    profile, gpus = training_profile(profile)
     if profile.startswith("zero"):
         check_zero(t)
-    elif profile == "fsdp2" and processes == 1:
+    elif profile == "fsdp2" and gpus < 2:
         raise UserError("--profile fsdp2 shards over several devices, and this machine has not: leave it out")
-    check_context_parallel(t.context_parallel, processes, "processes")
+    check_context_parallel(t.context_parallel, max(1, gpus), "processes")
     check_wandb(t)
     on_cpu = os.environ.get(USE_CPU, "").lower() in TRUE
-    if t.kernels == "fused" and (profile == "cpu" or launch_profile()[1] == 0 or on_cpu):
+    if t.kernels == "fused" and (not gpus or on_cpu):
         raise UserError("train.kernels=fused cannot be on a CPU: set train.kernels=auto or plain")
 
 
@@ -194,28 +194,24 @@ def command(stage: str, config: Config, profile: str | None = None) -> tuple[lis
     one_has_it_all = config.extract.engine == "vllm" or config.target.device_map or config.target.device != "auto"
     if stage == "extract" and one_has_it_all:  # the whole target
         return alone, 1
-    profile, processes = training_profile(profile if stage == "train" else None)
-    where = "the CPU" if profile == "cpu" or not launch_profile()[1] else f"{processes} GPU{'s' * (processes > 1)}"
+    profile, gpus = training_profile(profile if stage == "train" else None)
+    where = f"{gpus} GPU{'s' * (gpus > 1)}" if gpus else "the CPU"
     note(f"run: training on {where}, profile {profile}" if stage == "train" else f"run: extracting on {where}")
     if profile in ALONE:  # needs no launcher, which takes seconds
         return alone, 1
     launch = [sys.executable, "-m", "eagle31_train.launcher"]
+    processes = max(1, gpus)
     launch += ["--config_file", str(CONFIGS / "accelerate" / f"{profile}.yaml"), "--num_processes", str(processes)]
     return [*launch, *(["--module", "eagle31_train"] if program[0] == "-m" else program), stage], processes
 
 
 def training_profile(given: str | None) -> tuple[str, int]:
-    """The profile, `given` or the one that fits this machine, and its number of processes."""
-    fitting, devices = launch_profile()
-    profile = given or fitting
-    return profile, 1 if profile in ALONE else max(1, devices)
-
-
-def launch_profile() -> tuple[str, int]:
+    """The profile, `given` or the one that fits this machine, and how many of its GPUs it uses."""
     import torch  # seconds, which `--help` need not wait for
 
-    devices = torch.cuda.device_count()
-    return ALONE[devices] if devices < 2 else "ddp", devices
+    gpus = torch.cuda.device_count()
+    profile = given or ("ddp" if gpus > 1 else ALONE[gpus])
+    return profile, min(gpus, ALONE.index(profile)) if profile in ALONE else gpus
 
 
 def main() -> None:

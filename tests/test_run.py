@@ -178,7 +178,6 @@ WHOLE = ("target.device_map=auto", "target.device=cuda:1", "extract.engine=vllm"
     ],
 )
 def test_a_stage_is_launched_on_all_gpus_that_it_can_use(started, monkeypatch, stage, options, profile):
-    monkeypatch.setattr(run, "launch_profile", lambda: ("ddp", 4))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
