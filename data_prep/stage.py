@@ -30,13 +30,7 @@ from eagle31_train.rows.files import open_files
 from eagle31_train.rows.formats import Message
 from eagle31_train.targets.chat import ChatTemplate
 from eagle31_train.targets.derive import planned_drafter
-from eagle31_train.targets.description import (
-    TargetDescription,
-    changed_since,
-    describe_target,
-    evaluation_doubt,
-    serving_doubt,
-)
+from eagle31_train.targets.description import TargetDescription, changed_since, describe_target, doubts
 from eagle31_train.targets.markup import CLOSE
 from eagle31_train.targets.pretrained import vocabulary_fingerprint
 
@@ -93,10 +87,8 @@ def prepare(config: Config) -> None:
     if _is_done(folder, made_from, config, target):
         return
     note("\n".join([f"data: the drafter for {config.target.name}, as its config.json has it", *rows]))
-    if doubt := serving_doubt(config.target):
-        note(f"data: SERVING: {doubt}")
-    if doubt := evaluation_doubt(config.target, config.evaluate.backend):
-        note(f"data: EVALUATION: {doubt}")
+    for what, doubt in doubts(config.target, config.evaluate.backend).items():
+        note(f"data: {what}: {doubt}")
     collected = collect(corpus.read(), template, data.max_length, data.heldout)
     collected.refused = answers.get("refused", []) + collected.refused
     _check_splits(collected, data)

@@ -17,15 +17,13 @@ def plan(config: Config) -> None:
     # They take seconds; a mistyped option has been refused by now.
     from eagle31_train.planning import sections
     from eagle31_train.planning.planned import reckon
-    from eagle31_train.targets.description import evaluation_doubt, serving_doubt
+    from eagle31_train.targets.description import doubts
 
     planned, rows = reckon(config)
     note("\n".join([f"TARGET   {config.target.name}: the drafter's shape follows from its config.json", *rows, ""]))
     note(sections.text(planned))
-    if doubt := serving_doubt(config.target):
-        note(f"\nSERVING   {doubt}")
-    if doubt := evaluation_doubt(config.target, config.evaluate.backend):
-        note(f"\nEVALUATION   {doubt}")
+    for what, doubt in doubts(config.target, config.evaluate.backend).items():
+        note(f"\n{what}   {doubt}")
 
 
 if __name__ == "__main__":

@@ -308,28 +308,22 @@ def layer_types(text: Any) -> set[str]:
     return set(getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ())
 
 
-def serving_doubt(target: TargetConfig) -> str | None:
-    """What is to be known of serving before hours are spent on a drafter for this target; None if nothing."""
-    kind = class_without_eagle3(target)
-    if kind is None:
-        return None
-    raw = read_raw(target)
-    doubt = (
-        f"vLLM 0.32's own class for {kind} takes no EAGLE 3 draft: serve {target.path} by the class that wraps "
-        "transformers' (--model-impl transformers); docs/targets.md tells with which kinds that was tried"
-    )
-    if (raw.get("text_config") or raw).get("logits_scaling", 1) != 1:
-        doubt += "; by its source it leaves out logits_scaling: greedy answers are right, sampled ones are not"
-    return doubt
-
-
-def evaluation_doubt(target: TargetConfig, backend: str) -> str | None:
-    """What is to be known of stage 4, by `evaluate.backend`, before a drafter is trained; None if nothing."""
-    types = RECURRENT & layer_types(text_config(read_raw(target)))
-    if backend == "vllm" or not types:
-        return None
-    layers = f"layers of type {', '.join(sorted(types))}"
-    return f"the target has {layers}, with which stage 4 cannot decode: set evaluate.backend=vllm"
+def doubts(target: TargetConfig, backend: str) -> dict[str, str]:
+    """What is to be known before hours are spent on a drafter for this target: of SERVING, and of EVALUATION by
+    `evaluate.backend`."""
+    doubts, raw = {}, read_raw(target)
+    if kind := class_without_eagle3(target):
+        doubts["SERVING"] = (
+            f"vLLM 0.32's own class for {kind} takes no EAGLE 3 draft: serve {target.path} by the class that wraps "
+            "transformers' (--model-impl transformers); docs/targets.md tells with which kinds that was tried"
+        )
+        if (raw.get("text_config") or raw).get("logits_scaling", 1) != 1:
+            left_out = "by its source it leaves out logits_scaling: greedy answers are right, sampled ones are not"
+            doubts["SERVING"] += f"; {left_out}"
+    if backend != "vllm" and (types := RECURRENT & layer_types(text_config(raw))):
+        layers = f"layers of type {', '.join(sorted(types))}"
+        doubts["EVALUATION"] = f"the target has {layers}, with which stage 4 cannot decode: set evaluate.backend=vllm"
+    return doubts
 
 
 def class_without_eagle3(target: TargetConfig) -> str | None:

@@ -30,10 +30,9 @@ from eagle31_train.targets.description import (
     default_layers,
     describe_target,
     description_of,
-    evaluation_doubt,
+    doubts,
     pick_layers,
     read_raw,
-    serving_doubt,
     text_config,
     whole_config,
 )
@@ -289,11 +288,11 @@ def test_every_kind_whose_parts_cannot_be_read_is_refused_by_its_configuration_a
 
 def test_layers_with_which_stage_4_cannot_decode_are_named_before_it(tmp_path):
     target = written(tmp_path, {"model_type": "qwen3_next"})
-    assert "layers of type linear_attention, with which stage 4" in evaluation_doubt(target, "transformers")
-    assert evaluation_doubt(target, "vllm") is None
+    assert "layers of type linear_attention, with which stage 4" in doubts(target, "transformers")["EVALUATION"]
+    assert doubts(target, "vllm") == {}
     unknown = written(tmp_path, {"model_type": "of_tomorrow", "layers_block_type": ["mamba", "attention"]})
-    assert "layers of type mamba, with which stage 4" in evaluation_doubt(unknown, "transformers")
-    assert evaluation_doubt(written(tmp_path, {"model_type": "qwen3"}), "transformers") is None
+    assert "layers of type mamba, with which stage 4" in doubts(unknown, "transformers")["EVALUATION"]
+    assert doubts(written(tmp_path, {"model_type": "qwen3"}), "transformers") == {}
 
 
 # Kind → that of its text model, if it is multimodal: vLLM serves the whole. InternVL's text model is a Qwen 2, which
@@ -307,7 +306,7 @@ DOUBTED |= dict.fromkeys(["mixtral", "glm4", "granitemoe"])
 def test_which_targets_vllms_own_class_serves_no_drafter_of_is_said(tmp_path, kind):
     text, raw = (SERVED | DOUBTED)[kind], {"model_type": kind, "logits_scaling": 6.0 if "granite" in kind else 1.0}
     target = written(tmp_path, raw | ({"text_config": {"model_type": text}} if text else {}))
-    doubt, named = serving_doubt(target), kind if kind in NO_EAGLE3 else text
+    doubt, named = doubts(target, "vllm").get("SERVING"), kind if kind in NO_EAGLE3 else text
     if kind in SERVED:
         assert doubt is None
         return
