@@ -64,28 +64,25 @@ class AcceptanceMeter:
         self.draft_tokens = config.evaluate.num_speculative_tokens
         self.served_in = getattr(torch, store.inputs["target"]["dtype"])
         self.dtype = getattr(torch, config.evaluate.dtype)
-        with torch.random.fork_rng(devices=[]):  # initial weights, which nobody reads, are drawn
-            drafter = Drafter(shape, torch.empty(0) if shape.share_embedding else None)
-        # The weights come with each measurement and go with it.
-        for parameter in drafter.parameters():
-            parameter.data = torch.empty(0)
-        self.drafter = drafter.to(device, self.dtype).eval().requires_grad_(False)
+        self.embedding: Tensor | None = None
         if shape.share_embedding:
             # Training's own copy, unless that is rounded: stage 4 has the target's.
             ours, theirs = parallel.objective.drafter.shared_embedding, store.target["embed_tokens"]
             exact = torch.promote_types(ours.dtype, theirs.dtype) == ours.dtype
-            self.drafter.shared_embedding = ours if exact else theirs[: shape.vocab_size].to(device)
+            self.embedding = ours if exact else theirs[: shape.vocab_size].to(device)
 
     @torch.no_grad()
     def measure(self) -> dict[str, Any]:
         """acceptance_length and acceptance_at_depth, as stage 4 counts them; the same on every rank, and collective."""
-        mine = dict(self.drafter.named_parameters())
-        for name, whole in self.parallel.weights():  # from all ranks, where they are sharded
-            mine[name].data = whole.to(self.served_in, copy=True).to(mine[name].device, self.dtype)
-        counts = reached(self.drafter, self.target_ids, self.trajectories, self.draft_tokens)
-        for parameter in mine.values():
-            parameter.data = parameter.data.new_empty(0)
-        summed = reduce_sums(self.parallel.accelerator, torch.tensor(counts, device=self.target_ids.device))
+        device = self.target_ids.device
+        with torch.device("meta"):  # its weights come with each measurement, and go with it
+            drafter = Drafter(self.parallel.objective.drafter.shape, self.embedding)
+        weights = {  # from all ranks, where they are sharded
+            name: whole.to(self.served_in, copy=True).to(device, self.dtype) for name, whole in self.parallel.weights()
+        }
+        drafter.load_state_dict(weights, assign=True)
+        counts = reached(drafter.to(device).eval(), self.target_ids, self.trajectories, self.draft_tokens)
+        summed = reduce_sums(self.parallel.accelerator, torch.tensor(counts, device=device))
         drafts, *per_position = summed.tolist()
         shares = acceptance(drafts, per_position)
         return {name: shares[name] for name in ("acceptance_length", "acceptance_at_depth")}
