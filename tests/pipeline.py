@@ -5,16 +5,15 @@ import random
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
-from datasets import Dataset, DatasetDict, Features, List, Value
+from datasets import Dataset, DatasetDict
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
+from data_prep.dataset import FEATURES
 from eagle31_train.cli import load_config
 from eagle31_train.common import artifacts
 from eagle31_train.common.artifacts import checksum
-from eagle31_train.common.errors import UserError
 from eagle31_train.model import vocab
 from eagle31_train.store.format import SHARDS, TARGET_LINE, TRAJECTORIES_LINE
 from eagle31_train.store.sealed import seal, unseal
@@ -32,14 +31,6 @@ AUX = [1, 3, 5]
 END = 3
 KEPT = [i for i in range(VOCAB) if i % 5]
 LENGTHS = {"train": [12, 7, 25, 9, 18, 3, 30, 11, 8, 16, 14, 21], "heldout": [10, 14, 6, 13]}
-COLUMNS = Features(
-    {
-        "id": Value("string"),
-        "source": Value("string"),
-        "input_ids": List(Value("int32")),
-        "loss_mask": List(Value("bool")),
-    }
-)
 
 
 def tiny_llama(seed=0, **changes):
@@ -78,7 +69,7 @@ def write_data(run_dir, lengths=LENGTHS, seed=0, kept=KEPT, target_size=VOCAB, m
             [size] = set(sizes)
             rows["input_ids"] = answered(model, [ids[:3] for ids in rows["input_ids"]], size)
             rows["loss_mask"] = [[i >= 3 for i in range(size)] for size in sizes]
-        splits[split] = Dataset.from_dict(rows, features=COLUMNS)
+        splits[split] = Dataset.from_dict(rows, features=FEATURES)
     # An empty split would be given no file, and then not load.
     DatasetDict(splits).save_to_disk(str(folder / "dataset"), num_shards=dict.fromkeys(splits, 1))
     vocab.write(folder / "vocab.safetensors", vocab.DraftVocab(np.array(kept, dtype=np.int64), target_size))
@@ -175,13 +166,6 @@ def reseal(store):
         manifest = unseal(file.read_bytes())
         manifest["files"] = {name: now(name, "bytes") for name in manifest["files"]}
         file.write_bytes(seal(manifest))
-
-
-def message_of(run, *more):
-    """The one line with which training refuses."""
-    with pytest.raises(UserError) as error:
-        run.fit(*more)
-    return str(error.value)
 
 
 def assert_equal(ours, theirs):

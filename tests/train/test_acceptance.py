@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from pipeline import AUX, END, assert_equal, flip_bit, message_of, save_quietly, tiny_config, tiny_llama, write_data
+from made import message_of
+from pipeline import AUX, END, assert_equal, flip_bit, save_quietly, tiny_config, tiny_llama, write_data
 from planting import replaced
 
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
@@ -174,16 +175,16 @@ def test_a_run_ends_where_acceptance_rises_no_more(unchosen, new_run, capsys):
 def test_a_store_trains_without_trajectories_but_not_with_damaged_ones_or_too_short_ones(new_run, capsys):
     run = new_run()
     store = run.folder / "run" / "store"
-    message = message_of(run, "evaluate.num_speculative_tokens=9", "evaluate.max_speculative_tokens=9")
+    message = message_of(run.fit, "evaluate.num_speculative_tokens=9", "evaluate.max_speculative_tokens=9")
     assert "are for at most 8 (evaluate.max_speculative_tokens of their extraction): train with 8 or" in message
     flip_bit(store / "trajectories.safetensors")
-    assert "trajectories.safetensors is not as it was written" in message_of(run)
+    assert "trajectories.safetensors is not as it was written" in message_of(run.fit)
     for file in store.glob("trajectories.*"):
         file.unlink()
     run.fit("train.max_steps=1")
     assert f"acceptance is not measured: {store} has no trajectories" in capsys.readouterr().out
     assert "acceptance_length" not in run.manifest()["heldout"]
-    assert "has no trajectories to measure it on" in message_of(run, "train.keep_best=true", "overwrite=true")
+    assert "has no trajectories to measure it on" in message_of(run.fit, "train.keep_best=true", "overwrite=true")
 
 
 def test_prompts_that_an_earlier_store_was_measured_on_stay_known(monkeypatch):

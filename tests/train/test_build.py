@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from pipeline import assert_equal, message_of
+from made import message_of
+from pipeline import assert_equal
 from warming import begin_fresh
 
 from eagle31_train import kernels
@@ -58,8 +59,8 @@ def test_fc_of_eagle_3_trains_on_scaled_states_and_is_saved_for_states_as_they_a
 @pytest.mark.parametrize("scales", ["[1,1]", "[1,1,0.3]"])
 def test_scales_that_would_round_or_are_too_few_are_refused(new_run, scales):
     words = "drafter.fc_norm=false", "drafter.norm_output=false", f"train.fc_input_scale={scales}"
-    assert "is for EAGLE 3, a power of two for each of 3 auxiliary layers" in message_of(new_run(), *words)
-    assert "is for EAGLE 3" in message_of(new_run(), "train.fc_input_scale=[1,1,1]")
+    assert "is for EAGLE 3, a power of two for each of 3 auxiliary layers" in message_of(new_run().fit, *words)
+    assert "is for EAGLE 3" in message_of(new_run().fit, "train.fc_input_scale=[1,1,1]")
 
 
 def test_the_first_norm_is_the_targets_scaled_down_without_its_outliers():

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from pipeline import assert_equal, contents, flip_bit, message_of
+from made import message_of
+from pipeline import assert_equal, contents, flip_bit
 from surviving import timeless
 
 from eagle31_train import cli
@@ -25,7 +26,7 @@ SHORT = ["train.max_steps=3", "train.checkpoint_every=2"]
 def test_a_second_training_in_the_same_folder_is_refused(new_run):
     run = new_run()
     with locks.alone(Path(run.folder, "run", LOCK), "this test trains"):
-        assert f"another process trains in {run.train} now" in message_of(run, "train.max_steps=1")
+        assert f"another process trains in {run.train} now" in message_of(run.fit, "train.max_steps=1")
         assert not run.train.exists()
 
 
@@ -133,7 +134,7 @@ def test_a_run_that_is_refused_in_the_end_does_not_replace_another(new_run, monk
 
     monkeypatch.setattr(prepare.tracking, "start", refuse)
     other = *SHORT, "train.gamma=0.5", "overwrite=true"
-    assert ("fused cannot be" if "fused" in option else "no such user") in message_of(run, *other, option)
+    assert ("fused cannot be" if "fused" in option else "no such user") in message_of(run.fit, *other, option)
     assert contents(run.train) == before
     assert [path.name for path in run.train.parent.glob(".train*")] == [".training"]
 
@@ -190,9 +191,9 @@ def test_a_run_is_a_recipe_for_the_other_version(new_run):
     run = new_run().fit(*SHORT)
     saved = cli.load_config([], run.train / "config.yaml").train
     assert (saved.fc_input_scale, saved.fc_init_scale) == (None, None)
-    assert "was made from other inputs (drafter.fc_norm: True there, False here" in message_of(run, *SHORT, *EAGLE3)
+    assert "was made from other inputs (drafter.fc_norm: True there, False here" in message_of(run.fit, *SHORT, *EAGLE3)
     run.fit(*SHORT, *EAGLE3, "overwrite=true")
-    assert "was made from other inputs (drafter.fc_norm: False there, True here" in message_of(run, *SHORT)
+    assert "was made from other inputs (drafter.fc_norm: False there, True here" in message_of(run.fit, *SHORT)
 
 
 @pytest.mark.parametrize("finished", [True, False])
@@ -202,7 +203,7 @@ def test_a_folder_of_other_options_is_refused_or_replaced_with_overwrite(new_run
         shutil.rmtree(run.newest())
         remove_manifest(run)
     before = contents(run.train)
-    message = message_of(run, *SHORT, "train.gamma=0.5")
+    message = message_of(run.fit, *SHORT, "train.gamma=0.5")
     assert "train.gamma: 0.8 there, 0.5 here" in message
     assert "overwrite=true" in message
     assert contents(run.train) == before

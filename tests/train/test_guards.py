@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 from guarding import NAN, RECIPE, fit
-from pipeline import HIDDEN, VOCAB, assert_close, assert_equal, message_of, reseal
+from made import message_of
+from pipeline import HIDDEN, VOCAB, assert_close, assert_equal, reseal
 from safetensors.torch import load_file, save_file
 from warming import with_vocab
 
@@ -43,7 +44,7 @@ def test_a_step_that_is_left_out_is_as_if_it_were_in_no_schedule(new_run, absent
 def test_a_parallel_drafter_trains_with_steps_to_learn_from(new_run):
     run = new_run()
     parallel = ["drafter.parallel=true", "train.max_steps=3", "train.optimizer=muon"]
-    assert message_of(run, *parallel, "train.ttt_length=1").startswith("drafter.parallel=true learns nothing with")
+    assert message_of(run.fit, *parallel, "train.ttt_length=1").startswith("drafter.parallel=true learns nothing with")
     weights = run.fit(*parallel, "train.ttt_length=3").weights()
     before = run.fit(*parallel, "train.ttt_length=3", "train.lr=1e-9", "overwrite=true").weights()
     assert (weights["mask_hidden"] != before["mask_hidden"]).all()
@@ -58,16 +59,16 @@ def unseen(run):
 
 def test_a_run_that_has_nothing_to_train_is_refused_before_its_first_step(new_run, monkeypatch):
     run = with_vocab(new_run(), [unseen(new_run())])
-    assert message_of(run).startswith("there is nothing to train in the 12 samples of ")
+    assert message_of(run.fit).startswith("there is nothing to train in the 12 samples of ")
     assert not run.train.exists()
     read = StoreSplit.read
     with monkeypatch.context() as patch:
         patch.setattr(StoreSplit, "read", lambda *of: replace(read(*of), aux=read(*of).aux[:0]))
-        eagle3 = message_of(run, "drafter.fc_norm=false", "drafter.norm_output=false")
+        eagle3 = message_of(run.fit, "drafter.fc_norm=false", "drafter.norm_output=false")
     assert "holds no states to train on: see what the loss masks cover" in eagle3
     # Where a store is still being written nobody knows before the end, and then it is no drafter.
     monkeypatch.setattr(prepare, "check_pairs", lambda *_: None)
-    assert message_of(run).startswith("none of the 12 steps had a pair to train, so there is no drafter")
+    assert message_of(run.fit).startswith("none of the 12 steps had a pair to train, so there is no drafter")
     assert not (run.train / "manifest.json").exists()
     run.fit("train.oov=keep", "train.max_steps=1", "overwrite=true")
 

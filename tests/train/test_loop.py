@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from pipeline import assert_equal, message_of, write_data
+from made import message_of
+from pipeline import assert_equal, write_data
 from planting import replaced
 
 from eagle31_train.checkpoint import contract
@@ -59,7 +60,7 @@ def test_a_store_of_other_data_is_refused(new_run, given):
     run, other = new_run(), new_run()
     write_data((other if given else run).folder / "run", seed=1)
     data_dir = f"data_dir={other.folder / 'run' / 'data'}"
-    message = message_of(run, *[data_dir] * given)
+    message = message_of(run.fit, *[data_dir] * given)
     assert message.startswith(f"{run.folder / 'run' / 'store'} was made from other data")
     assert message.endswith(f": correct {data_dir}" if given else "run `eagle31 extract` again with overwrite=true")
     assert not run.train.exists()

@@ -3,7 +3,8 @@
 import shutil
 
 import pytest
-from pipeline import assert_equal, contents, message_of
+from made import message_of
+from pipeline import assert_equal, contents
 
 from eagle31_train.extract import extract
 from eagle31_train.store import Store, storage_of
@@ -48,14 +49,14 @@ def test_a_bucket_is_extracted_into_and_trained_from_as_a_folder_is(local, made,
     assert_equal(made.weights(), local.weights())
     cached = [path for path in config.cache_folder.rglob("*") if path.is_file()]
     assert 0 < sum(path.stat().st_size for path in cached) <= most
-    message = message_of(made, *options, "store.cache_bytes=9000", "name=small")
+    message = message_of(made.fit, *options, "store.cache_bytes=9000", "name=small")
     assert message.startswith("store.cache_bytes=9,000 cannot hold two windows of ")
     assert "lower train.window_tokens" in message
     monkeypatch.setenv("WORLD_SIZE", "4")
     for launcher_says in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):  # torchrun, DeepSpeed
         with monkeypatch.context() as patch:
             patch.setenv(launcher_says, "2")
-            message = message_of(made, *options)
+            message = message_of(made.fit, *options)
             assert message.startswith("several machines train, ")
             assert "set store.cache_dir=…" in message
 

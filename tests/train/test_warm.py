@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_document, make_mla_shape, make_shape
-from made import Split
-from pipeline import KEPT, VOCAB, assert_equal, message_of
+from made import Split, message_of
+from pipeline import KEPT, VOCAB, assert_equal
 from transformers import LlamaConfig
 from warming import begin, edit, refusal, with_vocab
 
@@ -81,7 +81,7 @@ def test_what_is_left_open_is_as_in_the_first_weights(learnt, new_run):
 def test_a_run_does_not_begin_with_itself(learnt, new_run, own):
     run = new_run().fit("train.max_steps=1")
     shutil.copytree(learnt().folder / "run/export", run.folder / "run/export")
-    message = message_of(run, f"train.init_from={run.folder / own}", "overwrite=true")
+    message = message_of(run.fit, f"train.init_from={run.folder / own}", "overwrite=true")
     assert "is this run's own folder" in message
 
 
@@ -273,7 +273,7 @@ def test_other_weights_in_the_same_place_are_refused(begun, draft, left):
     if not left:
         shutil.rmtree(run.checkpoints)
     draft({"norm.weight": torch.full((32,), 0.5)}).rename(source)
-    assert "was made from other inputs (train.init_from: " in message_of(run, *words)
+    assert "was made from other inputs (train.init_from: " in message_of(run.fit, *words)
     run.fit(*words, "overwrite=true")
 
 
@@ -291,7 +291,7 @@ def test_first_weights_that_are_read_again_are_compared_again(begun, draft, monk
     (run.checkpoints / "step-000002" / "model.safetensors").write_bytes(b"")
     draft(**change).rename(source)
     monkeypatch.setattr(initial_weights, "goes_by_record", lambda _: True)
-    assert said in message_of(run, *words)
+    assert said in message_of(run.fit, *words)
 
 
 def test_a_run_that_begins_anew_records_the_weights_that_it_reads(begun, draft, monkeypatch):
@@ -307,7 +307,7 @@ def test_a_run_that_begins_anew_records_the_weights_that_it_reads(begun, draft, 
 def test_a_run_that_goes_on_needs_its_first_weights_no_more(begun):
     run, source, words = begun
     words.append("overwrite=true")
-    assert str(source) in message_of(run, *words, "train.lr=0.02"), "another run needs them, and replaces nothing"
+    assert str(source) in message_of(run.fit, *words, "train.lr=0.02"), "another run needs them, and replaces nothing"
     run.fit(*words)
     assert run.rows()[-1]["step"] == run.manifest()["steps"]
 
