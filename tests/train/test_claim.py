@@ -8,6 +8,7 @@ import pytest
 import torch
 from made import message_of
 from pipeline import assert_equal, contents, flip_bit
+from planting import watched
 from surviving import timeless
 
 from eagle31_train import cli
@@ -53,8 +54,7 @@ def test_the_same_command_trains_only_what_a_finished_run_lacks(new_run, monkeyp
     weights = {name: tensor.clone() for name, tensor in weights.items()}
     if happens:
         happens(run)
-    trained, accumulate = [], trainer.accumulate
-    monkeypatch.setattr(trainer, "accumulate", lambda *rest: trained.append(rest) or accumulate(*rest))
+    trained = watched(monkeypatch, trainer, "accumulate")
     run.fit(*SHORT)
     assert len(trained) == steps
     assert printed in capsys.readouterr().out
@@ -141,9 +141,11 @@ def test_a_run_that_is_refused_in_the_end_does_not_replace_another(new_run, monk
 
 @pytest.mark.parametrize("ends", ["a full disk", "Ctrl-C", "a kill", "a loss that is not finite"])
 def test_a_run_stays_until_what_replaces_it_has_a_checkpoint(new_run, monkeypatch, ends):
-    """None of these costs the run or, with the same command again, the replacement."""
-    options = *SHORT, "train.lr=null"
-    run = new_run().fit(*options)
+    """None of these costs the run, though its first weights are gone, or, with the same command again, the other."""
+    first, run = new_run().fit(*SHORT), new_run()
+    options = *SHORT, "train.lr=null", f"train.init_from={first.folder}/run"
+    run.fit(*options)
+    shutil.rmtree(first.folder)
     before, other = contents(run.train), (*SHORT, "train.lr=0.5", "overwrite=true")
     error = {"a full disk": OSError, "a loss that is not finite": UserError}.get(ends, KeyboardInterrupt)
 
@@ -156,7 +158,7 @@ def test_a_run_stays_until_what_replaces_it_has_a_checkpoint(new_run, monkeypatc
         elif error is KeyboardInterrupt:
             patch.setattr(trainer.Trainer, "train_step", fails)
         if ends == "a kill":
-            patch.setattr(prepare, "reinstate", lambda _: None)
+            patch.setattr(prepare, "reinstate", lambda _: False)
         with pytest.raises(error):
             run.fit(*other, *(["train.lr=1e30"] if error is UserError else []))
     assert ends == "a kill" or contents(run.train) == before
@@ -165,25 +167,6 @@ def test_a_run_stays_until_what_replaces_it_has_a_checkpoint(new_run, monkeypatc
     run.fit(*other)
     assert contents(run.train) != before
     assert [path.name for path in run.train.parent.glob(".train*")] == [".training"]
-
-
-def test_after_a_kill_of_what_was_to_replace_it_a_run_goes_on_without_its_first_weights(new_run, monkeypatch):
-    first, run = new_run().fit(*SHORT), new_run()
-    options = *SHORT, f"train.init_from={first.folder}/run"
-    run.fit(*options)
-    before = contents(run.train)
-    shutil.rmtree(first.folder)
-
-    def killed(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(trainer.Trainer, "train_step", killed)
-        patch.setattr(prepare, "reinstate", lambda _: False)
-        with pytest.raises(KeyboardInterrupt):
-            run.fit(*SHORT, "train.gamma=0.5", "overwrite=true")
-    run.fit(*options)
-    assert contents(run.train) == before
 
 
 def test_a_run_is_a_recipe_for_the_other_version(new_run):
