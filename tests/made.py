@@ -137,6 +137,13 @@ def message_of(call, *arguments, **options):
     return str(error.value)
 
 
+def status_of(command, *arguments):
+    """With which a command ends."""
+    with pytest.raises(SystemExit) as ended:
+        command(*arguments)
+    return ended.value.code
+
+
 def memory(kind=MemoryFileSystem):
     """A file system in memory whose files are its own; older versions of fsspec have no option for that."""
     fs = kind(skip_instance_cache=True)

@@ -219,9 +219,8 @@ def test_ctrl_c_while_libraries_are_imported_is_one_line_too(monkeypatch, capsys
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(sys, "argv", ["eagle31", "train"])
     monkeypatch.setattr(console_script.runpy, "run_module", imports)
-    with pytest.raises(SystemExit) as stopped:
-        console_script.main()
-    assert (stopped.value.code, capsys.readouterr().err) == (130, "stopped; the same command goes on from here\n")
+    assert made.status_of(console_script.main) == 130
+    assert capsys.readouterr().err == "stopped; the same command goes on from here\n"
 
 
 @pytest.mark.parametrize("module", ["data_prep.__main__", "eagle31_train.extract", "eagle31_train.plan", "train.loop"])
@@ -246,9 +245,7 @@ def test_how_a_stage_ends_is_one_line_and_a_status(capsys, error, status, words)
     def stage(config):
         raise error
 
-    with pytest.raises(SystemExit) as stopped:
-        run(stage, "A stage.", [RECIPE])
-    assert stopped.value.code == status
+    assert made.status_of(run, stage, "A stage.", [RECIPE]) == status
     (line,) = capsys.readouterr().err.splitlines()
     assert words in line
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from datasets import Dataset
 from launching import ROOT
+from made import status_of
 from published_targets import FOLDER
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
@@ -93,8 +94,7 @@ REFUSED = [  # what is asked, what is said, and up to or from where it would be 
 
 @pytest.mark.parametrize(("words", "said", "fine"), REFUSED)
 def test_what_cannot_end_well_is_refused_before_any_work(words, said, fine, started, capsys):
-    with pytest.raises(SystemExit):
-        started("+experiment=smollm2", *words.split())
+    assert status_of(started, "+experiment=smollm2", *words.split()) == 2
     assert said in capsys.readouterr().err
     assert not fine or started("+experiment=smollm2", *words.split(), *fine.split())
 
@@ -123,8 +123,7 @@ def test_what_is_there_or_was_needed_at_the_start_alone_is_not_refused(started, 
     ],
 )
 def test_initial_weights_that_cannot_be_used_are_refused_before_extraction(started, words, said, capsys):
-    with pytest.raises(SystemExit):
-        started("+experiment=smollm2", f"train.init_from={OLD / 'run' / 'export'}", *words)
+    assert status_of(started, "+experiment=smollm2", f"train.init_from={OLD / 'run' / 'export'}", *words) == 2
     assert said in capsys.readouterr().err
 
 
@@ -132,8 +131,7 @@ def test_a_conversation_that_fits_in_no_batch_is_refused_before_extraction(start
     Dataset.from_dict({"input_ids": [[1] * 95, [1] * 5]}).save_to_disk(tmp_path / "data" / "dataset" / "train")
     (tmp_path / "data" / "manifest.json").write_text("{}")
     words = ["+experiment=smollm2", f"run_dir={tmp_path}", "--from", "extract"]
-    with pytest.raises(SystemExit):
-        started(*words, "train.batch_tokens=94")
+    assert status_of(started, *words, "train.batch_tokens=94") == 2
     assert "has 95 tokens: set train.batch_tokens=95 or more" in capsys.readouterr().err
     assert started(*words, "train.batch_tokens=95")
     assert started(*words, "train.batch_tokens=94", "--until", "extract")
@@ -159,9 +157,7 @@ def test_vllm_serves_what_was_exported_before(started, monkeypatch, first, last,
 @pytest.mark.parametrize("status", [STOPPED, 128 + signal.SIGTERM])
 def test_a_stage_that_was_told_to_stop_has_nothing_to_mend(started, monkeypatch, capsys, status):
     monkeypatch.setattr(run, "finished", lambda *_: status)
-    with pytest.raises(SystemExit) as stopped:
-        started("+experiment=smollm2")
-    assert stopped.value.code == STOPPED
+    assert status_of(started, "+experiment=smollm2") == STOPPED
     assert " was stopped" in capsys.readouterr().err
 
 
@@ -213,9 +209,7 @@ def stage(monkeypatch):
 @pytest.mark.parametrize("pressed", [1, 2])
 def test_after_ctrl_c_a_stage_ends_by_itself_and_after_another_it_is_killed(stage, pressed):
     stage.wait.side_effect = [*[KeyboardInterrupt] * pressed, 130][:2]
-    with pytest.raises(SystemExit) as stopped:
-        run.finished(["stage"], {})
-    assert stopped.value.code == 130
+    assert status_of(run.finished, ["stage"], {}) == 130
     assert (stage.wait.call_count, stage.kill.called) == (2, pressed == 2), "it was left, or killed, before its end"
 
 
@@ -232,18 +226,14 @@ def test_a_sigterm_is_passed_on_to_the_stage(stage, handlers):
 
 def test_a_sigterm_between_stages_stops_the_run(started, handlers, monkeypatch, capsys):
     monkeypatch.setattr(run, "check_inputs", lambda *_: signal.raise_signal(signal.SIGTERM))
-    with pytest.raises(SystemExit) as ended:
-        started("+experiment=smollm2")
-    assert ended.value.code == STOPPED
+    assert status_of(started, "+experiment=smollm2") == STOPPED
     assert "run: stopped; the same command goes on from there" in capsys.readouterr().err
 
 
 def test_a_killed_stage_is_said_and_its_status_is_a_shells(monkeypatch, capsys):
     monkeypatch.setattr(run, "command", lambda *_: ([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], 1))
     config = cli.load_config(["target.path=target", "data.prompts=self"])
-    with pytest.raises(SystemExit) as stopped:
-        run.run(config, [], "extract", "train")
-    assert stopped.value.code == 137
+    assert status_of(run.run, config, [], "extract", "train") == 137
     assert "run: stopped at extract: it was killed, perhaps for want of memory" in capsys.readouterr().err
 
 
@@ -260,9 +250,7 @@ def test_ctrl_c_ends_the_launcher_without_a_traceback(monkeypatch, handlers):
         raise CalledProcessError(7, "train")
 
     monkeypatch.setitem(sys.modules, "accelerate.commands.launch", SimpleNamespace(main=main))
-    with pytest.raises(SystemExit) as stopped:
-        launcher.main()
-    assert stopped.value.code == 130
+    assert status_of(launcher.main) == 130
 
 
 def failed_ranks(**codes):
@@ -289,9 +277,7 @@ def test_the_launcher_ends_as_the_training_that_failed_first(monkeypatch, capsys
         raise error
 
     monkeypatch.setitem(sys.modules, "accelerate.commands.launch", SimpleNamespace(main=fails))
-    with pytest.raises(SystemExit) as ended:
-        launcher.main()
-    assert ended.value.code == status
+    assert status_of(launcher.main) == status
     shown = capsys.readouterr().err
     assert said in shown
     assert bool(shown) == bool(said)
