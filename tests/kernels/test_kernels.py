@@ -5,9 +5,9 @@ import json
 import os
 import subprocess
 import sys
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from unittest.mock import MagicMock, call
 
 import pytest
 import torch
@@ -189,22 +189,12 @@ def test_torch_knows_the_operators():
 
 def test_a_kernel_is_launched_on_the_device_of_its_first_tensor(monkeypatch):
     """It need not be the current one, where Triton itself would launch."""
-    done = []
-
-    @contextmanager
-    def device_of(x):
-        done.append(x)
-        yield
-        done.append("the device before")
-
-    class Kernel:
-        def __getitem__(self, grid):
-            return lambda *arguments, **options: done.append((grid, arguments, options))
-
-    monkeypatch.setattr(torch.cuda, "device_of", device_of)
-    launch(Kernel(), (2, 3), "tensor", 7, BLOCK=8)
-    launch(Kernel(), (0, 3), "tensor", 7, BLOCK=8)  # CUDA refuses an empty grid
-    assert done == ["tensor", ((2, 3), ("tensor", 7), {"BLOCK": 8}), "the device before"]
+    cuda = MagicMock()
+    monkeypatch.setattr(torch.cuda, "device_of", cuda.device_of)
+    for grid in ((2, 3), (0, 3)):  # CUDA refuses an empty one
+        launch({(2, 3): cuda.kernel}, grid, "tensor", 7, BLOCK=8)
+    within, launched = call.device_of("tensor"), call.kernel("tensor", 7, BLOCK=8)
+    assert cuda.mock_calls == [within, within.__enter__(), launched, within.__exit__(None, None, None)]
 
 
 def test_what_keeps_triton_from_launching_is_said_in_a_line(monkeypatch):
