@@ -6,7 +6,6 @@ import re
 import shlex
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from dataclasses import replace
@@ -83,33 +82,6 @@ def drafter(folder, *tensors, **fields):
     return draft
 
 
-class Here(server.Server):
-    """The imitation in a thread."""
-
-    def __enter__(self):
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        self.log.touch()
-        self.imitation = imitating.Imitation(imitating.read(self.command[3:]))
-        self.thread = threading.Thread(target=self.imitation.serve_forever, args=(0.01,))
-        self.thread.start()
-        return self
-
-    def __exit__(self, *_):
-        self.imitation.shutdown()
-        self.imitation.server_close()
-        self.thread.join()
-
-    def check(self, dying=False):
-        pass
-
-
-@pytest.fixture
-def measure(launch, monkeypatch):
-    """The same with a server that is here at once."""
-    monkeypatch.setattr(serving, "Server", Here)
-    return launch
-
-
 def alive(pid: int) -> bool:
     """Whether a process runs; a zombie does not."""
     try:
@@ -166,8 +138,8 @@ def test_vllm_is_told_that_a_drafter_drafts_in_parallel(config, tmp_path):
             assert server_arguments(config(), draft, {DRAFTED: 3}, 1)["speculative_config"] == meant | more
 
 
-def test_counts_are_the_servers_without_its_warming(measure, capsys):
-    served = measure("evaluate.serve_speculative_tokens=[1,3]", "evaluate.concurrency=[1,2]")
+def test_counts_are_the_servers_without_its_warming(launch, capsys):
+    served = launch("evaluate.serve_speculative_tokens=[1,3]", "evaluate.concurrency=[1,2]")
     # Three prompts for one user, each twice for two.
     assert "serve: 3 servers in turn, and up to two for a schedule by load for each drafter; 9 requests" in (
         capsys.readouterr().out
@@ -194,8 +166,8 @@ def test_counts_are_the_servers_without_its_warming(measure, capsys):
         assert 0 < row["ttft"]["p50"] <= row["ttft"]["p95"] <= row["seconds"]
 
 
-def test_requests_say_all_that_matters(measure, asked):
-    measure("seed=7", "evaluate.concurrency=[1,2]", "evaluate.temperature=0.8", prompts=PROMPTS[:2])
+def test_requests_say_all_that_matters(launch, asked):
+    launch("seed=7", "evaluate.concurrency=[1,2]", "evaluate.temperature=0.8", prompts=PROMPTS[:2])
     requests = [json.loads(line) for line in asked.read_text().splitlines()]
     assert {(tuple(one["prompt"]), one["seed"]) for one in requests} == {((1, 2, 3), 7), ((30, 5), 8)}
     wanted = {"max_tokens": LIMIT, "stop_token_ids": [END], "temperature": 0.8, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
@@ -225,11 +197,10 @@ def test_a_server_that_never_answers_is_given_up_and_ends(tmp_path, monkeypatch)
         ("uncounted", "this vLLM counts no vllm:spec_decode_num_drafts_total"),
     ],
 )
-def test_an_answer_that_cannot_be_had_ends_the_run(request, tmp_path, monkeypatch, imitate, said):
-    measured = request.getfixturevalue("launch" if "dies" in imitate else "measure")
+def test_an_answer_that_cannot_be_had_ends_the_run(launch, tmp_path, monkeypatch, imitate, said):
     if imitate == "silent":
         monkeypatch.setattr(server, "SILENCE_SECONDS", 0.3)
-    assert re.search(said, message_of(measured, f"evaluate.vllm_args.imitate={imitate}"))
+    assert re.search(said, message_of(launch, f"evaluate.vllm_args.imitate={imitate}"))
     assert left(tmp_path) == []
 
 
@@ -349,7 +320,7 @@ def test_drafting_nothing_is_as_fast_as_the_idle_drafter_was():
     assert SCHEDULE(made_up({1: {0: 10, 3: 9}}), "ours") is None, "nothing is gained"
 
 
-def test_a_schedule_is_served_and_compared_with_the_fixed_number_of_each_load(measure, monkeypatch):
+def test_a_schedule_is_served_and_compared_with_the_fixed_number_of_each_load(launch, monkeypatch):
     """And where nothing should be drafted, an idle drafter is measured before the schedule is told."""
     options, asked_for = {DRAFTED: 3, RANGES: [[1, 1, 0], [2, 4, 1], [5, 16, 3]]}, []
 
@@ -360,7 +331,7 @@ def test_a_schedule_is_served_and_compared_with_the_fixed_number_of_each_load(me
     monkeypatch.setattr(report, "schedule", schedule)
     started = []
     monkeypatch.setattr(serving, "flags", lambda given: started.append(given) or flags(given))
-    served = measure("evaluate.serve_speculative_tokens=[1,3]", "evaluate.concurrency=[1,2,5]")
+    served = launch("evaluate.serve_speculative_tokens=[1,3]", "evaluate.concurrency=[1,2,5]")
     ranges = [given.get("speculative_config", {}).get(RANGES) for given in started]
     assert ranges == [None, None, None, [[1, 5, 0]], options[RANGES]]
     assert [(row["concurrency"], row["draft_tokens"]) for row in served["by_load"]] == [(1, 0), (2, 1), (5, 3)]
@@ -379,4 +350,4 @@ def test_a_schedule_is_served_and_compared_with_the_fixed_number_of_each_load(me
         assert row["beside_fixed"][0] == pytest.approx(row["per_user"][0] / fixed_number["per_user"][0])
         assert line.startswith(f"ours by load at concurrency {users}: {row['speedup'][0]:.2f} × ")
     assert served["verdict"][0] == f"ours by load: {json.dumps(options)} in --speculative-config"
-    assert measure(tensors=["mask_hidden"])["schedules"] == {}, "of a parallel drafter there is none"
+    assert launch(tensors=["mask_hidden"])["schedules"] == {}, "of a parallel drafter there is none"
