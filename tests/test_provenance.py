@@ -43,22 +43,6 @@ def test_only_a_whole_output_of_the_same_inputs_is_up_to_date_and_another_is_ref
     assert not up_to_date(out)
 
 
-@pytest.mark.parametrize(
-    ("harm", "words"),
-    [
-        (lambda file: file.unlink(), "is missing"),
-        (lambda file: file.write_text("on"), "has 2 bytes, not 3: truncated or replaced"),
-        (lambda file: file.write_text("eno"), "does not match its checksum: damaged or replaced"),
-    ],
-)
-def test_a_damaged_file_is_named_and_its_output_made_again(tmp_path, capsys, harm, words):
-    make_stage(tmp_path / "out", a="one", b="two")
-    harm(tmp_path / "out" / "a")
-    assert not up_to_date(tmp_path / "out")
-    assert capsys.readouterr().out == f"{tmp_path / 'out' / 'a'} {words}; making {tmp_path / 'out'} again\n"
-    assert (tmp_path / "out" / "b").exists()
-
-
 def inputs_of(*options, chosen_on=None):
     config = load_config(["+experiment=smollm2", *options])
     return provenance.of_training(config, "s", "d", "v" * 64, None, chosen_on)
