@@ -2,7 +2,7 @@
 
 `train` launches this module as a script. Before each training it puts the environment of that training's own profile
 in place, as accelerate's launcher makes it of configs/accelerate. A training may be told to stop after a step, as
-SIGTERM would, and be harmed in the ways that `HARMS` names.
+SIGTERM would, and be harmed by a function `harm_NAME`.
 """
 
 import gc
@@ -35,7 +35,7 @@ WHAT, RESULTS = "SEVERAL_TRAININGS", "SEVERAL_RESULTS"
 
 
 def training(profile, run, *more, stop_after=None, harm=(), eps=None):
-    """A training under a profile in a run's folder (conftest's Fitted); `harm`: a name of HARMS, and what it takes;
+    """A training under a profile in a run's folder (conftest's Fitted); `harm`: NAME of a harm_NAME, and what it takes;
     `eps`: of AdamW, if not its own."""
     import launching
 
@@ -143,7 +143,6 @@ def environment(profile):
 # ---------------------------------------------------------------- stopping and harming
 
 NOW = [0]  # the step that is being trained
-HARMS = {}  # by name, a function of a patch and of what the harm takes
 
 
 def disturb(patch, stop_after=None, harm=(), eps=None):
@@ -165,15 +164,9 @@ def disturb(patch, stop_after=None, harm=(), eps=None):
 
     patch.setattr(Deadline, "reason", property(lambda self: f"the test after step {last}" if NOW[0] >= last else None))
     if harm:
-        HARMS[harm[0]](patch, *harm[1:])
+        globals()[f"harm_{harm[0]}"](patch, *harm[1:])
 
 
-def harm(function):
-    HARMS[function.__name__.removeprefix("harm_")] = function
-    return function
-
-
-@harm
 def harm_sample(patch, index, value, split="train"):
     """The states of a sample are all this value as they are read, whichever rank reads it."""
 
@@ -185,13 +178,11 @@ def harm_sample(patch, index, value, split="train"):
         return document
 
 
-@harm
 def harm_loss(patch, steps, rank, value):
     """On one rank the loss of these steps is this value, and its gradient right."""
     _harm_forward(patch, steps, rank, lambda loss, weight: loss + value)
 
 
-@harm
 def harm_gradient(patch, steps, rank, value):
     """On one rank the loss of these steps is right, and the gradient of a norm's weight is this value."""
 
@@ -217,19 +208,16 @@ def _harm_forward(patch, steps, rank, harm):
         return loss, measured
 
 
-@harm
 def harm_exchange(patch):
     """DDP never exchanges gradients."""
     patch.setattr(Replicated, "micro_batch", lambda self, last: self.model.no_sync())
 
 
-@harm
 def harm_sharding(patch):
     """FSDP2 wraps nothing."""
     patch.setattr(parallel, "fully_shard", lambda module, **_: module)
 
 
-@harm
 def harm_weights(patch, rank):
     """Steps of one rank do something that those of others do not."""
     for kind in (Parallel, Zero):
@@ -242,15 +230,13 @@ def harm_weights(patch, rank):
             return found
 
 
-@harm
 def harm_options(patch, rank, option):
     """One rank is given another option."""
     if int(os.environ["RANK"]) == rank:
         instead_of(cli, "load_config")(lambda load, words: load([*words, option]))(patch)
 
 
-@harm
-def absent(patch, steps):
+def harm_absent(patch, steps):
     """No harm: these steps are in no schedule, and the others have the learning rates that they have anyway."""
 
     @replaced(patch, order, "schedule")
@@ -263,7 +249,6 @@ def absent(patch, steps):
         return rate([s for s in range(1, total + 1) if s not in steps][step - 1], total, t)
 
 
-@harm
 def harm_pairs(patch, steps):
     """These steps have nothing to train: the draft vocabulary holds no token, as they see it."""
 
