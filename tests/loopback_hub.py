@@ -31,7 +31,7 @@ class Hub(ThreadingHTTPServer):
     """repositories: name → (whether private, commits, each file → bytes)."""
 
     def __init__(self):
-        self.repositories, self.objects, self.cards = {}, {}, []
+        self.repositories, self.cards = {}, []
         super().__init__(("127.0.0.1", 0), Handler)
 
     def commit(self, name):
@@ -47,10 +47,6 @@ class Handler(Quiet):
     def reply(self, value=b"", status=200, **headers):
         super().reply(value if isinstance(value, bytes) else json.dumps(value).encode(), status, **headers)
 
-    def do_PUT(self):
-        self.server.objects[self.path.rsplit("/", 1)[-1]] = self.body()
-        self.reply()
-
     def do_POST(self):
         body, address = self.body(), f"http://127.0.0.1:{self.server.server_port}"
         path = self.path.split("?")[0]
@@ -65,24 +61,15 @@ class Handler(Quiet):
             self.server.cards.append(card)
             found = [{"message": problem} for problem in problems_of(card)]
             return self.reply({"errors": found, "warnings": []}, 400 if found else 200)
-        if path.endswith("/info/lfs/objects/batch"):
-            objects = json.loads(body)["objects"]
-            upload = {one["oid"]: {"upload": {"href": f"{address}/objects/{one['oid']}"}} for one in objects}
-            named = [{**one, "actions": upload[one["oid"]]} for one in objects]
-            return self.reply({"transfer": "basic", "objects": named}, Content_Type="application/vnd.git-lfs+json")
         name = "/".join(path.split("/")[3:5])
         if "/preupload/" in path:
-            large = (".safetensors", ".png")
-            modes = [(one["path"], one["path"].endswith(large)) for one in json.loads(body)["files"]]
-            files = [{"path": p, "uploadMode": "lfs" if lfs else "regular", "shouldIgnore": False} for p, lfs in modes]
-            return self.reply({"files": files})
+            files = [one["path"] for one in json.loads(body)["files"]]  # all in the commit, as the hub takes small ones
+            return self.reply({"files": [{"path": p, "uploadMode": "regular", "shouldIgnore": False} for p in files]})
         files = dict(self.server.files(name))
         for line in map(json.loads, body.splitlines()):
             value = line["value"]
             if line["key"] == "file":
                 files[value["path"]] = base64.b64decode(value["content"])
-            elif line["key"] == "lfsFile":
-                files[value["path"]] = self.server.objects[value["oid"]]
             elif line["key"] == "deletedFile":
                 del files[value["path"]]
         self.server.repositories[name][1].append(files)
