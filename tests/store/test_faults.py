@@ -5,7 +5,7 @@ import shutil
 from itertools import pairwise, zip_longest
 
 import pytest
-from dying import Kill, Killed, Machine, running
+from dying import Killed, Machine, kill, running
 from made import Made, problems, read_whole, right_so_far
 from pipeline import contents, flip_bit
 
@@ -155,7 +155,7 @@ def test_a_writer_that_dies_at_any_operation_is_continued_to_the_same_bytes(whol
     assert {"open", "write", "fsync", "os.rename", "os.mkdir"} <= set(machine.names)
     for at in range(machine.count):
         (folder := tmp_path / str(at)).mkdir()
-        with pytest.raises(Killed), running(Machine(at, Kill())):
+        with pytest.raises(Killed), running(Machine(at, kill)):
             TINY.write(folder / "store")
         assert_refused_or_right(folder, documents)
         with running(Machine()):

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from conftest import make_shape
-from dying import Kill, Killed, Machine, running
+from dying import Killed, Machine, kill, running
 from pipeline import contents, flip_bit
 from safetensors.torch import save as serialized
 
@@ -242,7 +242,7 @@ def test_a_save_that_dies_at_any_operation_loses_nothing(state, tmp_path):
     outcomes = set()
     for at in range(undisturbed.count):
         folder = shutil.copytree(tmp_path / "before", tmp_path / str(at))
-        assert go_on(folder, meant, Machine(at, Kill())) is None
+        assert go_on(folder, meant, Machine(at, kill)) is None
         found = assert_whole(folder, meant, before)
         outcomes.add(found is not None and same(found, meant))
     assert outcomes == {True, False}
