@@ -66,24 +66,6 @@ def test_target_weights_keep_their_bits_and_a_tied_head_is_the_embedding(store, 
     assert torch.equal(Store(tmp_path / "tied").target["lm_head"], MADE.weights["embed_tokens"])
 
 
-def test_a_shard_holds_what_the_format_says(tmp_path):
-    made = Made(aux_codec="fp8", last_codec="int4", hidden=130)
-    made.write(tmp_path)
-    planned = made.plan.of("train")[-1]
-    attended, supervised = sum(d.attended for d in made.of(planned)), sum(len(d.supervised) for d in made.of(planned))
-    assert attended > supervised > 0
-    found = load_file(tmp_path / planned.name)
-    assert {name: (tensor.dtype, list(tensor.shape)) for name, tensor in found.items()} == {
-        "tokens": (torch.int32, [14]),
-        "loss_mask": (torch.bool, [14]),
-        "top1": (torch.int32, [14]),
-        "aux.values": (torch.float8_e4m3fn, [attended, 2, 130]),
-        "aux.scale": (torch.bfloat16, [attended, 2, 2]),
-        "last.values": (torch.uint8, [supervised, 65]),
-        "last.scale": (torch.bfloat16, [supervised, 5]),
-    }
-
-
 @pytest.fixture
 def bucket(tmp_path):
     """A whole store on another machine."""
