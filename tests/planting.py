@@ -2,6 +2,8 @@
 
 from functools import wraps
 
+import pytest
+
 
 def instead_of(owner, name):
     """Of a function (right, *arguments) that is to be called where `owner.name` was: what puts it there, by a patch."""
@@ -28,3 +30,24 @@ def replaced(patch, owner, name):
         return wrong
 
     return decorate
+
+
+def watched(patch, owner, name):
+    """The arguments of every call of `owner.name` from here on."""
+    calls = []
+    replaced(patch, owner, name)(lambda right, *given, **named: calls.append(given) or right(*given, **named))
+    return calls
+
+
+def interrupt(owner, name, call, *arguments, when=lambda *_: True):
+    """A call that Ctrl-C ends where it gets to `owner.name`, the first time that `when` holds of what that is given."""
+
+    def pressed(right, *given, **named):
+        if when(*given):
+            raise KeyboardInterrupt
+        return right(*given, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        replaced(patch, owner, name)(pressed)
+        with pytest.raises(KeyboardInterrupt):
+            call(*arguments)

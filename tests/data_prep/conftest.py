@@ -74,22 +74,6 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def interrupt(monkeypatch):
-    """interrupt(call, config, what, name): Ctrl-C where a call gets to `what.name`."""
-
-    def pressed(*_):
-        raise KeyboardInterrupt
-
-    def interrupted(call, config, what, name):
-        with monkeypatch.context() as patch:
-            patch.setattr(what, name, pressed)
-            with pytest.raises(KeyboardInterrupt):
-                call(config)
-
-    return interrupted
-
-
-@pytest.fixture
 def server():
     """A server that gives the status and bytes that its `reply` has for a request's body."""
     with answering(lambda handler, body: handler.send(*handler.server.reply(body))) as server:

@@ -10,6 +10,7 @@ from answering import completion
 from datasets import load_from_disk
 from families import write_rows
 from made import message_of
+from planting import interrupt
 
 from data_prep import regenerate as module
 from data_prep.answers import Local
@@ -112,9 +113,9 @@ def test_samples_first_greedy_then_sampled_and_reproducible(config, tmp_path):
         assert (one["messages"] == another["messages"]) == (one["sample"] == 0)
 
 
-def test_finished_answers_are_not_made_again_and_not_replaced_unasked(config, tmp_path, monkeypatch, capsys, interrupt):
+def test_finished_answers_are_not_made_again_and_not_replaced_unasked(config, tmp_path, monkeypatch, capsys):
     output, manifest, journal = (tmp_path / "run" / name for name in (OUTPUT, MANIFEST, JOURNAL))
-    interrupt(run, config, artifacts, "write_json")  # after the answers, and before their manifest
+    interrupt(artifacts, "write_json", run, config)  # after the answers, and before their manifest
     left = output.read_text()
     with monkeypatch.context() as patch:
         patch.setattr(Local, "answers", lambda _, jobs: iter(()) if not jobs else pytest.fail("asked"))
@@ -131,8 +132,8 @@ def test_finished_answers_are_not_made_again_and_not_replaced_unasked(config, tm
             run(config)
     config.data.generate.max_new_tokens = 6
     output.write_text("spoilt")
-    interrupt(run, config, Journal, "__enter__")
-    interrupt(run, config, artifacts, "write_json")
+    interrupt(Journal, "__enter__", run, config)
+    interrupt(artifacts, "write_json", run, config)
     assert run(config) == rows
     manifest.unlink()
     journal.unlink(missing_ok=True)
@@ -141,7 +142,7 @@ def test_finished_answers_are_not_made_again_and_not_replaced_unasked(config, tm
     assert output.read_text() == "mine\n"
 
 
-def test_the_rate_is_of_this_runs_answers(config, interrupt, monkeypatch):
+def test_the_rate_is_of_this_runs_answers(config, monkeypatch):
     bars = []
 
     class Bar(Progress):
@@ -149,7 +150,7 @@ def test_the_rate_is_of_this_runs_answers(config, interrupt, monkeypatch):
             super().close()
             bars.append(self)
 
-    interrupt(run, config, artifacts, "write_json")
+    interrupt(artifacts, "write_json", run, config)
     monkeypatch.setattr(module, "Progress", Bar)
     run(config)
     (bar,) = bars
@@ -158,16 +159,16 @@ def test_the_rate_is_of_this_runs_answers(config, interrupt, monkeypatch):
 
 
 @pytest.mark.parametrize("itself", [False, True])
-def test_answers_under_way_are_not_thrown_away_for_other_options(config, tmp_path, interrupt, itself):
+def test_answers_under_way_are_not_thrown_away_for_other_options(config, tmp_path, itself):
     if itself:
         config.data.prompts, config.data.self_prompts.count = "self", 2
         ask = lambda config: write_prompts(config, ChatTemplate.load(config.target))  # noqa: E731
-        interrupt(ask, config, artifacts, "write_text")
+        interrupt(artifacts, "write_text", ask, config)
         (journal,) = tmp_path.rglob("prompts.jsonl.partial")
         config.data.self_prompts.temperature = 0.5
     else:
         ask, journal = run, tmp_path / "run" / JOURNAL
-        interrupt(run, config, artifacts, "write_text")
+        interrupt(artifacts, "write_text", run, config)
         config.data.generate.max_new_tokens = 5
     there = journal.read_bytes()
     assert re.search(rf"{journal.name} holds \d+ answers of other prompts, options", message_of(ask, config))

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from made import message_of
+from planting import interrupt, watched
 
 from data_prep.journal import Journal
 from data_prep.self_prompts import user_stop, write_prompts
@@ -39,23 +40,14 @@ def test_any_batch_and_any_stop_end_in_the_same_prompts(tiny_target, tmp_path, m
     assert not (tmp_path / "whole" / JOURNAL).exists()
     alone = configured(tmp_path / "alone", tiny_target, "data.generate.batch_size=1")
     assert written(alone) == rows
-    stopped, add = configured(tmp_path / "stopped", tiny_target), Journal.add
-
-    def some(journal, key, answer):
-        if len(journal.answers) == 4:
-            raise KeyboardInterrupt
-        add(journal, key, answer)
-
-    monkeypatch.setattr(Journal, "add", some)
-    with pytest.raises(KeyboardInterrupt):
-        written(stopped)
+    stopped = configured(tmp_path / "stopped", tiny_target)
+    interrupt(Journal, "add", written, stopped, when=lambda journal, *_: len(journal.answers) == 4)
     kept = {json.loads(line)["key"] for line in (tmp_path / "stopped" / JOURNAL).read_text().splitlines()}
     assert len(kept) == 4
-    added = []
-    monkeypatch.setattr(Journal, "add", lambda journal, key, answer: added.append(key) or add(journal, key, answer))
+    added = watched(monkeypatch, Journal, "add")
     more = configured(tmp_path / "stopped", tiny_target, "data.self_prompts.count=7")
     assert written(more)[:6] == rows  # the texts that are there serve another count, too
-    assert not kept & set(added)
+    assert not kept & {key for _, key, _ in added}
     assert "seed" in message_of(written, configured(tmp_path / "stopped", tiny_target, "seed=1"))
 
 

@@ -10,6 +10,7 @@ import pytest
 from datasets import load_from_disk
 from families import write_rows
 from made import message_of
+from planting import interrupt
 
 from data_prep import stage
 from data_prep.dataset import place
@@ -147,9 +148,9 @@ def test_same_input_same_bytes_and_nothing_done_twice(config, tmp_path, capsys):
     assert one["draft_vocab"]["size"] == 448
 
 
-def test_a_kill_leaves_nothing_that_counts_and_is_gone_on_from(config, tmp_path, interrupt):
+def test_a_kill_leaves_nothing_that_counts_and_is_gone_on_from(config, tmp_path):
     """The same command again: after a kill of the first run, and of runs that replace damaged or other data."""
-    interrupt(prepare, config, artifacts, "write_json")
+    interrupt(artifacts, "write_json", prepare, config)
     folder = tmp_path / "run" / "data"
     assert not folder.exists()
     prepare(config)
@@ -160,7 +161,7 @@ def test_a_kill_leaves_nothing_that_counts_and_is_gone_on_from(config, tmp_path,
             with pytest.raises(UserError, match=r"max_length: 64 there, 32 here.*overwrite=true"):
                 prepare(config)
             config.overwrite = True
-        interrupt(prepare, config, stage, "collect")
+        interrupt(stage, "collect", prepare, config)
         prepare(config)
         manifest = manifest_of(tmp_path)
         assert manifest["inputs"]["max_length"] == length

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from families import write_rows
+from planting import watched
 from safetensors.torch import load_file, save_file
 
 from eagle31_train import compare, evaluate, export
@@ -96,11 +97,7 @@ def test_rows_that_pad_the_targets_embedding_are_nobodys(run, model):
 
 
 def test_what_makes_an_evaluation_out_of_date(run, capsys, monkeypatch):
-    measured = []
-    right = measuring.Measurer.measure
-    monkeypatch.setattr(
-        measuring.Measurer, "measure", lambda self, w, *more: measured.append(w.name) or right(self, w, *more)
-    )
+    measured = watched(monkeypatch, measuring.Measurer, "measure")
     evaluate.evaluate(run.config(*FEW, "seed=1"))
     for same in ("evaluate.warmup=true", "evaluate.concurrency=[2]", "evaluate.vllm_python=elsewhere", "seed=2"):
         evaluate.evaluate(run.config(*FEW, same))
@@ -110,7 +107,7 @@ def test_what_makes_an_evaluation_out_of_date(run, capsys, monkeypatch):
     # What is measured stays so when a workload is added. Draws depend on the seed.
     perturbed = (*FEW, "evaluate.perturbations=[temperature_1]")
     evaluate.evaluate(run.config(*perturbed, "seed=1", "overwrite=true"))
-    assert measured == ["heldout", "heldout · temperature_1"]
+    assert [workload.name for _, workload, _ in measured] == ["heldout", "heldout · temperature_1"]
     with pytest.raises(UserError, match=r"seed: 1 there, 2 here"):
         evaluate.evaluate(run.config(*perturbed, "seed=2"))
     weights = load_file(run.weights)

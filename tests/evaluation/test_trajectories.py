@@ -8,6 +8,7 @@ import pytest
 import torch
 from datasets import DatasetDict
 from pipeline import AUX, END, answered, contents, make_run, tiny_config, tiny_llama
+from planting import watched
 
 from eagle31_train.common import artifacts, console
 from eagle31_train.common.errors import UserError
@@ -34,13 +35,12 @@ def store_of(folder):
 
 @torch.no_grad()
 def test_each_is_the_targets_own_answer_and_its_states(run, monkeypatch, capsys):
-    rooms, right = [], trajectories.choose_prompts
-    monkeypatch.setattr(trajectories, "choose_prompts", lambda *given: rooms.append(given[-1]) or right(*given))
+    chosen = watched(monkeypatch, trajectories, "choose_prompts")
     monkeypatch.setattr(console, "EVERY", 0.0)
     extract(tiny_config(run, "evaluate.max_new_tokens=20", "evaluate.max_speculative_tokens=5"))
     shown = re.findall(r"held-out answers: (\d+) %, (\d) of 2, ", capsys.readouterr().err)
     assert shown[-1] == ("100", "2"), "how many are answered"
-    assert rooms == [128 - 20 - 4], "tokens of a prompt, with room for all that is followed"
+    assert [given[-1] for given in chosen] == [128 - 20 - 4], "tokens of a prompt, with room for all that is followed"
     found = read(Store(store_of(run)), 5)
     heldout = DatasetDict.load_from_disk(str(run / "run" / "data" / "dataset"))["heldout"]
     assert [one.prompt for one in found] == [heldout[at]["input_ids"][:3] for at in (3, 2)], "half, from the end"

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from planting import replaced
+from planting import interrupt
 from sample_results import serving
 
 from eagle31_train import export
@@ -75,20 +75,11 @@ def test_a_comparison_of_the_export_itself_is_on_its_card(run, tmp_path):
         export.export(run.config(f"comparisons=[{tmp_path}]", "overwrite=true"))
 
 
-def test_a_kill_before_the_new_folder_has_its_name_is_made_good(run, monkeypatch):
+def test_a_kill_before_the_new_folder_has_its_name_is_made_good(run):
     export.export(run.config())
     before = weights(run)
     run.evaluate()
-
-    @replaced(monkeypatch, artifacts, "commit")
-    def killed(commit, temporary, final):
-        if final.name == "export":
-            raise KeyboardInterrupt
-        commit(temporary, final)
-
-    with pytest.raises(KeyboardInterrupt):
-        export.export(run.config())
-    monkeypatch.undo()
+    interrupt(artifacts, "commit", export.export, run.config(), when=lambda _, final: final.name == "export")
     assert weights(run) == before, "whoever serves it goes on"
     export.export(run.config())
     assert "Kept of the plain form" in run.exported()[2]

@@ -11,7 +11,7 @@ import torch
 import yaml
 from pipeline import contents
 from plan_cases import shape_of
-from planting import replaced
+from planting import interrupt, replaced
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -119,16 +119,13 @@ def test_a_licence_is_on_the_card_and_files_of_others_stay(run):
 
 
 @pytest.mark.parametrize("between", [False, True])
-def test_files_of_others_stay_after_an_export_that_was_killed_before_it_listed_its_own(run, monkeypatch, between):
+def test_files_of_others_stay_after_an_export_that_was_killed_before_it_listed_its_own(run, between):
     export.export(run.config())
     theirs = {run.folder / "export" / name for name in ("LICENSE", "notes/a.md")}
     for path in theirs:
         path.parent.mkdir(exist_ok=True)
         path.write_text("mine")
-    with monkeypatch.context() as patch:
-        patch.setattr(artifacts, "list_files", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            export.export(run.config("license=mit"))
+    interrupt(artifacts, "list_files", export.export, run.config("license=mit"))
     assert not (run.folder / "export.json").exists()
     if between:  # the two renames with which a folder replaces another
         (run.folder / "export").rename(run.folder / ".export.old")

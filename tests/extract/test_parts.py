@@ -2,13 +2,14 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 
 import pytest
 from extracting import timeless
 from made import message_of
 from pipeline import contents, make_run, options
-from planting import replaced
+from planting import interrupt, replaced, watched
 
 from eagle31_train.cli import load_config
 from eagle31_train.store import StoreWriter, shard, stream, writer
@@ -56,27 +57,11 @@ def at_once(*configs):
         return [done.exception() for done in [pool.submit(extract, config) for config in configs]]
 
 
-def written(monkeypatch, stop_after=None):
-    """Names of the shards that are committed from here on; the writer after so many is interrupted."""
-    names = []
-
-    @replaced(monkeypatch, StoreWriter, "write")
-    def write(right, self, shard, *rest):
-        if len(names) == stop_after:
-            raise KeyboardInterrupt
-        right(self, shard, *rest)
-        names.append(shard.name)
-
-    return names
-
-
 @pytest.mark.parametrize("parts", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3))])
 def test_stopped_parts_are_carried_on_by_any_number(whole, tmp_path, command, parts):
     for part in range(2):
-        with pytest.MonkeyPatch.context() as patch:
-            written(patch, stop_after=1)
-            with pytest.raises(KeyboardInterrupt):
-                extract(command(part, 2))
+        writes = count()
+        interrupt(StoreWriter, "write", extract, command(part, 2), when=lambda *_, writes=writes: next(writes) == 1)
     shards = tmp_path / "run" / "store" / "shards"
     committed = {file: file.stat().st_mtime_ns for file in shards.glob("*.safetensors")}
     assert len(committed) == 2
@@ -88,9 +73,9 @@ def test_stopped_parts_are_carried_on_by_any_number(whole, tmp_path, command, pa
 def test_who_gathers_waits_for_a_shard_whose_line_is_damaged(whole, tmp_path, command, monkeypatch):
     """It is its own process's to make anew, which takes its time."""
     message_of(extract, command(0, 2, AT_ONCE))
-    theirs = written(monkeypatch)
+    theirs = watched(monkeypatch, StoreWriter, "write")
     extract(command(1, 2))
-    line = (tmp_path / "run" / "store" / theirs[-1]).with_suffix(".json")
+    line = tmp_path / "run" / "store" / theirs[-1][1].line
     line.write_bytes(line.read_bytes().replace(b"s", b"z", 1))
     gathers, looked = threading.Event(), threading.Event()
 
@@ -145,7 +130,7 @@ def test_the_gate_looks_at_every_part(command, monkeypatch):
         aux, last = right(self, tokens, mask)
         return aux, self.final_norm(last)
 
-    theirs = written(monkeypatch)
+    theirs = watched(monkeypatch, StoreWriter, "write")
     message = message_of(extract, command(1, 2, "extract.gate_batches=1"))
     assert message.startswith("fidelity gate: top-1 tokens agree in ")
     assert theirs == []

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from conftest import kept_mask, make_document, make_mla_shape, make_objective, make_shape
 from model.test_exactness import keep_sizes
-from planting import replaced
+from planting import watched
 
 from eagle31_train.common.transfers import each_tensor
 from eagle31_train.config import TrainConfig
@@ -91,20 +91,15 @@ def wide_mla():
 @pytest.mark.parametrize("recompute", [False, True])
 def test_mla_in_bf16_is_no_further_from_fp32_than_on_the_cpu(recompute, monkeypatch):
     """By the flash kernel. Twice the CPU's distance, and at least 1 %: other kernels round elsewhere."""
-    (objective, documents), asked = wide_mla(), []
+    objective, documents = wide_mla()
     objective.drafter.recompute = recompute
     truth = gradients(objective, documents, "cpu", 7)
     del truth["measured"]
     objective.autocast = torch.bfloat16
     cpus = gradients(objective, documents, "cpu", 7)
-
-    @replaced(monkeypatch, context_attention, "_cuda_forward")
-    def watched(right, q, *rest):
-        asked.append(q.shape[-1])
-        return right(q, *rest)
-
+    asked = watched(monkeypatch, context_attention, "_cuda_forward")
     ours = gradients(objective, documents, "cuda", 7)
-    assert asked == [192] * 7
+    assert [q.shape[-1] for q, *_ in asked] == [192] * 7
     for name, wanted in truth.items():
         error, theirs = ((each[name].double() - wanted.double()).norm() / wanted.norm() for each in (ours, cpus))
         assert error < max(2 * theirs, 0.01), name

@@ -5,7 +5,6 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made import Made, message_of, read_whole
 from pipeline import contents, flip_bit
-from planting import replaced
+from planting import interrupt, watched
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
@@ -107,13 +106,7 @@ def test_the_advice_to_extract_again_helps_and_costs_no_more_than_it_must(store,
     else:
         flip_bit(store / name)
     assert finished(storage, Provenance(inputs), overwrite=False) is None
-    written = []
-
-    @replaced(monkeypatch, writer, "write_shard")
-    def counted(right, path, *rest):
-        written.append(path)
-        return right(path, *rest)
-
+    written = watched(monkeypatch, writer, "write_shard")
     MADE.write(store)
     assert contents(store) == whole
     assert finished(storage, Provenance(inputs), overwrite=False) is not None
@@ -201,8 +194,7 @@ def test_what_is_removed_is_made_anew_and_nothing_else(store, capsys):
 
 def test_a_reader_compares_the_samples_that_it_reads_and_not_the_whole_store(store, monkeypatch):
     """Each process of a training reads a few samples of each shard."""
-    compared, right = [], artifacts.checksum
-    monkeypatch.setattr(artifacts, "checksum", lambda *given: compared.append(given) or right(*given))
+    compared = watched(monkeypatch, artifacts, "checksum")
     planned = TRAIN[0]
     fine, spoilt = planned.first, planned.first + 1
     assert [len(document.supervised) for document in MADE.of(planned)] == [4, 1, 0]
@@ -235,8 +227,7 @@ def test_no_byte_of_a_shard_can_change_unseen_by_who_reads_its_samples(tmp_path,
 
 
 def test_a_shard_of_an_earlier_version_is_compared_as_a_whole_once_and_again_when_it_is_replaced(store, monkeypatch):
-    compared, right = [], artifacts.checksum
-    monkeypatch.setattr(artifacts, "checksum", lambda *given: compared.append(given) or right(*given))
+    compared = watched(monkeypatch, artifacts, "checksum")
     reader, planned = Store(store), TRAIN[1]
     reader._lines = {name: replace(line, checksums=None) for name, line in reader._lines.items()}
     for _ in range(2):
@@ -302,15 +293,7 @@ def test_a_kill_between_a_new_file_and_its_line_does_not_leave_the_old_line(tmp_
     assert not writer.has(planned)
     other = MADE.of(planned)
     other[0].tokens[0] = (other[0].tokens[0] + 1) % 40
-    right = writer.storage.write
-
-    def killed(name, data):
-        if name == planned.line:
-            raise KeyboardInterrupt
-        right(name, data)
-
-    with patch.object(writer.storage, "write", killed), pytest.raises(KeyboardInterrupt):
-        writer.write(planned, other)
+    interrupt(writer.storage, "write", writer.write, planned, other, when=lambda name, _: name == planned.line)
     MADE.write(tmp_path)
     assert read_whole(tmp_path)[1] is None
 
