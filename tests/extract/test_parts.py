@@ -6,9 +6,8 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from extracting import timeless
 from made import message_of
-from pipeline import contents, make_run, options
+from pipeline import contents, make_run, options, timeless
 from planting import interrupt, replaced, watched
 
 from eagle31_train.cli import load_config

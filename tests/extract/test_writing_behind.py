@@ -4,9 +4,8 @@ import threading
 
 import pytest
 import torch
-from extracting import timeless
 from made import Made, message_of
-from pipeline import contents, tiny_config
+from pipeline import contents, timeless, tiny_config
 from planting import replaced
 
 from eagle31_train.common.errors import UserError
