@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ from eagle31_train.targets.description import (
 
 EXAMPLE = 100_000_000  # tokens that are planned for where nobody has counted or said how many there are
 LOOKED_AT = 1000  # conversations whose loss masks stand for all of them
-QUANTIZED = {"fp8": 8, "fbgemm_fp8": 8, "mxfp4": 4, "nvfp4": 4}  # methods and algorithms that say no number of bits
+MXFP4 = "mxfp4"
+QUANTIZED = {"fp8": 8, "fbgemm_fp8": 8, MXFP4: 4, "nvfp4": 4}  # methods and algorithms that say no number of bits
 LOADED = {"load_in_4bit": 4, "load_in_8bit": 8}
 OTHER_BITS = ("activations", "kv_cache")
 VISION = ("visual", "vision", "projector")  # parts of parameters' names that no text runs through
@@ -61,11 +63,13 @@ class Parameters:
 
 @dataclass(frozen=True)
 class Target:
-    """The target, how many parameters it has, and the bytes of one where it answers."""
+    """The target, how many parameters it has, and the bytes of one: as it lies on the disk and in vLLM, and as
+    transformers loads it, which unpacks MXFP4 where it lacks the package `kernels`."""
 
     description: TargetDescription
     sizes: Parameters
     weight_bytes: float = 2.0
+    loaded_bytes: float = 2.0
 
 
 @dataclass(frozen=True)
@@ -89,12 +93,15 @@ def read_target(config: Config) -> Target:
     if sizes is None:
         unknown = f"{path} is a {raw['model_type']}, of which transformers has no class to count parameters by"
         raise UserError(f"{unknown}: set plan.target_parameters=32e9 or the like, those that a token runs through")
-    return Target(description_of(raw, text, path), sizes, weight_bytes(raw, config.target.dtype))
+    how = raw.get("quantization_config") or (raw.get("text_config") or {}).get("quantization_config") or {}
+    stored = weight_bytes(how, config.target.dtype)
+    unpacked = how.get("quant_method") == MXFP4 and find_spec("kernels") is None
+    return Target(description_of(raw, text, path), sizes, stored, 2.0 if unpacked else stored)
 
 
-def weight_bytes(raw: dict[str, Any], dtype: str) -> float:
+def weight_bytes(quantization: Any, dtype: str) -> float:
     """Bytes of a weight: as config.json says it is quantized, else those of the dtype; `auto` is bf16 on a GPU."""
-    widths, inner = [], [raw.get("quantization_config") or (raw.get("text_config") or {}).get("quantization_config")]
+    widths, inner = [], [quantization]
     while inner:
         if isinstance(value := inner.pop(), dict):
             widths += [value[key] for key in ("bits", "num_bits") if isinstance(value.get(key), int)]

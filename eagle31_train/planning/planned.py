@@ -147,7 +147,8 @@ class Planned:
             written = prompts * (own.turns * turn / OF_USE + (own.turns - 1) / own.turns * answer)
         context = prompt + answer / 2  # answers are half written on average, and each gets a token in every step
         # Of experts those that some token of the step is sent to.
-        weights = self.target.weight_bytes * (sizes.dense + sizes.experts * (1 - (1 - sizes.chosen) ** batch))
+        stored = self.target.weight_bytes if generate.server else self.target.loaded_bytes
+        weights = stored * (sizes.dense + sizes.experts * (1 - (1 - sizes.chosen) ** batch))
         # Values that a layer keeps of a token: keys and values of every head, or MLA's latent and rotated key.
         cached = 2 * t.num_key_value_heads * t.head_dim
         if t.mla:

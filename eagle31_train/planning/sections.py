@@ -47,24 +47,27 @@ def drafter(plan: Planned) -> list[str]:
 
 def target(plan: Planned) -> list[str]:
     """What the target's weights take where a stage runs it itself, and where they do not fit."""
-    c, p, sizes, stored = plan.config, plan.config.plan, plan.target.sizes, plan.target.weight_bytes
+    c, p, sizes = plan.config, plan.config.plan, plan.target.sizes
+    stored, loaded = plan.target.weight_bytes, plan.target.loaded_bytes
     spread = p.devices if c.target.device_map else 1
     stages: dict[str, tuple[float, int, str]] = {}  # bytes of a weight, devices that share all, and what else would do
     if (c.regenerate or writes_prompts(c)) and not c.data.generate.server:
-        stages["answers"] = stored, spread, "data.generate.server=URL, or target.device_map=auto"
+        stages["answers"] = loaded, spread, "data.generate.server=URL, or target.device_map=auto"
     if c.extract.engine == "vllm":
         shared = c.extract.engine_args.get("tensor_parallel_size", 1)
         stages["extraction"] = stored, shared, "extract.engine_args.tensor_parallel_size=N"
     else:
-        stages["extraction"] = stored, spread, "extract.engine=vllm, or target.device_map=auto"
+        stages["extraction"] = loaded, spread, "extract.engine=vllm, or target.device_map=auto"
     if c.evaluate.backend == "transformers":  # quantized weights stay as they are
-        decoded = stored if stored < 2 else 4 if c.evaluate.dtype == "float32" else 2
+        decoded = loaded if loaded < 2 else 4 if c.evaluate.dtype == "float32" else 2
         stages["evaluation"] = decoded, spread, "evaluate.backend=vllm, or target.device_map=auto"
     origin = "and perhaps more; plan.target_parameters" if p.target_parameters else "counted on its class"
     lines = [
         "TARGET'S WEIGHTS on a device",
         _line("parameters", _si(sizes.all), f"{_si(sizes.active)} that a token runs through, {origin}"),
     ]
+    if loaded > stored:
+        lines.append(_line("unpacked", f"{loaded} bytes each", "MXFP4 in transformers without the package kernels"))
     for stage, (value, devices, remedy) in stages.items():
         each = value * sizes.all / devices / GIB
         fits = each <= SPARE * p.device_gib

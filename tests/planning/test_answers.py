@@ -80,6 +80,21 @@ def test_of_experts_those_are_read_that_some_answer_is_sent_to():
     assert read[2] == pytest.approx(value * (sizes.dense + sizes.experts * (1 - 49 / 64)))
 
 
+def test_mxfp4_is_planned_unpacked_where_transformers_would_unpack_it(tmp_path, monkeypatch):
+    raw = json.loads((FOLDER / "gpt_oss_20b" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "quantization_config": {"quant_method": "mxfp4"}}))
+    target = f"target.path={tmp_path}"
+    for package, loaded in ((None, 2.0), (object(), 0.5)):
+        monkeypatch.setattr(inputs, "find_spec", lambda name, package=package: package)
+        sizes = planned(target).target
+        assert (sizes.weight_bytes, sizes.loaded_bytes) == (0.5, loaded)
+        text = "\n".join(sections.target(planned(target, "regenerate=true")))
+        shown = {line.split()[0]: line.split()[1] for line in text.splitlines()}
+        assert (shown.get("unpacked"), shown["answers"]) == (("2.0", "39.0") if loaded == 2.0 else (None, "9.7"))
+    served = planned(target, "regenerate=true", "data.generate.server=http://x/v1", "extract.engine=vllm")
+    assert [line.split()[1] for line in sections.target(served) if "extraction" in line] == ["9.7"]
+
+
 def test_prompts_at_hand_are_counted_and_those_that_are_wanted_are_said(tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"{n}?"}) + "\n" for n in range(300)))

@@ -160,7 +160,7 @@ def test_a_text_model_without_a_class_of_its_own_is_counted_in_the_whole(kind, t
     ],
 )
 def test_bytes_of_a_weight_are_as_it_is_quantized(quantization, size):
-    assert weight_bytes({"quantization_config": quantization}, "bfloat16") == size
+    assert weight_bytes(quantization, "bfloat16") == size
 
 
 def test_given_options_stay_and_contradictions_are_named():
