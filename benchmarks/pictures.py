@@ -158,6 +158,7 @@ def codecs(path: Path) -> None:
         axes.set_yticks(range(len(pairs)), names)
         axes.set_ylim(len(pairs) - 0.5, -0.5)
         figures.Kind(percent=True).scale(axes, "x")
+        axes.set_xlabel("of bf16's; one training each")
         figure.legend(loc="outside right upper")
 
 

@@ -8,7 +8,8 @@ from typing import Any
 from benchmarks import machine
 from eagle31_train.reporting.figures import MARKERS, STYLE, logarithmic
 
-LABELS = {"length": "tokens", "share": "share of supervised tokens", "unroll": "unroll depth", "vocab": "vocabulary"}
+LABELS = {"length": "tokens", "share": "share of supervised tokens", "unroll": "TTT length", "vocab": "vocabulary"}
+LOGARITHMIC = ("length", "vocab")
 Row = dict[str, Any]
 
 
@@ -55,7 +56,10 @@ def peers(cases: Mapping[str, Sequence[Row]], info: dict[str, Any], path: Path) 
 def growth(results: list[Row], info: dict[str, Any], path: Path) -> None:
     """A column per thing that grows: our time above, the share of the machine's rate below; a line per precision."""
     names = list(dict.fromkeys(r["axis"] for r in results))
-    title = f"Our training step, without optimizer, from {results[0]['base']}"
+    shape, length, share = results[0]["base"].split(":")
+    title = (
+        f"Our training step without optimizer: {shape}, {int(length):,} tokens, {float(share):.0%} of them supervised"
+    )
     with drawn(1.5 + 2.1 * len(names), 4.4, title, info, path) as figure:
         axes = figure.subplots(2, len(names), squeeze=False, sharex="col")
         for name, (top, bottom) in zip(names, axes.T, strict=True):
@@ -66,7 +70,8 @@ def growth(results: list[Row], info: dict[str, Any], path: Path) -> None:
                     axis.plot(values, [r[key] for r in rows], "-" + MARKERS[at], color=f"C{at}", label=precision)
             _scale(top, name, [r["value"] for r in rows])
             _scale(bottom, name, [r["value"] for r in rows])
-            bottom.set(yscale="linear", ylim=(0, 1), xlabel=LABELS[name])
+            note = " (log scales)" if name in LOGARITHMIC else ""
+            bottom.set(yscale="linear", ylim=(0, 1), xlabel=LABELS[name] + note)
         axes[0][0].set_ylabel("seconds of a step")
         axes[1][0].set_ylabel("necessary FLOPs /\n(time × matrix rate)")
         figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside right upper")
@@ -74,10 +79,10 @@ def growth(results: list[Row], info: dict[str, Any], path: Path) -> None:
 
 def _scale(axis: Any, x: str, ticks: list[float]) -> None:
     """Length and vocabulary span decades, so both axes are logarithmic; time by share and depth starts at zero."""
-    if x in ("length", "vocab"):
+    if x in LOGARITHMIC:
         axis.set_xscale("log")
         logarithmic(axis)
     else:
         axis.set_ylim(bottom=0)
-    axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks], rotation=45 if x == "share" else 0)
     axis.minorticks_off()
