@@ -50,6 +50,8 @@ def _run(command: str) -> None:
         except PackageNotFoundError:
             raise UserError("eagle31 has no version here: it is not installed (pip install .)") from None
         return
+    if sys.platform != "linux":
+        raise UserError("eagle31 runs on Linux; elsewhere use a container, a virtual machine or WSL")
     if command not in COMMANDS:
         raise UserError(f"no command {command!r}: there are {', '.join(COMMANDS)}")
     try:

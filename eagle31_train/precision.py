@@ -10,6 +10,7 @@ from pathlib import Path
 
 import yaml
 
+from eagle31_train.common.machine import gpus
 from eagle31_train.config import Config
 
 AUTO = "auto"
@@ -42,9 +43,9 @@ def resolve(config: Config) -> dict[str, str]:
 def native_bf16(on_cpu: bool) -> tuple[bool, str]:
     """Whether products in bf16 are the hardware's own, and why we think so."""
     if not on_cpu:
-        import torch
+        import torch  # seconds, which `--help` need not wait for
 
-        if devices := torch.cuda.device_count():
+        if devices := gpus():
             native = all(torch.cuda.get_device_capability(index) >= (8, 0) for index in range(devices))
             return native, "its GPUs multiply in bf16" if native else "a GPU here does not multiply in bf16"
     lines = CPUINFO.read_text(encoding="utf-8").splitlines() if CPUINFO.is_file() else []

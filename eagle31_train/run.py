@@ -22,6 +22,7 @@ from eagle31_train.common.artifacts import MANIFEST
 from eagle31_train.common.console import STOPPED, note
 from eagle31_train.common.errors import Stopped, UserError
 from eagle31_train.common.locations import CONFIGS
+from eagle31_train.common.machine import gpus
 from eagle31_train.config import SELF, SELF_WRITTEN, Config, TrainConfig, is_hub_id
 from eagle31_train.precision import TRUE
 
@@ -135,15 +136,15 @@ def check_source(config: Config) -> None:
 
 def check_training(t: TrainConfig, profile: str | None) -> None:
     """UserError for what cannot be trained so on this machine's devices."""
-    profile, gpus = training_profile(profile)
+    profile, count = training_profile(profile)
     if profile.startswith("zero"):
         check_zero(t)
-    elif profile == "fsdp2" and gpus < 2:
+    elif profile == "fsdp2" and count < 2:
         raise UserError("--profile fsdp2 shards over several devices, and this machine has not: leave it out")
-    check_context_parallel(t.context_parallel, max(1, gpus), "processes")
+    check_context_parallel(t.context_parallel, max(1, count), "processes")
     check_wandb(t)
     on_cpu = os.environ.get(USE_CPU, "").lower() in TRUE
-    if t.kernels == "fused" and (not gpus or on_cpu):
+    if t.kernels == "fused" and (not count or on_cpu):
         raise UserError("train.kernels=fused cannot be on a CPU: set train.kernels=auto or plain")
 
 
@@ -194,24 +195,22 @@ def command(stage: str, config: Config, profile: str | None = None) -> tuple[lis
     one_has_it_all = config.extract.engine == "vllm" or config.target.device_map or config.target.device != "auto"
     if stage == "extract" and one_has_it_all:  # the whole target
         return alone, 1
-    profile, gpus = training_profile(profile if stage == "train" else None)
-    where = f"{gpus} GPU{'s' * (gpus > 1)}" if gpus else "the CPU"
+    profile, count = training_profile(profile if stage == "train" else None)
+    where = f"{count} GPU{'s' * (count > 1)}" if count else "the CPU"
     note(f"run: training on {where}, profile {profile}" if stage == "train" else f"run: extracting on {where}")
     if profile in ALONE:  # needs no launcher, which takes seconds
         return alone, 1
     launch = [sys.executable, "-m", "eagle31_train.launcher"]
-    processes = max(1, gpus)
+    processes = max(1, count)
     launch += ["--config_file", str(CONFIGS / "accelerate" / f"{profile}.yaml"), "--num_processes", str(processes)]
     return [*launch, *(["--module", "eagle31_train"] if program[0] == "-m" else program), stage], processes
 
 
 def training_profile(given: str | None) -> tuple[str, int]:
     """The profile, `given` or the one that fits this machine, and how many of its GPUs it uses."""
-    import torch  # seconds, which `--help` need not wait for
-
-    gpus = torch.cuda.device_count()
-    profile = given or ("ddp" if gpus > 1 else ALONE[gpus])
-    return profile, min(gpus, ALONE.index(profile)) if profile in ALONE else gpus
+    count = 0 if given == "cpu" else gpus()
+    profile = given or ("ddp" if count > 1 else ALONE[count])
+    return profile, min(count, ALONE.index(profile)) if profile in ALONE else count
 
 
 def main() -> None:

@@ -271,13 +271,15 @@ class DrafterCheckpoint:
         self.check_fits(target)
         embedding = target.embedding.weight.data
         drafter = Drafter(self.shape, embedding[: self.shape.vocab_size])  # which may have padding rows, as the head
+        if self.shape.share_embedding:
+            drafter.shared_embedding = embedding[:0]  # neither to be rounded nor copied
         drafter.load_state_dict(
             {"lm_head.weight": target.head.weight.data[: self.shape.draft_vocab_size], **self.tensors}
         )
         drafter.to(served_in).to(embedding.device, dtype)
         int8.serve_rounded(drafter, self.tensors, self.rounded)
         if self.shape.share_embedding:
-            drafter.shared_embedding = embedding  # the target's own, which the rounding has no business with
+            drafter.shared_embedding = embedding
         drafter.eval().requires_grad_(False)
         return drafter
 

@@ -90,7 +90,8 @@ def explained() -> Iterator[None]:
     except RuntimeError as error:
         if _said():  # another process has ended, and told why; this one has lost its connection
             raise SystemExit(2) from None
-        if type(error).__name__ != "OutOfMemoryError":  # torch's, which need not be imported here
+        # torch's, which need not be imported here; of pinned memory, or a device that others fill, it is the other one.
+        if type(error).__name__ not in ("OutOfMemoryError", "AcceleratorError") or "out of memory" not in str(error):
             raise
         remedy = "lower data.generate.batch_size, extract.batch_tokens or evaluate.batch_size"
         remedy += "; for training `eagle31 plan` says what takes less"

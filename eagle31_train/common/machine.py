@@ -7,6 +7,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from eagle31_train.common.errors import UserError
+
 GIT_SECONDS = 10.0  # a checkout on a slow network disk is not waited for
 
 
@@ -15,6 +17,19 @@ def processor() -> str:
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
     models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(models, platform.processor() or platform.machine())
+
+
+def gpus() -> int:
+    """How many GPUs this process may use; UserError if torch counts some that it cannot use."""
+    import torch  # seconds, which `--help` need not wait for
+
+    count = torch.cuda.device_count()
+    if count and not torch.cuda.is_available():  # NVML counts them, CUDA does not start
+        raise UserError(
+            f"torch {torch.__version__} cannot use this machine's {count} GPUs: install one for their driver, or set "
+            "CUDA_VISIBLE_DEVICES= to use the CPU"
+        )
+    return count
 
 
 def versions(packages: Iterable[str]) -> dict[str, str | None]:

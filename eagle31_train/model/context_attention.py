@@ -17,6 +17,7 @@ width; n queries and m keys of a piece.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -172,10 +173,19 @@ def _plain_scores(q: Tensor, keys: Tensor, band: Band | None, scale: float) -> T
 
 
 def takes_flash(q: Tensor, v: Tensor) -> bool:
-    """Whether CUDA's flash kernel takes these: 16 bits, widths up to 256 that are multiples of 8."""
+    """Whether CUDA's flash kernel takes these: 16 bits, widths up to 256 that are multiples of 8, and a GPU that has
+    it."""
     width = max(q.shape[-1], v.shape[-1])
     fits = q.dtype in (torch.bfloat16, torch.float16) and width <= 256 and width % 8 == 0
-    return q.device.type == "cuda" and fits
+    return q.device.type == "cuda" and fits and _has_flash(q.device)
+
+
+@cache
+def _has_flash(device: torch.device) -> bool:
+    """NVIDIA's since Ampere. That of AMD's lays the log-sum-exp out otherwise. Fake tensors have no GPU, and pass."""
+    if torch.version.hip is not None:
+        return False
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def replaced() -> str | None:

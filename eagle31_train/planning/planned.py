@@ -149,11 +149,7 @@ class Planned:
         # Of experts those that some token of the step is sent to.
         stored = self.target.weight_bytes if generate.server else self.target.loaded_bytes
         weights = stored * (sizes.dense + sizes.experts * (1 - (1 - sizes.chosen) ** batch))
-        # Values that a layer keeps of a token: keys and values of every head, or MLA's latent and rotated key.
-        cached = 2 * t.num_key_value_heads * t.head_dim
-        if t.mla:
-            cached = int(t.mla["kv_lora_rank"] or 0) + int(t.mla["qk_rope_head_dim"] or 0)
-        cache = batch * context * CACHE_BYTES * t.num_hidden_layers * cached
+        cache = batch * context * self.cache_bytes
         token = 2 * sizes.multiplied + 4 * t.num_hidden_layers * t.hidden_size * context
         bandwidth, rate = p.bandwidth_gbs * 1e9 * devices, p.peak_tflops * 1e12 * devices
         step = max((weights + cache) / bandwidth, batch * token / rate)
@@ -161,6 +157,15 @@ class Planned:
         seconds = (written + answers) / batch * step + reading / rate
         flops = (written + answers) * token + reading
         return Answering(batch, devices, prompts, written, answers, weights, cache, step, seconds, flops)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Of a token in the target's KV cache: keys and values of every head, or MLA's latent and rotated key."""
+        t = self.target.description
+        values = 2 * t.num_key_value_heads * t.head_dim
+        if t.mla:
+            values = int(t.mla["kv_lora_rank"] or 0) + int(t.mla["qk_rope_head_dim"] or 0)
+        return CACHE_BYTES * t.num_hidden_layers * values
 
     def states(self) -> Shape:
         s = self.config.store

@@ -46,13 +46,22 @@ def drafter(plan: Planned) -> list[str]:
 
 
 def target(plan: Planned) -> list[str]:
-    """What the target's weights take where a stage runs it itself, and where they do not fit."""
-    c, p, sizes = plan.config, plan.config.plan, plan.target.sizes
+    """What the target's weights take where a stage runs it itself, with the KV cache of answers, and where they do not
+    fit."""
+    c, p, sizes, work = plan.config, plan.config.plan, plan.target.sizes, plan.data.work
     stored, loaded = plan.target.weight_bytes, plan.target.loaded_bytes
     spread = p.devices if c.target.device_map else 1
     stages: dict[str, tuple[float, int, str]] = {}  # bytes of a weight, devices that share all, and what else would do
+    cache, g = 0.0, c.data.generate
     if (c.regenerate or writes_prompts(c)) and not c.data.generate.server:
-        stages["answers"] = loaded, spread, "data.generate.server=URL, or target.device_map=auto"
+        stages["answers"] = (
+            loaded,
+            spread,
+            ("data.generate.server=URL, target.device_map=auto, or a smaller data.generate.batch_size"),
+        )
+        # Where an answer of each batch is as long as it may be.
+        longest = (work.tokens - work.assistant) / work.conversations + g.max_new_tokens
+        cache = g.batch_size * longest * plan.cache_bytes / spread
     if c.extract.engine == "vllm":
         shared = c.extract.engine_args.get("tensor_parallel_size", 1)
         stages["extraction"] = stored, shared, "extract.engine_args.tensor_parallel_size=N"
@@ -69,9 +78,12 @@ def target(plan: Planned) -> list[str]:
     if loaded > stored:
         lines.append(_line("unpacked", f"{loaded} bytes each", "MXFP4 in transformers without the package kernels"))
     for stage, (value, devices, remedy) in stages.items():
-        each = value * sizes.all / devices / GIB
-        fits = each <= SPARE * p.device_gib
-        lines.append(_line(stage, f"{each:.1f} GiB", "" if fits else f"TOO MUCH for {p.device_gib:g}: {remedy}"))
+        more = cache if stage == "answers" else 0.0
+        each = (value * sizes.all / devices + more) / GIB
+        note = f"{more / GIB:.1f} of it KV cache, of {g.batch_size} at once" if more else ""
+        if each > SPARE * p.device_gib:
+            note = f"TOO MUCH for {p.device_gib:g}: {remedy}"
+        lines.append(_line(stage, f"{each:.1f} GiB", note))
     return lines
 
 

@@ -18,9 +18,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Mistral3Config, Mistral3ForConditionalGeneration
+from transformers.integrations import sdpa_attention
 
 from eagle31_train.common.errors import UserError
 from eagle31_train.config import Config, ExtractConfig, TargetConfig
+from eagle31_train.model import context_attention
 from eagle31_train.targets import description, hf, pretrained
 from eagle31_train.targets.description import describe_target
 from eagle31_train.targets.hf import (
@@ -33,6 +35,7 @@ from eagle31_train.targets.hf import (
 from eagle31_train.targets.readout import readout_from_checkpoint
 from eagle31_train.targets.vllm_engine import VllmEngine
 
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 LENGTHS = [5, 13, 1, 8, 21, 13]
 EVERY = list(range(LAYERS + 1))
 
@@ -272,6 +275,23 @@ def test_each_process_loads_a_target_straight_to_its_gpu_which_is_the_current_on
         load_model, TargetConfig(path="org/name", dtype="bfloat16")
     )
     assert steps == [torch.device("cuda:3"), {"": torch.device("cuda:3")}]
+
+
+def test_shared_keys_are_repeated_where_cudas_flash_kernel_does_not_take_them(monkeypatch):
+    hf._spare_scores()
+    keys = {dtype: SimpleNamespace(device=torch.device("cuda:0"), dtype=dtype, shape=(1, 2, 9, 64)) for dtype in FLOATS}
+    on_cpu = torch.zeros(1, 2, 9, 64)
+    for capability, shared in (((8, 0), FLOATS[1:]), ((7, 5), ())):
+        context_attention._has_flash.cache_clear()
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert tuple(d for d in FLOATS if sdpa_attention.use_gqa_in_sdpa(None, keys[d], keys[d])) == shared
+        assert sdpa_attention.use_gqa_in_sdpa(None, on_cpu, on_cpu)
+        assert not sdpa_attention.use_gqa_in_sdpa(on_cpu, on_cpu, on_cpu), "as ever, with a mask"
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    context_attention._has_flash.cache_clear()
+    assert not sdpa_attention.use_gqa_in_sdpa(None, keys[torch.bfloat16], keys[torch.bfloat16])
+    context_attention._has_flash.cache_clear()
 
 
 def test_a_target_whose_weights_are_not_all_there_is_refused(tmp_path):
