@@ -99,7 +99,8 @@ def export(config: Config) -> None:
             record["serve"] = recipe.serve_command(config, recipe.HERE)  # the run's folder may be moved
             artifacts.write_json(run / EXPORTED, record | {"seconds": round(time.monotonic() - started, 1)})
         note(f"export: wrote {run / 'export'}")
-    for caveat in card.caveats_of(shape, data, config.export_weights):
+    effort = config.target.template_args.get("reasoning_effort")
+    for caveat in card.caveats_of(shape, data, config.export_weights, effort):
         note(f"export: {caveat}")
     drafter = str(run / "export")
     if config.push and config.repo:

@@ -63,7 +63,9 @@ def run(config: Config, overrides: list[str], first: str, last: str, profile: st
             check_longest(f"a conversation in {config.data_folder}", longest, batch_tokens)
         early = ["push=false"] * (stage == "export" and "export" in stages[number + 1 :])
         words, processes = command(stage, config, profile)
-        threads = {"OMP_NUM_THREADS": str(max(1, cores // processes))}
+        # vLLM's workers and servers choose their own.
+        by_vllm = {"extract": config.extract.engine, "evaluate": config.evaluate.backend}.get(stage) == "vllm"
+        threads = {} if by_vllm else {"OMP_NUM_THREADS": str(max(1, cores // processes))}
         status = finished([*words, *overrides, *early], threads | environment)
         if status == STOPPED:
             raise Stopped(f"run: {stage} was stopped and saved; the same command goes on from there")

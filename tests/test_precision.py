@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from made import message_of
 from pipeline import save_quietly, tiny_llama
 
 from eagle31_train import cli, precision
@@ -26,6 +27,7 @@ def machine(monkeypatch, tmp_path):
         file.write_text(f"processor : 0\nflags\t\t: {flags}\nprocessor : 1\nflags\t\t: {flags}\n")
         monkeypatch.setattr(precision, "CPUINFO", file)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(capabilities))
         monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
 
     return make
@@ -37,6 +39,13 @@ def chosen(*words):
 
 
 BF16, FP32 = ("bfloat16", "bf16"), ("float32", "no")
+
+
+def test_gpus_that_torch_counts_and_cannot_use_are_said(machine, monkeypatch):
+    machine("avx512_bf16", (8, 0))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # the driver is older than this torch
+    assert "cannot use this machine's 1 GPUs: install one for their driver" in message_of(chosen)
+    assert chosen("target.device=cpu", "train.precision=bf16") == BF16
 
 
 def test_the_hardware_decides_and_it_is_said(machine, monkeypatch, tmp_path, capsys):

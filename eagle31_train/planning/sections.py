@@ -64,7 +64,8 @@ def target(plan: Planned) -> list[str]:
         cache = g.batch_size * longest * plan.cache_bytes / spread
     if c.extract.engine == "vllm":
         shared = c.extract.engine_args.get("tensor_parallel_size", 1)
-        stages["extraction"] = stored, shared, "extract.engine_args.tensor_parallel_size=N"
+        wider = "extract.engine_args.tensor_parallel_size=N" if shared < p.devices else "more devices, or larger ones"
+        stages["extraction"] = stored, shared, wider
     else:
         stages["extraction"] = loaded, spread, "extract.engine=vllm, or target.device_map=auto"
     if c.evaluate.backend == "transformers":  # quantized weights stay as they are

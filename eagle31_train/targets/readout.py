@@ -224,7 +224,7 @@ def _read(folder: Path, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) 
                 tensor = file.get_tensor(key)
         except (OSError, *foreign.NO_TENSORS) as error:
             raise _broken(folder, error) from None
-        if tuple(tensor.shape) != shape or not tensor.is_floating_point():
+        if tuple(tensor.shape) != shape or not tensor.is_floating_point() or tensor.itemsize < 2:  # FP8 has scales
             held = f"{key} as {list(tensor.shape)} {tensor.dtype}, the model {list(shape)}"
             raise UserError(f"{folder / files[key]} holds {held}: use extract.engine=transformers if it is quantized")
         tensors.append(tensor.to(dtype))

@@ -24,7 +24,8 @@ from eagle31_train.common.errors import UserError
 from eagle31_train.config import Config
 from eagle31_train.targets.description import kinds, pick_layers, read_raw
 from eagle31_train.targets.hf import DTYPES, Reference, check_length, pick_device, positions
-from eagle31_train.targets.readout import readout_from_checkpoint
+from eagle31_train.targets.pretrained import out_of_reach
+from eagle31_train.targets.readout import checkpoint_folder, readout_from_checkpoint
 from eagle31_train.targets.vllm_states import CANNOT, LAYERS, number
 
 # In one process vLLM schedules by the requests alone.
@@ -139,8 +140,10 @@ def _start(config: Config, layers: list[int]) -> Any:
     from vllm.transformers_utils.config import get_config
 
     target, wanted = config.target, config.extract.engine_args
+    # Where the hub cannot be asked vLLM would ask for minutes, and give up: the cache has the whole target.
+    path = str(checkpoint_folder(target)) if out_of_reach(target) else target.path
     arguments: dict[str, Any] = {
-        "model": target.path,
+        "model": path,
         "revision": target.revision,
         "dtype": target.dtype,
         "trust_remote_code": target.trust_remote_code,
@@ -156,10 +159,10 @@ def _start(config: Config, layers: list[int]) -> Any:
     try:
         # No more than the data needs: vLLM reserves memory for a conversation of the greatest length.
         # vLLM's own reading of the configuration, which knows more kinds than transformers.
-        read = get_config(target.path, target.trust_remote_code, revision=target.revision)
+        read = get_config(path, target.trust_remote_code, revision=target.revision)
         arguments["max_model_len"] = min(config.data.max_length + 1, positions(read) or float("inf"))
         return LLM(**{**arguments, **wanted, **more})
-    except (ValueError, TypeError, RuntimeError, AssertionError, NotImplementedError, OSError) as error:
+    except Exception as error:  # of a target and arguments that vLLM, or a library of its, stumbles over
         what = f"target.path={target.path} and extract.engine_args={wanted}"
         raise UserError(f"vLLM does not start with {what}: {error}") from error
 

@@ -9,6 +9,7 @@ in a KV cache group of their own, which is not possible beside the compressed ca
 from pathlib import Path
 from typing import Any
 
+from vllm.config import CompilationMode
 from vllm.model_executor.models.interfaces import EagleModelMixin, supports_eagle3
 from vllm.platforms import current_platform
 
@@ -35,6 +36,9 @@ class StatesWorker(PlatformWorker):
         # DeepSeek's classes add a residual, which there is none of before layer 0.
         if 0 in layers and not any(isinstance(module, EagleModelMixin) for module in model.modules()):
             raise ValueError(f"vLLM's {type(model).__name__} does not give the input of layer 0: leave it out")
+        compiled = self.vllm_config.compilation_config.mode == CompilationMode.VLLM_COMPILE
+        if 0 in layers and not (compiled or current_platform.is_cpu()):
+            raise ValueError("vLLM writes over the input of layer 0 where it does not compile the target")
         model.set_aux_hidden_state_layers(tuple(layers))
         self.model_runner.use_aux_hidden_state_outputs = True
 

@@ -54,6 +54,11 @@ def test_a_request_is_sent_again_until_there_is_a_whole_answer_as_late_as_the_se
     assert said.endswith("gives no answer (HTTP 503 busy): asking again, 8 times in all")
     body = {"model": "m", "messages": [ASK], "temperature": 0.5, "top_p": 0.9, "max_tokens": 7, "seed": 11}
     assert server.bodies == [body] * 5
+    replies.append((200, content, {}))
+    with answering(reply) as server:  # of gpt-oss vLLM reads it beside the template's variables alone
+        ask(server, replace(chatml, template_args={"reasoning_effort": "high"}))
+    args = {"reasoning_effort": "high", "chat_template_kwargs": {"reasoning_effort": "high"}}
+    assert server.bodies == [body | args]
     # Nothing comes before an answer is whole; a wait that ends sooner would end the run, at each try again.
     assert [Server(server.url, "m", chatml, tokens).timeout for tokens in (512, 16384)] == [600, 8192]
 

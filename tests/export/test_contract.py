@@ -42,6 +42,12 @@ def test_a_state_that_vllm_may_write_over_is_told_of():
     assert "without --enforce-eager" in contract.caveats(replace(TINY, aux_layers=[0, 2]))[-1]
 
 
+def test_users_of_gpt_oss_are_told_to_send_the_effort_that_the_drafter_was_trained_with():
+    for kind, told in (("gpt_oss", True), ("llama", False)):
+        sentences = card.caveats_of(TINY, {"target": {"model_type": kind}}, effort="high")
+        assert any("Send reasoning_effort=high with each request" in one for one in sentences) is told
+
+
 def test_contexts_are_compared_as_far_as_a_linear_rope_stretches_them():
     """128 positions, stretched twice, are those of a target of 256, and fewer than those of one of 128 times four."""
     short = replace(TINY, max_position_embeddings=128)

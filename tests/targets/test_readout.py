@@ -6,8 +6,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from made import message_of
 from pipeline import HIDDEN, LAYERS, VOCAB, tiny_llama
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from eagle31_train.config import TargetConfig
 from eagle31_train.model.linear import BLOCK, first_largest
@@ -49,6 +50,13 @@ def test_kimis_three_tensors_are_read_without_its_code(tmp_path, config, prefix)
     assert torch.equal(read.norm, model.model.norm.weight)
     assert torch.equal(read.head, model.lm_head.weight)
     assert (read.norm_kind, read.eps, read.depth, read.tied) == ("w", 1e-6, LAYERS, False)
+    file = tmp_path / "kimi" / "a.safetensors"
+    held = load_file(file)
+    fp8 = {n: t.to(torch.float8_e4m3fn) if n.endswith("lm_head.weight") else t for n, t in held.items()}
+    save_file(fp8, file)  # whose scale is a tensor of its own
+    assert "use extract.engine=transformers if it is quantized" in message_of(
+        readout_from_checkpoint, target, torch.float32
+    )
 
 
 @given(

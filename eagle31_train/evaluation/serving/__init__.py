@@ -75,8 +75,10 @@ def measure_serving(
     schedules: dict[str, dict[str, Any]] = {}
     scheduled: list[report.Row] = []
     for name, draft in drafts.items():
-        if drafts_in_parallel(draft):
-            continue  # vLLM 0.32 always drafts num_speculative_tokens with it, however few a schedule asks for
+        # vLLM 0.32 always drafts num_speculative_tokens with such a drafter, or in several replicas, whatever a
+        # schedule asks for.
+        if drafts_in_parallel(draft) or options.vllm_args.get("data_parallel_size", 1) != 1:
+            continue
         length = report.schedule(rows, name)
         if length and any(depth == 0 for *_, depth in length[RANGES]):
             # A drafter that drafts nothing still reads all tokens, so it is not as fast as none.
@@ -147,12 +149,14 @@ class _Servers:
 
     def _serve(self, draft: Path | None, length: Mapping[str, Any], what: str, log: Path) -> dict[str, Any]:
         """Start a server, let it answer everything, and end it: answers, and vLLM's counts, by concurrency, as JSON."""
+        from eagle31_train.targets.pretrained import out_of_reach  # imports transformers
+
         options, port = self.config.evaluate, pick_port()
         command = [options.vllm_python, "-m", MODULE, *flags(server_arguments(self.config, draft, length, port))]
         served: dict[str, Any] = {"answers": {}, "counted": {}}
         note(f"{what}: vLLM starts ({log})")
         with (
-            Server(command, port, log) as server,
+            Server(command, port, log, offline=out_of_reach(self.config.target) is not None) as server,
             Progress(total=sum(map(len, self.sent.values())), desc=what, unit="request") as bar,
         ):
             model = json.loads(server.ask("/v1/models")[1])["data"][0]["id"]

@@ -37,16 +37,19 @@ def pick_port() -> int:
 @dataclass
 class Server:
     """A server on loopback for as long as the `with` block lasts, or this process, whichever ends first: `command`
-    starts it, `port` is where it will listen, `log` the file for all that it says."""
+    starts it, `port` is where it will listen, `log` the file for all that it says; `offline`: the hub is out of reach,
+    and what its cache has is used."""
 
     command: list[str]
     port: int
     log: Path
+    offline: bool = False
 
     def __enter__(self) -> "Server":
         artifacts.make_folder(self.log.parent)
         # A key that the shell has would be asked of every request.
         environment = {**ENVIRONMENT, **{k: v for k, v in os.environ.items() if k != "VLLM_API_KEY"}}
+        environment |= {"HF_HUB_OFFLINE": "1"} if self.offline else {}
         keeper = Path(__file__).with_name("keeper.py")
         with self.log.open("w", encoding="utf-8") as log:
             log.write(f"$ {shlex.join(self.command)}\n")
