@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from transformers import CONFIG_MAPPING, PretrainedConfig
-from transformers.utils import cached_file
 from typing_extensions import TypedDict
 
 from eagle31_train.common import artifacts, foreign
@@ -122,10 +121,9 @@ def read_raw(target: TargetConfig) -> dict[str, Any]:
     there is none at target.path, or one of impossible sizes, or a drafter's."""
     found_by, where = source(target), f"target.path={target.path}"
     try:
-        found = cached_file(target.path, "config.json", **found_by) or f"{target.path}/config.json"
-        raw = foreign.read_object(Path(found))
-    except ValueError as error:
-        raise not_loaded(target, ValueError(f"config.json: {error}")) from None
+        _look_into(Path(target.path) / "config.json")
+        raw: dict[str, Any] = PretrainedConfig.get_config_dict(target.path, **found_by)[0]
+        foreign.check_depth(raw)
     except Exception as error:  # of a file that others made
         raise not_loaded(target, error) from None
     if not raw.get("model_type"):
@@ -139,6 +137,15 @@ def read_raw(target: TargetConfig) -> dict[str, Any]:
     if "draft_vocab_size" in raw or any("eagle3" in name.lower() for name in raw.get("architectures") or ()):
         raise UserError(f"{where} is a drafter, and no target: give the model that it drafts for")
     return raw
+
+
+def _look_into(file: Path) -> None:
+    """ValueError, naming the file, unless it is absent or holds a JSON object: transformers reads what lies there."""
+    try:
+        if file.exists():
+            foreign.read_object(file)
+    except ValueError as error:
+        raise ValueError(f"{file.name}: {error}") from None
 
 
 def _check_counts(value: Any, name: str = "config.json") -> None:
