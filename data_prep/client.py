@@ -23,13 +23,13 @@ from eagle31_train.common.errors import Refused, UserError
 from eagle31_train.common.foreign import Positions as Count
 from eagle31_train.rows.formats import Message, Tool, check_text, tool_calls
 from eagle31_train.targets.chat import ChatTemplate
+from eagle31_train.targets.markup import CHANNEL
 
 SLOWEST = 2  # tokens a second that a server is waited for
 LETTER = 64  # bytes of an answer for each of its tokens, and more than any of them takes as JSON
 TRIES = 8  # a minute and a half of waits
 LONGEST_WAIT = 300.0  # seconds, however long a server asks to be left alone
 BUSY = (408, 409, 424, 425, 429, 500, 502, 503, 504)  # asked again
-EFFORT = "reasoning_effort"
 HANGS = 2  # times in a row without any answer, after which another server is asked
 ABORTED = "an answer that it broke off"
 FAILS = ("HTTP 500", "HTTP 424", ABORTED)  # of a server that fails on some prompts, each time
@@ -81,8 +81,9 @@ class Server:
         self.options: dict[str, Any] = {}
         if self.template.template_args:
             self.options["chat_template_kwargs"] = self.template.template_args
-        if effort := self.template.template_args.get(EFFORT):  # of gpt-oss vLLM reads it here, and not there
-            self.options[EFFORT] = effort
+        effort = self.template.template_args.get("reasoning_effort")
+        if effort and CHANNEL in self.template.template:  # of gpt-oss vLLM reads it here, and not there
+            self.options["reasoning_effort"] = effort
         if self.template.hides_markup:
             self.options["skip_special_tokens"] = False
 

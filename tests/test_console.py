@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from transformers.utils import logging
 
 from eagle31_train.common import console
@@ -92,6 +93,24 @@ def test_an_output_that_is_full_is_an_error():
         done = eagle31("completion", "bash", stdout=full)
     said = b"error: standard output cannot be written (No space left on device): make room where it leads\n"
     assert (done.returncode, done.stderr) == (2, said)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), "the device has too little memory"),
+        (torch.AcceleratorError("CUDA error: out of memory"), "the device has too little memory"),
+        (torch.AcceleratorError("CUDA error: an illegal memory access"), None),
+        (ImportError("finegrained-fp8 needs kernels"), "install what is missing"),  # in a library's own words
+        (ModuleNotFoundError("No module named 'tiktoken'", name="tiktoken"), "install what is missing"),
+        (ModuleNotFoundError("No module named 'train.x'", name="train.x"), None),
+        (ImportError("cannot import name 'Nothing' from 'torch'", name="torch"), None),
+    ],
+)
+def test_a_full_device_and_a_missing_package_are_one_line_and_mistakes_of_ours_a_traceback(error, said, capsys):
+    with pytest.raises(SystemExit if said else type(error)), explained():
+        raise error
+    assert not said or said in capsys.readouterr().err
 
 
 def test_of_ranks_that_fail_alike_the_first_speaks_and_none_that_fails_otherwise_is_lost(monkeypatch, tmp_path, capsys):

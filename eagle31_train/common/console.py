@@ -32,6 +32,7 @@ BARS = {  # of libraries: the module and function that turn them off, and the va
 REMEDIES = {errno.ENOSPC: "make room", errno.EDQUOT: "make room", errno.EROFS: "choose another place"}
 CORRECTED = (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ELOOP)
 REMEDIES |= dict.fromkeys(CORRECTED, "correct the option or permissions")
+OURS = ("eagle31_train", "train", "data_prep")
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again later
 
 
@@ -84,13 +85,16 @@ def explained() -> Iterator[None]:
         what = f"{error.filename} cannot be used ({error.strerror})" if error.filename else error
         _say_once(f"error: {shown.line(what)}: {REMEDIES[error.errno]}")
         raise SystemExit(2) from None
-    except ImportError as error:  # of what a target's weights or code turn out to need, at its first pass
+    except ImportError as error:  # of a package that a target's weights or code turn out to want, at its first pass
+        named = error.name or ""  # none where a library asks for a package in words of its own
+        if named.partition(".")[0] in OURS or (named and not isinstance(error, ModuleNotFoundError)):
+            raise
         _say_once(f"error: {shown.line(error)}: install what is missing")
         raise SystemExit(2) from None
     except RuntimeError as error:
         if _said():  # another process has ended, and told why; this one has lost its connection
             raise SystemExit(2) from None
-        # torch's, which need not be imported here; of pinned memory, or a device that others fill, it is the other one.
+        # torch's, which need not be imported here; AcceleratorError: of pinned memory, or a device that others fill.
         if type(error).__name__ not in ("OutOfMemoryError", "AcceleratorError") or "out of memory" not in str(error):
             raise
         remedy = "lower data.generate.batch_size, extract.batch_tokens or evaluate.batch_size"

@@ -182,7 +182,8 @@ def takes_flash(q: Tensor, v: Tensor) -> bool:
 
 @cache
 def _has_flash(device: torch.device) -> bool:
-    """NVIDIA's since Ampere. That of AMD's lays the log-sum-exp out otherwise. Fake tensors have no GPU, and pass."""
+    """Whether we can use it: NVIDIA's since Ampere, and not AMD's, which lays the log-sum-exp out otherwise. Fake
+    tensors have no GPU, and pass."""
     if torch.version.hip is not None:
         return False
     return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 0)

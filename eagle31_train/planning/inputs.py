@@ -96,7 +96,9 @@ def read_target(config: Config) -> Target:
     how = raw.get("quantization_config") or (raw.get("text_config") or {}).get("quantization_config") or {}
     stored = weight_bytes(how, config.target.dtype)
     unpacked = how.get("quant_method") == MXFP4 and find_spec("kernels") is None
-    return Target(description_of(raw, text, path), sizes, stored, 2.0 if unpacked else stored)
+    return Target(
+        description_of(raw, text, path), sizes, stored, weight_bytes({}, config.target.dtype) if unpacked else stored
+    )
 
 
 def weight_bytes(quantization: Any, dtype: str) -> float:

@@ -54,11 +54,8 @@ def target(plan: Planned) -> list[str]:
     stages: dict[str, tuple[float, int, str]] = {}  # bytes of a weight, devices that share all, and what else would do
     cache, g = 0.0, c.data.generate
     if (c.regenerate or writes_prompts(c)) and not c.data.generate.server:
-        stages["answers"] = (
-            loaded,
-            spread,
-            ("data.generate.server=URL, target.device_map=auto, or a smaller data.generate.batch_size"),
-        )
+        remedy = "data.generate.server=URL, target.device_map=auto, or a smaller data.generate.batch_size"
+        stages["answers"] = loaded, spread, remedy
         # Where an answer of each batch is as long as it may be.
         longest = (work.tokens - work.assistant) / work.conversations + g.max_new_tokens
         cache = g.batch_size * longest * plan.cache_bytes / spread
@@ -77,11 +74,11 @@ def target(plan: Planned) -> list[str]:
         _line("parameters", _si(sizes.all), f"{_si(sizes.active)} that a token runs through, {origin}"),
     ]
     if loaded > stored:
-        lines.append(_line("unpacked", f"{loaded} bytes each", "MXFP4 in transformers without the package kernels"))
+        lines.append(_line("unpacked", f"{loaded:g} bytes each", "MXFP4 in transformers without the package kernels"))
     for stage, (value, devices, remedy) in stages.items():
         more = cache if stage == "answers" else 0.0
         each = (value * sizes.all / devices + more) / GIB
-        note = f"{more / GIB:.1f} of it KV cache, of {g.batch_size} at once" if more else ""
+        note = f"{more / GIB:.1f} GiB of it KV cache, of {g.batch_size} at once" if more else ""
         if each > SPARE * p.device_gib:
             note = f"TOO MUCH for {p.device_gib:g}: {remedy}"
         lines.append(_line(stage, f"{each:.1f} GiB", note))

@@ -87,8 +87,8 @@ class Bound(TypedDict):
 class Line:
     """What commits a shard, or another big file. fidelity: the gate's result, where it compared the shard. agreement:
     how far answers are the target's own (`targets.extraction.Agreement`), then the checksum of the draft vocabulary.
-    checksums: of a shard's parts, for readers of some: tokens, loss mask and arg-max; then the states of each sample.
-    Earlier versions had none of these, or some."""
+    checksums: of a shard's parts, for readers of some, 16 characters each: tokens, loss mask and arg-max together; then
+    the states of each sample. Earlier versions had none of these, or some."""
 
     name: str
     store: str  # fingerprint of the store that it belongs to
@@ -96,7 +96,7 @@ class Line:
     checksum: str
     fidelity: list[float] | None = None
     agreement: list[int] | None = None
-    checksums: list[str] | None = None
+    checksums: str | None = None  # one text: a list would take each process 90 bytes a sample
 
     def sealed(self) -> bytes:
         """One line of JSON with a checksum of itself."""
@@ -118,11 +118,10 @@ def read_record(storage: Storage, name: str, parse: Callable[[Any], T], store: s
 
 def read_twice(storage: Storage, name: str, read: Callable[[], T]) -> T:
     """`read()` of a file; where that says that it is damaged, once more, from where the file lies."""
-    try:
+    with suppress(DamagedError):
         return read()
-    except DamagedError:
-        storage.forget(name)
-        return read()
+    storage.forget(name)  # no sooner: an error that is being handled keeps the file mapped, whose pages then stay
+    return read()
 
 
 def parse_record(data: bytes, where: str, parse: Callable[[Any], T], store: str | None = None) -> T:

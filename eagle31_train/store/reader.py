@@ -6,6 +6,7 @@ import time
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -141,13 +142,14 @@ class Store:
             return self._open[shard.name]
 
     def _map(self, shard: PlannedShard, whole: bool) -> ShardFile:
-        by_part = not (whole or self.storage.remote)
+        line = self._lines[shard.name]
         try:
             status = self.storage.opened(shard.name, Path.stat)
             version = status.st_ino, status.st_mtime_ns  # others, if it was replaced or fetched anew since
+            if not whole and line.checksums and not self.storage.remote:
+                return open_shard(self.storage, self.plan, shard, line, self.states, "parts")
             known = not whole and self._verified.get(shard.name) == version
-            line = self._lines[shard.name]
-            file = open_shard(self.storage, self.plan, shard, line, self.states, known, by_part)
+            file = open_shard(self.storage, self.plan, shard, line, self.states, "nothing" if known else "whole")
             self._verified[shard.name] = version
             return file
         except DamagedError as error:
@@ -201,10 +203,10 @@ class StoreSplit:
     def read(self, index: int, states: bool = True) -> Document:
         """One sample, with the states that are needed (see `Document`), mapped from the file until they are used."""
         shard = self.shard_of(index)
-        try:
+        with suppress(DamagedError):
             return self.store.open(shard).read(index - shard.first, states)
-        except DamagedError:  # a disk may err for once
-            return self.store.open(shard, whole=True).read(index - shard.first, states)
+        # A disk may err for once. Not while the error is handled, see `read_twice`.
+        return self.store.open(shard, whole=True).read(index - shard.first, states)
 
     def read_all(self, indices: Iterable[int]) -> list[Document]:
         return [self.read(index) for index in indices]

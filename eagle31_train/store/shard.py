@@ -9,10 +9,11 @@ For S samples of N tokens together, of which slots attend to C and M are supervi
 Where a sample's rows begin follows from the lengths and the loss mask, and is stored nowhere else.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file
@@ -29,7 +30,7 @@ from eagle31_train.store.tensors import checksum, save_file
 NONE = plain(torch.empty(0, 0))
 
 
-def write_shard(path: Path, documents: Sequence[Document]) -> list[str]:
+def write_shard(path: Path, documents: Sequence[Document]) -> str:
     """Write samples, whose states are encoded by the store's codecs, into a file; the checksums of its parts, as `Line`
     has them."""
     tensors = {
@@ -43,7 +44,7 @@ def write_shard(path: Path, documents: Sequence[Document]) -> list[str]:
         if CODECS[joined.codec].channels:
             tensors[f"{name}.channels"] = joined.channels
     save_file(tensors, path)
-    return [checksum(tensors[name] for name in ("tokens", "loss_mask", "top1")), *map(_of_states, documents)]
+    return checksum(tensors[name] for name in ("tokens", "loss_mask", "top1")) + "".join(map(_of_states, documents))
 
 
 def _of_states(document: Document) -> str:
@@ -57,16 +58,17 @@ class ShardFile:
     as its line's `checksums` say, of states when they are first read; one of `foreign.NO_TENSORS` if it is no shard."""
 
     def __init__(
-        self, path: Path, lengths: Sequence[int], shape: Shape, vocab_size: int, checksums: Sequence[str] | None = None
+        self, path: Path, lengths: Sequence[int], shape: Shape, vocab_size: int, checksums: str | None = None
     ) -> None:
         tensors = load_file(path)  # maps it
         self.tokens, self.loss_mask, self.top1 = tensors["tokens"], tensors["loss_mask"], tensors["top1"]
         for tensor, dtype in ((self.tokens, torch.int32), (self.loss_mask, torch.bool), (self.top1, torch.int32)):
             if tensor.dim() != 1 or tensor.dtype != dtype:
                 raise DamagedError(f"holds {list(tensor.shape)} {tensor.dtype} for a list of {dtype}")
-        if checksums and checksum([self.tokens, self.loss_mask, self.top1]) != checksums[0]:
+        whole, *of_samples = re.findall(r".{16}", checksums) if checksums else [None]
+        if whole and checksum([self.tokens, self.loss_mask, self.top1]) != whole:
             raise DamagedError("is not as it was written (a checksum differs)")
-        self._unread = dict(enumerate(checksums[1:] if checksums else []))  # samples → what their states must be
+        self._unread = dict(enumerate(of_samples))  # samples → what their states must be
         total = sum(lengths)
         if not len(self.tokens) == len(self.loss_mask) == len(self.top1) == total:
             raise DamagedError(f"holds {len(self.tokens)} tokens, not {total}")
@@ -98,8 +100,8 @@ class ShardFile:
         aux = self.aux.of_document(index, cut(self._aux_edges)) if states else NONE
         last = self.last.of_document(index, cut(self._last_edges)) if states else NONE
         document = Document(self.tokens[tokens].long(), self.loss_mask[tokens], self.top1[tokens].long(), aux, last)
-        if states and index in self._unread:
-            if _of_states(document) != self._unread[index]:
+        if states and (expected := self._unread.get(index)) is not None:
+            if _of_states(document) != expected:
                 raise DamagedError("is not as it was written (a sample's checksum differs)")
             self._unread.pop(index, None)  # which another thread may have done meanwhile
         return document
@@ -137,17 +139,16 @@ def open_shard(
     shard: PlannedShard,
     line: Line,
     states: Mapping[str, Any],
-    verified: bool = False,
-    by_part: bool = False,
+    compare: Literal["whole", "parts", "nothing"] = "whole",
 ) -> ShardFile:
-    """A shard's file, if it is what the plan, its line and the store's states say; see `open_checked`. `by_part`: it is
-    compared part by part, when each is first read, where its line says how; and not as a whole now."""
+    """A shard's file, if it is what the plan, its line and the store's states say; see `open_checked`. `compare`: with
+    its checksum now, with those of its parts when each is first read, or with none."""
     lengths, shape = plan.lengths[shard.split][shard.first : shard.end], shape_of(states)
-    sums = line.checksums if by_part and line.checksums and len(line.checksums) == 1 + len(lengths) else None
+    checksums = line.checksums if compare == "parts" else None
     return open_checked(
         storage,
         line,
-        lambda path: ShardFile(path, lengths, shape, states["vocab_size"], sums),
+        lambda path: ShardFile(path, lengths, shape, states["vocab_size"], checksums),
         f" ({shard.samples()})",
-        verified or sums is not None,
+        verified=compare != "whole",
     )

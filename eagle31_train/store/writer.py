@@ -149,7 +149,7 @@ class StoreWriter:
         # The same bytes replace those of an earlier start: a training that begins meanwhile finds them all along.
         self._commit(file, lambda path: save_file({name: one.cpu() for name, one in tensors.items()}, path), old)
 
-    def _commit(self, name: str, save: Callable[[Path], list[str] | None], old: Line | None, **facts: Any) -> Line:
+    def _commit(self, name: str, save: Callable[[Path], str | None], old: Line | None, **facts: Any) -> Line:
         """Build a big file by `save`, give it its name, then write its line, with these facts and the checksums of its
         parts that `save` returns; nothing else of it stays."""
         scratch = self.storage.scratch(name)

@@ -55,10 +55,13 @@ def test_a_request_is_sent_again_until_there_is_a_whole_answer_as_late_as_the_se
     body = {"model": "m", "messages": [ASK], "temperature": 0.5, "top_p": 0.9, "max_tokens": 7, "seed": 11}
     assert server.bodies == [body] * 5
     replies.append((200, content, {}))
+    replies.append((200, content, {}))
+    effort = {"reasoning_effort": "high"}
     with answering(reply) as server:  # of gpt-oss vLLM reads it beside the template's variables alone
-        ask(server, replace(chatml, template_args={"reasoning_effort": "high"}))
-    args = {"reasoning_effort": "high", "chat_template_kwargs": {"reasoning_effort": "high"}}
-    assert server.bodies == [body | args]
+        for comment in ("", "{# <|channel|> #}"):
+            ask(server, replace(chatml, template=chatml.template + comment, template_args=effort))
+    args = {"chat_template_kwargs": effort}
+    assert server.bodies == [body | args, body | args | effort]
     # Nothing comes before an answer is whole; a wait that ends sooner would end the run, at each try again.
     assert [Server(server.url, "m", chatml, tokens).timeout for tokens in (512, 16384)] == [600, 8192]
 

@@ -351,4 +351,4 @@ def test_a_schedule_is_served_and_compared_with_the_fixed_number_of_each_load(la
         assert line.startswith(f"ours by load at concurrency {users}: {row['speedup'][0]:.2f} × ")
     assert served["verdict"][0] == f"ours by load: {json.dumps(options)} in --speculative-config"
     assert launch(tensors=["mask_hidden"])["schedules"] == {}, "of a parallel drafter there is none"
-    assert launch("+evaluate.vllm_args={data_parallel_size: 2}")["schedules"] == {}, "vLLM drops it, with a warning"
+    assert launch("+evaluate.vllm_args={data-parallel-size: 2}")["schedules"] == {}, "vLLM drops it, with a warning"

@@ -91,7 +91,9 @@ def test_mxfp4_is_planned_unpacked_where_transformers_would_unpack_it(tmp_path, 
         assert (sizes.weight_bytes, sizes.loaded_bytes) == (0.5, loaded)
         text = "\n".join(sections.target(planned(target, "regenerate=true")))
         shown = {line.split()[0]: line.split()[1] for line in text.splitlines()}
-        assert (shown.get("unpacked"), shown["answers"]) == (("2.0", "39.9") if loaded == 2.0 else (None, "10.6"))
+        assert (shown.get("unpacked"), shown["answers"]) == (("2", "39.9") if loaded == 2.0 else (None, "10.6"))
+    monkeypatch.setattr(inputs, "find_spec", lambda name: None)
+    assert planned(target, "target.dtype=float32").target.loaded_bytes == 4.0
     served = planned(target, "regenerate=true", "data.generate.server=http://x/v1", "extract.engine=vllm")
     assert [line.split()[1] for line in sections.target(served) if "extraction" in line] == ["9.7"]
 

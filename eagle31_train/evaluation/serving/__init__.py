@@ -72,12 +72,13 @@ def measure_serving(
     rows = [row(None, 0, users, load) for users, load in plain.items()]
     rows += [row(*which, users, load) for which, by_users in loads.items() for users, load in by_users.items()]
     best = report.best(rows)
+    replicas = server_arguments(config, None, {}, 0).get("data_parallel_size", 1)
     schedules: dict[str, dict[str, Any]] = {}
     scheduled: list[report.Row] = []
     for name, draft in drafts.items():
         # vLLM 0.32 always drafts num_speculative_tokens with such a drafter, or in several replicas, whatever a
         # schedule asks for.
-        if drafts_in_parallel(draft) or options.vllm_args.get("data_parallel_size", 1) != 1:
+        if drafts_in_parallel(draft) or replicas != 1:
             continue
         length = report.schedule(rows, name)
         if length and any(depth == 0 for *_, depth in length[RANGES]):
