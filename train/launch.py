@@ -143,9 +143,11 @@ def deepspeed_plugin(t: TrainConfig) -> DeepSpeedPlugin:
         "scheduler": (None,),
         "gradient_accumulation_steps": (None, 1, "auto"),
         "gradient_clipping": (None, "auto", t.max_grad_norm),
+        "communication_data_type": (None, "fp32"),
     }
     wrong = [name for name, values in harmless.items() if settings.get(name) not in values]
-    wrong += [half for half in ("fp16", "bf16") if settings.pop(half, {}).get("enabled") not in (None, False, "auto")]
+    halves = ("fp16", "bf16", "torch_autocast")
+    wrong += [half for half in halves if settings.pop(half, {}).get("enabled") not in (None, False, "auto")]
     if wrong:
         raise UserError(f"remove {', '.join(wrong)} from DeepSpeed's settings, and set train.* instead: {SEE}")
     if settings.get("zero_optimization", {}).get("stage", 0) == 0:

@@ -194,6 +194,7 @@ class Trainer:
         main = self.accelerator.is_main_process
         if main:
             self.saver.wait()  # for the previous checkpoint, so that there are never two in memory
+        self.accelerator.wait_for_everyone()  # with PATIENCE: DeepSpeed's own groups, of the snapshot, have less
         snapshot = take_snapshot(self.parallel, self.state, self.data.shape)
         if main:
             self.saver.save(snapshot, required, best)

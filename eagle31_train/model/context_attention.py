@@ -17,13 +17,13 @@ width; n queries and m keys of a piece.
 """
 
 from collections.abc import Iterator, Sequence
-from functools import cache
 
 import torch
 from torch import Tensor
 from torch.nn import attention
 from torch.nn import functional as F
 
+from eagle31_train.model.linear import since_ampere
 from eagle31_train.model.packing import Layout, Run, Segments
 
 BLOCK = 256  # queries whose scores the plain kernel holds at once
@@ -174,19 +174,10 @@ def _plain_scores(q: Tensor, keys: Tensor, band: Band | None, scale: float) -> T
 
 def takes_flash(q: Tensor, v: Tensor) -> bool:
     """Whether CUDA's flash kernel takes these: 16 bits, widths up to 256 that are multiples of 8, and a GPU that has
-    it."""
+    it: AMD's lays the log-sum-exp out otherwise."""
     width = max(q.shape[-1], v.shape[-1])
     fits = q.dtype in (torch.bfloat16, torch.float16) and width <= 256 and width % 8 == 0
-    return q.device.type == "cuda" and fits and _has_flash(q.device)
-
-
-@cache
-def _has_flash(device: torch.device) -> bool:
-    """Whether we can use it: NVIDIA's since Ampere, and not AMD's, which lays the log-sum-exp out otherwise. Fake
-    tensors have no GPU, and pass."""
-    if torch.version.hip is not None:
-        return False
-    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 0)
+    return q.device.type == "cuda" and fits and since_ampere(q.device)
 
 
 def replaced() -> str | None:

@@ -8,6 +8,7 @@ For bf16 products on a CPU torch calls oneDNN, which compiles a kernel for every
 rows differs in every training step, so large numbers are rounded up to a multiple of ROWS with rows of zeros.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -88,6 +89,15 @@ def spare_rows(count: int, x: Tensor) -> int:
 def filled_up(x: Tensor, spare: int) -> Tensor:
     """x [n, ...] and behind it `spare` rows of zeros; x itself if that is 0."""
     return torch.cat([x, x.new_zeros(spare, *x.shape[1:])]) if spare else x
+
+
+@cache
+def since_ampere(device: torch.device) -> bool:
+    """Whether a CUDA device is NVIDIA's of Ampere or later: others lack kernels that we use, or AMD's give results
+    in another layout. Fake tensors have no GPU, and pass."""
+    if torch.version.hip is not None:
+        return False
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

@@ -20,7 +20,16 @@ from eagle31_train.kernels.divergence import fused_divergence, teacher_sums
 from eagle31_train.model.batch import Batch
 from eagle31_train.model.drafter import Drafter
 from eagle31_train.model.layer import Mlp
-from eagle31_train.model.linear import compute_dtype, filled_up, first_largest, linear, product, soft_capped, spare_rows
+from eagle31_train.model.linear import (
+    compute_dtype,
+    filled_up,
+    first_largest,
+    linear,
+    product,
+    since_ampere,
+    soft_capped,
+    spare_rows,
+)
 from eagle31_train.model.norm import RMSNorm, rms_norm
 
 
@@ -256,7 +265,7 @@ def blocks(chunks: list[tuple[int, int, int, int]], rows: int) -> list[tuple[int
 def add_product(total: Tensor, logits: Tensor, states: Tensor, part: int) -> None:
     """total [Vd, D] += logits [P, Vd].T @ states [P, D], in slices of at most `part` values. In 16 bits on CUDA cuBLAS
     itself adds to the fp32 sum: nothing is rounded to bf16, and it takes a seventh less time on an H100."""
-    if ADDS_IN_FP32 and logits.is_cuda and logits.dtype != total.dtype:
+    if ADDS_IN_FP32 and logits.is_cuda and logits.dtype != total.dtype and since_ampere(logits.device):
         torch.addmm(total, logits.T, states, out_dtype=torch.float32, out=total)
         return
     rows = part // total.shape[1]

@@ -22,7 +22,7 @@ from transformers.integrations import sdpa_attention
 
 from eagle31_train.common.errors import UserError
 from eagle31_train.config import Config, ExtractConfig, TargetConfig
-from eagle31_train.model import context_attention
+from eagle31_train.model.linear import since_ampere
 from eagle31_train.targets import description, hf, pretrained
 from eagle31_train.targets.description import describe_target
 from eagle31_train.targets.hf import (
@@ -282,16 +282,16 @@ def test_shared_keys_are_repeated_where_cudas_flash_kernel_does_not_take_them(mo
     keys = {dtype: SimpleNamespace(device=torch.device("cuda:0"), dtype=dtype, shape=(1, 2, 9, 64)) for dtype in FLOATS}
     on_cpu = torch.zeros(1, 2, 9, 64)
     for capability, shared in (((8, 0), FLOATS[1:]), ((7, 5), ())):
-        context_attention._has_flash.cache_clear()
+        since_ampere.cache_clear()
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
         assert tuple(d for d in FLOATS if sdpa_attention.use_gqa_in_sdpa(None, keys[d], keys[d])) == shared
         assert sdpa_attention.use_gqa_in_sdpa(None, on_cpu, on_cpu)
         assert not sdpa_attention.use_gqa_in_sdpa(on_cpu, on_cpu, on_cpu), "as ever, with a mask"
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    context_attention._has_flash.cache_clear()
+    since_ampere.cache_clear()
     assert not sdpa_attention.use_gqa_in_sdpa(None, keys[torch.bfloat16], keys[torch.bfloat16])
-    context_attention._has_flash.cache_clear()
+    since_ampere.cache_clear()
 
 
 def test_a_target_whose_weights_are_not_all_there_is_refused(tmp_path):

@@ -1,5 +1,6 @@
 """What was launched is what was asked for, or training stops with one line that says what to do."""
 
+import json
 import os
 from types import SimpleNamespace
 
@@ -90,6 +91,19 @@ def test_settings_that_our_profiles_name_are_found_from_any_folder(monkeypatch, 
     own.write_text('{"zero_optimization": {"stage": 0}}')
     use(monkeypatch, {**DEEPSPEED, launch.SETTINGS: "configs/deepspeed/zero3.json"})
     assert "shards nothing" in message_of(launch.deepspeed_plugin, TrainConfig())
+
+
+def test_deepspeeds_settings_that_would_compute_otherwise_are_refused(monkeypatch, tmp_path):
+    use(monkeypatch, {**DEEPSPEED, launch.SETTINGS: str(tmp_path / "own.json")})
+    for given in (
+        {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+        {"communication_data_type": "bf16"},
+        {"bf16": {"enabled": True}},
+    ):
+        (tmp_path / "own.json").write_text(json.dumps({"zero_optimization": {"stage": 2}, **given}))
+        assert f"remove {next(iter(given))} from DeepSpeed's settings" in message_of(
+            launch.deepspeed_plugin, TrainConfig()
+        )
 
 
 TWO, ON_CPU = {"WORLD_SIZE": "2"}, {"ACCELERATE_USE_CPU": "true"}
