@@ -72,13 +72,10 @@ def measure_serving(
     rows = [row(None, 0, users, load) for users, load in plain.items()]
     rows += [row(*which, users, load) for which, by_users in loads.items() for users, load in by_users.items()]
     best = report.best(rows)
-    replicas = server_arguments(config, None, {}, 0).get("data_parallel_size", 1)
     schedules: dict[str, dict[str, Any]] = {}
     scheduled: list[report.Row] = []
     for name, draft in drafts.items():
-        # vLLM 0.32 always drafts num_speculative_tokens with such a drafter, or in several replicas, whatever a
-        # schedule asks for.
-        if drafts_in_parallel(draft) or replicas != 1:
+        if not _follows_schedules(config, draft):
             continue
         length = report.schedule(rows, name)
         if length and any(depth == 0 for *_, depth in length[RANGES]):
@@ -111,6 +108,12 @@ def measure_serving(
         "verdict": report.verdict(best, schedules, scheduled),
         "notes": report.notes([*rows, *scheduled]),
     }
+
+
+def _follows_schedules(config: Config, draft: Path) -> bool:
+    """Whether vLLM 0.32 does. With a parallel drafter, or in several replicas, it always drafts one number."""
+    replicas: int = server_arguments(config, None, {}, 0).get("data_parallel_size", 1)
+    return replicas == 1 and not drafts_in_parallel(draft)
 
 
 @dataclass(frozen=True)
