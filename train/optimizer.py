@@ -23,6 +23,7 @@ MOMENTS = (*ADAMW, "momentum_buffer")  # and Muon's
 MOMENTUM = 0.95
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Jordan's coefficients
 ITERATIONS = 5
+STRIPE = 192  # rows that a CPU multiplies at once where the product is symmetric; of 96 to 288 it was the fastest
 
 
 class Muon(torch.optim.Optimizer):
@@ -111,9 +112,24 @@ def orthogonal(matrix: Tensor) -> Tensor:
     x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
     x = x / x.norm().clamp(min=1e-7)
     for _ in range(ITERATIONS):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        x = torch.addmm(x, symmetric(symmetric(x), beta=b, alpha=c), x, beta=a)
     return x.T if matrix.shape[0] > matrix.shape[1] else x
+
+
+def symmetric(x: Tensor, beta: float = 0.0, alpha: float = 1.0) -> Tensor:
+    """[m, n] → [m, m], alpha · x·xᵀ, with `beta` of a symmetric x more. A CPU multiplies the lower half, stripe by
+    stripe, and mirrors it: a tenth to a quarter less time for Muon (docs/log.md). A stripe would not fill a GPU, which
+    multiplies all."""
+    rows = min(STRIPE, len(x)) if x.device.type == "cpu" else len(x)
+    whole = x.new_empty(len(x), len(x))
+    for first in range(0, len(x), rows):
+        some, upto = x[first : first + rows], x[: first + rows]
+        stripe = torch.addmm(some[:, : len(upto)], some, upto.T, beta=beta, alpha=alpha) if beta else some @ upto.T
+        if rows == len(x):
+            return stripe
+        whole[first : first + rows, : len(upto)] = stripe
+        whole[:first, first : first + rows] = stripe[:, :first].T
+    return whole
 
 
 class MuonAndAdamW:

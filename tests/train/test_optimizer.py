@@ -67,3 +67,11 @@ def test_updates_are_torchs_own_to_the_bit_in_bf16(size, precision):
     change = (theirs.detach() - before).double()
     ours = update_of(weights, gradients, replace(T, precision=precision))
     assert (ours - change).norm() <= NEAR[precision] * change.norm()
+
+
+@pytest.mark.parametrize("rows", [optimizer.STRIPE - 1, 2 * optimizer.STRIPE, 3 * optimizer.STRIPE + 5])
+def test_stripes_of_a_symmetric_product_are_the_product(rows):
+    x = torch.randn(rows, 300, dtype=torch.float64, generator=torch.Generator().manual_seed(rows))
+    gram = optimizer.symmetric(x)
+    torch.testing.assert_close(gram, x @ x.T)
+    torch.testing.assert_close(optimizer.symmetric(gram, beta=-4.0, alpha=2.0), 2 * gram @ gram - 4 * gram)
