@@ -35,7 +35,7 @@ def page() -> str:
 def _row(name: str, in_any: Any) -> str:
     field = OPTIONS[name][1]
     default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-    shown = "required" if default == "???" else _value(default)
+    shown = "the target's" if name == "name" else "required" if default == "???" else _value(default)
     other = "" if in_any in (ABSENT, default) else _value(in_any)
     text = field.metadata["help"].replace("|", "\\|")
     return f"| `{name}` | {shown} | {other} | {text} |"

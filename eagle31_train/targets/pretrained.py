@@ -14,7 +14,7 @@ from eagle31_train.common import artifacts, foreign
 from eagle31_train.common.errors import UserError, first_line
 from eagle31_train.config import TargetConfig
 
-EMBEDDED = "the embedded target is made by `python -m eagle31_train.targets.embedded`"
+MADE_HERE = {"SmolLM2-135M-Instruct": "embedded", "kimi-toy": "toy"}  # name in models/ → the module that makes it
 ELSEWHERE = "give a local folder, or download it where there is a network and set HF_HOME to that cache"
 TRIES = 2  # more, a second or two apart, before the hub counts as out of reach
 NOT_WHOLE = "a file is cut short, or only git-lfs's pointer to one (`git lfs pull` fetches them): copy it again"
@@ -54,7 +54,8 @@ def source(target: TargetConfig) -> dict[str, Any]:
     if Path(target.path).is_file():
         raise UserError(f"target.path={target.path} is a file: give its folder")
     if not Path(target.path).exists() and target.path.startswith(("/", ".", "~", "models/")):
-        remedy = EMBEDDED if target.path.startswith("models/SmolLM2") else "give a folder, or a hub id"
+        maker = MADE_HERE.get(Path(target.path).name)
+        remedy = f"`python -m eagle31_train.targets.{maker}` makes it" if maker else "give a folder, or a hub id"
         raise UserError(f"target.path={target.path} does not exist: {remedy}")
     return {"revision": target.revision, **({"local_files_only": True} if out_of_reach(target) else {})}
 
