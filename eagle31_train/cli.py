@@ -33,7 +33,7 @@ from eagle31_train.common.console import explained, note, parser, say, tidy
 from eagle31_train.common.errors import UserError
 from eagle31_train.common.locations import CONFIGS, project
 from eagle31_train.config import Config, TargetConfig, check_value
-from eagle31_train.earlier import REMOVED, RENAMED
+from eagle31_train.earlier import REMOVED, RENAMED, UNSET
 
 ANY = "+experiment=any"  # the recipe of a command line that names none
 GIVEN = "experiment=given"  # the recipe that was given as a file
@@ -158,9 +158,9 @@ def _with_new_names(composed: DictConfig) -> DictConfig:
     """The configuration with values of old names given to the options that they mean, which is said."""
     values: Any = _at_home(OmegaConf.to_container(composed))
     for old in (*RENAMED, *REMOVED):
-        section, _, key = old.partition(".")
-        value = values[section].pop(key)
-        if value is None or (old in REMOVED and not value):
+        section, _, key = old.rpartition(".")
+        value = (values[section] if section else values).pop(key)
+        if value is None or (old in REMOVED and (not value or value == UNSET.get(old))):
             continue
         _say_new_name(old)
         if old in RENAMED:

@@ -194,7 +194,7 @@ def exported(drafter: str) -> Path:
             raise UserError(f"{drafter}: {error}") from None
         return folder
     trained = DrafterCheckpoint.open(drafter)
-    if not is_export_of(read_export(folder), trained.shape, trained.vocab.target_ids.tolist(), "target"):
+    if not is_export_of(read_export(folder), trained.shape, trained.vocab.target_ids.tolist()):
         raise UserError(
             f"{folder / 'export'} was made smaller than what was trained (its export_… options): name the "
             "folder itself, or export again without these"

@@ -20,7 +20,6 @@ FORMATS = ("auto", "messages", "sharegpt", "alpaca", "turns", "prompt")
 ROW_FILES = (".jsonl", ".json", ".csv", ".parquet")  # and these with .gz
 ENGINES = ("transformers", "vllm")
 KERNELS = ("auto", "fused", "plain")
-WEIGHTS = ("target", "int8")
 EXPORTS = ("vllm", "speculators", "sglang")
 
 
@@ -325,7 +324,6 @@ class Config:
     export_format: str = opt("vllm", "export: speculators names the target; sglang is for SGLang and vLLM", EXPORTS)
     export_sliding_window: int | None = opt(None, "evaluate, export: tokens that attention sees from here on", above=0)
     export_vocab_size: int | None = opt(None, "evaluate, export: keep so many draft tokens, the most used", at_least=1)
-    export_weights: str = opt("target", "evaluate, export: target.dtype, or int8 in half the bytes", choices=WEIGHTS)
     comparisons: list[str] = opt([], "export: folders that `eagle31 compare` wrote, for the card")
     target: TargetConfig = field(default_factory=TargetConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -87,7 +87,7 @@ def serve(config: Config) -> None:
     exported, checkpoint = read_export(run_dir), DrafterCheckpoint.open(run_dir / "export")
     if (run_dir / "train" / artifacts.MANIFEST).is_file():
         made = served(config)
-        if not is_export_of(exported, made.shape, made.vocab.target_ids.tolist(), config.export_weights):
+        if not is_export_of(exported, made.shape, made.vocab.target_ids.tolist()):
             remedy = "give the export_ options that it was made with, or run `eagle31 export` again"
             raise UserError(f"{run_dir / 'export'} was not exported so: {remedy}")
     engine = check_serving(config)

@@ -2,7 +2,7 @@
 
     eagle31 export +experiment=smollm2
     eagle31 export +experiment=smollm2 push=true repo=me/my-draft private=true
-    eagle31 export +experiment=smollm2 export_weights=int8 export_vocab_size=4096
+    eagle31 export +experiment=smollm2 export_vocab_size=4096
 
 Reads `train/`'s newest weights and the draft vocabulary, holds them against the contract, and
 writes `export/` (config.json, model.safetensors, README.md and its pictures) whole or not at all.
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from eagle31_train import cli, provenance
-from eagle31_train.checkpoint import config_json, contract, hub, int8, published_config, run_folder
+from eagle31_train.checkpoint import config_json, contract, hub, published_config, run_folder
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.checkpoint.run_folder import CARD, EXPORT, EXPORTED, MODEL, TRAIN
 from eagle31_train.checkpoint.smaller import served
@@ -100,7 +100,7 @@ def export(config: Config) -> None:
             artifacts.write_json(run / EXPORTED, record | {"seconds": round(time.monotonic() - started, 1)})
         note(f"export: wrote {run / 'export'}")
     effort = config.target.template_args.get("reasoning_effort")
-    for caveat in card.caveats_of(shape, data, config.export_weights, effort):
+    for caveat in card.caveats_of(shape, data, effort):
         note(f"export: {caveat}")
     drafter = str(run / "export")
     if config.push and config.repo:
@@ -188,9 +188,8 @@ def exported_shape(config: Config, checkpoint: DrafterCheckpoint) -> DrafterShap
 def write_checkpoint(checkpoint: DrafterCheckpoint, shape: DrafterShape, config: Config, folder: Path) -> None:
     """Write what vLLM serves, the weights rounded to the target's dtype; a UserError if they break the contract in it,
     or the format has no such drafters. shape: the checkpoint's; max_position_embeddings may be another one."""
-    dtype, rounded = config.target.dtype, checkpoint.rounded
-    tensors = dict(checkpoint.tensors)
-    tensors |= {name: one.to(getattr(torch, dtype)) for name, one in tensors.items() if name not in rounded}
+    dtype = config.target.dtype
+    tensors = {name: one.to(getattr(torch, dtype)) for name, one in checkpoint.tensors.items()}
     contract.require(tensors, shape, str(checkpoint.folder / MODEL))
     if checkpoint.vocab.pruned:  # else vLLM has no parameter to put d2t into, and refuses it
         tensors["d2t"] = torch.from_numpy(checkpoint.vocab.d2t)
@@ -211,9 +210,6 @@ def write_checkpoint(checkpoint: DrafterCheckpoint, shape: DrafterShape, config:
             tensors[f"layers.{number}.hidden_norm.weight"] = norm.clone()
     else:
         fields = config_json.config_json(shape, dtype, config.target_name)
-    if rounded:
-        fields[int8.QUANTIZED] = int8.QUANTIZATION
-        tensors = int8.quantized(tensors)
     artifacts.write_json(folder / "config.json", fields)
     save_file(tensors, folder / MODEL, metadata={"format": "pt"})
     meant = dataclasses.replace(shape, rope_scaling=config_json.rope_scaling(shape))  # in config.json's words

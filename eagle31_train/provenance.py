@@ -296,6 +296,4 @@ def of_export(
     }
     if config.export_format != "vllm":  # it names the draft tokens, too
         checkpoint |= {"format": config.export_format, "draft_tokens": config.evaluate.num_speculative_tokens}
-    if config.export_weights != "target":
-        checkpoint["weights_as"] = config.export_weights
     return Provenance(checkpoint)

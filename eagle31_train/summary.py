@@ -37,8 +37,7 @@ def summarise(config: Config) -> None:
     drafter = served(config)
     drafter.check_target(config.target, by_name=True, store=read_manifest(config))
     key, made = ("export", exported["checkpoint"]) if by_vllm else ("checkpoint", drafter.identity)
-    target_ids = drafter.vocab.target_ids.tolist()
-    if not run_folder.is_export_of(exported, drafter.shape, target_ids, config.export_weights):
+    if not run_folder.is_export_of(exported, drafter.shape, drafter.vocab.target_ids.tolist()):
         remedy = "give these here, or run `eagle31 export` without"
         raise UserError(f"{run_dir / 'export'} was made with other export_ options: {remedy}")
     if evaluated["inputs"].get(key) != made:

@@ -39,9 +39,7 @@ COMMANDS = {
     "export": Command("export", "evaluate", EXPORT, few=1),
     "export for speculators": Command("export export_format=speculators", "evaluate", EXPORT),
     "export for SGLang": Command("export export_format=sglang", "evaluate", EXPORT),
-    "export smaller": Command(
-        "export export_weights=int8 export_vocab_size=40 export_sliding_window=16", "evaluate", EXPORT
-    ),
+    "export smaller": Command("export export_vocab_size=40 export_sliding_window=16", "evaluate", EXPORT),
     "push": Command("export push=true repo=me/draft", "evaluate", EXPORT, few=1),
     "compare": Command(f"compare {RUN} other:{EXPORT}", "export", few=1),
     "report": Command(f"report {RUN}", "evaluate", f"{RUN}/report", few=1),

@@ -48,7 +48,6 @@ DEEP = ["drafter.num_layers=2", "drafter.qk_norm=true", "drafter.norm_before_fc=
 RUNS = {
     "Llama": ("SmolLM2", SMOLLM2),
     "Llama, tied embeddings": ("llama-tied", FAMILY),
-    "Llama, int8": ("llama-tied", [*FAMILY, "export_weights=int8"]),
     # Of these seeds' prompts some have a draft that one position of the window decides.
     "Llama, a window, biases": ("llama-tied", [*FAMILY, *WINDOW, "drafter.mlp_bias=true", "seed=1"]),
     "Qwen3, two layers, a window, self-describing": ("qwen3", [*FAMILY, *DEEP, "export_format=speculators"]),

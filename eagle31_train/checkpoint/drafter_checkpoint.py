@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from eagle31_train import cli
-from eagle31_train.checkpoint import contract, hub, int8, published, run_folder
+from eagle31_train.checkpoint import contract, hub, published, run_folder
 from eagle31_train.checkpoint.published_config import COUNTED
 from eagle31_train.checkpoint.run_folder import CHECKPOINTS, MODEL, RECORD, SHAPE, TRAIN
 from eagle31_train.common import artifacts
@@ -53,7 +53,6 @@ class DrafterCheckpoint:
     inputs: dict[str, Any] | None = None  # what the run was trained from: fingerprints and options; known of its export
     manifest: dict[str, Any] | None = None  # what a finished training left
     exported: dict[str, Any] | None = None  # of a run's export, what its training left
-    rounded: frozenset[str] = frozenset()  # weights that are served as int8: `int8.py`
     smaller: dict[str, Any] | None = None  # how it was made smaller after training: `smaller.py`
     _mapped: dict[str, Tensor] | None = field(default=None, repr=False)  # of a published draft, or a smaller one
     _counted: str | None = None  # how its layer ids were said to be counted
@@ -134,11 +133,11 @@ class DrafterCheckpoint:
         cls, where: str, folder: Path, commit: str | None, layers: Callable[[], int] | None, counted: str | None
     ) -> "DrafterCheckpoint":
         try:
-            shape, vocab, tensors, rounded, target = published.read(folder, layers, counted)
+            shape, vocab, tensors, target = published.read(folder, layers, counted)
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
         training = run_folder.training_of_export(folder)
-        known: dict[str, Any] = {"inputs": training and training["inputs"], "exported": training, "rounded": rounded}
+        known: dict[str, Any] = {"inputs": training and training["inputs"], "exported": training}
         checkpoint = cls(where, folder, shape, vocab, commit, target, **known, _mapped=tensors, _counted=counted)
         checkpoint._require({name: tuple(tensor.shape) for name, tensor in tensors.items()})
         return checkpoint
@@ -277,7 +276,6 @@ class DrafterCheckpoint:
             {"lm_head.weight": target.head.weight.data[: self.shape.draft_vocab_size], **self.tensors}
         )
         drafter.to(served_in).to(embedding.device, dtype)
-        int8.serve_rounded(drafter, self.tensors, self.rounded)
         if self.shape.share_embedding:
             drafter.shared_embedding = embedding
         drafter.eval().requires_grad_(False)

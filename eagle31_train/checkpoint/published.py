@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from eagle31_train.checkpoint import contract, int8, published_config
+from eagle31_train.checkpoint import contract, published_config
 from eagle31_train.common import foreign
 from eagle31_train.common.errors import UserError
 from eagle31_train.config import DrafterShape
@@ -27,22 +27,19 @@ TABLES = ("rotary_emb.inv_freq", "rotary_pos_emb.inv_freq", "rotary_emb.cos_cach
 
 def read(
     folder: Path, target_layers: Callable[[], int] | None, counted: str | None = None
-) -> tuple[DrafterShape, DraftVocab, dict[str, Tensor], frozenset[str], str | None]:
+) -> tuple[DrafterShape, DraftVocab, dict[str, Tensor], str | None]:
     """Read config.json and map the tensors; whether they are all of a drafter, `contract` knows. UserError: the draft
     is damaged, of another kind, or says one thing in two ways that differ. Arguments: see `shape_from_config`.
 
     Returns:
         Shape; the target's id of each row of lm_head; tensors by canonical names, mapped from the files, of any float
-        dtype, without maps, and without lm_head.weight where the target's own is meant; the names of those that are
-        int8 in the files; path or hub id of the target, where config.json says it.
+        dtype, without maps, and without lm_head.weight where the target's own is meant; path or hub id of the target,
+        where config.json says it.
     """
     config, tensors = _read_object(folder / CONFIG), _read_tensors(folder)
     if "fc.weight" in tensors and "midlayer.hidden_norm.weight" not in tensors:  # which config.json does not tell
         raise UserError("a drafter of EAGLE 1 or 2, or of another kind, without midlayer.hidden_norm.weight")
     shape = published_config.shape_from_config(config, tensors, target_layers, counted)
-    tensors, rounded = int8.dequantized(tensors)
-    if bool(rounded) != bool(config.get(int8.QUANTIZED)):
-        raise UserError("quantization_config and the tensors contradict each other on int8 weights: get it again")
     tensors = contract.separate(tensors, shape)
     d2t = tensors.pop("d2t", None)
     vocab, order = _vocabulary(d2t, tensors.pop("t2d", None), shape)
@@ -52,14 +49,12 @@ def read(
         if len(alike) and torch.equal(head[alike], head[alike + 1]):
             raise UserError("lm_head repeats rows, as TorchSpec leaves it: convert it again without --prune-vocab")
     norm, target = tensors.get("norm.weight", torch.zeros(1)), published_config.target_name(config)
-    # SpecForge names no target; an int8 norm is none of its.
+    # SpecForge names no target; a norm of 8 bits is none of its.
     if target is None and config.get("norm_output") is False and norm.element_size() > 1 and (norm == 1).all():
         raise UserError("norm.weight is all ones, as SpecForge leaves it: vLLM norms, so train with norm_output=true")
     if order is not None and "lm_head.weight" in tensors:
         tensors["lm_head.weight"] = tensors["lm_head.weight"][order]
-    if joined := rounded - tensors.keys():
-        raise UserError(f"{min(joined)} is int8 of several weights joined: take a draft that has them apart")
-    return shape, vocab, tensors, rounded, target
+    return shape, vocab, tensors, target
 
 
 def check_served(folder: Path) -> None:

@@ -8,7 +8,6 @@ from typing_extensions import TypedDict
 
 from eagle31_train.checkpoint.config_json import MLA_DEFAULTS, SLIDING, SPECULATORS_OWN, WRITTEN, one_spelling
 from eagle31_train.checkpoint.contract import LAYER_IDS
-from eagle31_train.checkpoint.int8 import QUANTIZED, is_int8
 from eagle31_train.common import foreign
 from eagle31_train.common.errors import UserError
 from eagle31_train.common.foreign import Count, Positions, Scaling, Theta, Width
@@ -17,6 +16,7 @@ from eagle31_train.model.rope import ORIGINAL
 
 Fields = Mapping[str, Any]
 FULL = "full_attention"  # a layer without a window
+QUANTIZED = "quantization_config"
 # Names of the drafters in vLLM's registry. Before the name of any other kind of model vLLM puts Eagle3 first:
 # LlamaForCausalLM, which drafters of EAGLE 1 and 2 carry too, is one of them.
 KINDS = {
@@ -238,7 +238,7 @@ def _refuse_unsupported(layer: Fields, flags: Fields, kind: str) -> None:
         "logit_scale": layer.get("logit_scale", 1.0) != 1.0,
         "partial_rotary_factor": rope.get("partial_rotary_factor", layer.get("partial_rotary_factor")) not in (None, 1),
         "layer_types": bool(set(layer.get("layer_types") or []) - {FULL, SLIDING}),
-        "quantization_config": any(one and not is_int8(one) for one in (layer.get(QUANTIZED), flags.get(QUANTIZED))),
+        QUANTIZED: bool(layer.get(QUANTIZED) or flags.get(QUANTIZED)),
     }
     if kind == "mla":
         # Half-split RoPE, which vLLM would interleave; DeepSeek's sparse attention; attention to later tokens.
@@ -246,7 +246,7 @@ def _refuse_unsupported(layer: Fields, flags: Fields, kind: str) -> None:
         unsupported["index_topk"] = "index_topk" in layer
         unsupported["is_causal"] = layer.get("is_causal", True) is False
     if wrong := [name for name, refused in unsupported.items() if refused]:
-        only = "dense, causal layers of Llama, Qwen3 or MLA, unquantized or in W8A8 int8"
+        only = "dense, causal layers of Llama, Qwen3 or MLA, unquantized"
         raise UserError(f"config.json sets {', '.join(wrong)}: only {only}, are supported")
 
 

@@ -143,11 +143,12 @@ def read_export(run: Path) -> dict[str, Any]:
     return record
 
 
-def is_export_of(record: Mapping[str, Any], shape: DrafterShape, target_ids: list[int], weights: str) -> bool:
-    """Whether an export, by its record, is as small as a drafter of this shape, with these draft tokens and weights."""
+def is_export_of(record: Mapping[str, Any], shape: DrafterShape, target_ids: list[int]) -> bool:
+    """Whether an export, by its record, is as small as a drafter of this shape, with these draft tokens."""
     made = record["inputs"]
-    kind = made.get("weights_as", "target"), made["vocab"], made["shape"].get("sliding_window")
-    return kind == (weights, artifacts.fingerprint(target_ids), shape.sliding_window)
+    quantized = "weights_as" in made  # by an earlier version
+    kind = made["vocab"], made["shape"].get("sliding_window")
+    return not quantized and kind == (artifacts.fingerprint(target_ids), shape.sliding_window)
 
 
 def training_of_export(folder: Path) -> dict[str, Any] | None:

@@ -1,7 +1,7 @@
 """A trained drafter made smaller for serving: a shorter attention (`export_sliding_window`), fewer draft tokens
-(`export_vocab_size`), int8 weights (`export_weights=int8`).
+(`export_vocab_size`).
 
-The first gains acceptance in long contexts, the others cost some. `evaluate` and `export` take the same drafter from
+The first gains acceptance in long contexts, the second costs some. `evaluate` and `export` take the same drafter from
 here, so what the card tells was measured of what is served. The trained weights stay as they are.
 """
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from eagle31_train.checkpoint import contract, int8
+from eagle31_train.checkpoint import contract
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.common import artifacts
 from eagle31_train.common.console import note
@@ -31,13 +31,6 @@ def served(config: Config) -> DrafterCheckpoint:
         checkpoint = windowed(checkpoint, config.export_sliding_window)
     if config.export_vocab_size is not None:
         checkpoint = pruned(checkpoint, config.export_vocab_size, config.data_folder)
-    if config.export_weights != "target":
-        shape = checkpoint.shape
-        if shape.architecture == "mla" or shape.parallel or config.export_format != "vllm":
-            raise UserError("export_weights=int8 is for Llama chains and export_format=vllm alone: leave it out")
-        tensors, names = int8.dequantized(int8.quantized(checkpoint.tensors))
-        facts = {**(checkpoint.smaller or {}), "weights": config.export_weights}
-        checkpoint = dataclasses.replace(checkpoint, rounded=names, smaller=facts, _mapped=tensors)
     return checkpoint
 
 

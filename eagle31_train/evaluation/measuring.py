@@ -25,10 +25,9 @@ from eagle31_train.evaluation.decoding import Decoded, Limits, decode_plain, dec
 from eagle31_train.evaluation.measurement import Counts, Measurement, machine, rounds
 from eagle31_train.evaluation.prompts import Prompt
 from eagle31_train.evaluation.sampling import TARGET, Sampling, agreeing, stream
-from eagle31_train.evaluation.unrolled import Trajectory, narrowest, turns, unroll
+from eagle31_train.evaluation.unrolled import Trajectory, narrowest, unroll
 from eagle31_train.evaluation.workloads import Workload
 from eagle31_train.model.drafter import Drafter
-from eagle31_train.model.linear import Linear
 from eagle31_train.targets.cached import CachedTarget, why_alone
 
 Way = tuple[str, int]  # drafter's name and number of draft tokens; PLAIN for no drafter
@@ -174,8 +173,7 @@ class Measurer:
         self, prompt: Prompt, candidate: Candidate, trajectory: Trajectory, counts: Counts
     ) -> None:
         """UserError where a real decoding accepted otherwise than the run from every position. Where two draft tokens
-        score the same but for rounding, or rounding turns inputs of int8 products, either may be drafted: that is
-        printed."""
+        score the same but for rounding, either may be drafted: that is printed."""
         for depth, seen in counts.seen.items():
             expected = rounds(counts.accepted, depth)
             if seen == expected:
@@ -186,12 +184,10 @@ class Measurer:
                 made = f"{len(seen)}, the drafts from every position {len(expected)}"
                 raise UserError(f"{problem}real decoding makes {made}")
             slot, parting = at + sum(expected[:at]), min(expected[at], seen[at])  # the step at which the drafts part
-            drafter, ids = candidate.drafter, candidate.target_ids
-            gap = narrowest(drafter, ids, trajectory, slot, parting + 1)
+            gap = narrowest(candidate.drafter, candidate.target_ids, trajectory, slot, parting + 1)
             problem += f"real decoding accepts {seen[at]}, the draft from that position {expected[at]} "
             problem += f"(narrowest choice {gap:.3g})"
-            rounded = any(isinstance(layer, Linear) and layer.int8_inputs for layer in drafter.modules())
-            if gap > TIE and not (rounded and turns(drafter, ids, trajectory, slot, depth, seen[at])):
+            if gap > TIE:
                 raise UserError(f"{problem}; {self._advice(prompt)}")
             note(f"{problem}: rounding chose between equals")  # from here on the two decodings part
 

@@ -16,7 +16,7 @@ Shapes: N positions; S slots; K steps; D draft hidden; h query heads; g key/valu
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -33,7 +33,6 @@ SINKS = 4  # positions at the start of a sequence, which attention falls back up
 SCORES = 2**24  # scores over the draft vocabulary that are held at once
 KINDS = 4  # of keys: sink, prompt, verified, own
 COLUMNS = 8  # that tell them; CUDA's kernel wants widths in eights
-NOISE, DRAWS = 1e-6, 64  # relative, as float32 makes it in the target's states; how often it is drawn
 
 
 @dataclass(frozen=True)
@@ -119,21 +118,6 @@ def narrowest(drafter: Drafter, target_ids: Tensor, trajectory: Trajectory, slot
         best, second = drafter.lm_head(step.written[0]).double().topk(2).values.tolist()
         gaps.append(best - second)
     return min(gaps)
-
-
-@torch.no_grad()
-def turns(drafter: Drafter, target_ids: Tensor, trajectory: Trajectory, slot: int, depth: int, accepted: int) -> bool:
-    """Whether noise of float32's size in the target's states, by which int8 products may round an input otherwise, can
-    give a slot's draft `accepted` accepted tokens."""
-    there, generator = trajectory.at(slot), torch.Generator().manual_seed(0)
-    for _ in range(DRAWS):
-        noise = NOISE * torch.randn(there.aux.shape, generator=generator).to(there.aux.device)
-        noisy = replace(there, aux=there.aux * (1 + noise))
-        drafted = [int(step.tokens[0]) for step in steps(drafter, target_ids, noisy, depth, drift=False)]
-        agreed = [token == wanted for token, wanted in zip(drafted, trajectory.text[slot + 1 :], strict=False)]
-        if [*agreed, False].index(False) == accepted:
-            return True
-    return False
 
 
 @torch.no_grad()

@@ -23,8 +23,6 @@ ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_li
 class Linear(nn.Linear):
     """nn.Linear computed by `linear`. A bias, which few drafters have, starts at 0."""
 
-    int8_inputs = False  # round inputs as vLLM does with int8 weights (checkpoint/int8.py), which are float32 here
-
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
         super().__init__(inputs, outputs, bias)
         if bias:
@@ -32,19 +30,11 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., inputs] → [..., outputs]."""
-        if self.int8_inputs:
-            return self.shifted(linear(int8_rows(x), self.weight).to(x.dtype))
         return self.shifted(linear(x, self.weight))
 
     def shifted(self, rows: Tensor) -> Tensor:
         """Products [..., outputs] plus the bias, if there is one."""
         return rows if self.bias is None else rows + self.bias.to(rows.dtype)
-
-
-def int8_rows(x: Tensor) -> Tensor:
-    """x [..., n] → float32, rounded to 255 evenly spaced values; the outermost are ± the row's largest."""
-    scale = x.float().abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / 127
-    return (x.float() / scale).round() * scale
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:

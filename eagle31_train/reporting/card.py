@@ -139,7 +139,7 @@ def render(
         config=config,
         shape=shape,
         kind=_kind(shape),
-        caveats=caveats_of(shape, data, config.export_weights, config.target.template_args.get("reasoning_effort")),
+        caveats=caveats_of(shape, data, config.target.template_args.get("reasoning_effort")),
         oldest_vllm=oldest_vllm(shape),
         measured=measured,
         conditions=conditions,
@@ -152,17 +152,13 @@ def render(
     )
 
 
-def caveats_of(
-    shape: DrafterShape, data: Mapping[str, Any] | None, weights: str = "target", effort: str | None = None
-) -> list[str]:
-    """What the drafter does not do everywhere, by stage 1's manifest, if it is there. `weights`: export_weights;
-    `effort`: the reasoning_effort of target.template_args."""
+def caveats_of(shape: DrafterShape, data: Mapping[str, Any] | None, effort: str | None = None) -> list[str]:
+    """What the drafter does not do everywhere, by stage 1's manifest, if it is there. `effort`: the reasoning_effort
+    of target.template_args."""
     target = (data or {}).get("target", {})
     scaling = target.get("rope_scaling") or {}
     positions = target_positions(target.get("max_position_embeddings"), target.get("model_type", ""), [scaling])
     sentences = caveats(shape, positions, target.get("sliding_window"))
-    if weights == "int8":
-        sentences.append("On CPUs with AMX vLLM 0.32 serves int8 weights in bfloat16 or float16, and stops in float32")
     if effort and target.get("model_type") == "gpt_oss":
         sentences.append(f"Send reasoning_effort={effort} with each request: vLLM has its own for gpt-oss otherwise")
     return sentences

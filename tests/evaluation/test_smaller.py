@@ -7,141 +7,32 @@ import re
 import sys
 from itertools import chain, compress
 
-import numpy as np
 import pytest
 import sample_results
 import torch
 from datasets import Dataset, DatasetDict
 from huggingface_hub import ModelCard
 from loopback_hub import problems_of, serving_hub
-from safetensors.torch import load_file
 
 from eagle31_train import compare, evaluate, export, summary
-from eagle31_train.checkpoint import hub, int8
+from eagle31_train.checkpoint import hub
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.checkpoint.smaller import served, windowed
 from eagle31_train.common import artifacts
 from eagle31_train.common.errors import UserError
 from eagle31_train.evaluation.trajectories import digest
-from eagle31_train.evaluation.unrolled import turns, unroll
-from eagle31_train.model.linear import Linear
 from tests.evaluation.conftest import END
-from tests.evaluation.test_unrolled import agreeable
 
-SMALL = ["export_weights=int8", "export_vocab_size=12"]
-INT8 = SMALL[:1]
+SMALL = ["export_vocab_size=12"]
 
 
 def opened(run, *options):
     return served(run.config(*options))
 
 
-def loaded(checkpoint, model, dtype=torch.float32):
+def loaded(checkpoint, model):
     target = type("Target", (), {"embedding": model.get_input_embeddings(), "head": model.lm_head, "depth": 4})
-    return checkpoint.load(target, dtype, dtype)
-
-
-def test_products_are_those_of_integers():
-    """Worked out in int64 by hand, as vLLM's kernels do in int32."""
-    generator = torch.Generator().manual_seed(0)
-    weight, x = torch.randn(7, 12, generator=generator), torch.randn(5, 12, generator=generator)
-    weight[2] = x[3] = 0
-    layer = Linear(12, 7).requires_grad_(False)
-    layer.weight.data = weight
-    wrong = layer(x)
-    stored = int8.quantized({"fc.weight": weight, "norm.weight": torch.ones(12)})
-    int8.serve_rounded(torch.nn.ModuleDict({"fc": layer}), *int8.dequantized(stored))
-    q, s = stored["fc.weight"].numpy().astype(np.int64), stored["fc.weight_scale"].numpy().astype(np.float64)
-    assert stored.keys() == {"fc.weight", "fc.weight_scale", "norm.weight"}
-    assert np.abs(q * s - weight.numpy()).max() <= s.max() * 0.76, "half a step, and what the scale's own rounding cuts"
-    step = np.abs(x.numpy().astype(np.float64)).max(1, keepdims=True) / 127
-    rounded = np.rint(np.divide(x.numpy(), step, where=step > 0, out=np.zeros((5, 12)))).astype(np.int64)
-    meant = (rounded @ q.T) * step * s.T
-    np.testing.assert_allclose(layer(x).numpy(), meant, rtol=1e-5, atol=1e-6)
-    assert np.abs(wrong.numpy() - meant).max() > 1e-3, "without rounding it is another product"
-    layer.int8_inputs = False
-    assert np.abs(layer(x).numpy() - meant).max() > 1e-3, "so it is with rounded weights alone"
-
-
-def test_in_bfloat16_only_the_sums_are_rounded(run, model):
-    """vLLM's kernels add integers, whatever the dtype of the rest: neither q s nor the rounded inputs are bfloat16."""
-    drafter = loaded(opened(run, *INT8), model, torch.bfloat16)
-    exact = loaded(opened(run, *INT8), model)
-    x = torch.randn(50, exact.fc.in_features, generator=torch.Generator().manual_seed(2)).bfloat16()
-    meant, found = exact.fc(x.float()), drafter.fc(x)
-    assert found.dtype == drafter.embed(torch.tensor([1])).dtype == torch.bfloat16
-    torch.testing.assert_close(found.float(), meant, rtol=2**-8, atol=0)
-    drafter.fc.weight.data = drafter.fc.weight.data.bfloat16().float()
-    assert ((drafter.fc(x).float() - meant).abs() > 2**-8 * meant.abs()).any(), "rounded twice it is another product"
-
-
-def test_rounding_twice_is_rounding_once():
-    weight = torch.randn(64, 32, generator=torch.Generator().manual_seed(1)) * torch.logspace(-6, 3, 64)[:, None]
-    once = int8.quantized({"a.weight": weight})
-    plain, names = int8.dequantized(once)
-    twice = int8.dequantized({**once, "a.weight_scale": once["a.weight_scale"] * 1.001})[0]
-    assert torch.equal(twice["a.weight"], once["a.weight"] * (once["a.weight_scale"] * 1.001)), "others' scales stay"
-    assert names == {"a.weight"}
-    again = int8.quantized(plain)
-    assert all(torch.equal(again[name], once[name]) for name in once)
-
-
-def test_an_int8_export_reads_back_as_what_was_evaluated(run, model):
-    export.export(run.config())
-    whole = (run.folder / "export" / "model.safetensors").stat().st_size
-    export.export(run.config(*INT8, "overwrite=true"))
-    folder = run.folder / "export"
-    tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
-    assert config["quantization_config"] == int8.QUANTIZATION
-    assert tensors["fc.weight"].dtype == tensors["lm_head.weight"].dtype == torch.int8
-    assert tensors["norm.weight"].dtype == torch.bfloat16
-    assert (folder / "model.safetensors").stat().st_size < 0.75 * whole, "of small matrices scales take a good part"
-    ours, theirs = loaded(opened(run, *INT8), model), loaded(DrafterCheckpoint.open(folder), model)
-    assert ours.state_dict().keys() == theirs.state_dict().keys()
-    rounded = [name for name, module in theirs.named_modules() if isinstance(module, Linear) and module.int8_inputs]
-    assert len(rounded) == sum(isinstance(module, Linear) for module in ours.modules()) == 9
-    for name, weight in ours.state_dict().items():
-        same = weight if name.removesuffix(".weight") in rounded else weight.bfloat16().float()
-        assert torch.equal(theirs.state_dict()[name], same), name
-
-
-def test_noise_turns_a_draft_no_further_than_rounding_does(run, model):
-    """What no noise of float32 explains is still a mistake; what it explains is found among its draws."""
-    drafter, ids = loaded(opened(run, *INT8), model), torch.from_numpy(opened(run).vocab.target_ids)
-    trajectory = agreeable(drafter, ids)
-    counts, _ = unroll(drafter, ids, trajectory, 3, drift=False)
-    assert len(set(counts)) > 1
-    for slot, accepted in enumerate(counts[:2]):
-        assert turns(drafter, ids, trajectory, slot, 3, accepted)
-        assert not turns(drafter, ids, trajectory, slot, 3, (accepted + 1) % 4)
-
-
-BAD = {
-    "4 bits": lambda q: q["config_groups"]["group_0"]["weights"].update(num_bits=4),
-    "floats": lambda q: q["config_groups"]["group_0"]["weights"].update(type="float"),
-    "groups": lambda q: q["config_groups"]["group_0"]["weights"].update(strategy="group"),
-    "zero points": lambda q: q["config_groups"]["group_0"]["weights"].update(symmetric=False),
-    "inputs as they are": lambda q: q["config_groups"]["group_0"].update(input_activations=None),
-    "one scale for all inputs": lambda q: q["config_groups"]["group_0"]["input_activations"].update(dynamic=False),
-    "rotated": lambda q: q.update(transform_config={"config_groups": {}, "x": 1}),
-    "packed": lambda q: q.update(format="pack-quantized"),
-    "another library": lambda q: q.update(quant_method="fp8"),
-    "two groups": lambda q: q["config_groups"].update(group_1=q["config_groups"]["group_0"]),
-    "no object": lambda q: q.clear() or q.update(config_groups=3),
-}
-
-
-def test_other_quantization_is_none_of_ours():
-    assert int8.is_int8(int8.QUANTIZATION)
-    for change, plant in BAD.items():
-        quantization = json.loads(json.dumps(int8.QUANTIZATION))
-        plant(quantization)
-        assert not int8.is_int8(quantization), change
-    stored = int8.quantized({"fc.weight": torch.randn(4, 6)})
-    for wrong in ({"fc.weight_scale": None}, {"fc.weight": None}, {"fc.weight_scale": torch.ones(1)}):
-        tensors = {name: tensor for name, tensor in (stored | wrong).items() if tensor is not None}
-        with pytest.raises(UserError, match=r"fc\.weight has"):
-            int8.dequantized(tensors)
+    return checkpoint.load(target, torch.float32, torch.float32)
 
 
 def test_a_window_at_export_is_the_one_that_is_trained_with(run, model, capsys):
@@ -155,9 +46,14 @@ def test_a_window_at_export_is_the_one_that_is_trained_with(run, model, capsys):
     assert "cut to the last 3 positions" in (run.folder / "export" / "README.md").read_text()
     again = DrafterCheckpoint.open(run.folder / "export")
     assert again.shape.sliding_window == 3
-    for other in ("", "export_sliding_window=4", "export_sliding_window=3 export_weights=int8"):
+    for other in ("", "export_sliding_window=4", "export_sliding_window=3 export_vocab_size=12"):
         with pytest.raises(UserError, match="was not exported so"):
             evaluate.evaluate(run.config("evaluate.backend=vllm", *other.split()))
+    record = artifacts.read_json(run.folder / "export.json", "the test")
+    record["inputs"]["weights_as"] = "int8"  # as an earlier version could export it
+    artifacts.write_json(run.folder / "export.json", record)
+    with pytest.raises(UserError, match="was not exported so"):
+        evaluate.evaluate(run.config("evaluate.backend=vllm", "export_sliding_window=3"))
 
 
 @pytest.mark.parametrize("form", ["vllm", pytest.param("speculators", marks=pytest.mark.slow)])
@@ -206,7 +102,6 @@ def test_the_most_used_tokens_are_kept_and_score_as_before(run, model, capsys):
 REFUSED = {
     "export_vocab_size=20": "the drafter has 20",
     "export_vocab_size=2": "leaves no token but those that end an answer",
-    "export_weights=int8 export_format=speculators": "export_weights=int8 is for Llama chains",
 }
 
 

@@ -63,7 +63,7 @@ def test_a_template_of_ones_own_is_on_the_card_and_in_the_record(run):
 
 def test_a_comparison_of_the_export_itself_is_on_its_card(run, tmp_path):
     """Of a smaller one there is no other way to be compared."""
-    options = ["export_weights=int8"]
+    options = ["export_sliding_window=8"]
     export.export(run.config(*options))
     theirs = DrafterCheckpoint.open(str(run.folder / "export")).identity
     told = {**run.result(0.5, "A", "last"), "trainings": {"A": ["runs/a"], "last": ["runs/b/export"]}}

@@ -190,6 +190,7 @@ def test_the_context_that_yarn_stretches_is_vllms(beside, inside, taken):
         ({**WINDOW, "layer_types": ["chunked_attention"]}, "layer_types"),
         ({"sliding_window": 0, **SLIDES}, "sliding_window: "),
         ({"bias": True}, "sets bias"),
+        ({"quantization_config": {"quant_method": "compressed-tensors"}}, "sets quantization_config"),
         ({IDS: [1, 15, 28], "_torchspec_version": "1"}, "add @inputs or @outputs"),  # it may count either way
         ({IDS: None}, "how many layers"),
     ],

@@ -172,6 +172,7 @@ FAULTS = {  # config.json, tensors, words
     "a Llama called MLA": (lambda c: {**c, "architectures": ["Eagle3DeepseekV2ForCausalLM"]}, same, "model_type llama"),
     "d2t of a fraction": (same, with_("d2t", lambda t: t["d2t"].float()), "torch.float32 is no map of 12"),
     "no d2t": (same, without("d2t"), "d2t is missing though there are 12 draft tokens and 40 of"),
+    "int8 weights": (same, with_("fc.weight", lambda t: t["fc.weight"].char()), "fc.weight is torch.int8, not a "),
     "whole numbers": (same, with_("norm.weight", lambda t: t["norm.weight"].long()), "norm.weight is torch.int64"),
     "mla: another rank": (lambda c: {**c, "kv_lora_rank": 13}, same, "kv_a_layernorm.weight has shape [12], not [13]"),
     "EAGLE 1": (same, eagle1, "EAGLE 1 or 2"),

@@ -65,8 +65,8 @@ def test_the_metadata_names_data_sets_of_the_hub_and_is_what_the_hub_takes():
 
 
 def test_the_card_says_how_the_drafter_was_made_smaller():
-    _, body = rendered("export_weights=int8", "export_vocab_size=500")
-    shows(body, "500 draft tokens were kept", "Matrices are int8", "On CPUs with AMX", "export_vocab_size=500")
+    _, body = rendered("export_sliding_window=64", "export_vocab_size=500")
+    shows(body, "500 draft tokens were kept", "cut to the last 64 positions", "export_vocab_size=500")
 
 
 def test_results_are_told_once_and_with_their_pictures_folders_of_the_machine_are_not():

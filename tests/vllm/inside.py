@@ -57,9 +57,7 @@ def decode(target, draft, draft_tokens, requests, model_impl="auto"):
         {"outputs": [[token ids]], "counters": [{"drafts", "proposed", "accepted", "accepted_per_position"}]}
     """
     from vllm import LLM, SamplingParams
-    from vllm.model_executor.kernels.linear.scaled_mm import cpu
 
-    cpu.check_cpu_sgl_kernel = lambda *_: False  # with AMX: its int8 product takes no float32, other CPUs' does
     speculation = None
     if draft:
         speculation = {"method": "eagle3", "model": draft, "num_speculative_tokens": draft_tokens, **ATTENTION}
