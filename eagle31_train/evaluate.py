@@ -137,7 +137,7 @@ def made_from(
     temperatures = [perturb.find(name).temperature for name in config.evaluate.perturbations]
     server = None
     if engine:  # of its arguments those that other options than evaluate.vllm_args give
-        given = server_arguments(config, None, {}, 0)
+        given = server_arguments(config, None, 0, 0)
         server = {"vllm": engine.version, "server": {name: given[name] for name in target_arguments(config)}}
     sampled = bool(config.evaluate.temperature or any(temperatures))
     return provenance.of_evaluation(config, data, drafter, workloads.inputs(config), sampled, server)

@@ -91,7 +91,7 @@ def _served(config: Config, manifest: dict[str, Any]) -> dict[str, str]:
     serving, headline = manifest["serving"], config.evaluate.num_speculative_tokens
     users = min(row["concurrency"] for row in serving["rows"])
     least = [row for row in serving["rows"] if row["concurrency"] == users]
-    # A drafter that rests has a row, too, of 0 draft tokens.
+    # In earlier versions a drafter that rests has a row, too, of 0 draft tokens.
     plain = next(row["per_user"][0] for row in least if row["drafter"] is None)
     rows = {row["draft_tokens"]: row for row in least if row["drafter"] and row["draft_tokens"]}
     tokens = max((n for n in rows if n <= headline), default=max(rows))

@@ -123,7 +123,7 @@ def check(line):
     elif program == "vllm":
         if "--speculative-config" in rest:
             values = json.loads(rest[rest.index("--speculative-config") + 1])
-            optional = {"parallel_drafting", "num_speculative_tokens_per_batch_size", "draft_sample_method"}
+            optional = {"parallel_drafting", "draft_sample_method"}
             assert values.keys() - optional == {"method", "model", "num_speculative_tokens"}
             assert values["method"] == "eagle3"
     elif program == "eagle31":

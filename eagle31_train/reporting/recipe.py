@@ -2,7 +2,6 @@
 
 import re
 import shlex
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from operator import attrgetter
@@ -14,7 +13,7 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from eagle31_train import cli
 from eagle31_train.common.errors import UserError
 from eagle31_train.config import Config
-from eagle31_train.evaluation.serving.engine import DRAFTED, flags, speculation, target_arguments
+from eagle31_train.evaluation.serving.engine import flags, speculation, target_arguments
 from eagle31_train.reporting.markdown import public
 from eagle31_train.targets import embedded
 
@@ -25,11 +24,9 @@ SGLANG = {"tensor_parallel_size": "tp_size"}  # where it has another name for an
 _NOT_THE_RECIPE = ("overwrite", "push", "repo", "private", "license", "comparisons")
 
 
-def serve_command(
-    config: Config, drafter: str | None, published: bool = False, by_load: Mapping[str, Any] | None = None
-) -> str:
+def serve_command(config: Config, drafter: str | None, published: bool = False) -> str:
     """The shell command with which vLLM serves the target, with this drafter or without; `published`: with paths as
-    others may see them; `by_load`: the schedule of draft tokens that serving was measured to want, if any."""
+    others may see them."""
     path = public(config.target.path) if published else config.target.path
     options: dict[str, Any] | None = None
     if drafter and config.export_format == "speculators":  # whose config.json names the target, and the rest
@@ -37,8 +34,7 @@ def serve_command(
         if config.evaluate.draft_sampling != "greedy":
             options = {"draft_sample_method": config.evaluate.draft_sampling}
     elif drafter:
-        length = by_load or {DRAFTED: config.evaluate.num_speculative_tokens}
-        options = speculation(config, drafter, length, config.drafter.parallel)
+        options = speculation(config, drafter, config.evaluate.num_speculative_tokens, config.drafter.parallel)
     arguments = {**target_arguments(config), **chat_arguments(config, published), "speculative_config": options}
     return shlex.join(["vllm", "serve", path, *flags(arguments)])
 

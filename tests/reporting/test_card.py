@@ -84,7 +84,6 @@ def test_results_are_told_once_and_with_their_pictures_folders_of_the_machine_ar
         "- see /path/to/notes",
         "<details>\n<summary>heldout · x</summary>",
         "This checkpoint is B.",
-        '"num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": [[1, 1, 3], [2, 16, 0]]}',
         "| a\\|b\\<c\\> | 6 | ",
     )
     assert body.count("What the numbers mean: docs/glossary.md") == 1

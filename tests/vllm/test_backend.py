@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from eagle31_train.cli import load_config
-from eagle31_train.evaluation import serving
 from eagle31_train.evaluation.prompts import Prompt
 from eagle31_train.evaluation.serving import measure_serving
 from eagle31_train.evaluation.serving.engine import check
@@ -34,9 +33,6 @@ def served(asked, finished_run, target, vllm_python, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HUB_OFFLINE", os.environ.get("HF_HUB_OFFLINE", "1"))
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # a server and an engine, and no third process that works
-        # Which number of draft tokens is the fastest at which load, and so whether a server with both is started, is
-        # the machine's: tests/evaluation/test_serving.py has that.
-        patch.setattr(serving.report, "schedule", lambda *_: {})
         prompts = [Prompt(str(i), "", one["prompt"]) for i, one in enumerate(asked)]
         drafts = {"ours": Path(finished_run) / "export"}
         return measure_serving(config, drafts, prompts, asked[0]["end_ids"], check(config))

@@ -18,8 +18,6 @@ from eagle31_train.evaluation.measurement import machine
 from eagle31_train.evaluation.serving.server import ENVIRONMENT
 from eagle31_train.targets.description import class_without_eagle3
 
-DRAFTED = "num_speculative_tokens"
-RANGES = "num_speculative_tokens_per_batch_size"  # [[users from, to, draft tokens], …]
 # Arguments that the measurement sets itself.
 OURS = {"model", "revision", "trust_remote_code", "speculative_config", "host", "port", "api_key"}
 OURS |= {"enable_prefix_caching", "disable_log_stats"}  # prompts are sent again and again; the counters are read
@@ -43,10 +41,10 @@ def target_arguments(config: Config) -> dict[str, Any]:
     return wanted | {name: engine.get(name) for name in ("tensor_parallel_size", "quantization")}
 
 
-def speculation(config: Config, drafter: str, length: Mapping[str, Any], parallel: bool) -> dict[str, Any]:
-    """vLLM's --speculative-config. length: how many tokens to draft, as vLLM takes it: DRAFTED, perhaps with RANGES.
-    parallel: the drafter is one; vLLM would draft with it as with a chain's, and say nothing."""
-    options = {"method": "eagle3", "model": drafter, **length}
+def speculation(config: Config, drafter: str, draft_tokens: int, parallel: bool) -> dict[str, Any]:
+    """vLLM's --speculative-config. parallel: the drafter is one; vLLM would draft with it as with a chain's, and say
+    nothing."""
+    options: dict[str, Any] = {"method": "eagle3", "model": drafter, "num_speculative_tokens": draft_tokens}
     if parallel:
         options["parallel_drafting"] = True
     if config.evaluate.draft_sampling != "greedy":
@@ -54,9 +52,9 @@ def speculation(config: Config, drafter: str, length: Mapping[str, Any], paralle
     return options
 
 
-def server_arguments(config: Config, drafter: Path | None, length: Mapping[str, Any], port: int) -> dict[str, Any]:
+def server_arguments(config: Config, drafter: Path | None, draft_tokens: int, port: int) -> dict[str, Any]:
     """All arguments of one server, by name; UserError where evaluate.vllm_args has one that is ours to set. drafter:
-    its checkpoint; None serves the target alone. length: see `speculation`."""
+    its checkpoint; None serves the target alone."""
     given = {name.replace("-", "_"): value for name, value in config.evaluate.vllm_args.items()}
     for name in OURS & given.keys():
         raise UserError(f"evaluate.vllm_args.{name} cannot be set: it is the measurement's own, or target.*'s")
@@ -72,13 +70,13 @@ def server_arguments(config: Config, drafter: Path | None, length: Mapping[str, 
         "port": port,
     }
     if drafter is not None:
-        wanted["speculative_config"] = speculation(config, str(drafter), length, drafts_in_parallel(drafter))
+        wanted["speculative_config"] = speculation(config, str(drafter), draft_tokens, drafts_in_parallel(drafter))
     return wanted
 
 
 def max_model_len(config: Config) -> int | None:
     """The longest sequence that vLLM is told to take; UserError where it is told by words that only vLLM knows."""
-    limit = server_arguments(config, None, {}, 0).get("max_model_len")
+    limit = server_arguments(config, None, 0, 0).get("max_model_len")
     if limit is not None and (type(limit) is not int or limit < 1):
         raise UserError(f"evaluate.vllm_args.max_model_len={limit} is no number from 1 on, as 32768: give one, or none")
     return limit
@@ -109,7 +107,7 @@ class Installation:
 def check(config: Config) -> Installation:
     """Ask vLLM's python what it is; UserError where it, or an option of serving, will not do."""
     options = config.evaluate
-    arguments = server_arguments(config, None, {}, 0)
+    arguments = server_arguments(config, None, 0, 0)
     max_model_len(config)
     python, environment = options.vllm_python, {**ENVIRONMENT, **os.environ}
     try:

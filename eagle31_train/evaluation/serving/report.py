@@ -1,10 +1,10 @@
-"""The report of a serving measurement: latencies, speeds, and how many tokens to draft at each concurrency, if any.
+"""The report of a serving measurement: latencies, speeds, and how many tokens to draft at each concurrency.
 
 As JSON (`measure_serving` makes it):
 
     {"vllm": version, "machine": what it ran on, "dtype", "arguments": evaluate.vllm_args,
      "prompts", "max_new_tokens", "temperature", "top_p",
-     "rows": [{"drafter": NAME or null, "draft_tokens": 0 without one, and of one that drafts nothing, "concurrency",
+     "rows": [{"drafter": NAME or null, "draft_tokens": 0 without one, "concurrency",
                "requests", "output_tokens", "seconds", "ttft": {"mean", "p50", "p95"}, "tpot": likewise,
                "per_user": [value, low, high],
                "total": tokens/s, "speedup": [value, low, high] or null without a drafter,
@@ -12,18 +12,15 @@ As JSON (`measure_serving` makes it):
                "counted": {"requests", "output_tokens", "preemptions"} of vLLM itself}],
      "best": [{"drafter", "concurrency", "draft_tokens": 0 if speculation does not pay, "speedup": [value, low, high]
                of the best number of draft tokens, "tried": that number}],
-     "schedules": {drafter: options of vLLM's --speculative-config, see `schedule`},
-     "by_load": [a row, as above, of the server with such a schedule; its draft_tokens are those of that load, and
-                 "beside_fixed" is its speed over that of as many in every draft: [value, low, high]],
      "verdict": [a line for each of these], "notes": [what else must be known, often nothing]}
 
-Times are in seconds. A null in an interval: too few prompts for one.
+Times are in seconds. A null in an interval: too few prompts for one. Earlier versions also measured schedules of draft
+tokens ("schedules", "by_load") and rows of a drafter that drafts nothing, of 0 draft tokens.
 """
 
-import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -31,7 +28,6 @@ import numpy as np
 from eagle31_train.common.errors import UserError
 from eagle31_train.evaluation.intervals import Estimate, Interval, bracket, ratios
 from eagle31_train.evaluation.measurement import acceptance
-from eagle31_train.evaluation.serving.engine import DRAFTED, RANGES
 from eagle31_train.evaluation.serving.server import Answer
 
 Row = dict[str, Any]
@@ -116,41 +112,9 @@ def _pays(speedup: Interval) -> bool:
     return (speedup[1] or 0) > 1
 
 
-def schedule(rows: Sequence[Row], drafter: str) -> dict[str, Any] | None:
-    """Options with which vLLM drafts by load: at every measured concurrency as many tokens, or none, as gave the most
-    tokens/s/user there; between two of them as with the more users. None where drafting is slower everywhere.
-
-    Drafting none is what the idle drafter was measured to be, or, if it was not, no drafter. Unlike `best` it does not
-    ask whether a gain is shown: what is drafted must be some number.
-    """
-    idle = any(one["drafter"] == drafter and not one["draft_tokens"] for one in rows)
-    names = {drafter} if idle else {drafter, None}
-    ranges: list[list[int]] = []  # first and last number of users, draft tokens
-    end = 0
-    for users in sorted({one["concurrency"] for one in rows}):
-        measured = [one for one in rows if one["concurrency"] == users and one["drafter"] in names]
-        tokens = max(measured, key=lambda one: one["per_user"][0])["draft_tokens"]
-        if ranges and ranges[-1][2] == tokens:
-            ranges[-1][1] = users
-        else:
-            ranges.append([end + 1, users, tokens])
-        end = users
-    most = max(tokens for _, _, tokens in ranges)
-    return {DRAFTED: most, RANGES: ranges} if most else None
-
-
-def verdict(chosen: Sequence[Row], schedules: Mapping[str, Any], by_load: Sequence[Row]) -> list[str]:
-    """How many tokens to draft, a line for each schedule and load, and for each drafter and concurrency."""
-    lines = []
-    for name, options in schedules.items():
-        lines.append(f"{name} by load: {json.dumps(options)} in --speculative-config")
-        lines += [
-            f"{name} by load at concurrency {one['concurrency']}: {bracket(one['speedup'], '{:.2f}')} × the "
-            f"tokens/s/user, {bracket(one['beside_fixed'], '{:.2f}')} × those of {one['draft_tokens']} at every load"
-            for one in by_load
-            if one["drafter"] == name
-        ]
-    return lines + [
+def verdict(chosen: Sequence[Row]) -> list[str]:
+    """How many tokens to draft, a line for each drafter and concurrency."""
+    return [
         f"{one['drafter']} at concurrency {one['concurrency']}: "
         f"{'' if one['draft_tokens'] else 'no gain shown, '}best with num_speculative_tokens={one['tried']}, "
         f"{bracket(one['speedup'], '{:.2f}')} × the tokens/s/user"
