@@ -1,9 +1,9 @@
 """Pictures, by matplotlib, which is loaded where it draws."""
 
 import io
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +20,7 @@ WIDTH, HEIGHT, ROW = 5.6, 3.25, 0.25  # inches: of a picture, and of one row of 
 TITLE = 60  # letters of a line of it
 MEANS = 64  # points of a noisy curve's mean
 MARKERS = "os^Dvp"
-# For scripts that matplotlib's own font lacks, where one of them is installed.
-FONTS = "Noto Sans CJK SC, Noto Sans CJK JP, Source Han Sans SC, Noto Sans Devanagari, PingFang SC, Hiragino Sans, "
-FONTS += "Microsoft YaHei, Yu Gothic, Malgun Gothic, Nirmala UI, Arial Unicode MS"
+FONTLESS = re.compile("[\u0900-\u1cff\u2e80-\U0010ffff]")  # India's scripts, Chinese, …: not in matplotlib's own font
 STYLE: Any = {
     # The colour-blind tell training (C0) from held-out (C1) by brightness, too.
     "axes.prop_cycle": "cycler('color', ['#2563c9', '#d9650b', '#0e8a6a', '#a8379b', '#8a6d00', '#5d6873'])",
@@ -60,7 +58,7 @@ class Picture:
         from matplotlib.figure import Figure
         from matplotlib.text import Text
 
-        with rc_context(STYLE | {"font.family": fonts()}):
+        with rc_context(STYLE):
             figure = Figure((WIDTH, self.height), layout="constrained")
             axes = figure.subplots()
             axes.set_title(self.remark)
@@ -76,30 +74,14 @@ class Picture:
         from matplotlib import rc_context
 
         buffer = io.BytesIO()
-        with rc_context(STYLE | {"font.family": fonts()}):
+        with rc_context(STYLE):
             self.figure().savefig(buffer, format="png")
         return buffer.getvalue()
 
 
-@cache
-def fonts() -> list[str]:
-    """Names of fonts, in which letters are looked for in turn."""
-    from matplotlib import font_manager
-
-    installed = set(font_manager.get_font_names())
-    return ["DejaVu Sans", *(name for name in FONTS.split(", ") if name in installed)]
-
-
-@cache
-def _has(letter: str) -> bool:
-    from matplotlib import font_manager
-
-    return any(font_manager.get_font(font_manager.findfont(name)).get_char_index(ord(letter)) for name in fonts())
-
-
 def drawable(text: str) -> str:
     """Text whose letters without a font are spelt, U+7532: boxes would all look alike."""
-    return "".join(letter if letter.isspace() or _has(letter) else f"U+{ord(letter):04X} " for letter in text)
+    return FONTLESS.sub(lambda letter: f"U+{ord(letter[0]):04X} ", text)
 
 
 def noisy(axes: "Axes", steps: Floats, values: Floats, label: str, colour: Any, form: str = "{:.3g}") -> None:
