@@ -269,7 +269,6 @@ class EvaluateConfig:
     suites: dict[str, Any] = opt({}, "more prompts: evaluate.suites.NAME={path: FILE or hub id}, or +suite=[mt_bench]")
     perturbations: list[str] = opt([], "every set once more under each of these: no_template, context_2, …")
     num_prompts: int = opt(20, "prompts of each workload", at_least=1)
-    leave_out: list[str] = opt([], "ids of prompts to leave out, as an error about equal tokens asks for")
     num_speculative_tokens: int = opt(3, "tokens drafted per verification, and of the headline", at_least=1)
     max_speculative_tokens: int = opt(8, "acceptance is told for 1 to so many draft tokens", at_least=1)
     max_new_tokens: int = opt(128, "tokens generated per prompt", at_least=2)

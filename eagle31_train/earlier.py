@@ -36,6 +36,7 @@ REMOVED = {
     **dict.fromkeys(("plan.hidden_size", "plan.vocab_size", "plan.layers"), "read from the target's config.json now"),
     "data.draft_vocab_coverage": "gone: give data.draft_vocab_size; stage 1 tells its share of the answers",
     "train.compile": "gone: the fused kernels of train.kernels do what it did",
+    "evaluate.leave_out": "gone: where rounding chose between equals, evaluation says so and goes on",
     "export_weights": "gone: weights are exported in target.dtype; export_vocab_size makes a drafter smaller",
 }
 # What they were where nobody had set them, if not null, false or empty: nothing is said of that.

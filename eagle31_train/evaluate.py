@@ -6,7 +6,7 @@
 
 Reads run_dir/data and run_dir/train; writes run_dir/evaluate (the manifest, a page and its pictures) and
 run_dir/workloads (the counts of each). Every prompt is decoded with the drafter and without; the two outputs must be
-equal, token for token.
+equal, token for token, but where two tokens score the same and rounding chooses: that is told.
 
 With backend=vllm it serves run_dir/export by vLLM, in vLLM's own environment, and writes run_dir/serving instead
 (run_dir/servers: what each server answered, and its log).
@@ -69,9 +69,11 @@ def evaluate(config: Config) -> None:
         }
         if missing:
             note(f"not measured: {', '.join(missing)} (no prompt of these sources was decoded)")
+        # Measuring refuses other outputs but ties, whose prompts are not verified.
+        equal = all(one["verified"] == one["prompts"] for one in result["workloads"])
         facts = {
             "result": result,
-            "identical": config.evaluate.draft_sampling == "greedy" or not sampled,  # or measuring would have refused
+            "identical": equal and (config.evaluate.draft_sampling == "greedy" or not sampled),
             "not_measured": missing,  # sources
             "per_prompt": results.per_prompt(workload, first, config.evaluate.num_speculative_tokens),
             "left_out": {workload.name: workload.left_out for workload in decoded},

@@ -209,12 +209,19 @@ def test_an_old_name_is_understood_and_says_the_new_one(monkeypatch, capsys, tmp
     assert "train.rate is called train.lr now: give it once" in message_of(RECIPE, "train.rate=1", "train.lr=2")
 
 
-@pytest.mark.parametrize(("value", "said"), [("target", 0), ("int8", 1)])
-def test_an_option_that_is_gone_is_told_of_where_it_was_set(value, said, tmp_path, capsys):
-    config = load_config([RECIPE])
-    (tmp_path / "saved.yaml").write_text(f"{cli.to_yaml(config)}export_weights: {value}\n")
-    assert load_config([], tmp_path / "saved.yaml") == config
-    assert capsys.readouterr().err.count("export_weights is gone: weights are exported in target.dtype;") == said
+@pytest.mark.parametrize(
+    ("unset", "given", "name"),
+    [
+        ("export_weights: target\nevaluate:", "export_weights: int8\nevaluate:", "export_weights"),
+        ("evaluate:\n  leave_out: []", "evaluate:\n  leave_out: [a]", "evaluate.leave_out"),
+    ],
+)
+def test_an_option_that_is_gone_is_told_of_where_it_was_set(unset, given, name, tmp_path, capsys):
+    config, saved = load_config([RECIPE]), tmp_path / "saved.yaml"
+    for text, said in ((unset, 0), (given, 1)):
+        saved.write_text(cli.to_yaml(config).replace("\nevaluate:", f"\n{text}"))
+        assert load_config([], saved) == config
+        assert capsys.readouterr().err.count(f"{name} is gone: ") == said
 
 
 # ---------------------------------------------------------------- run

@@ -38,7 +38,8 @@ class Drift:
 class Counts:
     """One drafter on one prompt. tokens: of the output. accepted: for each slot (each position of the output that a
     draft can start at) how many tokens of the draft made there the target agrees with; empty where drafts are sampled.
-    seen: by number of draft tokens, the accepted tokens of each verification of a real decoding, where one was made."""
+    seen: by number of draft tokens, the accepted tokens of each verification of a real decoding, where one was made and
+        gave this output: at a tie it may give another."""
 
     id: str
     source: str

@@ -24,7 +24,6 @@ from eagle31_train.targets.description import describe_target
 
 HELDOUT = "heldout"
 PROMPTS = "prompts"  # those of evaluate.prompts
-LEFT_OUT = "evaluate.leave_out names it"
 MEASURED = "used to measure acceptance during training"
 TOO_LONG = "more than {} tokens, which is what target and drafter leave beside the answer"
 LOOPING = 0.3  # compressed share of a text; of the demo's held-out answers 14 % are under it
@@ -59,8 +58,8 @@ def workloads(
     measured_on: Collection[str] = (),
 ) -> list[Workload]:
     """Everything that the configuration wants decoded, the held-out prompts (or evaluate.prompts) first; UserError
-    where that cannot be had. A suite's prompts are chosen as they are, of those that evaluate.leave_out does not name
-    and no training was measured on; its perturbed forms are of the same prompts, less those that do not fit.
+    where that cannot be had. A suite's prompts are chosen as they are, of those that no training was measured on; its
+    perturbed forms are of the same prompts, less those that do not fit.
 
     Args:
         data: stage 1's manifest. longest: tokens that a prompt may have. caveats: notes for all of them.
@@ -78,9 +77,6 @@ def workloads(
         sets[HELDOUT] = from_heldout(dataset, template if any(one.transform for one in perturbations) else None), []
     for name, (option, suite) in _suites(config).items():
         sets[name] = from_suite("" if name == PROMPTS else name, suite, option, template)
-    known = [prompt.id for prompts, _ in sets.values() for prompt in prompts]
-    if unknown := set(options.leave_out).difference(known):
-        raise UserError(f"evaluate.leave_out has {min(unknown)!r}: ids of prompts are {', '.join(known[:5])}, …")
     trained_on = trained_prompts(dataset) if "train" in splits and sets.keys() != {HELDOUT} else frozenset()
     filled = any(one.filled for one in perturbations)
     answers = _answers(dataset, template) if filled and HELDOUT in splits else None
@@ -110,8 +106,6 @@ def inputs(config: Config) -> dict[str, Any]:
     """What the workloads depend on beside stage 1's data: options, and the contents of files by their hashes."""
     options, target = config.evaluate, config.target
     facts: dict[str, Any] = {"perturbations": [perturbation.name for perturbation in _perturbations(config)]}
-    if options.leave_out:  # without it, all is as it was before there was such an option
-        facts["leave_out"] = sorted(set(options.leave_out))
     suites = _suites(config)
     if suites or options.perturbations:
         facts |= {"rendering": artifacts.rendering_fingerprint(target.path), "template_args": target.template_args}
@@ -162,13 +156,10 @@ def _suites(config: Config) -> dict[str, tuple[str, Suite]]:
 
 def _plain(suite: str, prompts: list[Prompt], config: Config, longest: int, measured_on: Collection[str]) -> Workload:
     options = config.evaluate
-    left_out = {prompt.id: LEFT_OUT for prompt in prompts if prompt.id in options.leave_out}
-    texts = [prompt.ids for prompt in prompts if prompt.id in left_out]  # others may have them: what is asked twice
-    others = [prompt for prompt in prompts if prompt.ids not in texts]
-    left_out |= {prompt.id: MEASURED for prompt in others if digest(prompt.ids) in measured_on}
-    left = [prompt for prompt in others if prompt.id not in left_out]
+    left_out = {prompt.id: MEASURED for prompt in prompts if digest(prompt.ids) in measured_on}
+    left = [prompt for prompt in prompts if prompt.id not in left_out]
     if not left:
-        raise UserError(f"{suite}: evaluate.leave_out names all prompts, or training was measured on them: give others")
+        raise UserError(f"{suite}: training was measured on all of the prompts: give others")
     chosen, too_long = choose(left, options.num_prompts, longest)
     left_out |= dict.fromkeys(too_long, TOO_LONG.format(longest))
     return Workload(suite, suite, None, chosen, options.temperature, options.top_p, left_out)
@@ -177,7 +168,7 @@ def _plain(suite: str, prompts: list[Prompt], config: Config, longest: int, meas
 def _perturbed(plain: Workload, perturbation: Perturbation, context: Context, longest: int) -> Workload:
     name = f"{plain.suite} · {perturbation.name}"
     perturbed: list[Prompt] = []
-    left_out = {prompt: why for prompt, why in plain.left_out.items() if why in (LEFT_OUT, MEASURED)}
+    left_out = {prompt: why for prompt, why in plain.left_out.items() if why == MEASURED}
     for prompt in plain.prompts:
         try:
             one = perturbation.apply(prompt, context)

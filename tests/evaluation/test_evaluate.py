@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from datasets import DatasetDict
 from families import write_rows
-from planting import watched
+from planting import replaced, watched
 from safetensors.torch import load_file, save_file
 
 from eagle31_train import compare, evaluate, export
@@ -96,14 +97,31 @@ def test_rows_that_pad_the_targets_embedding_are_nobodys(run, model):
         target.embedding.weight.data = rows
 
 
+def test_outputs_are_not_called_equal_where_a_tie_changed_one(run, monkeypatch):
+    monkeypatch.setattr(measuring, "TIE", 1e9)
+
+    @replaced(monkeypatch, measuring, "decode_speculative")
+    def tied(right, *arguments):
+        (found,) = right(*arguments)
+        if arguments[3][0] == struck:
+            found.tokens[0] = (found.tokens[0] + 1) % 50
+        return [found]
+
+    dataset = DatasetDict.load_from_disk(str(run.folder / "data" / "dataset"))
+    struck = dataset["heldout"][0]["input_ids"][:3]
+    evaluate.evaluate(run.config(*FEW))
+    (workload,) = run.manifest["result"]["workloads"]
+    assert (run.manifest["identical"], workload["verified"], workload["prompts"]) == (False, 1, 2)
+
+
 def test_what_makes_an_evaluation_out_of_date(run, capsys, monkeypatch):
     measured = watched(monkeypatch, measuring.Measurer, "measure")
     evaluate.evaluate(run.config(*FEW, "seed=1"))
     for same in ("evaluate.warmup=true", "evaluate.concurrency=[2]", "evaluate.vllm_python=elsewhere", "seed=2"):
         evaluate.evaluate(run.config(*FEW, same))
         assert "up to date" in capsys.readouterr().out, same
-    with pytest.raises(UserError, match=r"workloads\.leave_out: nothing there"):
-        evaluate.evaluate(run.config(*FEW, "evaluate.leave_out=[heldout-0]"))
+    with pytest.raises(UserError, match=r"workloads\.perturbations: \[\] there, \['no_template'\] here"):
+        evaluate.evaluate(run.config(*FEW, "evaluate.perturbations=[no_template]"))
     # What is measured stays so when a workload is added. Draws depend on the seed.
     perturbed = (*FEW, "evaluate.perturbations=[temperature_1]")
     evaluate.evaluate(run.config(*perturbed, "seed=1", "overwrite=true"))
@@ -120,13 +138,11 @@ def test_what_makes_an_evaluation_out_of_date(run, capsys, monkeypatch):
 def test_a_result_stays_until_other_options_have_one(run):
     evaluate.evaluate(run.config(*FEW))
     (run.folder / "evaluate" / "of before").touch()
-    with pytest.raises(UserError, match="leave_out names all prompts"):
-        evaluate.evaluate(
-            run.config(*FEW, f"evaluate.leave_out={[f'heldout-{i}' for i in range(4)]}", "overwrite=true")
-        )
+    with pytest.raises(UserError, match="leaves no prompt room"):
+        evaluate.evaluate(run.config(*FEW, "evaluate.max_new_tokens=128", "overwrite=true"))
     assert run.manifest["result"]
-    evaluate.evaluate(run.config(*FEW, "evaluate.leave_out=[heldout-0]", "overwrite=true"))
-    assert run.manifest["left_out"]["heldout"].keys() == {"heldout-0"}
+    evaluate.evaluate(run.config(*FEW, "evaluate.max_new_tokens=5", "overwrite=true"))
+    assert run.manifest["result"]["max_new_tokens"] == 5
     assert not (run.folder / "evaluate" / "of before").exists()
     for name in ("manifest.json", "of before"):  # as if that had been killed before its manifest was there
         (run.folder / "evaluate" / name).unlink(missing_ok=name == "of before")

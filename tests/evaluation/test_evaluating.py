@@ -92,7 +92,7 @@ def test_what_other_options_or_versions_count_is_measured_anew(candidates, tmp_p
         other = Recorded(QUIET, option)
         other.run(tmp_path, candidates[:1], [ONE])
         assert other.asked == [("one", ["llama"])], option
-    same = Recorded(QUIET, "evaluate.backend=vllm", "evaluate.leave_out=[of-another-set]")
+    same = Recorded(QUIET, "evaluate.backend=vllm", "evaluate.num_prompts=7")
     same.run(tmp_path, candidates[:1], [ONE], end_ids=(1, 2))
     assert same.asked == [], "the first measurement is kept beside the others; end tokens are a set"
     for changed in ({"prompts": ONE.prompts[1:]}, {"temperature": 0.1}, {"top_p": 0.5}):

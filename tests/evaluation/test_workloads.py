@@ -252,7 +252,7 @@ def test_prompts_that_training_was_measured_on_are_left_out(place):
     assert f"left out 2 (c1, c2): {MEASURED}" in heldout.remarks
     assert place.texts(more) == ["another"]
     assert list(more.left_out.values()) == [MEASURED]
-    with pytest.raises(UserError, match="training was measured on them"):
+    with pytest.raises(UserError, match="training was measured on all of the prompts"):
         place.workloads(measured_on=[digest(prompt.ids) for prompt in plain.prompts])
 
 
