@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 # Each is of its family's kind: what of the drafter's shape is not in config.json under the same name.
 MLP = {"llama-tied": 192, "qwen3": 160, "qwen3-moe": 2 * 48, "mistral-sliding": 144, "gpt-oss": 2 * 64}
-QUICK = {"gpt-oss"}  # vLLM serves drafters of two others: tests/vllm/test_families.py
+QUICK = {"gpt-oss"}  # vLLM serves drafters of two others: tests/serving.py
 SAME = ["vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps"]
 SAME += ["max_position_embeddings"]
 

@@ -1,6 +1,7 @@
-"""Real vLLM takes the exports of five families' targets: its configuration and modules. It serves two: serving.py."""
+"""Real vLLM takes drafts of several kinds of targets: its configuration and modules. It serves some: serving.py."""
 
 import json
+from pathlib import Path
 
 import pytest
 import speaking
@@ -14,54 +15,34 @@ from eagle31_train.targets.description import NO_EAGLE3, WRAPPED, describe_targe
 
 pytestmark = pytest.mark.vllm
 
-CLASSES = {
-    "llama-tied": "LlamaForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3-moe": "Qwen3MoeForCausalLM",
-    "mistral-sliding": "MistralForCausalLM",
-    "gpt-oss": "GptOssForCausalLM",
-}
+NAMES = ("llama-tied", "gpt-oss", "mistral-sliding")  # Llama 3's RoPE; YaRN; a window in every layer
 BRIEF = ["train.max_steps=1", "evaluate.num_prompts=1"]
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """name → (target, run folder) of all stages."""
-    folder = tmp_path_factory.mktemp("families")
-    targets = {name: speaking.make(name, folder / "targets" / name) for name in CLASSES}
-    return {name: (target, speaking.run_all_stages(target, name, folder, *BRIEF)) for name, target in targets.items()}
-
-
-@pytest.fixture(scope="module")
-def seen(runs, ask):
-    """name → what vLLM reads of the draft beside its target."""
-    asked = [{"target": str(target), "draft": str(run / "export")} for target, run in runs.values()]
-    return dict(zip(runs, ask("draft", asked), strict=True))
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_vllm_takes_the_target_and_reads_the_draft_as_it_was_meant(name, runs, seen):
-    facts, draft = seen[name], json.loads((runs[name][1] / "export" / "config.json").read_text())
-    assert "error" not in facts, facts["error"]
-    assert (facts["class"], facts["eagle3"]) == (CLASSES[name], True)
-    told = {field: value for field, value in facts["fields"].items() if value != "absent"}
-    assert told == {field: draft[field] for field in told}
-    assert {"num_attention_heads", "rope_parameters", "fc_norm", "norm_output"} <= told.keys()
-    assert facts["left"] == {"model.embed_tokens.weight": False}  # the target's own takes its place
-
-
-def test_vllm_limits_a_draft_to_the_window_of_a_target_all_of_whose_layers_slide(runs, seen):
+def test_vllm_reads_a_draft_as_it_was_meant_and_gives_it_the_window_of_all_layers_of_its_target(ask, tmp_path):
     """Which stage 1 and `plan` tell of such targets, and of no other."""
-    assert {name: facts["window"] for name, facts in seen.items() if facts["window"]} == {"mistral-sliding": 16}
-    described = {name: describe_target(TargetConfig(path=str(target))) for name, (target, _) in runs.items()}
-    assert {name: of.sliding_window for name, of in described.items() if of.sliding_window} == {"mistral-sliding": 16}
+    models = []
+    for name in NAMES:
+        target = speaking.make(name, tmp_path / "targets" / name)
+        run = speaking.run_all_stages(target, name, tmp_path, *BRIEF)
+        models.append({"target": str(target), "draft": str(run / "export")})
+    for name, model, facts in zip(NAMES, models, ask("draft", models), strict=True):
+        assert "error" not in facts, facts["error"]
+        draft = json.loads(Path(model["draft"], "config.json").read_text())
+        told = {field: value for field, value in facts["fields"].items() if value != "absent"}
+        assert told == {field: draft[field] for field in told}
+        assert {"num_attention_heads", "rope_parameters", "fc_norm", "norm_output"} <= told.keys()
+        assert facts["eagle3"]
+        assert facts["left"] == {"model.embed_tokens.weight": False}  # the target's own takes its place
+        window = 16 if name == "mistral-sliding" else None
+        assert (facts["window"] or None) == describe_target(TargetConfig(path=model["target"])).sliding_window == window
 
 
 # Whose class vLLM names otherwise than transformers, or transformers lacks.
 ELSEWHERE = {"exaone": "ExaoneForCausalLM", "internlm2": "InternLM2ForCausalLM", "internvl_chat": "InternVLChatModel"}
 ELSEWHERE |= {"qwen2_vl": "Qwen2VLForConditionalGeneration"}
-SERVED = ["granite", "llama", "minimax_m2", "mistral3", "phi3", "qwen2", "qwen3", "qwen3_5", "qwen3_next"]
-SERVED += ["deepseek_v3", "gpt_oss", "qwen3_vl", *WRAPPED]
+SERVED = ["granite", "llama", "minimax_m2", "mistral", "mistral3", "phi3", "qwen2", "qwen3", "qwen3_5", "qwen3_next"]
+SERVED += ["deepseek_v3", "gpt_oss", "qwen3_moe", "qwen3_vl", *WRAPPED]
 
 
 def test_kinds_that_are_called_not_served_are_those_whose_classes_take_no_eagle3_draft(ask):
