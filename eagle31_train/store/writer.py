@@ -14,7 +14,7 @@ from eagle31_train.store import format as files
 from eagle31_train.store.backends import Storage, at_once
 from eagle31_train.store.document import Document
 from eagle31_train.store.format import Line
-from eagle31_train.store.head import Problem, read_lines, read_tensors
+from eagle31_train.store.head import read_lines, read_tensors
 from eagle31_train.store.sealed import DamagedError, digest, seal
 from eagle31_train.store.shard import write_shard
 from eagle31_train.store.shard_plan import Plan, PlannedShard, shape_of
@@ -77,7 +77,7 @@ class StoreWriter:
         return self.plan.share(self.rank, self.ranks)
 
     def has(self, shard: PlannedShard) -> bool:
-        """Whether the shard was committed and is of its listed size, or has been used up, when this writer began."""
+        """Whether the shard was committed and is of its listed size, or has been used up, when this was last looked at."""
         line = self.lines.get(shard.name)
         return line is not None and (self._sizes.get(shard.name) == line.size or self._used_up(shard))
 
@@ -167,46 +167,24 @@ class StoreWriter:
 
     def gather(self) -> list[Line] | None:
         """The lines of all shards, in order, once all are there; None if the training that follows wants no more."""
-        awaited = missing = [shard for shard in self.plan.shards if not self.has(shard)]
-        # Of shards that are damaged or gone, which their own process makes again, an old line may still be there.
-        old = {shard.name: self.lines[shard.name].size for shard in missing if shard.name in self.lines}
-
-        lines: dict[str, Line] = {}
-        problems: list[Problem] = []
+        missing = [shard for shard in self.plan.shards if not self.has(shard)]
+        total = len(missing)
 
         def complete() -> bool:
-            nonlocal missing, lines, problems
-            sizes = self.storage.sizes("shards") if old else {}  # before the lines: a shard's new line is after it
-            there = self.storage.sizes("shards")
-            missing = [
-                shard
-                for shard in missing
-                if shard.line not in there
-                or (shard.name in old and sizes.get(shard.name) != old[shard.name] and not self._used_up(shard))
-            ]
-            if not missing:  # of a damaged line, too, the shard is made again
-                known = problems
-                lines, problems = read_lines(self.storage, self.plan, awaited, self.id)
-                if problems and not known:
-                    note(f"extract: {problems[0].text}: waiting for its process to make it anew", error=True)
-                missing = [shard for shard in awaited if shard.name not in lines]
-            progress.update(len(awaited) - len(missing) - progress.n)
-            return not missing or read_consumed(self.storage, self.id).finished
+            nonlocal missing
+            self._sizes = self.storage.sizes("shards")  # before the lines: a shard's new line is after it
+            awaited = [shard for shard in missing if shard.line not in self._sizes]
+            if not awaited:  # what is damaged or gone, its own process makes again: the line may still be the old one
+                self.lines |= read_lines(self.storage, self.plan, missing, self.id)[0]
+                awaited = missing = [shard for shard in missing if not self.has(shard)]
+            progress.update(total - len(awaited) - progress.n)
+            return not awaited or read_consumed(self.storage, self.id).finished
 
         what = "extract: waiting for the other processes' shards"
-        with Progress(total=len(missing), desc="shards of the others", unit="shard", disable=not missing) as progress:
-            try:
-                if missing:
-                    wait(complete, what, self.patience, lambda: len(self.storage.sizes("shards")))
-            except UserError:
-                if not problems:
-                    raise
-                raise UserError(f"{problems[0].text}: {files.REMAKE}") from None
-        if missing:
-            return None
-        self.lines |= lines
-        self._sizes |= {name: line.size for name, line in lines.items()}
-        return [self.lines[shard.name] for shard in self.plan.shards]
+        with Progress(total=total, desc="shards of the others", unit="shard", disable=not missing) as progress:
+            if missing:
+                wait(complete, what, self.patience, lambda: len(self.storage.sizes("shards")))
+        return None if missing else [self.lines[shard.name] for shard in self.plan.shards]
 
     def finish(self, lines: Sequence[Line], totals: dict[str, Any]) -> dict[str, Any]:
         """Rank 0: write the lines of all shards and the manifest, with `totals`, which makes the store complete."""

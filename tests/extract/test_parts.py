@@ -69,14 +69,15 @@ def test_stopped_parts_are_carried_on_by_any_number(whole, tmp_path, command, pa
     assert all(file.stat().st_mtime_ns == at for file, at in committed.items()), "made again"
 
 
-def test_who_gathers_waits_for_a_shard_whose_line_is_damaged(whole, tmp_path, command, monkeypatch):
+@pytest.mark.parametrize("harmed", ["line", "name"], ids=["its line", "itself"])
+def test_who_gathers_waits_for_a_shard_that_is_damaged(whole, tmp_path, command, monkeypatch, harmed):
     """It is its own process's to make anew, which takes its time."""
     message_of(extract, command(0, 2, AT_ONCE))
     theirs = watched(monkeypatch, StoreWriter, "write")
     extract(command(1, 2))
-    line = tmp_path / "run" / "store" / theirs[-1][1].line
-    line.write_bytes(line.read_bytes().replace(b"s", b"z", 1))
-    gathers, looked = threading.Event(), threading.Event()
+    file = tmp_path / "run" / "store" / getattr(theirs[-1][1], harmed)
+    file.write_bytes(file.read_bytes()[:-1])
+    gathers, looks = threading.Event(), threading.Semaphore(0)
 
     @replaced(monkeypatch, StoreWriter, "gather")
     def gather(right, self):
@@ -87,12 +88,12 @@ def test_who_gathers_waits_for_a_shard_whose_line_is_damaged(whole, tmp_path, co
     def read_lines(right, *given):
         found = right(*given)
         if gathers.is_set():
-            looked.set()
+            looks.release()
         return found
 
     @replaced(monkeypatch, StoreWriter, "write")
     def write(right, self, shard, *rest):
-        assert looked.wait(60)
+        assert all(looks.acquire(timeout=60) for _ in range(2)), "it looked once, and went on"
         right(self, shard, *rest)
 
     assert at_once(command(0, 2), command(1, 2)) == [None, None]
