@@ -35,7 +35,7 @@ from eagle31_train.store import read_manifest
 
 
 def evaluate(config: Config) -> None:
-    """Run the stage; UserError where its input is wrong, or an output differs from plain decoding."""
+    """Run the stage; UserError where its input is wrong, or an output is not plain decoding's, ties apart."""
     began = time.perf_counter()
     if config.evaluate.backend == "vllm":
         serve(config)

@@ -37,7 +37,7 @@ def evaluate(
     verified: int | None = None,
 ) -> tuple[dict[str, Any], list[Workload], list[dict[str, list[Measurement]]]]:
     """Decode all workloads with all drafters, of which the others are compared with the first. What was loaded for it
-    is free again afterwards. UserError: input that is wrong, or an output that differs from plain decoding.
+    is free again afterwards. UserError: input that is wrong, or an output that is not plain decoding's, ties apart.
 
     Args:
         checkpoints: of each drafter by name, its trainings.

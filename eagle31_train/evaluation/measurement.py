@@ -68,8 +68,8 @@ class Measurement:
 
     outputs: the target's token ids of every prompt. counts: of every prompt, in the same order.
     tokens: of the prompts that were timed, decoded one at a time. plain, speculative: seconds that this took without
-        the drafter and with it at evaluate.num_speculative_tokens, for as many tokens (outputs of sampled drafts
-        differ in length).
+        the drafter and with it at evaluate.num_speculative_tokens, for as many tokens (outputs differ in
+        length where drafts are sampled, and after a tie).
     machine: what was measured on; empty for the present machine.
     """
 

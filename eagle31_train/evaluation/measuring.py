@@ -147,7 +147,7 @@ class Measurer:
             return Counts(prompt.id, prompt.source, len(plain.tokens), [], None, seen)
         for answer in real.values():  # of one number of draft tokens
             if answer.tokens != plain.tokens:
-                self._refuse_difference(workload, prompt, plain.tokens, answer.tokens)
+                self._check_difference(workload, prompt, plain.tokens, answer.tokens)
                 seen = {}  # a tie, after which it is of another answer
         assert plain.aux is not None
         states = plain.aux[:, [aux.index(layer) for layer in candidate.drafter.shape.aux_layers]]
@@ -158,7 +158,7 @@ class Measurer:
         self._refuse_other_counts(prompt, candidate, trajectory, counts)
         return counts
 
-    def _refuse_difference(self, workload: Workload, prompt: Prompt, plain: list[int], speculative: list[int]) -> None:
+    def _check_difference(self, workload: Workload, prompt: Prompt, plain: list[int], speculative: list[int]) -> None:
         """UserError where speculation gives another output. Where it parts from plain decoding at two tokens that score
         the same but for float32's rounding, that is printed."""
         at = agreeing(plain, speculative)
@@ -172,7 +172,7 @@ class Measurer:
                 scores -= workload.temperature * float(np.log(draws[theirs] / draws[ours]))
             gap = f"the target's scores differ by {scores:.3g}"
         problem = f"prompt {prompt.id}, output token {at}: speculation gives {ours}, plain decoding {theirs} ({gap})"
-        if self.options.dtype != "float32" or abs(scores) > TIE:
+        if self.options.dtype != "float32" or not abs(scores) <= TIE:
             raise UserError(f"{problem}; {self._advice()}")
         note(f"{problem}: rounding chose between equals, and the prompt is not verified")
 
@@ -202,7 +202,7 @@ class Measurer:
         if (dtype := self.options.dtype) != "float32":
             return f"evaluate.dtype={dtype} rounds otherwise for several tokens: use evaluate.dtype=float32"
         tie = f"scores within {TIE:g}, in one of ten prompts"
-        return f"rounding ({tie}) does not explain it: report this mistake, or give other prompts"
+        return f"rounding ({tie}) does not explain it: report this mistake, or give other prompts by evaluate.prompts"
 
 
 def _layers(candidates: list[Candidate]) -> list[int]:

@@ -7,7 +7,7 @@ is a drafter's name:
     drafters        [N, …]; the others are compared with the first
     workloads       [workload, …], of which each has
         name, suite, perturbation (or null), temperature, top_p, prompts, notes
-        verified    prompts whose output real speculation with every drafter repeated
+        verified    prompts that were decoded by real speculation with every drafter, but for ties
         tokens_per_second  {"plain" or N: of real decoding, one prompt at a time}, of a drafter that was measured alone
         timed       {prompts: how many of the first these are, by_depth: {K: their acceptance length}}, likewise
         drafters    {N: numbers}

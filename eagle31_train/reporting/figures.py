@@ -1,7 +1,6 @@
 """Pictures, by matplotlib, which is loaded where it draws."""
 
 import io
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from textwrap import fill
@@ -20,7 +19,6 @@ WIDTH, HEIGHT, ROW = 5.6, 3.25, 0.25  # inches: of a picture, and of one row of 
 TITLE = 60  # letters of a line of it
 MEANS = 64  # points of a noisy curve's mean
 MARKERS = "os^Dvp"
-FONTLESS = re.compile("[\u0900-\u1cff\u2e80-\U0010ffff]")  # India's scripts, Chinese, …: not in matplotlib's own font
 STYLE: Any = {
     # The colour-blind tell training (C0) from held-out (C1) by brightness, too.
     "axes.prop_cycle": "cycler('color', ['#2563c9', '#d9650b', '#0e8a6a', '#a8379b', '#8a6d00', '#5d6873'])",
@@ -80,8 +78,11 @@ class Picture:
 
 
 def drawable(text: str) -> str:
-    """Text whose letters without a font are spelt, U+7532: boxes would all look alike."""
-    return FONTLESS.sub(lambda letter: f"U+{ord(letter[0]):04X} ", text)
+    """Text in which letters that matplotlib's own font lacks are spelt, U+7532: boxes would all look alike."""
+    from matplotlib.font_manager import findfont, get_font
+
+    there = get_font(findfont("DejaVu Sans")).get_charmap()
+    return "".join(letter if ord(letter) in there or letter.isspace() else f"U+{ord(letter):04X} " for letter in text)
 
 
 def noisy(axes: "Axes", steps: Floats, values: Floats, label: str, colour: Any, form: str = "{:.3g}") -> None:

@@ -91,7 +91,7 @@ def _overview(workloads: Sequence[Result], depth: str) -> Iterator[Table]:
 
 
 def _remarks(workload: Result, draft_tokens: str) -> Iterator[str]:
-    verified = f"{workload['verified']:,} verified by real speculation"
+    verified = f"{workload['verified']:,} decoded by real speculation"
     yield f"{count(workload['prompts'], 'prompt')}, {sampling(workload)}, {verified}"
     yield from workload["notes"]
     if speeds := workload.get("tokens_per_second"):

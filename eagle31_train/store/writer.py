@@ -77,7 +77,7 @@ class StoreWriter:
         return self.plan.share(self.rank, self.ranks)
 
     def has(self, shard: PlannedShard) -> bool:
-        """Whether the shard was committed and is of its listed size, or has been used up, when this was last looked at."""
+        """Whether the shard was committed and is of its listed size, or was used up, when this last looked."""
         line = self.lines.get(shard.name)
         return line is not None and (self._sizes.get(shard.name) == line.size or self._used_up(shard))
 
@@ -175,6 +175,8 @@ class StoreWriter:
             self._sizes = self.storage.sizes("shards")  # before the lines: a shard's new line is after it
             awaited = [shard for shard in missing if shard.line not in self._sizes]
             if not awaited:  # what is damaged or gone, its own process makes again: the line may still be the old one
+                for shard in missing:  # a line that is gone meanwhile is of a file that is being replaced
+                    self.lines.pop(shard.name, None)
                 self.lines |= read_lines(self.storage, self.plan, missing, self.id)[0]
                 awaited = missing = [shard for shard in missing if not self.has(shard)]
             progress.update(total - len(awaited) - progress.n)

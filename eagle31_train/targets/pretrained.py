@@ -54,7 +54,7 @@ def source(target: TargetConfig) -> dict[str, Any]:
     if Path(target.path).is_file():
         raise UserError(f"target.path={target.path} is a file: give its folder")
     if not Path(target.path).exists() and target.path.startswith(("/", ".", "~", "models/")):
-        maker = MADE_HERE.get(Path(target.path).name)
+        maker = MADE_HERE.get(Path(target.path).name) if Path(target.path).parent.name == "models" else None
         remedy = f"`python -m eagle31_train.targets.{maker}` makes it" if maker else "give a folder, or a hub id"
         raise UserError(f"target.path={target.path} does not exist: {remedy}")
     return {"revision": target.revision, **({"local_files_only": True} if out_of_reach(target) else {})}

@@ -206,7 +206,7 @@ def draft(target, draft):
     """Configuration, construction and loading of a draft's folder: no engine, no key-value cache.
 
     Returns:
-        {"class": vLLM's of the target, "eagle3": whether that gives hidden states to a draft,
+        {"eagle3": whether vLLM's class of the target gives hidden states to a draft,
          "window": of the draft's attention, "fields": {field of the configuration: value}, "eps": [of all norms],
          "scale": of the softmax, "interleaved", "cos_sin": [POSITIONS × (cos | sin)],
          "sums": {parameter: weighted sum},
@@ -249,7 +249,6 @@ def read_draft(target, folder):
     attention = model.model.layers[0].self_attn
     of_target, _ = get_model_architecture(config.model_config)
     return {
-        "class": of_target.__name__,
         "eagle3": supports_eagle3(of_target),
         "window": getattr(getattr(attention, "attn", None), "sliding_window", None),
         "fields": fields,
