@@ -119,8 +119,8 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 def symmetric(x: Tensor, beta: float = 0.0, alpha: float = 1.0) -> Tensor:
     """[m, n] → [m, m], x·xᵀ; with beta, of a symmetric x, beta·x + alpha·x·x. A CPU multiplies the lower half, stripe
-    by stripe, and mirrors it: a tenth to a quarter less time for Muon (docs/log.md). A stripe would not fill a GPU, which
-    multiplies all."""
+    by stripe, and mirrors it: a tenth to a quarter less time for Muon (docs/log.md). A stripe would not fill a GPU,
+    which multiplies all."""
     if x.device.type != "cpu" or len(x) <= STRIPE:
         return torch.addmm(x, x, x, beta=beta, alpha=alpha) if beta else x @ x.T
     whole = x.new_empty(len(x), len(x))

@@ -8,7 +8,8 @@ accepted, verification by verification, must equal the run from every position.
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from typing import Any
 
@@ -49,12 +50,14 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Measurer:
-    """What all workloads share. model: as `load_model` gives it. seed: every prompt draws from one of its own."""
+    """What all workloads share. model: as `load_model` gives it. seed: every prompt draws from one of its own.
+    threads: torch's where it decodes several prompts together; for one alone `warm_up` chooses."""
 
     model: Any
     limits: Limits
     options: EvaluateConfig
     seed: int
+    threads: int = field(default_factory=torch.get_num_threads)
 
     @property
     def machine(self) -> str:
@@ -86,12 +89,15 @@ class Measurer:
                 ways = [way for way in every if way == PLAIN or max(batch) < verified[way[0]]]
                 # In turns, so that a busy machine slows both alike.
                 turns = ways if number % 2 == 0 else ways[::-1]
-                decoded = {way: self._decode(way, workload, batch, candidates) for way in turns}
+                with threads(self.threads if len(batch) > 1 else torch.get_num_threads()):
+                    decoded = {way: self._decode(way, workload, batch, candidates) for way in turns}
                 for row, at in enumerate(batch):
                     of_prompt = {way: answers[row] for way, answers in decoded.items()}
                     outputs[at] = of_prompt[PLAIN].tokens
                     for one in candidates:
-                        counts[one.name][at] = self._count(workload, prompts[at], of_prompt, one, _layers(candidates))
+                        with threads(self.threads):
+                            counted = self._count(workload, prompts[at], of_prompt, one, _layers(candidates))
+                        counts[one.name][at] = counted
                 for way, answers in decoded.items() if max(batch) < min(most, options.timed_prompts) else ():
                     tokens[way] += sum(len(one.tokens) for one in answers)
                     seconds[way] += sum(one.seconds for one in answers)
@@ -219,6 +225,17 @@ def batches(prompts: list[Prompt], timed: int, size: int, verified: int) -> Iter
         yield from (ordered[at : at + size] for at in range(0, len(ordered), size))
 
 
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """While it lasts, torch computes on so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def use_quickest_threads(work: Callable[[], object]) -> None:
     """Set torch to the number of threads that finishes `work` first: all, half of them, and so on down to one.
 
@@ -234,7 +251,7 @@ def use_quickest_threads(work: Callable[[], object]) -> None:
     quickest = min(seconds, key=seconds.__getitem__)
     torch.set_num_threads(quickest)
     if quickest < most:
-        note(f"evaluate: on {quickest} of {most} threads, which is quicker here")
+        note(f"evaluate: one prompt alone on {quickest} of {most} threads, which is quicker here")
 
 
 def seed_of(seed: int, prompt: Prompt) -> int:
