@@ -66,7 +66,7 @@ def regenerate(config: Config, template: ChatTemplate) -> tuple[Path, dict[str, 
         manifest = journal.finish("".join(map(_line, jobs)), made_from, **facts)
     note(f"answers: {manifest['answers']} answers, {manifest['tokens']} tokens in {output}")
     if refused:
-        note(f"answers: {len(refused)} prompts refused ({most_common(refused)})")
+        note(f"answers: prompts refused: {len(refused)} ({most_common(refused)})")
     if ended:
         note(f"answers: {len(ended)} conversations end before their prompts do ({most_common(ended)})")
     return output, manifest

@@ -22,9 +22,9 @@ from eagle31_train.common import artifacts
 from eagle31_train.common.console import note, ranks
 from eagle31_train.common.errors import Refused, UserError
 from eagle31_train.common.locks import writing
-from eagle31_train.config import Config, DataConfig
+from eagle31_train.config import SELF_WRITTEN, Config, DataConfig
 from eagle31_train.model import vocab
-from eagle31_train.provenance import Provenance
+from eagle31_train.provenance import REPLACE, Provenance
 from eagle31_train.reporting.tables import aligned
 from eagle31_train.rows.files import open_files
 from eagle31_train.rows.formats import Message
@@ -166,11 +166,24 @@ def _rows_of(folder: Path, config: Config, template: ChatTemplate) -> dict[str, 
     return {"sources": sources if answers else "the target's answers", "format": "messages"}
 
 
+def _refuse_other_answers(config: Config) -> None:
+    """UserError where a run's answers are to given prompts: before the target writes others, and not after."""
+    run = Path(config.run_dir)
+    answers, prompts = Journal(run / OUTPUT), Journal(run / SELF_WRITTEN)
+    begun = answers.manifest.is_file() or answers.path.is_file()
+    if begun and not prompts.manifest.is_file() and not config.overwrite:
+        raise UserError(
+            f"{answers.output} is of answers to prompts that were given, and data.prompts=self would write others: "
+            f"give the same prompts (data.prompts=FILE), {REPLACE}"
+        )
+
+
 def _open(config: Config, template: ChatTemplate) -> tuple[Corpus, dict[str, Any]]:
     """The conversations; where the target answers first, also the manifest of its answers."""
     if not config.regenerate:
         return Corpus.open(config, "conversations"), {}
     if (data := config.data).writes_prompts:
+        _refuse_other_answers(config)
         write_prompts(config, template)
     answered, manifest = regenerate(config, template)
     source = Source(open_files(str(answered), data.split, "data.prompts"), "messages", str(answered))

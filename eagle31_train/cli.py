@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import functools
 import operator
+import re
 import sys
 import typing
 from collections.abc import Callable, Iterator, Sequence
@@ -382,7 +383,15 @@ def _explain(error: BaseException) -> str:
     cause = error
     while cause.__cause__ is not None:
         cause = cause.__cause__
-    return " ".join((str(error) if str(cause) in str(error) else f"{error}: {cause}").split())
+    text = " ".join((str(error) if str(cause) in str(error) else f"{error}: {cause}").split())
+    found = re.fullmatch(r"(In .+?): (\w+) raised while composing config: (.*?) full_key:( [\w.]+)? .*", text)
+    if found is None:
+        return text
+    file, kind, what, key = found[1], found[2], found[3], (found[4] or "").strip()
+    if kind == "ConfigKeyError":
+        sections = {name.partition(".")[0] for name in OPTIONS}
+        return f"{file}: no option {key!r}{_nearest(key, [*OPTIONS, *sections])}"
+    return f"{file}: {key + ': ' if key else ''}{what}"
 
 
 OPTIONS = dict(_options(Config))  # name → type and field

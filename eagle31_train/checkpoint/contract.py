@@ -145,7 +145,8 @@ def check_shape(shape: DrafterShape) -> list[str]:
     if shape.parallel and shape.ptd_token_id not in range(shape.vocab_size):
         problems.append(f"drafter.ptd_token_id={shape.ptd_token_id} is none of the target's {shape.vocab_size} tokens")
     if not mla and not shape.qk_norm and D % heads:
-        fitting = [n for n in range(1, heads) if D % n == n % shape.num_key_value_heads == 0]
+        keys = shape.num_key_value_heads
+        fitting = [n for n in range(1, heads) if D % n == 0 and (keys == heads or n % keys == 0)]
         problems.append(
             f"hidden_size {D} is no multiple of {heads} heads, and transformers refuses such a config.json: set "
             f"drafter.qk_norm=true{f' or drafter.num_attention_heads={fitting[-1]}' if fitting else ''}"
@@ -225,9 +226,6 @@ def caveats(shape: DrafterShape, target_positions: int | None = None, target_win
     end = table_end(check_rope(shape))
     if end is not None and (target_positions is None or target_positions > end):
         sentences.append(f"vLLM's table of its YaRN ends at {end:,.0f} positions: serve with no larger --max-model-len")
-    if shape.share_embedding:
-        # V1 then leaves embed_tokens as its memory was, and accepts nothing; V2 stops where the embedding is elsewhere.
-        sentences.append("vLLM's pipeline parallelism needs drafter.share_embedding=false in training")
     if 0 in shape.aux_layers:
         sentences.append("vLLM's kernels write over the input of layer 0: serve this draft without --enforce-eager")
     return [*sentences, *window_caveat(shape, target_window, target_positions), *unserved(shape)]

@@ -139,7 +139,7 @@ def render(
         config=config,
         shape=shape,
         kind=_kind(shape),
-        caveats=caveats_of(shape, data, config.target.template_args.get("reasoning_effort")),
+        caveats=caveats_of(shape, data, config.target.template_args.get("reasoning_effort")) + whole_only(shape),
         oldest_vllm=oldest_vllm(shape),
         measured=measured,
         conditions=conditions,
@@ -150,6 +150,12 @@ def render(
         inputs=train.get("inputs", {}),
         trained={name: train[name] for name in TRAINED if name in train},
     )
+
+
+def whole_only(shape: DrafterShape) -> list[str]:
+    """What whoever splits a target by layers must know. vLLM's V1 would leave the embedding as its memory was, and
+    accept nothing; V2 stops where that is on another device."""
+    return ["vLLM's pipeline parallelism needs drafter.share_embedding=false in training"] * shape.share_embedding
 
 
 def caveats_of(shape: DrafterShape, data: Mapping[str, Any] | None, effort: str | None = None) -> list[str]:

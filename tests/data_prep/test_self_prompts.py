@@ -152,3 +152,11 @@ def test_prompts_of_several_turns_are_one_source_of_several(tiny_target, tmp_pat
     config.regenerate = False
     with pytest.raises(UserError, match=r"data\.sources\.own\.path=self .* answer them: set regenerate=true"):
         prepare(config)
+
+
+@pytest.mark.parametrize("file", ["conversations.manifest.json", "conversations.jsonl.partial"])
+def test_answers_to_given_prompts_are_refused_before_others_are_written(tiny_target, tmp_path, file):
+    (tmp_path / file).write_text("{}")
+    said = message_of(prepare, configured(tmp_path, tiny_target))
+    assert said.startswith(f"{tmp_path}/conversations.jsonl is of answers to prompts that were given")
+    assert [path.name for path in tmp_path.iterdir()] == [file]
