@@ -1,32 +1,31 @@
-"""Who answers: the target in this process, or an OpenAI-compatible server. Both give every request an `Answer`, or the
-reason why it has none, which no journal keeps: asking again costs little, and may fare better."""
+"""Who answers: the target in this process, or in a server. Both go on from a prompt's token ids, and every request has
+an `Answer`, or the reason why it has none, which no journal keeps: asking again costs little, and may fare better."""
 
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from threading import Lock, Thread
-from typing import Any, TypeVar
+from typing import Any
 
+from data_prep import written
 from data_prep.client import Failed, NoAnswer, Server
 from data_prep.dialogue import PromptTurn
 from data_prep.journal import Answer, Outcomes
-from data_prep.masks import to_message
 from eagle31_train.common import artifacts
 from eagle31_train.common.console import note
 from eagle31_train.common.errors import Refused, UserError
 from eagle31_train.config import Config, SelfPromptsConfig
 from eagle31_train.rows.formats import Message, Row
 from eagle31_train.targets.chat import ChatTemplate
+from eagle31_train.targets.completions import Completion, Request, Sampling
 
-NO_CHARACTER = "\ufffd"  # what bytes that are no character are decoded to
-BROKEN = "bytes inside the answer that are no text"
-Texts = dict[str, tuple[list[int], int]]  # key → token ids to go on from, and a seed
-Drawn = Iterator[tuple[str, Refused | tuple[list[int], str]]]
-Request = TypeVar("Request")
+Requests = dict[str, Request]
+Completions = Iterator[tuple[str, Completion | Refused]]  # by the keys of requests
 
 
 @dataclass
@@ -68,13 +67,13 @@ class Job:
         del self.messages[last + 1 :]
 
 
-def engine(config: Config, template: ChatTemplate) -> "Local | Remote":
+def engine(config: Config, template: ChatTemplate) -> "Engine":
     """The servers that `data.generate.server` names, else the target in this process, which takes its time to load."""
     if config.data.generate.server:
         return Remote(config, template)
     from eagle31_train.targets.generate import Generator  # loads torch
 
-    return Local(config, template, Generator(config.target, template.end_ids))
+    return Local(config, template, Generator(config.target))
 
 
 def target_inputs(config: Config, template: ChatTemplate, served: str) -> dict[str, Any]:
@@ -86,137 +85,109 @@ def target_inputs(config: Config, template: ChatTemplate, served: str) -> dict[s
     return {"target": config.target.name, **weights, **template.fingerprints(), "seed": config.seed}
 
 
-class Local:
-    """Answers from the target in this process."""
+class Engine(ABC):
+    """The target, wherever it runs: it goes on from token ids, for answers and for what a user says alike."""
 
-    def __init__(self, config: Config, template: ChatTemplate, generator: Any) -> None:
-        self.config, self.template, self.generator = config, template, generator
-        self.at_once = config.data.generate.batch_size
+    def __init__(self, config: Config, template: ChatTemplate, at_once: int) -> None:
+        self.config, self.template, self.at_once = config, template, at_once
+
+    @abstractmethod
+    def complete(self, asked: Requests, sampling: Sampling) -> Completions:
+        """What the target goes on with, as it ends."""
 
     def answers(self, jobs: dict[str, Job]) -> Outcomes:
         """The next answer of each conversation, refusals first."""
-        generate = self.config.data.generate
-        requests = {}
+        generate, asked = self.config.data.generate, {}
         for key, job in jobs.items():
             try:
                 ids = self.template.prompt_ids(job.messages, job.row.tools)
-                requests[key] = ids, job.temperature, job.seed(self.config.seed)
+                asked[key] = Request(ids, job.temperature, job.seed(self.config.seed))
             except Refused as refused:
                 yield key, refused
-        for key, drawn in self._draw(requests, generate.max_new_tokens, generate.top_p):
+        sampling = Sampling(generate.max_new_tokens, generate.top_p, self.template.end_ids)
+        for key, completion in self.complete(asked, sampling):
+            outcome: Answer | Refused
             try:
-                yield key, drawn if isinstance(drawn, Refused) else self._answer(jobs[key], requests[key][0], *drawn)
+                outcome = completion if isinstance(completion, Refused) else self._answer(asked[key].ids, *completion)
             except Refused as refused:
-                yield key, refused
+                outcome = refused
+            yield key, outcome
 
-    def write(self, how: SelfPromptsConfig, stops: list[int], stop_text: str | None, texts: Texts) -> Outcomes:
-        """What a user says next: text that goes on from token ids up to one of `stops`, or to `stop_text`."""
-        requests = {key: (ids, how.temperature, seed) for key, (ids, seed) in texts.items()}
-        for key, drawn in self._draw(requests, how.max_new_tokens, how.top_p, stops):
-            if isinstance(drawn, Refused):
-                yield key, drawn
+    def _answer(self, prompt: list[int], ids: list[int], finish_reason: str) -> Answer:
+        """These tokens after those of a prompt; Refused where they end otherwise than the target's answers do."""
+        if finish_reason == "stop" and not (ids and ids[-1] in self.template.end_ids):
+            raise Refused("an answer that ends with none of the end tokens that generation_config.json names")
+        message = written.message_of(self.template, prompt, self.template.with_rows(ids))
+        return Answer({**message, "token_ids": ids}, finish_reason, len(ids))
+
+    def write(self, how: SelfPromptsConfig, end_ids: list[int], end_text: str | None, asked: Requests) -> Outcomes:
+        """What a user says next: text that goes on from token ids up to one of `end_ids`, or to `end_text`."""
+        for key, completion in self.complete(asked, Sampling(how.max_new_tokens, how.top_p, end_ids, end_text)):
+            if isinstance(completion, Refused):
+                yield key, completion
                 continue
-            text, reason = self.template.decode(drawn[0]), drawn[1]
-            if stop_text and stop_text in text:  # the target writes on after it
-                text, reason = text.partition(stop_text)[0], "stop"
+            ids, reason = completion
+            text = self.template.decode(ids[:-1] if ids and ids[-1] in end_ids else ids)
+            if end_text and end_text in text:  # in this process the target writes on after it
+                text, reason = text.partition(end_text)[0], "stop"
             yield key, Answer({"role": "user", "content": text}, reason, 0)
 
-    def _draw(self, requests: dict[str, tuple[list[int], float, int]], max_new_tokens: int, *how: Any) -> Drawn:
-        """The tokens of each (ids, temperature, seed), the longest prompts first: memory trouble shows at once."""
-        from eagle31_train.targets.generate import Request
 
+class Local(Engine):
+    """The target in this process."""
+
+    def __init__(self, config: Config, template: ChatTemplate, generator: Any) -> None:
+        super().__init__(config, template, config.data.generate.batch_size)
+        self.generator = generator
+
+    def complete(self, asked: Requests, sampling: Sampling) -> Completions:
+        """The longest prompts first: memory trouble shows at once."""
         order = []
-        for key in sorted(requests, key=lambda key: (-len(requests[key][0]), key)):
-            if problem := self.generator.refusal(len(requests[key][0]), max_new_tokens):
+        for key in sorted(asked, key=lambda key: (-len(asked[key].ids), key)):
+            if problem := self.generator.refusal(len(asked[key].ids), sampling.max_new_tokens):
                 yield key, Refused(problem)
             else:
                 order.append(key)
-        asked = [Request(*requests[key]) for key in order]
-        for index, ids, reason in self.generator.answer(asked, self.at_once, max_new_tokens, *how):
-            yield order[index], (ids, reason)
-
-    def _answer(self, job: Job, prompt: list[int], ids: list[int], finish_reason: str) -> Answer:
-        """These tokens of the target, after those of its prompt, as a message; Refused if as text they would become
-        other tokens again."""
-        if finish_reason == "length":  # perhaps cut inside a character: up to the last whole one
-            while ids and self.template.decode(ids).endswith(NO_CHARACTER):
-                ids = ids[:-1]
-        text = self._text(job, prompt, ids)
-        if NO_CHARACTER in text and self.template.encode(text) != ids:
-            raise Refused(BROKEN)
-        shown = self.template.decode(ids) == self.template.decode(ids, skip_special_tokens=True)
-        if not (shown or self.template.hides_markup):
-            # Left out, they would be missing where the target wrote them; where markup is made of them, they are kept.
-            raise Refused("special tokens inside the answer")
-        # With the end of turn, as servers count; stage 1 compares it with what the text becomes again.
-        tokens = len(ids) + (finish_reason == "stop")
-        message = to_message(self.template, job.messages, text, finish_reason, job.row.tools)
-        return Answer({**message, "tokens": tokens}, finish_reason, len(ids))
-
-    def _text(self, job: Job, prompt: list[int], ids: list[int]) -> str:
-        """The text of an answer, with the space before it unless the template writes one itself."""
-        text, bare = self.template.decode_after(prompt, ids), self.template.decode(ids)
-        if text != bare:
-            with suppress(Refused):
-                turn = [*self.template.history(job.messages), {"role": "assistant", "content": bare}]
-                rendered = self.template.encode(self.template.render(turn, tools=job.row.tools))
-                if rendered[: len(prompt) + len(ids)] == [*prompt, *ids]:
-                    return bare
-        return text
+        for index, completion in self.generator.complete([asked[key] for key in order], self.at_once, sampling):
+            yield order[index], completion
 
 
-class Remote:
-    """Answers from OpenAI-compatible servers, many requests at once, in the order in which they finish them."""
+class Remote(Engine):
+    """The target of servers, many requests at once, in the order in which they finish them."""
 
     def __init__(self, config: Config, template: ChatTemplate) -> None:
         generate = config.data.generate
+        super().__init__(config, template, generate.concurrency)
         assert generate.server is not None
-        self.seed = config.seed
-        self.template = template
         model, urls = generate.model or config.target.path, generate.server.split(",")
-        self.servers = [Server(url, model, template, generate.max_new_tokens, generate.top_p) for url in urls]
+        longest = max(generate.max_new_tokens, config.data.self_prompts.max_new_tokens)
+        self.servers = [Server(url, model, longest) for url in urls]
         self._tell_who_is_alone()
-        self.at_once = generate.concurrency
         self.lock = Lock()
 
-    def answers(self, jobs: dict[str, Job]) -> Outcomes:
-        """The next answer of each conversation; UserError where no prompt will fare better."""
-        return self._all(jobs, self._answer)
-
-    def write(self, how: SelfPromptsConfig, stops: list[int], stop_text: str | None, texts: Texts) -> Outcomes:
-        options = {"max_tokens": how.max_new_tokens, "temperature": how.temperature, "top_p": how.top_p}
-        options["skip_special_tokens"] = False  # a text with some is refused, and `stop` is looked for in what is left
-
-        def ask(server: Server, text: tuple[list[int], int]) -> Answer:
-            ids, seed = text
-            written = server.complete(prompt=ids, seed=seed, stop_token_ids=stops, stop=stop_text, **options)
-            return Answer({"role": "user", "content": written[0]}, written[1], 0)
-
-        return self._all(texts, ask)
-
-    def _all(self, requests: dict[str, Request], ask: Callable[[Server, Request], Answer]) -> Outcomes:
+    def complete(self, asked: Requests, sampling: Sampling) -> Completions:
         """After an error that ends the run no more is asked, but what was under way comes first."""
         failed: UserError | None = None
-        waiting, done = deque(requests.items()), SimpleQueue[tuple[str, Any] | None]()
+        waiting, done = deque(asked.items()), SimpleQueue[tuple[str, Any] | None]()
 
         def work() -> None:
             with suppress(IndexError):
                 while True:
-                    key, request = waiting.popleft()
+                    key, one = waiting.popleft()
                     try:
-                        done.put((key, self._one(ask, request)))
+                        done.put((key, self._one(one, sampling)))
                     except BaseException as error:
                         done.put((key, error))
             done.put(None)
 
-        workers = min(self.at_once, len(requests))
+        workers = min(self.at_once, len(asked))
         for _ in range(workers):  # daemons: after Ctrl-C nobody waits for the requests under way
             Thread(target=work, daemon=True).start()
         try:
             while workers:
                 if (outcome := done.get()) is None:
                     workers -= 1
-                elif isinstance(outcome[1], Answer | Refused):
+                elif isinstance(outcome[1], tuple | Refused):
                     yield outcome
                 elif isinstance(outcome[1], UserError):
                     failed = failed or outcome[1]
@@ -239,7 +210,7 @@ class Remote:
         for server in self.servers:
             server.alone = len(self.servers) == 1
 
-    def _one(self, ask: Callable[[Server, Request], Answer], request: Request) -> Answer:
+    def _one(self, asked: Request, sampling: Sampling) -> Completion:
         """Ask the server with the fewest requests under way; leave out one that gives no answer, but not the last. What
         one fails on the others are asked, too."""
         failed: dict[Server, Failed] = {}
@@ -251,7 +222,7 @@ class Remote:
                 server = min(left, key=lambda one: one.under_way)
                 server.under_way += 1
             try:
-                return ask(server, request)
+                return server.complete(asked, sampling)
             except Failed as error:
                 failed[server] = error
             except NoAnswer as error:
@@ -266,17 +237,3 @@ class Remote:
             finally:
                 with self.lock:
                     server.under_way -= 1
-
-    def _answer(self, server: Server, job: Job) -> Answer:
-        tools = job.row.tools
-        answer = server.answer(job.messages, job.temperature, job.seed(self.seed), tools)
-        message = answer.message
-        last = "content" if message["content"] else "reasoning_content"
-        if answer.finish_reason == "length" and message.get(last):  # perhaps cut inside a character
-            message = {**message, last: message[last].rstrip(NO_CHARACTER)}
-        if NO_CHARACTER in json.dumps(message, ensure_ascii=False):
-            raise Refused(BROKEN)
-        if tools and not message.get("tool_calls"):  # of a server without a tool parser, perhaps
-            parts = to_message(self.template, job.messages, message["content"], answer.finish_reason, tools)
-            message = {**message, **parts}
-        return Answer(message, answer.finish_reason, answer.tokens)

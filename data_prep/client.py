@@ -1,9 +1,7 @@
-"""Answers from an OpenAI-compatible server, over plain HTTP.
+"""Token ids from a server of completions (vLLM, SGLang), over plain HTTP.
 
-A server may take an answer apart (vLLM with a reasoning parser and a tool parser): its parts go into the message. Where
-a target's own markup is made of special tokens, which plain text leaves out, they are asked for, by
-`skip_special_tokens: false`. The number of a prompt's tokens tells whether a server renders it as the target's template
-does here.
+A server is sent the ids of a prompt, and gives those that its target goes on with: no chat template, parser or
+tokenizer of its own stands between what the target wrote and what a drafter learns.
 """
 
 import http.client
@@ -12,21 +10,16 @@ import os
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any
 
-from data_prep.journal import Answer
 from eagle31_train.common import foreign
 from eagle31_train.common.console import note
 from eagle31_train.common.errors import Refused, UserError
-from eagle31_train.common.foreign import Positions as Count
-from eagle31_train.rows.formats import Message, Tool, check_text, tool_calls
-from eagle31_train.targets.chat import ChatTemplate
-from eagle31_train.targets.markup import CHANNEL
+from eagle31_train.targets.completions import Completion, Request, Sampling
 
 SLOWEST = 2  # tokens a second that a server is waited for
-LETTER = 64  # bytes of an answer for each of its tokens, and more than any of them takes as JSON
+TOKEN = 128  # bytes of an answer for each of its tokens, as text and as a number, and more than any takes as JSON
 TRIES = 8  # a minute and a half of waits
 LONGEST_WAIT = 300.0  # seconds, however long a server asks to be left alone
 BUSY = (408, 409, 424, 425, 429, 500, 502, 503, 504)  # asked again
@@ -37,7 +30,8 @@ BROKEN_OFF = ("abort", "error", None)  # of an answer that a server which stops,
 REFUSED = (400, 413, 422)  # this request's fault: a prompt past the context, or a filter's objection
 FAILURES = 8  # requests in a row, all tries of which a server that has answered others ends so
 
-Whole = TypeVar("Whole")
+# What a server would else take from the target's generation_config.json, even at temperature 0.
+WHOLE_DISTRIBUTION = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
@@ -63,87 +57,59 @@ class _Unreadable(Exception):  # noqa: N818 (another try may fare better)
 
 
 class Server:
-    """A chat-completions endpoint. url: ends with /v1; a key is taken from OPENAI_API_KEY."""
+    """A completions endpoint. url: ends with /v1; a key is taken from OPENAI_API_KEY. longest: tokens of any answer."""
 
-    def __init__(self, url: str, model: str, template: ChatTemplate, max_tokens: int, top_p: float = 1.0) -> None:
+    def __init__(self, url: str, model: str, longest: int) -> None:
         if not url.startswith(("http://", "https://")):
             raise UserError(f"data.generate.server={url} is no address: http://HOST:PORT/v1")
         self.base = url.rstrip("/")
-        self.url = f"{self.base}/chat/completions"
-        self.model, self.template, self.max_tokens, self.top_p = model, template, max_tokens, top_p
+        self.url = f"{self.base}/completions"
+        self.model, self.longest = model, longest
         self.under_way = 0  # requests
         self.given_up = False  # nothing is repeated any more
         self.alone = True  # no other server may answer in its place
         self.failures = FAILURES  # in a row; as many at first, so that a server must have answered before it may fail
-        self.doubts: set[str] = set()  # what was said, once each, of answers that may be another target's
+        self.said: set[str] = set()  # of what is said once
         # A server says nothing until an answer is whole, and a long thought at a busy one may take hours.
-        self.timeout = max(600.0, self.max_tokens / SLOWEST)
-        self.options: dict[str, Any] = {}
-        if self.template.template_args:
-            self.options["chat_template_kwargs"] = self.template.template_args
-        effort = self.template.template_args.get("reasoning_effort")
-        if effort and CHANNEL in self.template.template:  # of gpt-oss vLLM reads it here, and not there
-            self.options["reasoning_effort"] = effort
-        if self.template.hides_markup:
-            self.options["skip_special_tokens"] = False
+        self.timeout = max(600.0, longest / SLOWEST)
 
-    def answer(self, messages: list[Message], temperature: float, seed: int, tools: list[Tool] | None = None) -> Answer:
-        """Ask for one answer. UserError where no prompt will fare better (NoAnswer where another server may give one),
-        Refused where this one is refused."""
+    def complete(self, asked: Request, sampling: Sampling) -> Completion:
+        """What the target writes after the token ids of a prompt. UserError where no prompt will fare better (NoAnswer
+        where another server may give one), Refused where this one is refused."""
         body = {
             "model": self.model,
-            "messages": list(map(_sent, self.template.history(messages))),
-            "temperature": temperature,
-            "top_p": self.top_p if temperature > 0 else 1.0,
-            "max_tokens": self.max_tokens,
-            "seed": seed,
-            **({"tools": tools} if tools else {}),
-            **self.options,
+            "prompt": asked.ids,
+            "return_token_ids": True,
+            "seed": asked.seed,
+            "temperature": asked.temperature,
+            "top_p": sampling.top_p if asked.temperature else 1.0,
+            "max_tokens": sampling.max_new_tokens,
+            "stop_token_ids": sampling.end_ids,
+            **({"stop": sampling.end_text, "skip_special_tokens": False} if sampling.end_text else {}),
+            **WHOLE_DISTRIBUTION,
         }
-        prompt_tokens = len(self.template.prompt_ids(messages, tools))
-        answer, prompt_tokens_there, model = self._ask(self.url, body, self._read)
-        if prompt_tokens_there not in (0, prompt_tokens):  # the drafter would learn for others
-            self._doubt(
-                f"{self.url} makes {prompt_tokens_there} tokens of a prompt that has {prompt_tokens} here: compare its "
-                "chat template with target.chat_template and .template_args",
-                kind="tokens",
-            )
+        completion, model = self._ask(body)
         if model not in ("", self.model):
-            self._doubt(f"{self.url} answers as {model[:200]}, and {self.model} was asked for", kind="model")
-        return answer
+            self._say_once(f"{self.url} answers as {model[:200]}, and {self.model} was asked for", kind="model")
+        return completion
 
-    def _doubt(self, text: str, kind: str) -> None:
-        if kind not in self.doubts:
-            self.doubts.add(kind)
+    def _say_once(self, text: str, kind: str) -> None:
+        if kind not in self.said:
+            self.said.add(kind)
             note(text, error=True)
 
-    def complete(self, **request: Any) -> tuple[str, str]:
-        """Go on from token ids: the text, and why it ended. `request`: as vLLM and SGLang take it."""
-        return self._ask(f"{self.base}/completions", {"model": self.model, **request}, self._read_text)
-
-    def _read_text(self, content: bytes) -> tuple[str, str]:
-        try:
-            choice = foreign.parse_json(content)["choices"][0]
-            text, reason = choice["text"], choice["finish_reason"]
-        except (ValueError, KeyError, IndexError, TypeError):
-            raise _Unreadable(f"no completion, which data.prompts=self needs: {_beginning(content)}") from None
-        _check_whole(reason, ("stop", "length"))
-        if not isinstance(text, str):
-            raise Refused("the server gave no text")
-        return text, reason
-
-    def _ask(self, url: str, body: dict[str, Any], read: Callable[[bytes], Whole]) -> Whole:
+    def _ask(self, body: dict[str, Any]) -> tuple[Completion, str]:
         """Ask, and read what is answered; again, with back-off, where the server is busy or away, or broke off."""
-        problem, wait, hung = "", 0.0, 0
+        url, problem, wait, hung = self.url, "", 0.0, 0
         for attempt in range(TRIES):
             if attempt:
                 if self.given_up:
                     break
-                self._doubt(f"{url} gives no answer ({problem}): asking again, {TRIES} times in all", kind="again")
+                self._say_once(f"{url} gives no answer ({problem}): asking again, {TRIES} times in all", kind="again")
                 time.sleep(max(wait, min(30.0, 2.0 ** (attempt - 1))))
                 wait = 0.0
             try:
-                answer = read(self._post(url, body))
+                answer = self._read(self._post(url, body))
                 self.failures = 0
                 return answer
             except _Unreadable as error:
@@ -180,7 +146,7 @@ class Server:
         if key := os.environ.get("OPENAI_API_KEY"):
             headers["Authorization"] = f"Bearer {key}"
         request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-        most, content = (1 << 24) + LETTER * self.max_tokens, bytearray()
+        most, content = (1 << 24) + TOKEN * self.longest, bytearray()
         until = time.monotonic() + self.timeout
         with OPENER.open(request, timeout=self.timeout) as response:
             while part := response.read1(1 << 16):
@@ -193,58 +159,24 @@ class Server:
                 raise http.client.IncompleteRead(bytes(content), response.length)
         return bytes(content)
 
-    def _read(self, content: bytes) -> tuple[Answer, int, str]:
-        """The answer, the tokens of its prompt, and whose it is ("" and 0 if the server does not say)."""
+    def _read(self, content: bytes) -> tuple[Completion, str]:
+        """The ids, why they end, and the model's name ("" if the server does not say)."""
         try:
             value = foreign.parse_json(content)
             choice = value["choices"][0]
-            said, reason = choice["message"], choice["finish_reason"]
-            text, calls = said.get("content"), said.get("tool_calls")
-            thought = said.get("reasoning_content") or said.get("reasoning")
-            usage = value.get("usage") or {}
-            counts = [usage.get(key) or 0 for key in ("completion_tokens", "prompt_tokens")]
-            tokens, prompt_tokens = foreign.typed(list[Count], counts)
-            foreign.typed(str | None, thought)
-            foreign.typed(str | None, text)
+            reason, ids = choice["finish_reason"], choice.get("token_ids")
             model = foreign.typed(str, value.get("model") or "")
+            foreign.typed(list[foreign.Width] | None, ids)
         except (ValueError, KeyError, IndexError, TypeError, AttributeError):
-            raise _Unreadable(f"no chat completion: {_beginning(content)}") from None
-        if thought and not self.template.reads_thoughts:  # half of what the target wrote would be lost
-            raise UserError(f"{self.url} takes the thinking out of its answers: start it without a reasoning parser")
-        _check_whole(reason, ("stop", "length", "tool_calls"))
-        if (reason == "tool_calls" and not calls) or not (isinstance(text, str) or thought or calls):
-            raise Refused("the server gave an answer without text, or without the tool calls that it ended with")
-        message: Message = {"role": "assistant", "content": text or ""}
-        if thought:
-            message["reasoning_content"] = thought
-        if calls:
-            message["tool_calls"] = tool_calls(calls)
-        check_text(message)
-        message["tokens"] = tokens  # 0 where the server does not count them
-        return Answer(message, reason, tokens), prompt_tokens, model
-
-
-def _check_whole(reason: Any, known: tuple[str, ...]) -> None:
-    if reason in BROKEN_OFF:
-        raise http.client.HTTPException(f"{ABORTED}, with the reason {reason!r}")
-    if reason not in known:
-        raise Refused(f"the server ended the answer with {reason!r}, not with stop or length")
-
-
-def _beginning(content: bytes) -> str:
-    return " ".join(content[:1000].decode(errors="replace").split())[:200]
-
-
-def _sent(message: Message) -> Message:
-    """A message as the API takes it: arguments as JSON text, a thought under both names in use."""
-    sent = {"role": message["role"], "content": message["content"]}
-    sent |= {key: message[key] for key in ("name", "tool_call_id") if message.get(key)}
-    if message.get("reasoning_content"):
-        sent["reasoning_content"] = sent["reasoning"] = message["reasoning_content"]
-    if message.get("tool_calls"):
-        sent["tool_calls"] = []
-        for call in message["tool_calls"]:
-            given = call["function"]["arguments"]
-            text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-            sent["tool_calls"].append({**call, "function": {**call["function"], "arguments": text}})
-    return sent
+            beginning = " ".join(content[:1000].decode(errors="replace").split())[:200]
+            raise _Unreadable(f"no completion: {beginning}") from None
+        if reason in BROKEN_OFF:
+            raise http.client.HTTPException(f"{ABORTED}, with the reason {reason!r}")
+        if reason not in ("stop", "length"):
+            raise Refused(f"the server ended the answer with {reason!r}, not with stop or length")
+        if ids is None:
+            raise UserError(
+                f"{self.url} gives no token ids, though return_token_ids asks for them: vLLM 0.10.2 and later do, and "
+                "SGLang of July 2026 and later"
+            )
+        return (ids, reason), model

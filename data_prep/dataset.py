@@ -17,7 +17,8 @@ import numpy as np
 from datasets import Dataset, Features, List, Value
 from numpy.typing import NDArray
 
-from data_prep.masks import Sample, samples
+from data_prep import masks, written
+from data_prep.masks import Sample
 from eagle31_train.common import artifacts
 from eagle31_train.common.console import Progress
 from eagle31_train.common.errors import Refused, UserError
@@ -133,7 +134,8 @@ def collect(rows: Iterator[Row], template: ChatTemplate, max_length: int, heldou
         try:
             if row.problem:
                 raise Refused(row.problem)
-            found = samples(template, row.messages, max_length, row.tools)
+            exact = written if written.known(row.messages) else masks
+            found = exact.samples(template, row.messages, max_length, row.tools)
         except Refused as error:
             result.refused.append(refusal(row, str(error)))
             continue
@@ -148,7 +150,6 @@ def collect(rows: Iterator[Row], template: ChatTemplate, max_length: int, heldou
             no_end_of_turn=sum(sample.open_turns for _, sample in found.samples),
             split_turns=int(found.split),
             inserted=found.inserted,
-            respelt=sum(sample.respelt for _, sample in found.samples),
             tools_unread=int(bool(row.tools) and not template.reads_tools),
         )
         all_asked.add(asked)

@@ -1,4 +1,5 @@
-"""Exact loss masks: the tokens of a conversation that the target itself would generate.
+"""Exact loss masks of conversations in words: the tokens that the target itself would generate. Of answers whose token
+ids are known: written.py.
 
 The mask is exact or the turn is refused. Where the answers stand comes from rendering prefixes of the
 conversation and comparing them; the masked tokens are decoded and compared with the answer.
@@ -15,7 +16,6 @@ as the message it was made from (markup.py), or the turn is refused by name.
 
 import re
 import unicodedata
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -31,6 +31,7 @@ from eagle31_train.targets.markup import CLOSE, EMPTY_THOUGHT, OPEN, apart
 
 NO_END = "no end-of-turn token after the answer"
 NO_ANSWER = "no assistant turn"
+BEYOND = "nothing of the answers lies within max_length"
 UNCLOSED = "the generation prompt opens a thought that the answer does not close"
 Tools = list[Tool] | None
 
@@ -43,7 +44,6 @@ class Sample:
     loss_mask: NDArray[np.bool_]  # [T]
     cut: bool  # it was longer than max_length
     open_turns: int  # answers without an end-of-turn token
-    respelt: int = 0  # answers that have not as many tokens as the target wrote, where that is known
 
 
 @dataclass
@@ -81,7 +81,6 @@ class Span:
     end: int  # the one behind its end-of-turn token
     content: str
     cut: bool  # the end-of-turn token is not the target's
-    tokens: int | None  # how many the target wrote: 0 if that is not known, None if it may not have written it
 
 
 def masked(template: ChatTemplate, text: str, spans: list[Span], max_length: int, keep_rest: bool) -> Sample:
@@ -89,7 +88,7 @@ def masked(template: ChatTemplate, text: str, spans: list[Span], max_length: int
     if the mask cannot be known exactly, or would be empty."""
     tokens = Tokens(template, text)
     mask = np.zeros(len(tokens.ids), dtype=np.bool_)
-    end = respelt = 0
+    end = 0
     for span in spans:
         first, end_of_turn = supervised(template, tokens, span.start, span.end, span.content)
         if not tokens.is_prompt(first, span.start):
@@ -100,13 +99,12 @@ def masked(template: ChatTemplate, text: str, spans: list[Span], max_length: int
             while end > first and not template.decode([tokens.ids[end - 1]]).strip():
                 end -= 1
         mask[first:end] = True
-        respelt += span.tokens not in (None, 0, end - first)
     length = len(tokens.ids) if keep_rest else end
     stop = min(length, max_length)
     if not mask[:stop].any():
-        raise Refused("nothing of the answers lies within max_length")
+        raise Refused(BEYOND)
     ids = np.asarray(tokens.ids[:stop], dtype=np.int32)
-    return Sample(ids, mask[:stop], length > max_length, sum(span.cut for span in spans), respelt)
+    return Sample(ids, mask[:stop], length > max_length, sum(span.cut for span in spans))
 
 
 def supervised(template: ChatTemplate, tokens: Tokens, start: int, end: int, content: str) -> tuple[int, int]:
@@ -169,7 +167,7 @@ def prefix_spans(template: ChatTemplate, messages: list[Message], text: str, too
         if len(after) < len(before):
             raise Refused("the generation prompt is longer than the turn")
         cut = message.get("finish_reason") == "length"
-        spans.append(Span(len(before), len(after), message["content"], cut, message.get("tokens")))
+        spans.append(Span(len(before), len(after), message["content"], cut))
     return spans
 
 
@@ -247,21 +245,7 @@ def read_turn(template: ChatTemplate, messages: list[Message], tools: Tools = No
         whole, inserted = template.render([*history, message], tools=tools), False
         answer = re.sub(rf"^\s*{OPEN}\n?", "", words) if opened else words  # the prompt holds it already
     text = prompt + answer + _end_of_turn(template, whole, "tool" if message.get("tool_calls") else "user")
-    return RenderedTurn(number, text, Span(len(prompt), len(text), answer, cut, message.get("tokens")), inserted)
-
-
-def to_message(
-    template: ChatTemplate, messages: list[Message], text: str, finish_reason: str, tools: Tools = None
-) -> Message:
-    """The message of an answer's text: in its parts only where the template then writes the very same text."""
-    prompt = template.render(template.history(messages), add_generation_prompt=True, tools=tools)
-    message = markup.take_apart(text, prompt.rstrip().endswith(OPEN))
-    with suppress(Refused):
-        if message is not None:
-            turn = read_turn(template, [*messages, {**message, "finish_reason": finish_reason}], tools)
-            if turn.span.content.strip() == text.strip():
-                return message
-    return {"role": "assistant", "content": text}
+    return RenderedTurn(number, text, Span(len(prompt), len(text), answer, cut), inserted)
 
 
 def _check(message: Message, prompt: str, cut: bool) -> None:
@@ -293,7 +277,7 @@ def _written(
                 raise Refused("the template rewrites more of the turn than its text")
             if prompt.rstrip().endswith(OPEN):
                 raise Refused(UNCLOSED)
-            if "tokens" not in message and _begins(template):  # else it is what the target went on with
+            if {"tokens", "token_ids"}.isdisjoint(message) and _begins(template):  # else the target went on so
                 end = prompt.rstrip().splitlines()[-1][-40:]
                 raise Refused(
                     f"the generation prompt ends with {end!r}, from where the target would not go on so; a turn that "

@@ -16,7 +16,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from data_prep.answers import NO_CHARACTER, Job, engine, target_inputs
+from data_prep.answers import Job, engine, target_inputs
 from data_prep.journal import Answer, Journal
 from eagle31_train.common import artifacts
 from eagle31_train.common.console import Progress, note
@@ -25,7 +25,9 @@ from eagle31_train.config import SELF, SELF_WRITTEN, Config
 from eagle31_train.provenance import Provenance
 from eagle31_train.rows.formats import Message, Row
 from eagle31_train.targets.chat import ChatTemplate
+from eagle31_train.targets.completions import Request
 
+NO_CHARACTER = "\ufffd"  # what bytes that are no character are decoded to
 MARK = "\u2603 the user's words \u2603"  # put where a user speaks, to see what the template writes around it
 MOST_TRIES = 4  # for each prompt that is wanted
 Stop = tuple[int | None, str | None]  # what ends a user's turn: a token, and a text
@@ -182,8 +184,8 @@ class Writer:
         one.messages.append({"role": "user", "content": text})
         return True
 
-    def _request(self, one: Attempt) -> tuple[list[int], int]:
-        """Token ids up to where the user speaks, and a seed. A space before that is the first word's."""
+    def _request(self, one: Attempt) -> Request:
+        """Token ids up to where the user speaks. A space before that is the first word's."""
         messages = [*self.template.history(one.messages), {"role": "user", "content": MARK}]
         try:
             text = self.template.render(messages)
@@ -192,7 +194,8 @@ class Writer:
                 raise UserError(f"data.self_prompts.system: {error}: leave it out") from None
             raise UserError(f"data.prompts=self: {error}: give prompts instead") from None
         ids = self.template.encode(text.partition(MARK)[0].rstrip(" "))
-        return ids, int(artifacts.fingerprint([self.config.seed, one.number, len(ids)])[:8], 16)
+        seed = int(artifacts.fingerprint([self.config.seed, one.number, len(ids)])[:8], 16)
+        return Request(ids, self.options.temperature, seed)
 
     def _answered(self, going: list[Attempt]) -> list[Attempt]:
         """The target's answers to what it wrote, before it writes what the user says next."""

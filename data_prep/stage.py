@@ -44,7 +44,6 @@ COUNTS = {  # of the manifest; the summary has those that are not 0
     "no_end_of_turn": "answers without end of turn",
     "split_turns": "conversations of several samples, since the template rewrites history, or a turn has no exact mask",
     "inserted": "answers that the template begins with an empty thought",
-    "respelt": "answers whose text has another number of tokens than the target wrote, and that are kept",
     "tools_unread": "conversations with tools, which the chat template of {target} does not write",
 }
 

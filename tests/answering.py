@@ -59,8 +59,7 @@ def answering(answer):
     return serving(server)
 
 
-def completion(content, reason="stop", usage=0, prompt=0, **parts):
-    """A chat completion: status and bytes."""
-    choice = {"message": {"role": "assistant", "content": content, **parts}, "finish_reason": reason}
-    tokens = {"completion_tokens": usage, "prompt_tokens": prompt}
-    return 200, json.dumps({"choices": [choice], "usage": tokens}).encode()
+def completion(ids, reason="stop", **more):
+    """A completion of token ids: status and bytes."""
+    choice = {"text": "for nobody", "token_ids": ids, "finish_reason": reason}
+    return 200, json.dumps({"choices": [choice], **more}).encode()

@@ -151,11 +151,20 @@ def _message(role: Any, content: Any, extra: dict[str, Any]) -> Message:
             raise Refused("a thought that is not text")
         parts = {"reasoning_content": thought, "tool_calls": tool_calls(extra.get("tool_calls"))}
         message |= {key: part for key, part in parts.items() if part}
+        if (ids := extra.get("token_ids")) is not None:  # all that it wrote, with the end of its turn
+            message["token_ids"] = _token_ids(ids)
         if content is None and any(parts.values()):  # beside them an answer need not say anything
             message["content"] = ""
     if not isinstance(message["content"], str):
         raise Refused(f"a {role} turn without text")
     return message
+
+
+def _token_ids(value: Any) -> list[int]:
+    try:
+        return list(foreign.typed(list[foreign.Width], value))
+    except ValueError:
+        raise Refused("token_ids of a turn are no list of token ids") from None
 
 
 # ---------------------------------------------------------------- tools

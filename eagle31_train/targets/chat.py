@@ -18,6 +18,7 @@ from eagle31_train.targets.chat_template import templates_of
 from eagle31_train.targets.markup import CLOSE, EMPTY_THOUGHT, MARKUP, OPEN, apart
 from eagle31_train.targets.pretrained import end_ids, load_tokenizer
 
+NOT_FOR_TEMPLATES = {"finish_reason", "tokens", "token_ids"}
 MARK = "the-{}-says"  # what stands in for a message, to see what the template puts around it
 
 
@@ -32,7 +33,7 @@ class ChatTemplate:
     template_args: dict[str, Any] = field(default_factory=dict)
     tools_template: str | None = None
     name: str = "the target"
-    rowless: frozenset[int] = frozenset()  # ids beyond the target's embedding
+    rows: int | None = None  # of the target's embedding, once `check_rows` knows it
 
     @cached_property
     def reads_thoughts(self) -> bool:
@@ -124,9 +125,9 @@ class ChatTemplate:
         return self.with_rows(list(self.tokenizer.encode(text, add_special_tokens=begin)))
 
     def with_rows(self, ids: list[int]) -> list[int]:
-        """These ids; Refused if the target has no row for one of them, as `check_rows` found."""
-        if self.rowless and (absent := self.rowless.intersection(ids)):
-            raise Refused(f"token {min(absent)}, for which the target has no row")
+        """These ids; Refused if the target has no row for one of them."""
+        if self.rows is not None and ids and max(ids) >= self.rows:
+            raise Refused(f"token {max(ids)}, for which the target has no row")
         return ids
 
     def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
@@ -134,12 +135,6 @@ class ChatTemplate:
         text = self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
-
-    def decode_after(self, prompt: list[int], ids: list[int]) -> str:
-        """What `ids` add to the text of a prompt: some tokenizers spell a token differently at the start of a text."""
-        tail = prompt[max((i for i, token in enumerate(prompt) if token in self.added), default=0) :]
-        before, whole = self.decode(tail), self.decode([*tail, *ids])
-        return whole[len(before) :] if whole.startswith(before) else self.decode(ids)
 
     # ------------------------------------------------------------ prompts
 
@@ -213,7 +208,7 @@ class ChatTemplate:
         }:
             message = f"the tokenizer of {target.path} has token {max(wanted)}, its model only {vocab_size} rows"
             raise UserError(f"{message}: they do not belong together")
-        self.rowless = frozenset(beyond)
+        self.rows = vocab_size
 
     def kept_ids(self) -> list[int]:
         """Ids that every draft vocabulary holds, ascending: where the target stops, and the special tokens that the
@@ -243,7 +238,7 @@ def _plain(messages: list[Message], verbatim: bool = False) -> list[Message]:
     """As templates expect them: without our own bookkeeping, arguments as objects, thoughts under each usual name."""
     result = []
     for message in messages:
-        plain = {key: value for key, value in message.items() if key not in ("finish_reason", "tokens")}
+        plain = {key: value for key, value in message.items() if key not in NOT_FOR_TEMPLATES}
         if thought := plain.get("reasoning_content"):
             plain["reasoning"] = plain["thinking"] = thought
         if plain.get("tool_calls") and not (verbatim and message is messages[-1]):

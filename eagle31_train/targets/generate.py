@@ -14,20 +14,12 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from eagle31_train.config import TargetConfig
 from eagle31_train.targets.cached import CachedTarget, why_alone
+from eagle31_train.targets.completions import Completion, Request, Sampling
 from eagle31_train.targets.hf import load_model, positions, rope_by_length
 
 NUCLEUS = 512  # candidates looked at before a full sort; nearly every nucleus is smaller
 PADDING_COUNTS = {"minimax"}  # models whose recurrent layers read padding on the left as text (transformers 5.23)
 REFILL = 0.25  # of the places are free before others come: each time the keys of all are copied
-
-
-@dataclass(frozen=True)
-class Request:
-    """One answer wanted: prompt token ids, temperature (0 is greedy) and the seed of its own draws."""
-
-    ids: list[int]
-    temperature: float
-    seed: int
 
 
 @dataclass
@@ -45,10 +37,9 @@ class Row:
 
 
 class Generator:
-    def __init__(self, target: TargetConfig, end_ids: list[int]) -> None:
-        """Load the target; `end_ids` are token ids that end an answer. UserError if it cannot be loaded."""
+    def __init__(self, target: TargetConfig) -> None:
+        """Load the target; UserError if it cannot be loaded."""
         self.model = load_model(target)
-        self.end_ids = end_ids
         self.limit = positions(self.model.config)
 
     def refusal(self, prompt_length: int, max_new_tokens: int) -> str | None:
@@ -58,23 +49,16 @@ class Generator:
         return f"the prompt and {max_new_tokens} tokens of answer exceed the target's {self.limit} positions"
 
     @torch.inference_mode()
-    def answer(
-        self,
-        requests: Sequence[Request],
-        at_once: int,
-        max_new_tokens: int,
-        top_p: float,
-        end_ids: Collection[int] | None = None,
-    ) -> Iterator[tuple[int, list[int], str]]:
-        """Answer prompts that `refusal` does not refuse, at most `at_once` together. As soon as one has ended: which
-        request's it is, its token ids without the end-of-turn token, and why it ended, "stop" or "length". A row's
-        draws come from its own seed, whichever rows are beside it."""
-        end_ids = set(end_ids or self.end_ids)
+    def complete(
+        self, requests: Sequence[Request], at_once: int, sampling: Sampling
+    ) -> Iterator[tuple[int, Completion]]:
+        """Go on from prompts that `refusal` does not refuse, at most `at_once` together; as soon as one has ended, with
+        its index. A row's draws come from its own seed, whichever rows are beside it."""
         waiting = deque(Row(i, one) for i, one in enumerate(requests))
         ended = self._by_transformers if why_alone(self.model) else self._decode
-        for row in ended(waiting, at_once, max_new_tokens, top_p, end_ids):
-            end = next((at for at, token in enumerate(row.ids) if token in end_ids), None)
-            yield row.index, row.ids[:end], "length" if end is None else "stop"
+        for row in ended(waiting, at_once, sampling.max_new_tokens, sampling.top_p, set(sampling.end_ids)):
+            end = next((at for at, token in enumerate(row.ids) if token in sampling.end_ids), None)
+            yield row.index, (row.ids, "length") if end is None else (row.ids[: end + 1], "stop")
 
     def _decode(
         self, waiting: deque[Row], at_once: int, max_new_tokens: int, top_p: float, end_ids: Collection[int]

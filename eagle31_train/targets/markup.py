@@ -16,7 +16,7 @@ from typing import Any
 
 from eagle31_train.common import foreign
 from eagle31_train.common.errors import Refused
-from eagle31_train.rows.formats import Message, arguments
+from eagle31_train.rows.formats import Message, arguments, check_text
 
 OPEN, CLOSE = "<think>", "</think>"
 KIMI, HERMES, PYTHON, CHANNEL = "<|tool_calls_section_begin|>", "<tool_call>", "<|python_tag|>", "<|channel|>"
@@ -81,6 +81,7 @@ def take_apart(text: str, opened: bool) -> Message | None:
     """A message of the parts of `text`; None where it has no tool calls and no channels."""
     try:
         parts = parse(text, opened, calls=True)
+        check_text(parts.calls)
     except Refused:
         return None
     if not parts.calls and CHANNEL not in text:
@@ -179,7 +180,7 @@ def _json(text: str) -> dict[str, Any]:
 
 
 def _named(value: dict[str, Any], key: str) -> Call:
-    if set(value) != {"name", key} or not isinstance(value[key], dict):
+    if set(value) != {"name", key} or not isinstance(value["name"], str) or not isinstance(value[key], dict):
         raise Refused(f"a tool call without name and {key}")
     return value["name"], value[key]
 

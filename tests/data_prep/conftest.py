@@ -74,8 +74,8 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def server():
+def server(tokenizer):
     """A server that gives the status and bytes that its `reply` has for a request's body."""
     with answering(lambda handler, body: handler.send(*handler.server.reply(body))) as server:
-        server.reply = lambda body: completion(f"answer to {body['messages'][-1]['content']}", usage=3)
+        server.reply = lambda body: completion(tokenizer.encode("an answer<|im_end|>"))
         yield server

@@ -113,12 +113,6 @@ def test_long_conversations_are_cut_and_answers_may_be_stripped(tokenizer, chatm
         one_sample(chatml, [ASK, REPLY], first)
 
 
-def test_answers_that_have_not_as_many_tokens_as_the_target_wrote_are_counted(chatml):
-    written = int(one_sample(chatml, [ASK, REPLY], 1000).loss_mask.sum())
-    told = [one_sample(chatml, [ASK, {**REPLY, "tokens": written + more}], 1000).respelt for more in (-1, 0, 1)]
-    assert told == [1, 0, 1]
-
-
 def test_white_space_before_the_end_of_turn_is_not_of_a_cut_answer(tokenizer, chatml):
     """Llama 2 writes " </s>"."""
     spaced = with_template(tokenizer, chatml.template.replace("<|im_end|>", " <|im_end|>"))
@@ -248,7 +242,7 @@ def test_after_a_prompt_that_opens_a_thought_an_answer_closes_it_or_is_refused(t
     for template in (opens, both):
         ((_, sample),) = samples(template, [ASK, says("hm\n</think>\n\nyes")], 1000).samples
         assert template.decode(sample.input_ids[sample.loss_mask].tolist()) == "hm\n</think>\n\nyes<|im_end|>"
-    assert samples(words, [ASK, {**REPLY, "tokens": 0}], 1000).samples[0][1].respelt == 0, "the target's own"
+    assert samples(words, [ASK, {**REPLY, "tokens": 0}], 1000).samples, "the target's own"
     # What begins no answer: a thought that is closed at once, also where the template writes half of it; white space.
     half = "{{ m['role'] }}\n{{ '</think>' if m['role'] == 'assistant' else '' }}"
     closed = {"assistant\n{% endif": "assistant\n<think></think>{% endif"}

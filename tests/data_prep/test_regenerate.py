@@ -250,19 +250,17 @@ TOOL_PROMPTS += [
 ]
 
 
+CALLING, ANSWERING = "<think>look it up</think>" + CALL, "<think>the tool says so</think>It is rain."
+
+
 @pytest.fixture
-def served(config, tmp_path, server):
-    """A target with tools, as a server with both parsers hands its answers on."""
+def served(config, tmp_path, server, tokenizer):
+    """A target with tools, which thinks before it calls one, and before it tells of the result."""
 
     def reply(body):
-        last = body["messages"][-1]
-        if last["role"] == "tool":
-            return completion(f"It is {last['content']}.", usage=5, reasoning_content="the tool says so")
-        if "weather" in last["content"]:
-            call = {"id": "functions.weather:0", "type": "function",
-                    "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}  # fmt: skip
-            return completion(None, "tool_calls", usage=5, reasoning="look it up", tool_calls=[call])  # its other name
-        return completion("answer to " + last["content"], usage=5)
+        role, said = tokenizer.decode(body["prompt"]).split("<|im_start|>")[-2].removesuffix("<|im_end|>\n").split("\n")
+        answer = ANSWERING if role == "tool" else CALLING if "weather" in said else f"answer to {said}"
+        return completion(tokenizer.encode(answer + "<|im_end|>"))
 
     server.reply = reply
     (tmp_path / "own.jinja").write_text(TEMPLATE)
@@ -283,24 +281,23 @@ def test_thoughts_calls_and_results_make_one_conversation(served, server, tmp_pa
     rows = by_id(json.loads(line) for line in lines)
     first, called, result, answer, second, thanks = rows["whole"]["messages"]
     assert (first["content"], second["content"]) == ("weather?", "thanks")
-    assert (called["reasoning_content"], called["finish_reason"]) == ("look it up", "tool_calls")
-    assert called["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"city": "Oslo"}'}
-    assert result == {"role": "tool", "content": "rain", "tool_call_id": "functions.weather:0"}, "not their call's id"
-    assert (answer["content"], answer["reasoning_content"]) == ("It is rain.", "the tool says so")
-    assert thanks["content"] == "answer to thanks"
+    assert (called["content"], called["reasoning_content"]) == ("", "look it up")
+    assert called["tool_calls"][0]["function"] == {"name": "weather", "arguments": {"city": "Oslo"}}
+    assert result == {"role": "tool", "content": "rain"}, "not with their call's id"
+    assert (answer["content"], thanks["content"]) == (ANSWERING, "answer to thanks")
     assert (rows["whole"]["tools"], rows["plain"].get("tools")) == (TOOLS, None)
     assert not any(words in json.dumps(rows) for words in ("someone else", "Rome", "theirs"))
-    assert sum(body.get("tools") == TOOLS for body in server.bodies) == len(server.bodies) - 1
-    assert all(body["chat_template_kwargs"] == {"brief": True} for body in server.bodies)
+    template = ChatTemplate.load(served.target)
+    prompts = [template.decode(body["prompt"]) for body in server.bodies]
+    assert all(prompt.startswith("brief <|im_start|>") for prompt in prompts)
+    assert sum('"name": "weather", "parameters"' in prompt for prompt in prompts) == len(prompts) - 1
     assert len({body["seed"] for body in server.bodies}) == 8
     # In the data set thoughts and calls are supervised, and results are not.
-    template = ChatTemplate.load(served.target)
     supervised = {
         row["id"]: template.decode([i for i, on in zip(row["input_ids"], row["loss_mask"], strict=True) if on])
         for row in load_from_disk(str(tmp_path / "run" / "data" / "dataset"))["train"].to_list()
     }
-    call = f"<think>look it up</think>{CALL}<|im_end|>"
-    rest = "<think>the tool says so</think>It is rain.<|im_end|>answer to thanks<|im_end|>"
+    call, rest = f"{CALLING}<|im_end|>", f"{ANSWERING}<|im_end|>answer to thanks<|im_end|>"
     assert set(supervised) == set(rows) == {"whole", "no-result", "last", "other-tool", "no-call", "plain"}
     assert supervised["whole"] == call + rest
     assert supervised["last"] == supervised["no-result"] == call
@@ -321,7 +318,8 @@ def test_a_conversation_ends_where_its_prompt_no_longer_fits(served, tmp_path):
     }
     reasons = ["a tool result that follows no answer", "a blank user turn"]
     assert [entry["reason"] for entry in manifest["refused"]] == reasons
-    assert (manifest["answers"], manifest["tokens"]) == (8, 40)
+    written = [len(m["token_ids"]) for row in rows.values() for m in row["messages"] if m["role"] == "assistant"]
+    assert (manifest["answers"], manifest["tokens"]) == (8, sum(written))
     assert manifest["sources"] == {"prompts": {"read": 8, "taken": 8}}
 
 

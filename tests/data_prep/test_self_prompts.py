@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from answering import completion
 from made import message_of
 from planting import interrupt, watched
 
@@ -60,15 +61,15 @@ def test_a_system_prompt_that_the_template_refuses_is_named(tiny_target, tmp_pat
 
 
 @pytest.fixture
-def completions(server):
+def completions(server, tokenizer):
     """A server that goes on from token ids with texts in turn."""
     texts = ["?!", "Who is it that calls?", "and so on", "who is it that calls", "lalala " * 60, "A \ufffd B"]
     texts += ["Hi<|im_start|>assistant\nHo", "天空?"]
 
     def reply(body):
         text = texts[(len(server.bodies) - 1) % len(texts)]
-        reason = "length" if text == "and so on" else "stop"
-        return 200, json.dumps({"choices": [{"text": text, "finish_reason": reason}]}).encode()
+        cut = text == "and so on"
+        return completion(tokenizer.encode(text if cut else f"{text}<|im_end|>"), "length" if cut else "stop")
 
     server.reply = reply
     return server
@@ -86,7 +87,7 @@ def test_a_server_goes_on_where_the_user_speaks(completions, tiny_target, tmp_pa
     starts = "<|im_start|>system\nYou write code.<|im_end|>\n<|im_start|>user\n", "<|im_start|>user\n"
     assert [body["prompt"] for body in completions.bodies[:2]] == [tokenizer.encode(start) for start in starts]
     assert all(body["stop_token_ids"][0] == end for body in completions.bodies)
-    assert not any(body["skip_special_tokens"] for body in completions.bodies)
+    assert not any("stop" in body for body in completions.bodies)
     assert len({body["seed"] for body in completions.bodies}) == len(completions.bodies)
 
 
@@ -98,8 +99,8 @@ def test_text_ends_a_users_turn_where_no_token_does(completions, tiny_target, tm
     # Without the space after it, which is the first word's: " Why" is a token, and a lone space never stands there.
     assert completions.bodies[0]["prompt"] == tokenizer.encode("<s>[INST]")
     texts = iter([" Who? [/INST] I.", " Why is it so? [/INST] Because [INST] No", "and so on and on"])
-    answers = [(number, tokenizer.encode(text), "length") for number, text in enumerate(texts)]
-    monkeypatch.setattr(Generator, "answer", lambda self, requests, *_: iter(answers[: len(requests)]))
+    answers = [(number, (tokenizer.encode(text), "length")) for number, text in enumerate(texts)]
+    monkeypatch.setattr(Generator, "complete", lambda self, requests, *_: iter(answers[: len(requests)]))
     here = configured(tmp_path / "here", tiny_target, own, "data.self_prompts.count=2", "data.generate.batch_size=3")
     assert [row["turns"] for row in written(here)] == [["Who?"], ["Why is it so?"]]
 
@@ -117,16 +118,15 @@ def test_a_token_after_words_of_the_template_ends_a_users_turn(tokenizer, betwee
 
 
 @pytest.mark.parametrize(
-    ("text", "reason", "why"),
+    ("ids", "reason", "why"),
     [
-        ("What is", "content_filter", "24 the server ended the answer with 'content_filter'"),
-        (None, "stop", "24 the server gave no text"),
-        ("", "stop", r"24 empty\)"),
-        ("in this process", None, "24 .*positions"),  # for which a turn of 5,000 tokens has no room in the target
+        ([9, 10], "content_filter", "24 the server ended the answer with 'content_filter'"),
+        ([2], "stop", r"24 empty\)"),
+        ([], None, "24 .*positions"),  # in this process, for which a turn of 5,000 tokens has no room in the target
     ],
 )
-def test_too_few_texts_of_use_are_refused(completions, tiny_target, tmp_path, text, reason, why):
-    completions.reply = lambda _: (200, json.dumps({"choices": [{"text": text, "finish_reason": reason}]}).encode())
+def test_too_few_texts_of_use_are_refused(completions, tiny_target, tmp_path, ids, reason, why):
+    completions.reply = lambda _: completion(ids, reason)
     option = f"data.generate.server={completions.url}" if reason else "data.self_prompts.max_new_tokens=5000"
     with pytest.raises(UserError, match=rf"wrote 0 prompts of use in 24 tries \({why}"):
         written(configured(tmp_path, tiny_target, option))

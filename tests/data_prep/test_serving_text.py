@@ -7,7 +7,9 @@ from families import FAMILIES, load, row_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from data_prep.masks import read_turn, samples, to_message
+from data_prep import written
+from data_prep.masks import read_turn, samples
+from eagle31_train.common.errors import Refused
 from eagle31_train.targets.markup import apart, meant, parse
 
 TEXT = st.text(alphabet='ab {}"\\\n<>/|:,；你好🦊é', min_size=1, max_size=12).filter(lambda text: text.strip())
@@ -47,7 +49,8 @@ def conversations(draw, most_calls):
 
 def check(template, messages, tools=None):
     """Each answer is learnt once: right after its prompt, to its end-of-turn token and no further."""
-    found = samples(template, messages, 100_000, tools)
+    exact = written.samples if written.known(messages) else samples
+    found = exact(template, messages, 100_000, tools)
     assert found.refused == []
     learnt = 0
     for i, message in enumerate(messages):
@@ -74,25 +77,42 @@ def check(template, messages, tools=None):
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_golden_answers_stand_after_their_prompts_and_are_learnt_as_their_text(family):
-    """As the target in this process gives them: what is taken apart, and what is not, comes out in the same words."""
+    """From their words, and from the ids that a target writes, of which the same words come."""
     apart_of_them = 0
     for case in FAMILIES[family]["cases"]:
         template, row = load(FAMILIES[family], case.get("args", {})), row_of(case)
         check(template, row.messages, row.tools)
+        answered = []
         for i, message in enumerate(row.messages):
             if message["role"] != "assistant":
+                answered.append(message)
                 continue
-            before, reason = row.messages[:i], message.get("finish_reason", "stop")
-            wrote = read_turn(template, row.messages[: i + 1], row.tools).span.content
-            found = to_message(template, before, wrote, reason, row.tools)
-            found["finish_reason"] = reason
-            assert read_turn(template, [*before, found], row.tools).span.content == wrote
+            turn, reason = read_turn(template, row.messages[: i + 1], row.tools), message.get("finish_reason", "stop")
+            prompt = template.prompt_ids(answered, row.tools)
+            ids = template.encode(turn.text[turn.span.start :] if reason != "length" else turn.span.content)
+            found = written.message_of(template, prompt, ids)
+            answered.append({**found, "token_ids": ids, "finish_reason": reason})
             if message.get("tool_calls") and found.get("tool_calls"):
                 apart_of_them += 1
                 assert meant(found).difference(meant(message)) is None
-                ids = [call["id"] if family == "kimi" else None for call in message["tool_calls"]]
-                assert [call.get("id") for call in found["tool_calls"]] == ids
+                names = [call["id"] if family == "kimi" else None for call in message["tool_calls"]]
+                assert [call.get("id") for call in found["tool_calls"]] == names
+        check(template, answered, row.tools)
     assert apart_of_them >= {"smollm2": 0, "mistral": 0, "glm": 0, "phi": 0, "llama3": 2, "qwen3": 2}.get(family, 1)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("mistake", ["one id more", "one id less", "another id", "other words"])
+def test_ids_that_are_not_of_their_words_are_refused(chatml, mistake):
+    ask, ids = {"role": "user", "content": "hi"}, chatml.encode("hello world<|im_end|>")
+    message = {**written.message_of(chatml, chatml.prompt_ids([ask]), ids), "token_ids": ids}
+    assert written.samples(chatml, [ask, message], 100, None).samples
+    ids = {"one id more": [*ids[:-1], 9, *ids[-1:]], "one id less": ids[1:], "another id": [9, *ids[1:]]}.get(
+        mistake, ids
+    )
+    changed = {"token_ids": ids} if mistake != "other words" else {"content": "hello moon"}
+    with pytest.raises(Refused, match="spell other words than it has"):
+        written.samples(chatml, [ask, {**message, **changed}], 100, None)
 
 
 TEMPLATES = {family: load(FAMILIES[family], {}) for family in ("kimi", "qwen3", "gpt_oss")}

@@ -9,28 +9,23 @@ from hypothesis import strategies as st
 from mutating import cases, documents, outcome, texts
 from talking import make_tokenizer
 
-from data_prep import client
+from data_prep import client, written
+from data_prep.answers import Job, Remote
 from data_prep.client import Server
-from data_prep.masks import samples
+from data_prep.dialogue import turns_of
 from eagle31_train.common.errors import Refused, UserError
+from eagle31_train.config import Config, DataConfig, GenerateConfig, TargetConfig
+from eagle31_train.rows.formats import Row
 from eagle31_train.targets.chat import ChatTemplate
+from eagle31_train.targets.completions import Request, Sampling
 
-CALL = {"id": "c", "type": "function", "function": {"name": "find", "arguments": '{"a": 1}'}}
-MESSAGE = {"role": "assistant", "content": "hello", "reasoning_content": None, "tool_calls": None}
-GOOD = {
-    "id": "x",
-    "model": "m",
-    "choices": [{"index": 0, "message": MESSAGE, "finish_reason": "stop"}],
-    "usage": {"completion_tokens": 3, "prompt_tokens": 9},
-}
-CALLING = {**GOOD, "choices": [{"message": {"content": None, "tool_calls": [CALL]}, "finish_reason": "tool_calls"}]}
-THINKING = {**GOOD, "choices": [{"message": {**MESSAGE, "reasoning": "hm"}, "finish_reason": "length"}]}
-COMPLETION = {"choices": [{"text": "hello", "finish_reason": "stop"}]}
+GOOD = {"model": "m", "choices": [{"index": 0, "text": "hello", "token_ids": [5, 9, 2], "finish_reason": "stop"}]}
+CUT = {**GOOD, "choices": [{"token_ids": [5, 9], "finish_reason": "length"}]}
 ASK = [{"role": "user", "content": "hi"}]
 TOKENIZER = make_tokenizer()
 READS = "{% for m in messages %}{{ m.reasoning_content }}{{ m.content }}<|im_end|>{% endfor %}"
 TEMPLATES = [ChatTemplate(TOKENIZER, [TOKENIZER.eos_token_id], text) for text in (TOKENIZER.chat_template, READS)]
-SAID = ["error", "object", "length", "tool_calls", "content_filter", "\ud800", 10**15, [CALL], {"a": {}}]
+SAID = ["error", "object", "length", "content_filter", "\ud800", 10**15, -1, [], [TOKENIZER.eos_token_id], {"a": {}}]
 
 
 @pytest.fixture
@@ -44,20 +39,25 @@ def server(monkeypatch):
 
 def ask(server, template=TEMPLATES[0], timeout=None):
     """One answer and what is learned of it; a prompt that is refused is passed over."""
-    asking = Server(server.url, "m", template, max_tokens=8)
-    asking.timeout = timeout or asking.timeout
+    remote = Remote(Config(name="t", target=TargetConfig(path="m"), data=served(server.url)), template)
+    remote.servers[0].timeout = timeout or remote.servers[0].timeout
+    ((_, answer),) = remote.answers({"hi": Job(Row("hi", "s", "f:1", ASK), 0, 0.7, turns_of(ASK), list(ASK))})
+    if isinstance(answer, Refused):
+        return None
+    json.dumps(answer.message)
     with suppress(Refused):
-        answer = asking.answer(ASK, 0.7, 1)
-        json.dumps(answer.message)
-        samples(template, [*ASK, answer.message], 512)
-        return answer
-    return None
+        written.samples(template, [*ASK, answer.message], 512, None)
+    return answer
+
+
+def served(url):
+    return DataConfig(generate=GenerateConfig(server=url, max_new_tokens=8, concurrency=1))
 
 
 @st.composite
 def replies(draw):
     """Statuses and bodies in the order in which a server gives them; then it repeats the last."""
-    bodies = texts(documents([GOOD, CALLING, THINKING], ["reasoning", "usage", "content", "tool_calls"], SAID))
+    bodies = texts(documents([GOOD, CUT], ["token_ids", "finish_reason", "model"], SAID))
     statuses = st.sampled_from([200, 200, 200, 200, 429, 500, 503, 400, 404, 302, 204])
     return draw(st.lists(st.tuples(statuses, bodies), min_size=1, max_size=4)), draw(st.sampled_from([0, 1]))
 
@@ -75,14 +75,6 @@ def test_answers(case, server):
     outcome(lambda: ask(server, TEMPLATES[template]))
 
 
-@cases(texts(documents([COMPLETION], ["text"], SAID)), quick=50, thorough=3_000)
-def test_completions(case, server):
-    server.reply = gives(case)
-    asking = Server(server.url, "m", TEMPLATES[0], max_tokens=8)
-    with suppress(Refused):
-        outcome(lambda: asking.complete(prompt=[1]))
-
-
 def gives(content, status=200, endless=False):
     def reply(handler):
         handler.send(status, content)
@@ -97,8 +89,8 @@ def gives(content, status=200, endless=False):
     [
         (gives(b" " * 65536, endless=True), "answers without end"),
         (gives(b"x" * 65536, 500, endless=True), "gives no answer (HTTP 500 xxx"),
-        (gives(b'{"choices":' * 5000), "gives no answer (no chat completion"),
-        (gives(b"[" * 200 + b"]" * 200), "gives no answer (no chat completion"),
+        (gives(b'{"choices":' * 5000), "gives no answer (no completion"),
+        (gives(b"[" * 200 + b"]" * 200), "gives no answer (no completion"),
     ],
 )
 def test_what_has_no_end_is_no_answer(server, reply, said):
@@ -134,4 +126,6 @@ def test_a_key_is_not_shown_and_goes_nowhere_else(server, monkeypatch, key, aske
     "url", ["file:///etc/passwd", "localhost:8000/v1", "", "ftp://a/v1", "http://a..b/v1", "http://[a/v1", "http://a/ü"]
 )
 def test_what_is_no_address_is_asked_nothing(url):
-    assert isinstance(outcome(lambda: Server(url, "m", TEMPLATES[0], 8).complete()), UserError)
+    assert isinstance(
+        outcome(lambda: Server(url, "m", 8).complete(Request([1], 0.0, 0), Sampling(8, 1.0, [2]))), UserError
+    )

@@ -7,7 +7,8 @@ from random_targets import LONG, random_target
 
 from eagle31_train.config import TargetConfig
 from eagle31_train.targets import generate
-from eagle31_train.targets.generate import Generator, Request, draw
+from eagle31_train.targets.completions import Request, Sampling
+from eagle31_train.targets.generate import Generator, draw
 
 
 def nucleus(logits, top_p):
@@ -79,12 +80,12 @@ def test_every_answer_is_what_it_is_alone(target, whole, at_once, handles_cache,
         monkeypatch.setattr(generate, "why_alone", lambda model: "a cache of its own")
     requests = requests_of_all_kinds()
     ends = {whole[0][2], whole[4][0], whole[7][5]}
-    answers = {index: given for index, *given in Generator(options, [0]).answer(requests, at_once, 12, 0.9, ends)}
+    answers = dict(Generator(options).complete(requests, at_once, Sampling(12, 0.9, sorted(ends))))
     assert answers.keys() == set(range(len(requests)))
     lengths = set()
     for index, ids in enumerate(whole):
-        end = next((at for at, token in enumerate(ids) if token in ends), None)
-        assert answers[index] == [ids[:end], "length" if end is None else "stop"]
+        end = next((at + 1 for at, token in enumerate(ids) if token in ends), None)
+        assert answers[index] == (ids[:end], "length" if end is None else "stop")
         lengths.add(len(ids[:end]))
     assert len(lengths) > 3, "rows leave at different times"
     assert 12 in lengths
@@ -93,9 +94,10 @@ def test_every_answer_is_what_it_is_alone(target, whole, at_once, handles_cache,
 def test_a_rope_that_follows_the_longest_row_is_not_set_by_its_neighbours(tmp_path):
     """Beyond 16 positions it takes other angles, for every row of a batch."""
     folder = save_quietly(random_target("llama", rope_parameters=LONG, max_position_embeddings=64), tmp_path)
-    generator = Generator(TargetConfig(path=str(folder), dtype="float32", device="cpu"), [0])
+    generator = Generator(TargetConfig(path=str(folder), dtype="float32", device="cpu"))
     lengths = (40, 5, 6, 3, 4, 7)
     requests = [Request([1 + (7 * i + at * at) % 39 for at in range(n)], 0.0, 0) for i, n in enumerate(lengths)]
-    together = {index: ids for index, ids, _ in generator.answer(requests, 6, 10, 1.0)}
+    up_to = Sampling(10, 1.0, [0])
+    together = dict(generator.complete(requests, 6, up_to))
     for index in range(1, 6):
-        assert [together[index]] == [ids for _, ids, _ in generator.answer([requests[index]], 1, 10, 1.0)]
+        assert [(0, together[index])] == list(generator.complete([requests[index]], 1, up_to))

@@ -1,14 +1,18 @@
 """Real vLLM's server, measured with the exported drafter and without: its counts are the evaluator's."""
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 
+from data_prep import client
 from eagle31_train.cli import load_config
 from eagle31_train.evaluation.prompts import Prompt
 from eagle31_train.evaluation.serving import measure_serving
 from eagle31_train.evaluation.serving.engine import check
+from eagle31_train.evaluation.serving.server import Server
+from eagle31_train.targets.completions import Request, Sampling
 
 # A server takes a minute to start: one drafter says it, of a small target or yours.
 pytestmark = [pytest.mark.vllm, pytest.mark.runs("Llama, tied embeddings")]
@@ -21,6 +25,14 @@ def asked(requests):
     return sorted((one for one in requests if one["kind"] == "whole"), key=lambda one: len(one["output"]))[:PROMPTS]
 
 
+def answers_of(server, asked):
+    """Stage 1's answers from the same server."""
+    model = json.loads(server.ask("/v1/models")[1])["data"][0]["id"]
+    target = client.Server(f"http://127.0.0.1:{server.port}/v1", model, longest=512)
+    up_to = Sampling(asked[0]["max_new_tokens"], 1.0, asked[0]["end_ids"])
+    return [target.complete(Request(one["prompt"], 0.0, 0), up_to) for one in asked]
+
+
 @pytest.fixture(scope="module")
 def served(asked, finished_run, target, vllm_python, tmp_path_factory):
     config = load_config([
@@ -30,12 +42,15 @@ def served(asked, finished_run, target, vllm_python, tmp_path_factory):
         "evaluate.serve_speculative_tokens=[3]",
         f"evaluate.concurrency=[1,{USERS}]", f"evaluate.max_new_tokens={asked[0]['max_new_tokens']}",
     ])  # fmt: skip
+    answers, close = [], Server.close
     with pytest.MonkeyPatch.context() as patch:
+        # A last question, not counted any more: a server of its own would take another minute.
+        patch.setattr(Server, "close", lambda server: [answers.append(answers_of(server, asked)), close(server)])
         patch.setenv("HF_HUB_OFFLINE", os.environ.get("HF_HUB_OFFLINE", "1"))
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # a server and an engine, and no third process that works
         prompts = [Prompt(str(i), "", one["prompt"]) for i, one in enumerate(asked)]
         drafts = {"ours": Path(finished_run) / "export"}
-        return measure_serving(config, drafts, prompts, asked[0]["end_ids"], check(config))
+        return {**measure_serving(config, drafts, prompts, asked[0]["end_ids"], check(config)), "answers": answers}
 
 
 def test_counts_of_the_server_are_the_evaluators(asked, served):
@@ -55,3 +70,9 @@ def test_counts_of_the_server_are_the_evaluators(asked, served):
             theirs = [one["counters"]["accepted_per_position"] for one in asked]
             assert row["acceptance"]["accepted_per_position"] == [times * sum(at) for at in zip(*theirs, strict=True)]
             assert row["acceptance"]["drafts"] == times * sum(one["counters"]["drafts"] for one in asked)
+
+
+def test_stage_1_has_of_the_server_the_tokens_that_the_target_writes(asked, served):
+    """With the end token, be there a drafter or not."""
+    ended = ["stop" if one["output"][-1] in one["end_ids"] else "length" for one in asked]
+    assert served["answers"] == [[(one["output"], why) for one, why in zip(asked, ended, strict=True)]] * 2

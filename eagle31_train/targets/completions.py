@@ -1,0 +1,25 @@
+"""What a target is asked for where it writes: to go on from token ids. The same of a model in this process and of a
+server (`targets/generate.py`, `data_prep/client.py`)."""
+
+from typing import NamedTuple
+
+
+class Request(NamedTuple):
+    """A prompt's token ids, a temperature (0 is greedy) and the seed of its own draws."""
+
+    ids: list[int]
+    temperature: float
+    seed: int
+
+
+class Sampling(NamedTuple):
+    """How many tokens at most, of which nucleus, and up to where: a token of `end_ids`, which is written too, or a
+    text."""
+
+    max_new_tokens: int
+    top_p: float
+    end_ids: list[int]
+    end_text: str | None = None
+
+
+Completion = tuple[list[int], str]  # token ids, with the one that ends them, and why they end: "stop" or "length"
