@@ -37,7 +37,11 @@ class Journal:
     def finished(self, made_from: Provenance, overwrite: bool) -> bool:
         """Whether the output is there. Its manifest stays until a new one replaces it."""
         if self.manifest.is_file():
-            return provenance.whole(self.output.parent, self.manifest, made_from, overwrite, "eagle31 data")
+            done = provenance.whole(self.output.parent, self.manifest, made_from, overwrite, "eagle31 data")
+            journal = artifacts.read_json(self.manifest, "eagle31 data").get("journal", {}) if done else {}
+            if journal and not artifacts.first_damaged(self.output.parent, journal):
+                self.path.unlink()  # its own, which a full disk left; another's answers are left alone
+            return done
         # Beside a journal it is ours: killed after it, and before its manifest.
         if self.output.exists() and not self.path.exists() and not overwrite:
             raise UserError(f"{self.output} was not finished by this command: move it away, or overwrite=true")
@@ -46,7 +50,12 @@ class Journal:
     def finish(self, text: str, made_from: Provenance, **facts: Any) -> dict[str, Any]:
         """Write the output and its manifest, which is returned; the journal goes."""
         artifacts.write_text(self.output, text)
-        manifest = made_from.record(files=artifacts.list_files(self.output.parent, [self.output]), **facts)
+        folder = self.output.parent
+        files = {
+            "files": artifacts.list_files(folder, [self.output]),
+            "journal": artifacts.list_files(folder, [self.path]),
+        }
+        manifest = made_from.record(**files, **facts)
         artifacts.write_json(self.manifest, manifest)
         self.path.unlink()  # while it is still ours alone
         return manifest

@@ -134,7 +134,11 @@ def test_finished_answers_are_not_made_again_and_not_replaced_unasked(config, tm
     output.write_text("spoilt")
     interrupt(Journal, "__enter__", run, config)
     interrupt(artifacts, "write_json", run, config)
+    interrupt(Path, "unlink", run, config, when=lambda path: path == journal)  # behind the manifest
+    assert manifest.is_file()
+    assert journal.is_file()
     assert run(config) == rows
+    assert not journal.exists()
     manifest.unlink()
     journal.unlink(missing_ok=True)
     output.write_text("mine\n")
