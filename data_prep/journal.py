@@ -16,9 +16,9 @@ from eagle31_train.rows.formats import Message
 
 @dataclass(frozen=True)
 class Answer:
-    message: Message  # role and content, and perhaps reasoning_content, tool_calls and tokens
-    finish_reason: str  # "stop", "tool_calls" or "length"
-    tokens: int  # of the answer, as the engine counts them; 0 if unknown
+    message: Message  # role, content and token_ids, and perhaps reasoning_content and tool_calls
+    finish_reason: str  # "stop" or "length"
+    tokens: int  # of the answer; 0 of what a user says
 
 
 Outcomes = Iterator[tuple[str, Answer | Refused]]  # by the keys of requests
