@@ -16,6 +16,7 @@ from data_prep import written
 from data_prep.client import Failed, NoAnswer, Server
 from data_prep.dialogue import PromptTurn
 from data_prep.journal import Answer, Outcomes
+from data_prep.masks import EMPTY
 from eagle31_train.common import artifacts
 from eagle31_train.common.console import note
 from eagle31_train.common.errors import Refused, UserError
@@ -108,16 +109,26 @@ class Engine(ABC):
         for key, completion in self.complete(asked, sampling):
             outcome: Answer | Refused
             try:
-                outcome = completion if isinstance(completion, Refused) else self._answer(asked[key].ids, *completion)
+                if isinstance(completion, Refused):
+                    outcome = completion
+                else:
+                    outcome = self._answer(jobs[key], asked[key].ids, *completion)
             except Refused as refused:
                 outcome = refused
             yield key, outcome
 
-    def _answer(self, prompt: list[int], ids: list[int], finish_reason: str) -> Answer:
-        """These tokens after those of a prompt; Refused where they end otherwise than the target's answers do."""
-        if finish_reason == "stop" and not (ids and ids[-1] in self.template.end_ids):
-            raise Refused("an answer that ends with none of the end tokens that generation_config.json names")
-        message = written.message_of(self.template, prompt, self.template.with_rows(ids))
+    def _answer(self, job: Job, prompt: list[int], ids: list[int], finish_reason: str) -> Answer:
+        """These tokens after those of a prompt; UserError where they end otherwise than the target's answers do."""
+        end_ids = self.template.end_ids
+        if finish_reason == "stop" and not (ids and ids[-1] in end_ids):
+            there = f"{self.template.decode(ids[-1:])!r} there" if ids else "no token there"
+            raise UserError(
+                f"an answer ends with {there}, which is none of the target's end tokens here ({end_ids}): is it the "
+                "same target? They are eos_token_id of its generation_config.json"
+            )
+        message = written.message_of(self.template, prompt, self.template.with_rows(ids), job.row.tools)
+        if not ids or ids[0] in end_ids:
+            raise Refused(EMPTY)
         return Answer({**message, "token_ids": ids}, finish_reason, len(ids))
 
     def write(self, how: SelfPromptsConfig, end_ids: list[int], end_text: str | None, asked: Requests) -> Outcomes:

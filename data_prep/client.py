@@ -31,7 +31,8 @@ REFUSED = (400, 413, 422)  # this request's fault: a prompt past the context, or
 FAILURES = 8  # requests in a row, all tries of which a server that has answered others ends so
 
 # What a server would else take from the target's generation_config.json, even at temperature 0.
-WHOLE_DISTRIBUTION = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+WHOLE_DISTRIBUTION = {"top_k": -1, "min_p": 0.0}
+WHOLE_DISTRIBUTION |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
@@ -62,8 +63,7 @@ class Server:
     def __init__(self, url: str, model: str, longest: int) -> None:
         if not url.startswith(("http://", "https://")):
             raise UserError(f"data.generate.server={url} is no address: http://HOST:PORT/v1")
-        self.base = url.rstrip("/")
-        self.url = f"{self.base}/completions"
+        self.url = f"{url.rstrip('/')}/completions"
         self.model, self.longest = model, longest
         self.under_way = 0  # requests
         self.given_up = False  # nothing is repeated any more
@@ -100,16 +100,18 @@ class Server:
 
     def _ask(self, body: dict[str, Any]) -> tuple[Completion, str]:
         """Ask, and read what is answered; again, with back-off, where the server is busy or away, or broke off."""
-        url, problem, wait, hung = self.url, "", 0.0, 0
+        problem, wait, hung = "", 0.0, 0
         for attempt in range(TRIES):
             if attempt:
                 if self.given_up:
                     break
-                self._say_once(f"{url} gives no answer ({problem}): asking again, {TRIES} times in all", kind="again")
+                self._say_once(
+                    f"{self.url} gives no answer ({problem}): asking again, {TRIES} times in all", kind="again"
+                )
                 time.sleep(max(wait, min(30.0, 2.0 ** (attempt - 1))))
                 wait = 0.0
             try:
-                answer = self._read(self._post(url, body))
+                answer = self._read(self._post(body))
                 self.failures = 0
                 return answer
             except _Unreadable as error:
@@ -139,20 +141,20 @@ class Server:
         if problem.startswith(FAILS) and self.failures < FAILURES:  # some servers fail on some prompts, each time
             self.failures += 1
             raise Failed(f"the server fails on it: {problem}")
-        raise NoAnswer(f"{url} gives no answer ({problem}): check data.generate.server and .model")
+        raise NoAnswer(f"{self.url} gives no answer ({problem}): check data.generate.server and .model")
 
-    def _post(self, url: str, body: dict[str, Any]) -> bytes:
+    def _post(self, body: dict[str, Any]) -> bytes:
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get("OPENAI_API_KEY"):
             headers["Authorization"] = f"Bearer {key}"
-        request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+        request = urllib.request.Request(self.url, json.dumps(body).encode(), headers)
         most, content = (1 << 24) + TOKEN * self.longest, bytearray()
         until = time.monotonic() + self.timeout
         with OPENER.open(request, timeout=self.timeout) as response:
             while part := response.read1(1 << 16):
                 content += part
                 if len(content) > most:
-                    raise UserError(f"{url} answers without end (more than {most:,} bytes): see to the server")
+                    raise UserError(f"{self.url} answers without end (more than {most:,} bytes): see to the server")
                 if time.monotonic() > until:  # a byte now and then, and no timeout of the socket's
                     raise TimeoutError("timed out")
             if response.length:  # read1 takes the end of the connection for that of the answer

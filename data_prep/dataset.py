@@ -134,8 +134,8 @@ def collect(rows: Iterator[Row], template: ChatTemplate, max_length: int, heldou
         try:
             if row.problem:
                 raise Refused(row.problem)
-            exact = written if written.known(row.messages) else masks
-            found = exact.samples(template, row.messages, max_length, row.tools)
+            known = written.known(row.messages)
+            found = (written if known else masks).samples(template, row.messages, max_length, row.tools)
         except Refused as error:
             result.refused.append(refusal(row, str(error)))
             continue
@@ -149,6 +149,7 @@ def collect(rows: Iterator[Row], template: ChatTemplate, max_length: int, heldou
             cut=sum(sample.cut for _, sample in found.samples),
             no_end_of_turn=sum(sample.open_turns for _, sample in found.samples),
             split_turns=int(found.split),
+            from_words=0 if known else sum(message["role"] == "assistant" for message in row.messages),
             inserted=found.inserted,
             tools_unread=int(bool(row.tools) and not template.reads_tools),
         )

@@ -31,6 +31,8 @@ from eagle31_train.targets.markup import CLOSE, EMPTY_THOUGHT, OPEN, apart
 
 NO_END = "no end-of-turn token after the answer"
 NO_ANSWER = "no assistant turn"
+EMPTY = "an empty answer"
+ENDED = "an end-of-turn token inside the answer"
 BEYOND = "nothing of the answers lies within max_length"
 UNCLOSED = "the generation prompt opens a thought that the answer does not close"
 Tools = list[Tool] | None
@@ -116,8 +118,7 @@ def supervised(template: ChatTemplate, tokens: Tokens, start: int, end: int, con
     last = ends[0]
     # A template may close the conversation with one more (Phi).
     if template.decode([i for i in tokens.ids[last + 1 : stop] if i not in template.end_ids]).strip():
-        inside = "an end-of-turn token inside the answer"
-        raise Refused(inside if len(ends) > 1 else "text of the turn after its end-of-turn token")
+        raise Refused(ENDED if len(ends) > 1 else "text of the turn after its end-of-turn token")
     body = tokens.text_between(first, last)
     # Where the tokenizer tells: a text that it normalised has another length.
     before_end = start + len(body) if tokens.offsets is None else tokens.offsets[last][0]
@@ -128,7 +129,7 @@ def supervised(template: ChatTemplate, tokens: Tokens, start: int, end: int, con
             raise Refused(f"answers end with {after}, which eos_token_id of generation_config.json lacks")
         raise Refused("the template alters the answer")
     if not body:
-        raise Refused("an empty answer")
+        raise Refused(EMPTY)
     return first, last
 
 
@@ -251,7 +252,7 @@ def read_turn(template: ChatTemplate, messages: list[Message], tools: Tools = No
 def _check(message: Message, prompt: str, cut: bool) -> None:
     content, reasoning, calls = message["content"], message.get("reasoning_content") or "", message.get("tool_calls")
     if not (content.strip() or reasoning.strip() or calls):
-        raise Refused("an empty answer")
+        raise Refused(EMPTY)
     if cut and calls:
         raise Refused("an answer that was cut off among its tool calls")
     if reasoning and (OPEN in content or CLOSE in content):
@@ -277,7 +278,9 @@ def _written(
                 raise Refused("the template rewrites more of the turn than its text")
             if prompt.rstrip().endswith(OPEN):
                 raise Refused(UNCLOSED)
-            if {"tokens", "token_ids"}.isdisjoint(message) and _begins(template):  # else the target went on so
+            if (
+                "tokens" not in message and "token_ids" not in message and _begins(template)
+            ):  # else the target went on so
                 end = prompt.rstrip().splitlines()[-1][-40:]
                 raise Refused(
                     f"the generation prompt ends with {end!r}, from where the target would not go on so; a turn that "

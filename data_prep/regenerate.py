@@ -17,6 +17,7 @@ from data_prep.dataset import check_shares, most_common, place, refusal
 from data_prep.dialogue import following, turns_of
 from data_prep.journal import Journal
 from data_prep.sources import Corpus
+from data_prep.written import check_goes_on
 from eagle31_train.common import artifacts
 from eagle31_train.common.console import Progress, note
 from eagle31_train.common.errors import Refused, UserError
@@ -126,6 +127,8 @@ def answer_all(
             waiting: dict[str, Job] = {}
             for job in [job for job in jobs if turn < len(job.turns) and not job.refusal and not job.ended]:
                 try:
+                    if turn:
+                        check_goes_on(template, job.messages[-1], job.row.tools)
                     job.messages += following(job.turns[turn], job.messages[-1] if turn else None, job.row.tools)
                     waiting[_key(job, settings)] = job
                 except Refused as refused:

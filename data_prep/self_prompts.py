@@ -11,6 +11,7 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import islice
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from data_prep.answers import Job, engine, target_inputs
 from data_prep.journal import Answer, Journal
+from data_prep.written import check_goes_on
 from eagle31_train.common import artifacts
 from eagle31_train.common.console import Progress, note
 from eagle31_train.common.errors import Refused, UserError
@@ -205,8 +207,11 @@ class Writer:
             key: Job(Row(f"{SELF}-{one.number:06}", "", "", one.messages), 0, temperature, [], list(one.messages))
             for key, one in keys.items()
         }
-        answers = dict(self.journal.outcomes(jobs, self.engine.answers))
-        for key, one in keys.items():
-            if not isinstance(answer := answers[key], Refused):
-                one.messages.append(answer.message)
-        return [one for key, one in keys.items() if not isinstance(answers[key], Refused)]
+        going = []
+        for key, answer in self.journal.outcomes(jobs, self.engine.answers):
+            with suppress(Refused):
+                if not isinstance(answer, Refused):
+                    check_goes_on(self.template, answer.message, None)
+                    keys[key].messages.append(answer.message)
+                    going.append(keys[key])
+        return [one for one in keys.values() if one in going]

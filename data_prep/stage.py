@@ -4,6 +4,7 @@ import os
 import re
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from datasets import DatasetDict
 
 from data_prep.dataset import Collected, check_shares, collect, most_common
 from data_prep.journal import Journal
-from data_prep.masks import NO_ANSWER, samples
+from data_prep.masks import NO_ANSWER
 from data_prep.regenerate import OUTPUT, of_answers, regenerate
 from data_prep.self_prompts import write_prompts
 from data_prep.sources import Corpus, Source, named
@@ -31,7 +32,6 @@ from eagle31_train.rows.formats import Message
 from eagle31_train.targets.chat import ChatTemplate
 from eagle31_train.targets.derive import planned_drafter
 from eagle31_train.targets.description import TargetDescription, changed_since, describe_target, doubts
-from eagle31_train.targets.markup import CLOSE
 from eagle31_train.targets.pretrained import vocabulary_fingerprint
 
 THOUGHT = 4096  # tokens that an answer with a thought may want
@@ -42,7 +42,8 @@ COUNTS = {  # of the manifest; the summary has those that are not 0
     "repeated": "prompts that are asked twice, on one side of the split",
     "cut": "cut at max_length",
     "no_end_of_turn": "answers without end of turn",
-    "split_turns": "conversations of several samples, since the template rewrites history, or a turn has no exact mask",
+    "split_turns": "conversations of several samples: a prompt is not what was written before it, or a turn is refused",
+    "from_words": "answers without token ids, of which the words are read as tokens",
     "inserted": "answers that the template begins with an empty thought",
     "tools_unread": "conversations with tools, which the chat template of {target} does not write",
 }
@@ -60,7 +61,7 @@ def prepare(config: Config) -> None:
     vocab_size = target.vocab_size
     template.check_fits(config.target, vocab_size)
     if config.regenerate:
-        check_maskable(template)
+        check_ends(template)
     # What no counts could fulfil, and no drafter could be made for, is refused here, and not after hours of answers.
     zeros = np.zeros(vocab_size, dtype=np.int64)
     draft = vocab.choose(zeros, template.kept_ids(), data.draft_vocab_size)
@@ -124,21 +125,18 @@ def _is_done(folder: Path, made_from: Provenance, config: Config, target: Target
     return True
 
 
-def check_maskable(template: ChatTemplate) -> None:
-    """UserError for a template under which no answer has an exact mask: said before hours of answers."""
-    reasons = set()
-    for words in ("Yes.", "1, 2, 3", f"Hm.\n{CLOSE}\n\nYes."):  # the last one after a prompt that opens a thought
-        answer: Message = {"role": "assistant", "content": words, "tokens": 1}  # as of the target itself
-        try:
-            samples(template, [{"role": "user", "content": "Hello"}, answer], 10**6)
-        except Refused as error:
-            reasons.add(str(error))
-        else:
-            return
-    raise UserError(
-        f"under the chat template of {template.name} no answer can be learnt from ({'; '.join(sorted(reasons))}): "
-        "give one that fits as target.chat_template"
-    )
+def check_ends(template: ChatTemplate) -> None:
+    """UserError where the template ends an answer with a token at which the target does not stop: said before hours of
+    answers of which each goes on until it is cut."""
+    chat: list[Message] = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Yes."}]
+    with suppress(Refused):  # some take no plain answer
+        after = template.render(chat).partition("Yes.")[2]
+        ends = [token for token in template.encode(after) if token in template.added]
+        if ends and not set(ends) & set(template.end_ids):
+            raise UserError(
+                f"the chat template of {template.name} ends an answer with {template.added[ends[0]]}, at which the "
+                "target does not stop: add it to eos_token_id in generation_config.json, or give target.chat_template"
+            )
 
 
 def _tell_of_thoughts(template: ChatTemplate, data: DataConfig) -> None:

@@ -8,14 +8,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from data_prep.masks import BEYOND, Sample, Samples
+from data_prep.masks import BEYOND, EMPTY, ENDED, Sample, Samples, Tools
 from eagle31_train.common.errors import Refused
-from eagle31_train.rows.formats import Message, Tool
+from eagle31_train.rows.formats import Message
 from eagle31_train.targets import markup
 from eagle31_train.targets.chat import ChatTemplate
-from eagle31_train.targets.markup import OPEN
-
-PARTS = ("content", "reasoning_content", "tool_calls")  # what a message says
+from eagle31_train.targets.markup import OPEN, apart, meant
 
 
 @dataclass
@@ -35,32 +33,45 @@ def known(messages: list[Message]) -> bool:
     return bool(answers) and all("token_ids" in message for message in answers)
 
 
-def message_of(template: ChatTemplate, prompt: list[int], ids: list[int]) -> Message:
-    """What a target says with `ids`, which may end with an end token, after those of a prompt; in its parts where it
-    calls tools or writes in channels. Special tokens are no words, unless they are its markup."""
-    said = ids[:-1] if ids and ids[-1] in template.end_ids else ids
-    message = markup.take_apart(template.decode(said), opened=template.decode(prompt).rstrip().endswith(OPEN))
-    plain = template.decode(said, skip_special_tokens=not template.hides_markup)
-    return message or {"role": "assistant", "content": plain}
+def message_of(template: ChatTemplate, prompt: list[int], ids: list[int], tools: Tools) -> Message:
+    """What a target says with `ids`, which may end with an end token, after those of a prompt: in its parts where it
+    writes in channels, or calls `tools`. Special tokens stand in its words as they are spelt."""
+    said = template.decode_after(prompt, ids[:-1] if ids and ids[-1] in template.end_ids else ids)
+    opened = template.decode(prompt).rstrip().endswith(OPEN)
+    return markup.take_apart(said, opened, calls=bool(tools)) or {"role": "assistant", "content": said}
 
 
-def samples(template: ChatTemplate, messages: list[Message], max_length: int, tools: list[Tool] | None) -> Samples:
-    """One sample of all turns or, where a later prompt is not what was seen and written before, as with templates that
-    drop thoughts, several. Refused where ids are not those of their words, or nothing lies within max_length."""
-    stretches: list[Stretch] = []
+def check_goes_on(template: ChatTemplate, answer: Message, tools: Tools) -> None:
+    """Refused where no server would repeat an answer, of which these are the words, in the prompt of a next turn."""
+    message = apart(answer)
+    words = message["content"] + (message.get("reasoning_content") or "")
+    if special := [token for token in template.special if token in words]:
+        raise Refused(f"the answer has {special[0]} in its words, which no prompt repeats")
+    if message.get("tool_calls") and "tool_calls" not in template.text(tools):
+        raise Refused(f"the chat template of {template.name} writes no tool calls")
+
+
+def samples(template: ChatTemplate, messages: list[Message], max_length: int, tools: Tools) -> Samples:
+    """One sample of all turns or, where a later prompt is not what was seen and written before (a template drops
+    thoughts, or words are read as other tokens), several. Refused if no turn is of use."""
+    stretches, found, number = list[Stretch](), Samples(), 0
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        number = stretches[-1].last + 1 if stretches else 1
-        prompt, ids = template.prompt_ids(messages[:i], tools), template.with_rows(message["token_ids"])
-        _check(template, prompt, message)
+        number += 1
+        try:
+            prompt = template.prompt_ids(messages[:i], tools)
+            _check(template, prompt, message, tools)
+        except Refused as error:
+            found.refused.append((f"~turn{number}", str(error)))
+            continue
         if not stretches or prompt[: len(stretches[-1].ids)] != stretches[-1].ids:
             stretches.append(Stretch(number))
-        stretch = stretches[-1]
+        stretch, ids = stretches[-1], message["token_ids"]
         stretch.mask += [False] * (len(prompt) - len(stretch.ids)) + [True] * len(ids)
         stretch.ids, stretch.last = prompt + ids, number
-        stretch.open_turns += message.get("finish_reason") == "length"
-    found = Samples(split=len(stretches) > 1)
+        stretch.open_turns += ids[-1] not in template.end_ids
+    found.split = len(stretches) > 1 or bool(found.refused)
     for stretch in stretches:
         turns = f"{stretch.first}" if stretch.first == stretch.last else f"{stretch.first}-{stretch.last}"
         suffix = f"~turn{turns}" if found.split else ""
@@ -72,15 +83,20 @@ def samples(template: ChatTemplate, messages: list[Message], max_length: int, to
         else:
             found.refused.append((suffix, BEYOND))
     if not found.samples:
-        raise Refused(BEYOND)
+        raise Refused(found.refused[0][1])
     return found
 
 
-def _check(template: ChatTemplate, prompt: list[int], message: Message) -> None:
+def _check(template: ChatTemplate, prompt: list[int], message: Message, tools: Tools) -> None:
     """Refuse an answer without words, and one of other words than its ids spell."""
-    ids = message["token_ids"]
+    ids = template.with_rows(message["token_ids"])
     if not ids or ids[0] in template.end_ids:
-        raise Refused("an empty answer")
-    said = message_of(template, prompt, ids)
-    if any((said.get(part) or None) != (message.get(part) or None) for part in PARTS):
-        raise Refused("the token_ids of an answer spell other words than it has: leave them out where it was changed")
+        raise Refused(EMPTY)
+    if any(token in template.end_ids for token in ids[:-1]):
+        raise Refused(ENDED)
+    said = message_of(template, prompt, ids, tools or message.get("tool_calls"))
+    if meant(apart(said)).difference(meant(apart(message))):
+        raise Refused(
+            "the token_ids of an answer spell other words than it has: leave them out where they are of another "
+            "tokenizer, or the words were changed"
+        )

@@ -64,13 +64,13 @@ def parse_json(data: str | bytes | bytearray) -> Any:
     return value
 
 
-def check_depth(value: Any) -> None:
-    """Raise a ValueError if lists and dicts lie more than DEEPEST deep in each other."""
+def check_depth(value: Any, most: int = DEEPEST) -> None:
+    """Raise a ValueError if lists and dicts lie more than `most` deep in each other."""
     layer, depth = [value], 0
     while layer := [i for v in layer if isinstance(v, dict | list) for i in (v.values() if isinstance(v, dict) else v)]:
         depth += 1
-        if depth > DEEPEST:
-            raise ValueError(f"it is nested more than {DEEPEST} deep")
+        if depth > most:
+            raise ValueError(f"it is nested more than {most} deep")
 
 
 def read_object(path: Path) -> dict[str, Any]:

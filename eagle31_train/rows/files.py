@@ -213,7 +213,7 @@ def _csv(path: Path, place: Place) -> Iterator[Any]:
 def _parquet(path: Path, place: Place) -> Iterator[Any]:
     with ParquetFile(path) as file:
         columns, metadata = [file.schema.column(number) for number in range(len(file.schema))], file.metadata
-    # Nothing uses lists of numbers, of which a few bytes may unpack to more than memory holds.
+    # Of a column of numbers alone, which nothing uses, a few bytes may unpack to more than memory holds.
     used = {c.path.partition(".")[0] for c in columns if c.physical_type == "BYTE_ARRAY" or not c.max_repetition_level}
     for number, column in enumerate(columns):
         entries = [metadata.row_group(group).column(number).num_values for group in range(metadata.num_row_groups)]

@@ -15,7 +15,7 @@ from eagle31_train.common.errors import Refused, UserError, first_line
 from eagle31_train.config import TargetConfig
 from eagle31_train.rows.formats import Message, Tool, arguments
 from eagle31_train.targets.chat_template import templates_of
-from eagle31_train.targets.markup import CLOSE, EMPTY_THOUGHT, MARKUP, OPEN, apart
+from eagle31_train.targets.markup import CLOSE, EMPTY_THOUGHT, OPEN, apart
 from eagle31_train.targets.pretrained import end_ids, load_tokenizer
 
 NOT_FOR_TEMPLATES = {"finish_reason", "tokens", "token_ids"}
@@ -65,11 +65,6 @@ class ChatTemplate:
     def special(self) -> list[str]:
         added = self.tokenizer.added_tokens_decoder.values()
         return sorted({token.content for token in added if token.special} | set(self.tokenizer.all_special_tokens))
-
-    @property
-    def hides_markup(self) -> bool:
-        """Whether text without special tokens lacks a thought's tags, or a tool call's."""
-        return not set(self.special).isdisjoint(MARKUP)
 
     @classmethod
     def load(cls, target: TargetConfig) -> "ChatTemplate":
@@ -131,10 +126,21 @@ class ChatTemplate:
         return ids
 
     def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
-        """Text exactly as the tokens spell it."""
-        text = self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+        """Text exactly as the tokens spell it; Refused where the tokenizer, unlike the target, lacks one."""
+        try:
+            text = self.tokenizer.decode(
+                ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+            )
+        except (KeyError, IndexError):  # fast tokenizers make nothing of it
+            raise Refused("a token that the tokenizer lacks") from None
         assert isinstance(text, str)
         return text
+
+    def decode_after(self, prompt: list[int], ids: list[int]) -> str:
+        """What `ids` add to the text of a prompt: some tokenizers spell a token differently at the start of a text."""
+        tail = prompt[max((i for i, token in enumerate(prompt) if token in self.added), default=0) :]
+        before, whole = self.decode(tail), self.decode([*tail, *ids])
+        return whole[len(before) :] if whole.startswith(before) else self.decode(ids)
 
     # ------------------------------------------------------------ prompts
 

@@ -20,8 +20,6 @@ from eagle31_train.rows.formats import Message, arguments, check_text
 
 OPEN, CLOSE = "<think>", "</think>"
 KIMI, HERMES, PYTHON, CHANNEL = "<|tool_calls_section_begin|>", "<tool_call>", "<|python_tag|>", "<|channel|>"
-# Markup that a server leaves out of its text where these are special tokens of the target.
-MARKUP = (OPEN, CLOSE, KIMI, HERMES, PYTHON, CHANNEL)
 
 # A thought in front of an answer, whose beginning the prompt may have held.
 THOUGHT = re.compile(rf"\s*(?:{OPEN})?(.*?){CLOSE}\s*", re.DOTALL)
@@ -30,6 +28,7 @@ THOUGHT = re.compile(rf"\s*(?:{OPEN})?(.*?){CLOSE}\s*", re.DOTALL)
 EMPTY_THOUGHT = r"<\|?([\w:]+)\|?>[\s\w]*<[/|]?\1\|?>"
 
 Call = tuple[str, dict[str, Any]]  # name and arguments
+CALLS_DEEP = 16  # how deep a file or a journal has them
 
 
 @dataclass(frozen=True)
@@ -77,12 +76,14 @@ def parse(text: str, opened: bool = False, calls: bool = False) -> Parts:
     return Parts(reasoning, content.strip(), tool_calls, thought)
 
 
-def take_apart(text: str, opened: bool) -> Message | None:
-    """A message of the parts of `text`; None where it has no tool calls and no channels."""
+def take_apart(text: str, opened: bool, calls: bool) -> Message | None:
+    """A message of the parts of `text`; None where it has no tool calls (which are looked for with `calls`) and no
+    channels, or cannot be read."""
     try:
-        parts = parse(text, opened, calls=True)
+        parts = parse(text, opened, calls)
+        foreign.check_depth([given for _, given in parts.calls], foreign.DEEPEST - CALLS_DEEP)
         check_text(parts.calls)
-    except Refused:
+    except (Refused, ValueError):
         return None
     if not parts.calls and CHANNEL not in text:
         return None
@@ -126,7 +127,7 @@ def _llama(text: str) -> list[Call]:
     while text := text.lstrip("; \n"):
         try:
             value, end = decoder.raw_decode(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise Refused("a tool call that is no JSON") from None
         if not isinstance(value, dict):
             raise Refused("a tool call that is no object")

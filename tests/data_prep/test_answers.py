@@ -48,7 +48,7 @@ def test_a_request_is_sent_again_until_there_is_a_whole_answer_as_late_as_the_se
     assert said.endswith("gives no answer (HTTP 503 busy): asking again, 8 times in all")
     body = {"model": "m", "prompt": [1, 2], "temperature": 0.5, "top_p": 0.9, "max_tokens": 7, "seed": 11}
     # And nothing of the target's generation_config.json.
-    body |= {"return_token_ids": True, "stop_token_ids": [5], "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+    body |= {"return_token_ids": True, "stop_token_ids": [5], **client.WHOLE_DISTRIBUTION}
     assert server.bodies == [body] * 5
     # Nothing comes before an answer is whole; a wait that ends sooner would end the run, at each try again.
     assert [Server(server.url, "m", tokens).timeout for tokens in (512, 16384)] == [600, 8192]
@@ -90,7 +90,7 @@ def test_a_server_that_hangs_is_left_for_one_that_answers(chatml, monkeypatch, c
     remote, asked = Remote(Config(name="t", target=TargetConfig(path="m"), data=REMOTE), chatml), []
 
     def post(self, *_):
-        asked.append(self.base)
+        asked.append(self.url)
         if self is hangs:
             raise TimeoutError("timed out")
         return completion(IDS)[1]
@@ -98,12 +98,12 @@ def test_a_server_that_hangs_is_left_for_one_that_answers(chatml, monkeypatch, c
     hangs, _ = remote.servers
     monkeypatch.setattr(Server, "_post", post)
     assert dict(remote.complete({"a": ASKED}, UP_TO)) == {"a": (IDS, "stop")}
-    assert asked.count(hangs.base) == client.HANGS
+    assert asked.count(hangs.url) == client.HANGS
     assert capsys.readouterr().err.count("the other servers answer in its place") == 1
     assert (hangs.given_up, [server.under_way for server in (hangs, *remote.servers)]) == (True, [0, 0])
     hangs = remote.servers[0]  # alone, it is waited for
     assert "timed out" in message_of(lambda: dict(remote.complete({"b": ASKED}, UP_TO)))
-    assert asked.count(hangs.base) == 1 + client.TRIES
+    assert asked.count(hangs.url) == 1 + client.TRIES
 
 
 def test_after_ctrl_c_nobody_waits_for_the_answers_under_way(chatml, monkeypatch):
@@ -197,8 +197,8 @@ def answered(chatml, server, ids, reason):
             "stop",
             "quick",
         ),  # not as text is read
-        (lambda t: t.encode("hi<|im_start|>you<|im_end|>"), "stop", "hiyou"),
-        (lambda t: t.encode("hello"), "stop", "an answer that ends with none of the end tokens"),
+        (lambda t: t.encode("hi<|im_start|>you<|im_end|>"), "stop", "hi<|im_start|>you"),
+        (lambda t: t.end_ids, "stop", "an empty answer"),
         (lambda t: [100_000, *t.end_ids], "stop", "token 100000, for which the target has no row"),
     ],
 )
@@ -215,3 +215,9 @@ def test_what_the_target_wrote_is_learnt_token_by_token(chatml, server, ids, rea
     assert sample.input_ids.tolist() == [*chatml.prompt_ids([ASK]), *ids]
     assert sample.input_ids[sample.loss_mask].tolist() == ids
     assert sample.open_turns == (reason == "length")
+
+
+def test_a_server_that_ends_answers_otherwise_than_the_target_is_named_at_once(chatml, server):
+    """Its other answers would end so, too, hours later."""
+    said = message_of(answered, chatml, server, chatml.encode("hello"), "stop")
+    assert said.startswith("an answer ends with 'llo' there, which is none of the target's end tokens here ([2])")

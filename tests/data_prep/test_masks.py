@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerFast
 
 from data_prep import masks
 from data_prep.masks import one_sample, samples
-from data_prep.stage import check_maskable
 from eagle31_train.common.errors import Refused, UserError
 from eagle31_train.config import TargetConfig
 from eagle31_train.targets.chat import ChatTemplate
@@ -236,7 +235,6 @@ def test_after_a_prompt_that_opens_a_thought_an_answer_closes_it_or_is_refused(t
     steps = edited(chatml.template, {"assistant\n{% endif": "assistant\nMy steps:\n{% endif"})
     words = with_template(chatml.tokenizer, steps)
     for template, why in ((both, masks.UNCLOSED), (words, "the generation prompt ends with")):
-        check_maskable(template)
         with pytest.raises(Refused, match=why):
             samples(template, [ASK, REPLY], 1000)
     for template in (opens, both):

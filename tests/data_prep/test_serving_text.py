@@ -1,6 +1,8 @@
 """Whatever is said: every learnt turn stands after the prompt that serving would have, and reads as it was meant."""
 
 import json
+import re
+from contextlib import nullcontext
 
 import pytest
 from families import FAMILIES, load, row_of
@@ -90,7 +92,7 @@ def test_golden_answers_stand_after_their_prompts_and_are_learnt_as_their_text(f
             turn, reason = read_turn(template, row.messages[: i + 1], row.tools), message.get("finish_reason", "stop")
             prompt = template.prompt_ids(answered, row.tools)
             ids = template.encode(turn.text[turn.span.start :] if reason != "length" else turn.span.content)
-            found = written.message_of(template, prompt, ids)
+            found = written.message_of(template, prompt, ids, row.tools or message.get("tool_calls"))
             answered.append({**found, "token_ids": ids, "finish_reason": reason})
             if message.get("tool_calls") and found.get("tool_calls"):
                 apart_of_them += 1
@@ -101,18 +103,82 @@ def test_golden_answers_stand_after_their_prompts_and_are_learnt_as_their_text(f
     assert apart_of_them >= {"smollm2": 0, "mistral": 0, "glm": 0, "phi": 0, "llama3": 2, "qwen3": 2}.get(family, 1)
 
 
+ASK = {"role": "user", "content": "hi"}
+
+
+def wrote(template, text, *before, tools=None):
+    """An answer of the target with its token ids."""
+    ids = template.encode(text)
+    return {**written.message_of(template, template.prompt_ids([*before]), ids, tools), "token_ids": ids}
+
+
 @pytest.mark.core
 @pytest.mark.parametrize("mistake", ["one id more", "one id less", "another id", "other words"])
 def test_ids_that_are_not_of_their_words_are_refused(chatml, mistake):
-    ask, ids = {"role": "user", "content": "hi"}, chatml.encode("hello world<|im_end|>")
-    message = {**written.message_of(chatml, chatml.prompt_ids([ask]), ids), "token_ids": ids}
-    assert written.samples(chatml, [ask, message], 100, None).samples
+    message = wrote(chatml, "hello world<|im_end|>", ASK)
+    assert written.samples(chatml, [ASK, message], 100, None).samples
+    ids = message["token_ids"]
     ids = {"one id more": [*ids[:-1], 9, *ids[-1:]], "one id less": ids[1:], "another id": [9, *ids[1:]]}.get(
         mistake, ids
     )
     changed = {"token_ids": ids} if mistake != "other words" else {"content": "hello moon"}
     with pytest.raises(Refused, match="spell other words than it has"):
-        written.samples(chatml, [ask, {**message, **changed}], 100, None)
+        written.samples(chatml, [ASK, {**message, **changed}], 100, None)
+
+
+def test_a_turn_that_is_refused_costs_no_other_turn(chatml):
+    """As where the words alone are known."""
+    one, end = wrote(chatml, "the fox<|im_end|>", ASK), chatml.end_ids
+    for bad, why in [
+        ({"content": "", "token_ids": end}, "an empty answer"),
+        ({"content": "a", "token_ids": [*chatml.encode("a"), *end, *end]}, "an end-of-turn token inside the answer"),
+    ]:
+        chat = [ASK, one, ASK, {"role": "assistant", **bad}, ASK, one]
+        found = written.samples(chatml, chat, 1000, None)
+        ((turns, sample),) = found.samples
+        assert (turns, found.refused, sample.open_turns) == ("~turn1-3", [("~turn2", why)], 0)
+        assert sample.input_ids[sample.loss_mask].tolist() == 2 * one["token_ids"]
+    ((_, cut),) = written.samples(chatml, [ASK, wrote(chatml, "the fox", ASK)], 1000, None).samples
+    assert cut.open_turns == 1, "whatever its finish_reason says"
+
+
+def test_an_answer_in_parts_may_be_given_as_servers_give_it(chatml):
+    """A thought in a field of its own, and the arguments of calls as text."""
+    qwen = load(FAMILIES["qwen3"], {})
+    thought = wrote(qwen, "<think>\nhm\n</think>\n\nyes<|im_end|>", ASK)
+    asked = [ASK, {**thought, "content": "yes", "reasoning_content": "hm"}]
+    assert written.samples(qwen, asked, 100, None).samples
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    text = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
+    called = wrote(qwen, text, ASK, tools=tools)
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}
+    assert called["tool_calls"]
+    assert written.samples(qwen, [ASK, {**called, "tool_calls": [call]}], 100, tools).samples
+    assert "tool_calls" not in wrote(qwen, '{"name": "Bob", "parameters": {"age": 3}}<|im_end|>', ASK), (
+        "no tools, no call"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "tools", "why"),
+    [
+        ("the fox", None, ""),
+        ("hi<|im_start|>you", None, r"the answer has <|im_start|> in its words"),
+        ('{"name": "f", "parameters": {}}', [{"type": "function", "function": {"name": "f"}}], "writes no tool calls"),
+    ],
+)
+def test_what_no_prompt_would_repeat_ends_the_conversation(chatml, text, tools, why):
+    answer = wrote(chatml, f"{text}<|im_end|>", ASK, tools=tools)
+    with pytest.raises(Refused, match=re.escape(why)) if why else nullcontext():
+        written.check_goes_on(chatml, answer, tools)
+
+
+@pytest.mark.parametrize("deep", [3000, 96])
+def test_a_call_that_no_file_could_hold_is_words(chatml, deep):
+    """The journal would not be read again."""
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    text = '{"name": "f", "parameters": ' + '{"a":' * deep + "1" + "}" * deep + "}"
+    assert wrote(chatml, f"{text}<|im_end|>", ASK, tools=tools)["content"] == text
 
 
 TEMPLATES = {family: load(FAMILIES[family], {}) for family in ("kimi", "qwen3", "gpt_oss")}

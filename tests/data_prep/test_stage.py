@@ -173,8 +173,8 @@ def test_what_cannot_be_met_is_refused_before_the_work_starts(config, tmp_path, 
     config.regenerate, config.data.prompts, config.data.draft_vocab_size = True, "nowhere.jsonl", 1
     assert "no room for the 2 special tokens" in message_of(prepare, config)
     config.target.chat_template = str(tmp_path / "own.jinja")
-    (tmp_path / "own.jinja").write_text("{% for m in messages %}{{ m.role }}:\n{{ m.content }}\n{% endfor %}")
-    assert "no answer can be learnt from" in message_of(prepare, config)
+    (tmp_path / "own.jinja").write_text("{% for m in messages %}{{ m.role }}:{{ m.content }}<|im_start|>{% endfor %}")
+    assert "ends an answer with <|im_start|>, at which the target does not stop" in message_of(prepare, config)
     monkeypatch.setenv("WORLD_SIZE", "2")  # each process would answer every prompt, and write over the others
     assert "WORLD_SIZE is set: start it without a launcher" in message_of(prepare, config)
     monkeypatch.undo()

@@ -71,7 +71,7 @@ def talked(folder, template=None):
     """All that is done with a tokenizer and a template."""
     config = TargetConfig(path=str(folder), chat_template=template)
     loaded = ChatTemplate.load(config)
-    loaded.kept_ids(), loaded.fingerprints(), loaded.hides_markup, loaded.check_fits(config, 1 << 20)
+    loaded.kept_ids(), loaded.fingerprints(), loaded.check_fits(config, 1 << 20)
     with suppress(Refused):
         loaded.decode(loaded.prompt_ids(ASK))
     return loaded
