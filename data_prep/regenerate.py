@@ -23,6 +23,7 @@ from eagle31_train.common.console import Progress, note
 from eagle31_train.common.errors import Refused, UserError
 from eagle31_train.config import Config, GenerateConfig
 from eagle31_train.provenance import LAYOUTS, Provenance
+from eagle31_train.rows.formats import TEMPLATE
 from eagle31_train.targets.chat import ChatTemplate
 
 OUTPUT = "conversations.jsonl"
@@ -64,7 +65,7 @@ def regenerate(config: Config, template: ChatTemplate) -> tuple[Path, dict[str, 
         ]
         counts = {"answers": sum(job.answers for job in jobs), "tokens": sum(job.tokens for job in jobs)}
         facts = {"layout": LAYOUTS["answers"], **counts, "sources": corpus.counts, "refused": refused, "ended": ended}
-        manifest = journal.finish("".join(map(_line, jobs)), made_from, **facts)
+        manifest = journal.finish("".join(_line(job, template) for job in jobs), made_from, **facts)
     note(f"answers: {manifest['answers']} answers, {manifest['tokens']} tokens in {output}")
     if refused:
         note(f"answers: prompts refused: {len(refused)} ({most_common(refused)})")
@@ -161,13 +162,14 @@ def _first_keys(jobs: list[Job], settings: dict[str, Any]) -> Iterator[str]:
             yield _key(replace(job, messages=[*job.messages, *asked]), settings)
 
 
-def _line(job: Job) -> str:
+def _line(job: Job, template: ChatTemplate) -> str:
     value = {
         "id": job.row.id,
         "source": job.row.source,
         "sample": job.sample,
         "temperature": job.temperature,
         "finish_reason": job.messages[-1]["finish_reason"],
+        TEMPLATE: template.identity,
         "messages": job.messages,
         **({"tools": job.row.tools} if job.row.tools else {}),
     }

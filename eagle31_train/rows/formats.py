@@ -21,6 +21,7 @@ ROLE_OF = {alias: role for role, aliases in ROLES.items() for alias in aliases}
 # Beside role and content: what chat templates may read, and what is known of an answer.
 PASSED_ON = {"name": str, "tool_call_id": str, "finish_reason": str, "tokens": int}
 TEXT_PARTS = ("text", "input_text", "output_text")
+TEMPLATE = "template_fingerprint"
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names in use for what was thought before an answer
 
 Message = dict[str, Any]
@@ -36,6 +37,7 @@ class Row:
     problem: str | None = None  # why it is of no use
     tools: list[Tool] | None = None  # what the assistant may call, as OpenAI's API defines tools
     sample: int = 0  # which of several answers to one prompt
+    template: Any = None  # the `ChatTemplate.identity` under which its token ids were written, if that is known
 
 
 def parse(value: Any, form: str, where: str, default_id: str) -> Row:
@@ -55,7 +57,7 @@ def parse(value: Any, form: str, where: str, default_id: str) -> Row:
     identity = str(default_id if given in (None, "") else given) + (f"#{sample}" if sample else "")
     source = str(value.get("source") or value.get("category") or default_id.rsplit("-", 1)[0])
     # Refusals name the row by these two, so they are mended, and not refused themselves.
-    row = Row(_as_text(identity), _as_text(source), where, sample=sample)
+    row = Row(_as_text(identity), _as_text(source), where, sample=sample, template=value.get(TEMPLATE))
     try:
         row.messages = messages_of(value, form_here)
         row.tools = _tools(value.get("tools"))

@@ -223,6 +223,11 @@ class ChatTemplate:
         named = {ids[token] for token in self.special if token in text}
         return sorted(named | set(self.end_ids))
 
+    @cached_property
+    def identity(self) -> str:
+        """A hash of the template and its arguments: under another one a target has other prompts."""
+        return artifacts.fingerprint([self.template, self.tools_template, self.template_args])
+
     def fingerprints(self) -> dict[str, Any]:
         """Hashes of the tokenizer (with its special tokens) and of the template's text."""
         if self.tokenizer.is_fast:

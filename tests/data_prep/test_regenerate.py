@@ -23,6 +23,7 @@ from eagle31_train.common import artifacts
 from eagle31_train.common.console import Progress
 from eagle31_train.common.errors import UserError
 from eagle31_train.config import Config, DataConfig, GenerateConfig, TargetConfig
+from eagle31_train.rows.formats import TEMPLATE
 from eagle31_train.targets.chat import ChatTemplate
 
 JOURNAL, MANIFEST = f"{OUTPUT}.partial", "conversations.manifest.json"
@@ -85,7 +86,7 @@ def test_greedy_answers_are_those_of_the_model_step_by_step(config, tiny_target)
     roles = [[m["role"] for m in row["messages"]] for row in rows]
     assert roles == [["user", "assistant"], ["user", "assistant"] * 3, ["system", "user", "assistant"]]
     assert "someone else" not in json.dumps(rows)
-    assert set(rows[0]) == {"id", "source", "sample", "temperature", "finish_reason", "messages"}
+    assert set(rows[0]) == {"id", "source", "sample", "temperature", "finish_reason", "messages", TEMPLATE}
     for row in rows:
         assert row["finish_reason"] == row["messages"][-1]["finish_reason"]
         for i in [i for i, message in enumerate(row["messages"]) if message["role"] == "assistant"]:
@@ -212,7 +213,7 @@ def test_the_journal_is_of_one_run_at_a_time(tmp_path):
         assert path.read_text().endswith("half a li"), "what the other is writing is left alone"
 
 
-TEMPLATE = """\
+OWN_TEMPLATE = """\
 {%- if brief %}brief {% endif %}{% if tools %}<|im_start|>system
 {{ tools | tojson }}<|im_end|>
 {% endif %}{% for m in messages %}<|im_start|>{{ m.role }}
@@ -267,7 +268,7 @@ def served(config, tmp_path, server, tokenizer):
         return completion(tokenizer.encode(answer + "<|im_end|>"))
 
     server.reply = reply
-    (tmp_path / "own.jinja").write_text(TEMPLATE)
+    (tmp_path / "own.jinja").write_text(OWN_TEMPLATE)
     write_rows(tmp_path / "prompts.jsonl", TOOL_PROMPTS)
     config.data.heldout, config.data.max_length = 0.0, 1000
     config.target.chat_template, config.target.template_args = str(tmp_path / "own.jinja"), {"brief": True}
@@ -305,6 +306,15 @@ def test_thoughts_calls_and_results_make_one_conversation(served, server, tmp_pa
     assert set(supervised) == set(rows) == {"whole", "no-result", "last", "other-tool", "no-call", "plain"}
     assert supervised["whole"] == call + rest
     assert supervised["last"] == supervised["no-result"] == call
+    # The file by itself gives the same samples, and under another template none.
+    again = replace(served, name="again", run_dir=str(tmp_path / "again"), regenerate=False)
+    again.data = replace(served.data, conversations=str(tmp_path / "run" / OUTPUT))
+    prepare(again)
+    both = [load_from_disk(str(tmp_path / name / "data" / "dataset"))["train"].to_list() for name in ("run", "again")]
+    assert both[0] == both[1]
+    again.target = replace(served.target, template_args={"brief": False})
+    again.run_dir = str(tmp_path / "other")
+    assert "6 × its token ids were written under another chat template" in message_of(prepare, again)
     manifest = json.loads((tmp_path / "run" / "data" / "manifest.json").read_text())
     counts = {"read": 8, "taken": 8, "refused": 2, "repeated": 3, "cut": 0, "no_end_of_turn": 0}
     assert manifest["sources"]["prompts"] == counts
