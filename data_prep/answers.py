@@ -17,6 +17,7 @@ from data_prep.client import Failed, NoAnswer, Server
 from data_prep.dialogue import PromptTurn
 from data_prep.journal import Answer, Outcomes
 from data_prep.masks import EMPTY
+from data_prep.own_server import OwnServer
 from eagle31_train.common import artifacts
 from eagle31_train.common.console import note
 from eagle31_train.common.errors import Refused, UserError
@@ -68,10 +69,11 @@ class Job:
         del self.messages[last + 1 :]
 
 
-def engine(config: Config, template: ChatTemplate) -> "Engine":
-    """The servers that `data.generate.server` names, else the target in this process, which takes its time to load."""
+def engine(config: Config, template: ChatTemplate, own: OwnServer | None = None) -> "Engine":
+    """The servers that `data.generate.server` names, or our `own`; else the target in this process, which takes its
+    time to load."""
     if config.data.generate.server:
-        return Remote(config, template)
+        return Remote(config, template, own)
     from eagle31_train.targets.generate import Generator  # loads torch
 
     return Local(config, template, Generator(config.target))
@@ -166,18 +168,23 @@ class Local(Engine):
 class Remote(Engine):
     """The target of servers, many requests at once, in the order in which they finish them."""
 
-    def __init__(self, config: Config, template: ChatTemplate) -> None:
+    def __init__(self, config: Config, template: ChatTemplate, own: OwnServer | None = None) -> None:
         generate = config.data.generate
         super().__init__(config, template, generate.concurrency)
         assert generate.server is not None
-        model, urls = generate.model or config.target.path, generate.server.split(",")
-        longest = max(generate.max_new_tokens, config.data.self_prompts.max_new_tokens)
-        self.servers = [Server(url, model, longest) for url in urls]
+        self.own, self.lock = own, Lock()
+        self._reach([] if own else generate.server.split(","))
+
+    def _reach(self, urls: list[str]) -> None:
+        generate = self.config.data.generate
+        longest = max(generate.max_new_tokens, self.config.data.self_prompts.max_new_tokens)
+        self.servers = [Server(url, generate.model or self.config.target.path, longest) for url in urls]
         self._tell_who_is_alone()
-        self.lock = Lock()
 
     def complete(self, asked: Requests, sampling: Sampling) -> Completions:
         """After an error that ends the run no more is asked, but what was under way comes first."""
+        if self.own and not self.servers:
+            self._reach([self.own.url()])
         failed: UserError | None = None
         waiting, done = deque(asked.items()), SimpleQueue[tuple[str, Any] | None]()
 
@@ -211,6 +218,8 @@ class Remote(Engine):
                 waiting.clear()
                 self._give_up()
         if failed:
+            if self.own:
+                self.own.check()
             raise failed
 
     def _give_up(self) -> None:

@@ -12,10 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from data_prep.answers import Job, engine, target_inputs
+from data_prep.answers import Engine, Job, engine, target_inputs
 from data_prep.dataset import check_shares, most_common, place, refusal
 from data_prep.dialogue import following, turns_of
 from data_prep.journal import Journal
+from data_prep.own_server import OwnServer
 from data_prep.sources import Corpus
 from data_prep.written import check_goes_on
 from eagle31_train.common import artifacts
@@ -29,7 +30,7 @@ from eagle31_train.targets.chat import ChatTemplate
 OUTPUT = "conversations.jsonl"
 
 
-def regenerate(config: Config, template: ChatTemplate) -> tuple[Path, dict[str, Any]]:
+def regenerate(config: Config, template: ChatTemplate, own: OwnServer | None = None) -> tuple[Path, dict[str, Any]]:
     """Answer `data.prompts`, or those of `data.sources`: `run_dir/conversations.jsonl` and its manifest."""
     output = Path(config.run_dir) / OUTPUT
     generate = config.data.generate
@@ -53,7 +54,7 @@ def regenerate(config: Config, template: ChatTemplate) -> tuple[Path, dict[str, 
     with journal:
         if journal.answers:
             journal.check_wanted(set(_first_keys(jobs, settings)).__contains__, config.overwrite)
-        answer_all(jobs, journal, settings, config, template)
+        answer_all(jobs, journal, settings, template, engine(config, template, own))
         refused += [refusal(job.row, job.refusal, job.suffix) for job in jobs if job.refusal]
         jobs = [job for job in jobs if not job.refusal]
         if not jobs:
@@ -118,10 +119,10 @@ def _jobs(corpus: Corpus, generate: GenerateConfig) -> tuple[list[Job], list[dic
 
 
 def answer_all(
-    jobs: list[Job], journal: Journal, settings: dict[str, Any], config: Config, template: ChatTemplate
+    jobs: list[Job], journal: Journal, settings: dict[str, Any], template: ChatTemplate, target: Engine
 ) -> None:
     """Bring every job to its end, or to its refusal, turn by turn, taking from the journal what it has."""
-    target, new_tokens = engine(config, template), 0
+    new_tokens = 0
     total = sum(len(job.turns) for job in jobs)
     with Progress(total=total, desc="answers", unit="answer", smoothing=0) as bar:  # the journal's come all at once
         for turn in range(max(len(job.turns) for job in jobs)):

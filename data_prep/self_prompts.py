@@ -17,8 +17,9 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from data_prep.answers import Job, engine, target_inputs
+from data_prep.answers import Engine, Job, engine, target_inputs
 from data_prep.journal import Answer, Journal
+from data_prep.own_server import OwnServer
 from data_prep.written import check_goes_on
 from eagle31_train.common import artifacts
 from eagle31_train.common.console import Progress, note
@@ -46,7 +47,7 @@ class Attempt:
     turns: list[str] = field(default_factory=list)
 
 
-def write_prompts(config: Config, template: ChatTemplate) -> Path:
+def write_prompts(config: Config, template: ChatTemplate, own: OwnServer | None = None) -> Path:
     """Have the target write `data.self_prompts.count` prompts; returns `run_dir/prompts.jsonl`."""
     output = Path(config.run_dir) / SELF_WRITTEN
     stop = user_stop(template)
@@ -61,7 +62,8 @@ def write_prompts(config: Config, template: ChatTemplate) -> Path:
         return output
     with journal:
         # How many are wanted changes none of them: the journal's texts serve another count, too.
-        writer = Writer(config, template, stop, journal, artifacts.fingerprint({**settings, "count": None}))
+        fingerprint = artifacts.fingerprint({**settings, "count": None})
+        writer = Writer(config, template, stop, journal, fingerprint, engine(config, template, own))
         journal.check_wanted(lambda key: key.startswith(writer.fingerprint), config.overwrite)
         written = writer.write()
         lines = [
@@ -113,15 +115,23 @@ def _counted(refused: Counter[str]) -> str:
 
 
 class Writer:
-    def __init__(self, config: Config, template: ChatTemplate, stop: Stop, journal: Journal, fingerprint: str) -> None:
+    def __init__(
+        self,
+        config: Config,
+        template: ChatTemplate,
+        stop: Stop,
+        journal: Journal,
+        fingerprint: str,
+        target: Engine,
+    ) -> None:
         self.config, self.template, self.journal, self.fingerprint = config, template, journal, fingerprint
+        self.engine = target
         self.options = config.data.self_prompts
         token, self.stop_text = stop
         self.stops = [*([] if token is None else [token]), *template.end_ids]
         self.kinds = sorted(self.options.system.items()) or [("", "")]
         self.refused: Counter[str] = Counter()
         self.seen: set[str] = set()
-        self.engine = engine(config, template)
 
     def write(self) -> list[Attempt]:
         """As many conversations as are wanted; UserError if too many texts are of no use."""

@@ -4,7 +4,7 @@ import os
 import re
 import time
 from collections import Counter
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from datasets import DatasetDict
 from data_prep.dataset import Collected, check_shares, collect, most_common
 from data_prep.journal import Journal
 from data_prep.masks import NO_ANSWER
+from data_prep.own_server import OWN, OwnServer
 from data_prep.regenerate import OUTPUT, of_answers, regenerate
 from data_prep.self_prompts import write_prompts
 from data_prep.sources import Corpus, Source, named
@@ -179,10 +180,12 @@ def _open(config: Config, template: ChatTemplate) -> tuple[Corpus, dict[str, Any
     """The conversations; where the target answers first, also the manifest of its answers."""
     if not config.regenerate:
         return Corpus.open(config, "conversations"), {}
-    if (data := config.data).writes_prompts:
-        _refuse_other_answers(config)
-        write_prompts(config, template)
-    answered, manifest = regenerate(config, template)
+    data = config.data
+    with OwnServer(config) if data.generate.server == OWN else nullcontext() as own:
+        if data.writes_prompts:
+            _refuse_other_answers(config)
+            write_prompts(config, template, own)
+        answered, manifest = regenerate(config, template, own)
     source = Source(open_files(str(answered), data.split, "data.prompts"), "messages", str(answered))
     return Corpus([source]), manifest
 

@@ -95,7 +95,7 @@ class GenerateConfig:
     samples: int = opt(1, "answers per prompt; of several, the first is greedy and the others are sampled", at_least=1)
     batch_size: int = opt(32, "prompts answered together by an in-process target", at_least=1)
     server: str | None = opt(
-        None, "vLLM (or SGLang) that serves the target, e.g. http://localhost:8000/v1; URL,URL for several"
+        None, "vLLM (or SGLang) that serves the target: http://HOST:PORT/v1 or URL,URL; vllm: one of our own"
     )
     model: str | None = opt(None, "the server's name of the model; default: target.path")
     concurrency: int = opt(16, "requests under way at once, of all servers", at_least=1)

@@ -124,6 +124,13 @@ class Handler(Quiet):
             with Path(os.environ["IMITATION_REQUESTS"]).open("a") as file:
                 file.write(json.dumps(body) + "\n")
         tokens = target(body["prompt"], body["max_tokens"], body["stop_token_ids"])
+        if not body.get("stream"):
+            if server.imitate == "dies" and number > 2:
+                print("ERROR 01-01 [core.py:1] MemoryError: no room", flush=True)
+                os._exit(3)
+            reason = "stop" if tokens[-1] in body["stop_token_ids"] else "length"
+            self.reply(json.dumps({"choices": [{"text": "", "token_ids": tokens, "finish_reason": reason}]}).encode())
+            return
         pieces, at = [tokens[:1]], 1
         for accepted in verifications(len(tokens), server.depth):
             pieces.append(tokens[at : at + accepted + 1])

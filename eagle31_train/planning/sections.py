@@ -54,7 +54,7 @@ def target(plan: Planned) -> list[str]:
     stages: dict[str, tuple[float, int, str]] = {}  # bytes of a weight, devices that share all, and what else would do
     cache, g = 0.0, c.data.generate
     if (c.regenerate or writes_prompts(c)) and not c.data.generate.server:
-        remedy = "data.generate.server=URL, target.device_map=auto, or a smaller data.generate.batch_size"
+        remedy = "data.generate.server=vllm, target.device_map=auto, or a smaller data.generate.batch_size"
         stages["answers"] = loaded, spread, remedy
         # Where an answer of each batch is as long as it may be.
         longest = (work.tokens - work.assistant) / work.conversations + g.max_new_tokens

@@ -91,7 +91,7 @@ def not_loaded(target: TargetConfig, error: Exception) -> UserError:
     """That a target cannot be loaded, why, and what to do, in one line."""
     if type(error).__name__ == "OutOfMemoryError":  # torch's
         half = "set target.dtype=float16, or evaluate.dtype in stage 4, or " if target.dtype == "float32" else ""
-        advice = f"it does not fit: {half}use data.generate.server=URL, extract.engine=vllm and evaluate.backend=vllm"
+        advice = f"it does not fit: {half}use data.generate.server=vllm, extract.engine=vllm and evaluate.backend=vllm"
     elif isinstance(error, ImportError):
         advice = "its code needs a package that is not here: install it, tiktoken for Kimi"
     elif "trust_remote_code" in str(error):

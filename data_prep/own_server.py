@@ -1,0 +1,52 @@
+"""vLLM for the answers alone, `data.generate.server=vllm`: started when the first is asked for, gone after the last, so
+that the stages behind have its devices."""
+
+from contextlib import ExitStack
+from pathlib import Path
+
+from eagle31_train.common.console import note
+from eagle31_train.common.errors import UserError
+from eagle31_train.config import Config
+
+OWN = "vllm"  # instead of an address
+LOG = "answers-vllm.log"  # in the run's folder
+
+
+class OwnServer:
+    """A server of the target on loopback, for as long as the `with` block lasts; started by the first `url()`."""
+
+    def __init__(self, config: Config) -> None:
+        self.config, self._running = config, ExitStack()
+        self._url = ""
+        if config.data.generate.model:
+            raise UserError("data.generate.model is for a server of yours, and data.generate.server=vllm starts one")
+
+    def __enter__(self) -> "OwnServer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._running.close()
+
+    def url(self) -> str:
+        """Where it answers; UserError where vLLM does not start."""
+        if not self._url:
+            # Both load torch and transformers, for seconds that a stage that is up to date does without.
+            from eagle31_train.evaluation.serving.engine import flags, server_arguments
+            from eagle31_train.evaluation.serving.server import MODULE, Server, pick_port
+            from eagle31_train.targets.pretrained import out_of_reach
+
+            python, port, log = self.config.evaluate.vllm_python, pick_port(), Path(self.config.run_dir) / LOG
+            arguments = server_arguments(self.config, None, 0, port) | {"enable_prefix_caching": None}  # as vLLM likes
+            command = [python, "-m", MODULE, *flags(arguments)]
+            note(f"answers: vLLM starts ({log})")
+            server = Server(command, port, log, offline=out_of_reach(self.config.target) is not None)
+            try:
+                self._server = self._running.enter_context(server)
+            except (UserError, OSError) as error:
+                raise UserError(f"{error}; it is started with evaluate.vllm_python={python}") from None
+            self._url = f"http://127.0.0.1:{port}/v1"
+        return self._url
+
+    def check(self) -> None:
+        """UserError with its last words if it has ended."""
+        self._server.check(dying=True)
