@@ -145,14 +145,6 @@ def make_document(shape, length, generator, answer=None):
     )
 
 
-def frequencies(shape):
-    """[width / 2] fp64: what each pair of RoPE turns by at each position."""
-    if shape.architecture == "mla":
-        return reference_mla.frequencies(shape)
-    half = shape.head_dim // 2
-    return shape.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
-
-
 def make_objective(shape, dtype=torch.float64, seed=0, exact=True):
     """A drafter with every parameter random (norm weights too) and a random teacher, in `dtype`.
 
@@ -168,7 +160,9 @@ def make_objective(shape, dtype=torch.float64, seed=0, exact=True):
         scale = 0.3 if parameter.dim() > 1 else 0.2
         parameter.data = (random(*parameter.shape) * scale + (parameter.dim() == 1)).to(dtype)
     if exact:
-        wanted = frequencies(shape)
+        half = shape.head_dim // 2  # of a Llama's; [width / 2] fp64
+        plain = shape.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
+        wanted = reference_mla.frequencies(shape) if shape.architecture == "mla" else plain
         for rope in (layer.self_attn.rope for layer in drafter.stack):
             torch.testing.assert_close(rope.inv_freq, wanted.to(rope.inv_freq.dtype), rtol=1e-6, atol=0)
             rope.exact = rope.inv_freq = wanted.to(torch.promote_types(dtype, torch.float32))

@@ -171,13 +171,8 @@ class Handler(Quiet):
 ENGINE = 'trap "" TERM; echo ready; exec sleep 3600'
 
 
-def read(words):
-    """A command line's --name value as {name: value}."""
-    return {name[2:]: value for name, value in pairwise(words) if name.startswith("--")}
-
-
 def main(argv):
-    arguments = read(argv)
+    arguments = {name[2:]: value for name, value in pairwise(argv) if name.startswith("--")}
     with subprocess.Popen(["sh", "-c", ENGINE], stdout=subprocess.PIPE, text=True) as engine:
         engine.stdout.readline()
         Path(os.environ["IMITATION_PIDS"]).write_text(f"{os.getpid()} {engine.pid}")

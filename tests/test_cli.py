@@ -5,6 +5,7 @@ import operator
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import made
 import pytest
@@ -109,8 +110,7 @@ def test_a_recipe_without_a_header_is_one_and_what_is_no_text_is_refused(tmp_pat
         with pytest.raises(UserError, match=r"mine\.yaml cannot be read \(.*\): write one"):
             load_config([f"+experiment={file}", "target.path=x"])
     file.write_text("trian: {lr: 0.5}\n")
-    with pytest.raises(UserError, match=rf"^In {file}: no option 'trian': did you mean 'train'"):
-        load_config([f"+experiment={file}", "target.path=x"])
+    assert message_of(f"+experiment={file}").startswith(f"In {file}: no option 'trian': did you mean 'train'")
 
 
 # ---------------------------------------------------------------- groups, and options that are emptied
@@ -127,8 +127,7 @@ def test_a_group_of_the_recipe_is_replaced():
 
 @pytest.mark.parametrize("twice", [["target=qwen3_8b", "target=kimi"], ["experiment=kimi", "experiment=smollm2"]])
 def test_the_same_group_given_twice_is_an_error(twice):
-    with pytest.raises(UserError, match=f"Multiple values for {twice[0].split('=')[0]}"):
-        load_config(["name=x", *twice])
+    assert f"Multiple values for {twice[0].split('=')[0]}" in message_of("name=x", *twice)
 
 
 def test_a_free_form_option_is_emptied():
@@ -228,12 +227,9 @@ def test_an_option_that_is_gone_is_told_of_where_it_was_set(unset, given, name, 
 
 
 def test_ctrl_c_while_libraries_are_imported_is_one_line_too(monkeypatch, capsys):
-    def imports(*_, **__):
-        raise KeyboardInterrupt
-
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(sys, "argv", ["eagle31", "train"])
-    monkeypatch.setattr(console_script.runpy, "run_module", imports)
+    monkeypatch.setattr(console_script.runpy, "run_module", Mock(side_effect=KeyboardInterrupt))
     assert made.status_of(console_script.main) == 130
     assert capsys.readouterr().err == "stopped; the same command goes on from here\n"
 
@@ -257,10 +253,7 @@ ENDINGS = [
 
 @pytest.mark.parametrize(("error", "status", "words"), ENDINGS)
 def test_how_a_stage_ends_is_one_line_and_a_status(capsys, error, status, words):
-    def stage(config):
-        raise error
-
-    assert made.status_of(run, stage, "A stage.", [RECIPE]) == status
+    assert made.status_of(run, Mock(side_effect=error), "A stage.", [RECIPE]) == status
     (line,) = capsys.readouterr().err.splitlines()
     assert words in line
 

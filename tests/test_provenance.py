@@ -16,14 +16,6 @@ pytestmark = pytest.mark.core
 INPUTS = {"data": "abc", "train": {"lr": 0.1, "betas": [0.9, 0.95]}}
 
 
-def make_stage(folder, inputs=INPUTS, **files):
-    folder.mkdir()
-    for name, text in files.items():
-        (folder / name).write_text(text)
-    listed = artifacts.list_files(folder, folder.iterdir())
-    artifacts.write_json(folder / artifacts.MANIFEST, Provenance(inputs).record(files=listed))
-
-
 def up_to_date(folder, inputs=INPUTS, overwrite=False):
     return provenance.up_to_date(folder, Provenance(inputs), overwrite)
 
@@ -31,7 +23,9 @@ def up_to_date(folder, inputs=INPUTS, overwrite=False):
 def test_only_a_whole_output_of_the_same_inputs_is_up_to_date_and_another_is_refused_or_made_anew(tmp_path):
     out, other = tmp_path / "out", {"data": "abc", "train": {"lr": 0.2, "betas": [0.9, 0.95]}}
     assert not up_to_date(out)
-    make_stage(out, a="one")
+    artifacts.write_text(out / "a", "one")
+    record = Provenance(INPUTS).record(files=artifacts.list_files(out, [out / "a"]))
+    artifacts.write_json(out / artifacts.MANIFEST, record)
     with pytest.raises(UserError, match=r"train\.lr: 0\.1 there, 0\.2 here\): choose another name=") as error:
         up_to_date(out, other)
     assert str(out) in str(error.value)

@@ -115,10 +115,7 @@ def test_what_is_there_or_was_needed_at_the_start_alone_is_not_refused(started, 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (
-            [f"target.path={OLD / 'target'}", "target.aux_layers=[1]"],
-            "reads the layers [1, 2, 3], and [1] would be",
-        ),
+        ([f"target.path={OLD / 'target'}", "target.aux_layers=[1]"], "reads the layers [1, 2, 3], and [1] would be"),
         ([f"target.path={FOLDER / 'qwen3_8b'}"], "is of a target 24 wide"),
     ],
 )
@@ -274,9 +271,7 @@ def failed_ranks(**codes):
     ],
 )
 def test_the_launcher_ends_as_the_training_that_failed_first(monkeypatch, capsys, handlers, error, status, said):
-    def fails():
-        raise error
-
+    fails = MagicMock(side_effect=error)
     monkeypatch.setitem(sys.modules, "accelerate.commands.launch", SimpleNamespace(main=fails))
     assert status_of(launcher.main) == status
     shown = capsys.readouterr().err

@@ -41,19 +41,16 @@ def noted(ledger):
             @replaced(patch, parallel, "update")
             def updated(update, *rest):
                 result = update(*rest)
-                append(ledger, {"update": parallel.updates, "samples": list(under_way)})
+                row = json.dumps({"update": parallel.updates, "samples": list(under_way)})
+                # One line, whole whatever happens to the process afterwards.
+                descriptor = os.open(ledger, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+                os.write(descriptor, row.encode() + b"\n")
+                os.close(descriptor)
                 return result
 
             return parallel
 
         yield
-
-
-def append(path, row):
-    """One line, whole whatever happens to the process afterwards."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.write(descriptor, json.dumps(row).encode() + b"\n")
-    os.close(descriptor)
 
 
 def updates_of(ledger):

@@ -61,7 +61,6 @@ def test_a_request_is_sent_again_until_there_is_a_whole_answer_as_late_as_the_se
         completion([7], reason=None),
         (424, b"failed"),
         (200, b"<html>no backend</html>"),
-        (200, b'{"error": "out of memory"}'),
     ],
 )
 def test_what_is_no_whole_answer_is_asked_again(server, monkeypatch, reply):
@@ -80,9 +79,7 @@ def test_what_is_no_whole_answer_is_asked_again(server, monkeypatch, reply):
 def test_a_server_without_token_ids_is_named(server):
     """Its words would have to be made into tokens again, perhaps into others than the target wrote."""
     server.reply = lambda _: (200, b'{"choices": [{"text": "yes", "finish_reason": "stop"}]}')
-    assert "gives no token ids, though return_token_ids asks for them: vLLM 0.10.2 and later do" in message_of(
-        ask, server
-    )
+    assert "gives no token ids, though return_token_ids asks for them" in message_of(ask, server)
 
 
 def test_a_server_that_hangs_is_left_for_one_that_answers(chatml, monkeypatch, capsys):
@@ -131,16 +128,12 @@ def test_a_server_that_fails_on_some_prompts_each_time_is_asked_the_others(serve
     monkeypatch.setattr(client.time, "sleep", lambda _: None)
     asking, answers = Server(server.url, "m", 7), server.reply
     outcomes = []
-
-    def ask_it(fails):
+    for fails in [True, False, True, False, *[True] * (client.FAILURES + 1)]:
         server.reply = (lambda _: failure) if fails else answers
         try:
             outcomes.append(type(asking.complete(ASKED, UP_TO)))
         except (NoAnswer, Refused) as error:
             outcomes.append(type(error))
-
-    for fails in [True, False, True, False, *[True] * (client.FAILURES + 1)]:
-        ask_it(fails)
     assert outcomes == [NoAnswer, tuple, Failed, tuple, *[Failed] * client.FAILURES, NoAnswer]
 
 
@@ -192,11 +185,7 @@ def answered(chatml, server, ids, reason):
         (lambda t: t.encode("hello"), "length", "hello"),
         (lambda t: t.encode("hello 🦊")[:-1], "length", "hello \ufffd"),  # cut inside a character
         (lambda t: [*t.encode("🦊")[:-1], *t.encode("the<|im_end|>")], "stop", "\ufffdthe"),  # no text at all
-        (
-            lambda t: [t.encode("q")[0], *t.encode("u"), *t.encode("ick<|im_end|>")],
-            "stop",
-            "quick",
-        ),  # not as text is read
+        (lambda t: [t.encode("q")[0], *t.encode("u"), *t.encode("ick<|im_end|>")], "stop", "quick"),  # not as read
         (lambda t: t.encode("hi<|im_start|>you<|im_end|>"), "stop", "hi<|im_start|>you"),
         (lambda t: t.end_ids, "stop", "an empty answer"),
         (lambda t: [100_000, *t.end_ids], "stop", "token 100000, for which the target has no row"),

@@ -7,12 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from families import FAMILIES, by_pieces, load, make_tokenizer, says
+from made import message_of
 from tokenizers import normalizers
 from transformers import PreTrainedTokenizerFast
 
 from data_prep import masks
 from data_prep.masks import one_sample, samples
-from eagle31_train.common.errors import Refused, UserError
+from eagle31_train.common.errors import Refused
 from eagle31_train.config import TargetConfig
 from eagle31_train.targets.chat import ChatTemplate
 
@@ -129,7 +130,7 @@ def test_a_text_that_the_tokenizer_composes_keeps_its_mask(text):
     """NFC makes it shorter or longer."""
     tokenizer = make_tokenizer(FAMILIES["smollm2"])
     tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
-    template = ChatTemplate(tokenizer, [tokenizer.eos_token_id], tokenizer.chat_template)
+    template = with_template(tokenizer, tokenizer.chat_template)
     sample = one_sample(template, [ASK, says(text)], 1000)
     learnt = template.decode(sample.input_ids[sample.loss_mask].tolist())
     assert learnt == unicodedata.normalize("NFC", text) + "<|im_end|>"
@@ -204,18 +205,15 @@ def test_golden_mask_of_smollm2(real_target):
 def test_special_tokens_that_the_target_has_no_row_for_are_let_be_and_texts_with_them_are_refused(tokenizer):
     tokenizer, rows = deepcopy(tokenizer), len(tokenizer)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<beyond>"]})
-    template, target = (
-        ChatTemplate(tokenizer, [tokenizer.eos_token_id], tokenizer.chat_template),
-        TargetConfig(path="t"),
-    )
+    template, target = with_template(tokenizer, tokenizer.chat_template), TargetConfig(path="t")
     template.check_fits(target, rows)
     assert template.prompt_ids([ASK])
     with pytest.raises(Refused, match=f"token {rows}, for which the target has no row"):
         template.prompt_ids([{"role": "user", "content": "what is <beyond>?"}])
     with pytest.raises(Refused, match=f"token {rows}, for which the target has no row"):
         one_sample(template, [{"role": "user", "content": "what is <beyond>?"}, REPLY], 1000)
-    with pytest.raises(UserError, match=f"has token {rows - 1}, its model only {rows - 1} rows"):
-        ChatTemplate(tokenizer, [tokenizer.eos_token_id], tokenizer.chat_template).check_fits(target, rows - 1)
+    fits = with_template(tokenizer, tokenizer.chat_template).check_fits
+    assert f"has token {rows - 1}, its model only {rows - 1} rows" in message_of(fits, target, rows - 1)
 
 
 def edited(text: str, changes: dict[str, str]) -> str:
@@ -268,14 +266,10 @@ def test_a_channel_that_the_template_would_put_into_another_one_is_refused():
         samples(load(FAMILIES["gpt_oss"], {}), [ASK, says(call)], 1000)
 
 
-def test_arguments_as_text_do_not_end_a_turn_whose_template_wants_an_object():
-    template = load(FAMILIES["qwen3"], {})
-    keys = "{%- for call in m.tool_calls or [] -%}"
-    assert keys in template.template
-    picky = with_template(
-        template.tokenizer,
-        template.template.replace(keys, keys + "{%- for key in call.function.arguments.items() -%}{%- endfor -%}"),
-    )
+def test_arguments_as_text_do_not_end_a_turn_whose_template_wants_an_object(thinking):
+    calls = "{%- for call in m.tool_calls or [] -%}"
+    keys = {calls: calls + "{%- for key in call.function.arguments.items() -%}{%- endfor -%}"}
+    picky = with_template(thinking.tokenizer, edited(thinking.template, keys))
     call = {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     ((_, sample),) = samples(picky, [ASK, says("", tool_calls=[call])], 1000).samples
     assert sample.loss_mask.any()

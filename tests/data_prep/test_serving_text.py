@@ -154,9 +154,7 @@ def test_an_answer_in_parts_may_be_given_as_servers_give_it(chatml):
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}
     assert called["tool_calls"]
     assert written.samples(qwen, [ASK, {**called, "tool_calls": [call]}], 100, tools).samples
-    assert "tool_calls" not in wrote(qwen, '{"name": "Bob", "parameters": {"age": 3}}<|im_end|>', ASK), (
-        "no tools, no call"
-    )
+    assert "tool_calls" not in wrote(qwen, '{"name": "Bob", "parameters": {"age": 3}}<|im_end|>', ASK)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
-"""Plain decoding, of one prompt and of several together: transformers' own, and what lies beyond an output.
-
-Speculation gives these outputs, and counts as the drafts from every place do: test_measuring.py.
-"""
+"""Plain decoding, of one prompt and of several together, and what lies beyond an output. That it says what the model
+does: test_trajectories.py. Speculation gives these outputs, and counts as the drafts from every place do:
+test_measuring.py."""
 
 import pytest
 import torch
@@ -10,8 +9,7 @@ from eagle31_train.evaluation import decoding
 from eagle31_train.evaluation.decoding import Limits, decode_plain
 from eagle31_train.targets.cached import CachedTarget
 
-PROMPT = [7, 3, 41, 20, 11, 5]
-PROMPTS = [PROMPT, [12], [4, 4, 30, 2, 19, 8, 44, 6, 17, 25, 3], [9, 40]]
+PROMPTS = [[7, 3, 41, 20, 11, 5], [12], [4, 4, 30, 2, 19, 8, 44, 6, 17, 25, 3], [9, 40]]
 
 
 @pytest.fixture(scope="module")
@@ -36,12 +34,6 @@ def ended(tokens, limits):
     output = []
     limits.append(output, tokens)
     return output
-
-
-def test_plain_decoding_is_transformers_own(target, alone):
-    ids = torch.tensor([PROMPT])
-    theirs = target.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=60, do_sample=False)
-    assert alone[0] == theirs[0, len(PROMPT) :].tolist()
 
 
 def test_states_and_what_lies_beyond_the_end(target, alone, ends):

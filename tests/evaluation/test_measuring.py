@@ -93,10 +93,6 @@ def test_where_two_drafts_are_equally_good_rounding_is_told_and_not_refused(
 ):
     asked = []
 
-    def narrowest(drafter, ids, trajectory, slot, depth):
-        asked.append((trajectory.prompt, slot, depth))
-        return gap
-
     @replaced(monkeypatch, measuring, "decode_speculative")
     def unlucky(right, *arguments):
         """As if a draft of one prompt had gone wrong at this step."""
@@ -111,7 +107,7 @@ def test_where_two_drafts_are_equally_good_rounding_is_told_and_not_refused(
         return found
 
     struck, kept, parts = [], [], []
-    monkeypatch.setattr(measuring, "narrowest", narrowest)
+    monkeypatch.setattr(measuring, "narrowest", lambda _, __, one, *at: asked.append((one.prompt, *at)) or gap)
     gap = 1e-6
     found = measurer_of(model).measure(GREEDY, candidates[:1])["llama"]
     assert asked == [(struck[0], parts[0], step)], "the step where they part decides, whatever ties later ones have"

@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -94,10 +95,7 @@ def test_an_extraction_that_goes_on_keeps_them_and_makes_what_is_damaged(run, ca
 
 
 def test_a_target_or_engine_that_cannot_decode_here_is_extracted_all_the_same(run, monkeypatch, capsys):
-    def refuse(*_, **__):
-        raise TypeError("no such cache")
-
-    monkeypatch.setattr(trajectories, "decode_plain", refuse)
+    monkeypatch.setattr(trajectories, "decode_plain", Mock(side_effect=TypeError("no such cache")))
     extract(tiny_config(run))
     assert "training will not measure acceptance: TypeError: no such cache" in capsys.readouterr().out
     assert Store(store_of(run)).trajectories == {}

@@ -38,13 +38,9 @@ SHAPES = {
 def drafted(request):
     """A drafter in fp64 with its target ids, and a trajectory along which its drafts are right for a while, again and
     again."""
-    drafter = drafter_of(SHAPES[request.param])
+    objective = make_objective(SHAPES[request.param])
+    drafter = objective.drafter, objective.teacher.target_ids
     return drafter, agreeable(*drafter)
-
-
-def drafter_of(shape):
-    objective = make_objective(shape)
-    return objective.drafter, objective.teacher.target_ids
 
 
 def agreeable(drafter, ids, prompt=PROMPT, output=14):

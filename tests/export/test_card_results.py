@@ -54,13 +54,6 @@ def test_new_results_make_a_new_card_of_the_same_weights(run, tmp_path, capsys):
     assert not (run.folder / "export" / "images" / "comparison-1").exists(), "what the card no longer tells is gone"
 
 
-def test_a_template_of_ones_own_is_on_the_card_and_in_the_record(run):
-    export.export(run.config())
-    export.export(run.config("target.template_args={thinking: false}"))
-    for command in (run.exported()[2], record(run)["serve"]):
-        assert """--default-chat-template-kwargs '{"thinking": false}'""" in command
-
-
 def test_a_comparison_of_the_export_itself_is_on_its_card(run, tmp_path):
     """Of a smaller one there is no other way to be compared."""
     options = ["export_sliding_window=8"]

@@ -1,6 +1,5 @@
 """Kimi's drafter at its full size, but on the meta device: every weight."""
 
-import pytest
 import torch
 from published_targets import recipe
 
@@ -43,9 +42,8 @@ def test_the_drafter_has_the_published_weights():
         drafter = Drafter(shape, torch.empty(V, H))
     weights = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
     assert weights == TENSORS == contract.weight_shapes(shape)
-    assert contract.check(weights, shape) == []
     assert (shape.norm_output, shape.norm_before_residual, shape.aux_layers) == (True, False, [2, 30, 58])
     assert (shape.max_position_embeddings, shape.rope_theta, shape.rms_norm_eps) == (262144, 50000.0, 1e-5)
     yarn = {"factor": 64.0, "original_max_position_embeddings": 4096, "beta_fast": 1.0, "beta_slow": 1.0}
+    yarn |= {"mscale": 1.0, "mscale_all_dim": 1.0}  # what they do to attention: model/test_rope.py
     assert yarn.items() <= shape.rope_scaling.items()
-    assert drafter.midlayer.self_attn.scale == pytest.approx(192**-0.5 * 1.4158883083359671**2, rel=1e-12)

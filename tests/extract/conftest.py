@@ -1,9 +1,7 @@
-"""A run extracted by one command, without interruption."""
+"""What is extracted here; by one command, without interruption, it is `extracted` of ../conftest.py."""
 
 import pytest
-from pipeline import make_run, tiny_config
-
-from eagle31_train.targets.extraction import extract
+from pipeline import make_run
 
 
 @pytest.fixture
@@ -11,11 +9,3 @@ def run(tmp_path):
     """tmp_path with a target and its data, ready to be extracted."""
     make_run(tmp_path)
     return tmp_path
-
-
-@pytest.fixture(scope="session")
-def whole(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("whole")
-    make_run(folder)
-    extract(tiny_config(folder))
-    return folder

@@ -33,9 +33,9 @@ def record(folder, **more):
 
 @pytest.mark.core
 @torch.no_grad()
-def test_every_sample_is_stored_with_the_states_and_choices_of_running_it_alone(whole):
-    store, taught = Store(whole / "run" / "store"), 0
-    data = DatasetDict.load_from_disk(str(whole / "run" / "data" / "dataset"))
+def test_every_sample_is_stored_with_the_states_and_choices_of_running_it_alone(extracted):
+    store, taught = Store(extracted / "run" / "store"), 0
+    data = DatasetDict.load_from_disk(str(extracted / "run" / "data" / "dataset"))
     target = HiddenStateTarget(tiny_llama(), AUX)
     for name in ("train", "heldout"):
         split = store.split(name)

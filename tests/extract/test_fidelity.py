@@ -31,18 +31,14 @@ def gemma(model=GemmaForCausalLM, config=GemmaConfig, **changes):
     return randomised(model(config(**SIZES, **changes)))
 
 
-def conversations():
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randint(0, VOCAB, (length,), generator=generator) for length in (90, 17, 33, 1, 90, 25)]
-
-
 def check(model, config=None, plant=None, codec="bf16"):
     """Make a shard of some conversations of a model as extraction does, gate included; returns its figures."""
     engine = TransformersEngine(HiddenStateTarget(model, [1]))
     if plant:
         plant(engine)
     gate = Gate(engine, config or ExtractConfig(), shards=1)
-    tokens = conversations()
+    generator = torch.Generator().manual_seed(0)
+    tokens = [torch.randint(0, VOCAB, (length,), generator=generator) for length in (90, 17, 33, 1, 90, 25)]
     rows = {
         "input_ids": [row.tolist() for row in tokens],
         "loss_mask": [[i > 2 and i % 9 != 0 for i in range(len(row))] for row in tokens],

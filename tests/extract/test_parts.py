@@ -11,11 +11,11 @@ from pipeline import contents, make_run, options, timeless
 from planting import interrupt, replaced, watched
 
 from eagle31_train.cli import load_config
+from eagle31_train.extract import extract
 from eagle31_train.store import StoreWriter, shard, stream, writer
 from eagle31_train.store.backends import LocalStorage
 from eagle31_train.store.sealed import seal
 from eagle31_train.targets import extraction as stage
-from eagle31_train.targets.extraction import extract
 from eagle31_train.targets.hf import HiddenStateTarget
 
 AT_ONCE = "store.patience=0.01"  # who would wait gives up
@@ -24,23 +24,23 @@ AT_ONCE = "store.patience=0.01"  # who would wait gives up
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """What waits looks often; and transformers loads one model at a time: commands are threads here."""
-    right, lock = stage.make_engine, threading.Lock()
+    lock = threading.Lock()
 
-    def make_engine(config):
+    @replaced(monkeypatch, stage, "make_engine")
+    def make_engine(right, config):
         with lock:
             return right(config)
 
-    monkeypatch.setattr(stage, "make_engine", make_engine)
     monkeypatch.setattr(stream, "POLL", 0.01)
 
 
 @pytest.fixture
-def command(whole, tmp_path):
-    """`command(part, parts, …)`: the configuration of one of several commands with the data and target of `whole`."""
+def command(extracted, tmp_path):
+    """`command(part, parts, …)`: the configuration of one of several commands with the target of `extracted`."""
     make_run(tmp_path)
 
     def config(part, parts, *more):
-        shared = [f"target.path={whole / 'target'}", f"extract.part={part}", f"extract.parts={parts}"]
+        shared = [f"target.path={extracted / 'target'}", f"extract.part={part}", f"extract.parts={parts}"]
         return load_config(options(tmp_path, *shared, *more))
 
     return config
@@ -57,7 +57,7 @@ def at_once(*configs):
 
 
 @pytest.mark.parametrize("parts", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3))])
-def test_stopped_parts_are_carried_on_by_any_number(whole, tmp_path, command, parts):
+def test_stopped_parts_are_carried_on_by_any_number(extracted, tmp_path, command, parts):
     for part in range(2):
         writes = count()
         interrupt(StoreWriter, "write", extract, command(part, 2), when=lambda *_, writes=writes: next(writes) == 1)
@@ -65,12 +65,12 @@ def test_stopped_parts_are_carried_on_by_any_number(whole, tmp_path, command, pa
     committed = {file: file.stat().st_mtime_ns for file in shards.glob("*.safetensors")}
     assert len(committed) == 2
     assert at_once(*[command(part, parts) for part in range(parts)]) == [None] * parts
-    assert timeless(store_of(tmp_path)) == timeless(store_of(whole))
+    assert timeless(store_of(tmp_path)) == timeless(store_of(extracted))
     assert all(file.stat().st_mtime_ns == at for file, at in committed.items()), "made again"
 
 
 @pytest.mark.parametrize("harmed", ["line", "name"], ids=["its line", "itself"])
-def test_who_gathers_waits_for_a_shard_that_is_damaged(whole, tmp_path, command, monkeypatch, harmed):
+def test_who_gathers_waits_for_a_shard_that_is_damaged(extracted, tmp_path, command, monkeypatch, harmed):
     """It is its own process's to make anew, which takes its time."""
     message_of(extract, command(0, 2, AT_ONCE))
     theirs = watched(monkeypatch, StoreWriter, "write")
@@ -97,15 +97,15 @@ def test_who_gathers_waits_for_a_shard_that_is_damaged(whole, tmp_path, command,
         right(self, shard, *rest)
 
     assert at_once(command(0, 2), command(1, 2)) == [None, None]
-    assert timeless(store_of(tmp_path)) == timeless(store_of(whole))
+    assert timeless(store_of(tmp_path)) == timeless(store_of(extracted))
 
 
-def test_one_store_is_extracted_by_one_command_whatever_their_runs(whole, tmp_path, monkeypatch):
+def test_one_store_is_extracted_by_one_command_whatever_their_runs(extracted, tmp_path, monkeypatch):
     """The other begins while the first builds a shard, and when it has discarded what another run had begun."""
     store, link = tmp_path / "there" / "store", tmp_path / "link"
     LocalStorage("", store).write("provenance.json", seal({"fingerprint": "another's"}))
     link.symlink_to(store)
-    shared = [f"target.path={whole / 'target'}", f"data_dir={whole / 'run' / 'data'}", "overwrite=true"]
+    shared = [f"target.path={extracted / 'target'}", f"data_dir={extracted / 'run' / 'data'}", "overwrite=true"]
     second = load_config(options(tmp_path, *shared, f"store_dir={link}", f"run_dir={tmp_path / 'other'}"))
     refused = []
 
@@ -115,7 +115,7 @@ def test_one_store_is_extracted_by_one_command_whatever_their_runs(whole, tmp_pa
         refused.append(message_of(extract, second))
 
     extract(load_config(options(tmp_path, *shared, f"store_dir={store}")))
-    assert timeless(contents(store)) == timeless(store_of(whole))
+    assert timeless(contents(store)) == timeless(store_of(extracted))
     assert len(refused) == len(list((store / "shards").iterdir()))
     words = f"another process extracts the same shards of {link} now: wait for it, or choose another store_dir=…"
     assert set(refused) == {words}

@@ -1,6 +1,7 @@
 """A shard is written while the target runs over the next one, and its states are looked at only once they are here."""
 
 import threading
+from itertools import count
 
 import pytest
 import torch
@@ -9,9 +10,10 @@ from pipeline import contents, timeless, tiny_config
 from planting import replaced
 
 from eagle31_train.common.errors import UserError
+from eagle31_train.extract import extract
 from eagle31_train.store import StoreWriter
 from eagle31_train.targets import extraction as stage
-from eagle31_train.targets.extraction import Arriving, extract
+from eagle31_train.targets.extraction import Arriving
 from eagle31_train.targets.hf import HiddenStateTarget, TransformersEngine
 
 PATIENCE = 60.0  # seconds after which a test that would wait for ever fails
@@ -21,19 +23,14 @@ def same_store(ours, theirs):
     return timeless(contents(ours / "run" / "store")) == timeless(contents(theirs / "run" / "store"))
 
 
-def runs_of(patch, around):
-    """`around(number, samples)` iterates over what the engine's run of this number, from 0 on, gives."""
-    right, runs = TransformersEngine.run, iter(range(10**6))
-    patch.setattr(TransformersEngine, "run", lambda engine, tokens: around(next(runs), right(engine, tokens)))
+def test_the_target_runs_on_while_a_shard_is_written_and_is_one_shard_ahead_at_most(run, extracted, monkeypatch):
+    began, written, numbers = [threading.Event() for _ in range(20)], [], count()
 
-
-def test_the_target_runs_on_while_a_shard_is_written_and_is_one_shard_ahead_at_most(run, whole, monkeypatch):
-    began, written = [threading.Event() for _ in range(20)], []
-
-    def samples(number, inner):
-        began[number].set()
+    @replaced(monkeypatch, TransformersEngine, "run")
+    def samples(right, *given):
+        began[number := next(numbers)].set()
         assert number - len(written) <= 1
-        yield from inner
+        yield from right(*given)
 
     @replaced(monkeypatch, StoreWriter, "write")
     def write(right, writer, shard, *rest):
@@ -42,10 +39,9 @@ def test_the_target_runs_on_while_a_shard_is_written_and_is_one_shard_ahead_at_m
         right(writer, shard, *rest)
         written.append(shard.number)
 
-    runs_of(monkeypatch, samples)
     extract(tiny_config(run))
     assert len(written) > 4
-    assert same_store(run, whole)
+    assert same_store(run, extracted)
 
 
 def test_an_error_of_the_writer_at_the_last_shard_is_not_lost(run, monkeypatch):
@@ -112,15 +108,15 @@ def late(monkeypatch):
     return queued
 
 
-def test_nothing_is_looked_at_before_it_is_here(run, whole, late, capsys):
+def test_nothing_is_looked_at_before_it_is_here(run, extracted, late, capsys):
     extract(tiny_config(run))
     assert not late
-    assert same_store(run, whole)
+    assert same_store(run, extracted)
     assert "the target would itself write" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("who", ["the gate", "the writer"])
-def test_planted_who_does_not_wait_is_found(run, whole, late, monkeypatch, who):
+def test_planted_who_does_not_wait_is_found(run, extracted, late, monkeypatch, who):
     gated = [False]
 
     @replaced(monkeypatch, Arriving, "wait")
@@ -142,4 +138,4 @@ def test_planted_who_does_not_wait_is_found(run, whole, late, monkeypatch, who):
         assert message_of(extract, tiny_config(run)).startswith("fidelity gate: ")
         return
     extract(tiny_config(run))
-    assert not same_store(run, whole)
+    assert not same_store(run, extracted)

@@ -64,13 +64,6 @@ def test_freezing_lm_head_saves_its_gradient():
 NOTHING = Activations(0, 0, 0, 0, 0)
 
 
-def state_of(shape, optimizer="adamw"):
-    sizes = weight_shapes(shape)
-    groups = [[math.prod(s) for s in sizes.values() if (len(s) > 1) == several] for several in (True, False)]
-    muons = [tuple(s) for name, s in sizes.items() if len(s) > 1 and name != "lm_head.weight"]
-    return State(groups, orthogonal=muons if optimizer == "muon" else ())
-
-
 def test_every_profile_is_a_file_and_every_file_a_profile():
     """But for the CPU's and those of several machines, which hold as much."""
     files = {file.stem for file in (CONFIGS / "accelerate").glob("*.yaml")}
@@ -98,7 +91,11 @@ def test_what_two_processes_hold_is_what_is_reckoned(profile, optimizer, tmp_pat
 
     bucket, overlap = read_bucket(profile)
     target = 2 * SHAPE.target_hidden_size * (SHAPE.vocab_size + SHAPE.draft_vocab_size)
-    m = memory(profile, state_of(SHAPE, optimizer), 2, target, NOTHING, 0.0, bucket, overlap)
+    sizes = weight_shapes(SHAPE)
+    groups = [[math.prod(s) for s in sizes.values() if (len(s) > 1) == several] for several in (True, False)]
+    muons = [tuple(s) for name, s in sizes.items() if len(s) > 1 and name != "lm_head.weight"]
+    state = State(groups, orthogonal=muons if optimizer == "muon" else ())
+    m = memory(profile, state, 2, target, NOTHING, 0.0, bucket, overlap)
     # On a CPU device and host are one.
     assert found["held"] == pytest.approx(m.held + m.host, rel=0.01), found
 

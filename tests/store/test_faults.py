@@ -133,31 +133,28 @@ def whole(tmp_path_factory):
     return contents(folder), documents, machine
 
 
-def assert_refused_or_right(folder, documents):
-    """Whoever looks now: no wrong sample, and nothing damaged that no extraction would find."""
-    found, message = read_whole(folder / "store")
-    assert right_so_far(found, documents)
-    assert message is None or "manifest.json is missing" in message
-    followed, message = read_whole(folder / "store", follow=True, patience=0.0)
-    assert right_so_far(followed, documents)
-    assert message is None or "waiting for" in message
-    try:
-        damage = problems(folder / "store")
-    except UserError as error:
-        damage = [str(error)]
-    allowed = ("the store/manifest.json is missing, though all shards were there", "there is no store in the store")
-    assert all(text.startswith(allowed) for text in damage), damage
-
-
 def test_a_writer_that_dies_at_any_operation_is_continued_to_the_same_bytes(whole, tmp_path):
     expected, documents, machine = whole
     assert machine.count > 60
     assert {"open", "write", "fsync", "os.rename", "os.mkdir"} <= set(machine.names)
+    allowed = ("the store/manifest.json is missing, though all shards were there", "there is no store in the store")
     for at in range(machine.count):
         (folder := tmp_path / str(at)).mkdir()
         with pytest.raises(Killed), running(Machine(at, kill)):
             TINY.write(folder / "store")
-        assert_refused_or_right(folder, documents)
+        # Whoever looks now: no wrong sample, and nothing damaged that no extraction would find.
+        for following, missing in (
+            ({}, "manifest.json is missing"),
+            ({"follow": True, "patience": 0.0}, "waiting for"),
+        ):
+            found, message = read_whole(folder / "store", **following)
+            assert right_so_far(found, documents)
+            assert message is None or missing in message
+        try:
+            damage = problems(folder / "store")
+        except UserError as error:
+            damage = [str(error)]
+        assert all(text.startswith(allowed) for text in damage), damage
         with running(Machine()):
             TINY.write(folder / "store")
         assert contents(folder) == expected, (at, machine.names[at])

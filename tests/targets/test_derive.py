@@ -16,13 +16,7 @@ from eagle31_train.cli import load_config
 from eagle31_train.common.errors import UserError
 from eagle31_train.config import DrafterConfig, TargetConfig
 from eagle31_train.planning.inputs import count_parameters, weight_bytes
-from eagle31_train.targets.derive import (
-    complete,
-    default_batch_tokens,
-    default_weight_decay,
-    derive,
-    planned_drafter,
-)
+from eagle31_train.targets.derive import complete, default_batch_tokens, default_weight_decay, derive, planned_drafter
 from eagle31_train.targets.description import (
     NO_EAGLE3,
     NO_PARTS,

@@ -271,9 +271,8 @@ def test_each_process_loads_a_target_straight_to_its_gpu_which_is_the_current_on
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "set_device", steps.append)
     monkeypatch.setattr(hf, "from_pretrained", loads)
-    assert "it does not fit: use data.generate.server=vllm" in message_of(
-        load_model, TargetConfig(path="org/name", dtype="bfloat16")
-    )
+    target = TargetConfig(path="org/name", dtype="bfloat16")
+    assert "it does not fit: use data.generate.server=vllm" in message_of(load_model, target)
     assert steps == [torch.device("cuda:3"), {"": torch.device("cuda:3")}]
 
 

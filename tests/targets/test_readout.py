@@ -21,8 +21,10 @@ WRAPPED = {"model_type": "kimi_k25", "architectures": ["KimiK25ForConditionalGen
 WRAPPED |= {"text_config": TEXT, "quantization_config": {"quant_method": "compressed-tensors", "ignore": ["lm_head"]}}
 
 
-def write_kimi(folder, model, config, prefix):
-    """A checkpoint of Kimi's layout: quantized experts, a vision tower, code that must not be run."""
+@pytest.mark.parametrize(("config", "prefix"), [(WRAPPED, "language_model."), (TEXT, "")])
+def test_kimis_three_tensors_are_read_without_its_code(tmp_path, config, prefix):
+    """Of a checkpoint of Kimi's layout: quantized experts, a vision tower, code that must not be run."""
+    model, folder = tiny_llama(), tmp_path / "kimi"
     weights = {f"{prefix}{name}": t for name, t in model.state_dict().items() if ".layers." not in name}
     others = {
         f"{prefix}model.layers.1.mlp.experts.0.down_proj.weight_packed": torch.zeros(4, 4, dtype=torch.int32),
@@ -38,25 +40,18 @@ def write_kimi(folder, model, config, prefix):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "code.py").write_text("raise AssertionError('code of the checkpoint was run')")
-
-
-@pytest.mark.parametrize(("config", "prefix"), [(WRAPPED, "language_model."), (TEXT, "")])
-def test_kimis_three_tensors_are_read_without_its_code(tmp_path, config, prefix):
-    model = tiny_llama()
-    write_kimi(tmp_path / "kimi", model, config, prefix)
-    target = TargetConfig(path=str(tmp_path / "kimi"), dtype="float32", device="cpu", trust_remote_code=True)
+    target = TargetConfig(path=str(folder), dtype="float32", device="cpu", trust_remote_code=True)
     read = readout_from_checkpoint(target, torch.float32)
     assert torch.equal(read.embedding, model.model.embed_tokens.weight)
     assert torch.equal(read.norm, model.model.norm.weight)
     assert torch.equal(read.head, model.lm_head.weight)
     assert (read.norm_kind, read.eps, read.depth, read.tied) == ("w", 1e-6, LAYERS, False)
-    file = tmp_path / "kimi" / "a.safetensors"
+    file = folder / "a.safetensors"
     held = load_file(file)
     fp8 = {n: t.to(torch.float8_e4m3fn) if n.endswith("lm_head.weight") else t for n, t in held.items()}
     save_file(fp8, file)  # whose scale is a tensor of its own
-    assert "use extract.engine=transformers if it is quantized" in message_of(
-        readout_from_checkpoint, target, torch.float32
-    )
+    said = message_of(readout_from_checkpoint, target, torch.float32)
+    assert "use extract.engine=transformers if it is quantized" in said
 
 
 @given(

@@ -219,19 +219,6 @@ def go_on(folder, meant, machine):
         return ours
 
 
-def assert_whole(folder, meant, before):
-    """The new checkpoint is there, or the one before, and the next save of a run leaves nothing else behind."""
-    said = []
-    found = newest(folder, said)
-    assert found is before is None or any(same(found, one) for one in (meant, before)), said
-    assert go_on(folder, snapshot(9), Machine()) is not None
-    assert same(newest(folder), snapshot(9))
-    assert not [name for name in names(folder) if name.startswith(".")]
-    if found is not None:  # two whole ones are kept
-        assert checkpoint.damage(folder / checkpoint.name_of(found.step), FINGERPRINT) is None
-    return found
-
-
 @pytest.mark.parametrize("state", STATES)
 def test_a_save_that_dies_at_any_operation_loses_nothing(state, tmp_path):
     meant, before = state(tmp_path / "before")
@@ -243,6 +230,13 @@ def test_a_save_that_dies_at_any_operation_loses_nothing(state, tmp_path):
     for at in range(undisturbed.count):
         folder = shutil.copytree(tmp_path / "before", tmp_path / str(at))
         assert go_on(folder, meant, Machine(at, kill)) is None
-        found = assert_whole(folder, meant, before)
+        # The new checkpoint is there, or the one before, and the next save of a run leaves nothing else behind.
+        found = newest(folder, said := [])
+        assert found is before is None or any(same(found, one) for one in (meant, before)), said
+        assert go_on(folder, snapshot(9), Machine()) is not None
+        assert same(newest(folder), snapshot(9))
+        assert not [name for name in names(folder) if name.startswith(".")]
+        if found is not None:  # two whole ones are kept
+            assert checkpoint.damage(folder / checkpoint.name_of(found.step), FINGERPRINT) is None
         outcomes.add(found is not None and same(found, meant))
     assert outcomes == {True, False}

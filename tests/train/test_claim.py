@@ -3,6 +3,7 @@
 import math
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -129,10 +130,7 @@ def test_a_run_that_is_refused_in_the_end_does_not_replace_another(new_run, monk
     run = new_run().fit(*SHORT)
     before = contents(run.train)
 
-    def refuse(*_):
-        raise UserError("no such user")
-
-    monkeypatch.setattr(prepare.tracking, "start", refuse)
+    monkeypatch.setattr(prepare.tracking, "start", Mock(side_effect=UserError("no such user")))
     other = *SHORT, "train.gamma=0.5", "overwrite=true"
     assert ("fused cannot be" if "fused" in option else "no such user") in message_of(run.fit, *other, option)
     assert contents(run.train) == before
@@ -149,9 +147,7 @@ def test_a_run_stays_until_what_replaces_it_has_a_checkpoint(new_run, monkeypatc
     before, other = contents(run.train), (*SHORT, "train.lr=0.5", "overwrite=true")
     error = {"a full disk": OSError, "a loss that is not finite": UserError}.get(ends, KeyboardInterrupt)
 
-    def fails(*_):
-        raise error
-
+    fails = Mock(side_effect=error)
     with monkeypatch.context() as patch:
         if error is OSError:
             patch.setattr(prepare.artifacts, "write_json", fails)

@@ -56,24 +56,19 @@ def launch(config, done, steps):
     accelerator.end_training()
 
 
-def curves(run):
-    """Tag → (step, value) of every point that TensorBoard shows."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(run / "train" / "tensorboard"))
-    events.Reload()
-    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-
-
 def test_timings_and_tensorboard_have_every_step_once_after_a_resume(config, tmp_path):
     """A launch killed before its first checkpoint, one killed at step 20, and one that goes on after 10."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     config.train.tensorboard = True
     launch(config, 0, steps=range(1, 4))
     launch(config, 0, steps=range(1, 21))
     launch(config, 10, steps=range(11, 15))
     timings = (tmp_path / "train" / "timings.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in timings] == list(range(1, 15))
-    shown = curves(tmp_path)
+    events = EventAccumulator(str(tmp_path / "train" / "tensorboard"))
+    events.Reload()
+    shown = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
     assert shown["train/loss"] == [(step, step if step <= 10 else 1000 + step) for step in range(1, 15)]
     assert shown["heldout/acceptance_estimate"] == [(5, 5), (10, 10)]
     assert shown["train/prefix_at_depth/1"] == [(step, 0.25) for step in range(1, 15)]

@@ -10,14 +10,14 @@ import torch
 from conftest import make_document, make_shape
 from hypothesis import given
 from hypothesis import strategies as st
-from made import VOCAB, Documents, Made
+from made import VOCAB, Documents, Made, plan_of
 from whole import Whole
 
 from eagle31_train.common import order
 from eagle31_train.common.order import PACKED, global_batches, schedule, share
 from eagle31_train.config import TrainConfig
 from eagle31_train.model import batch as batch_module
-from eagle31_train.store import Store, make_plan, shape_of
+from eagle31_train.store import Store
 from train import loader
 
 LENGTHS = st.lists(st.integers(1, 100), min_size=1, max_size=60)
@@ -114,11 +114,7 @@ def split(tmp_path_factory):
         Whole.of(torch.full_like(d.tokens, index), torch.ones_like(d.loss_mask), d.top1, d.all_aux, d.all_last)
         for index, d in enumerate(made.documents["train"])
     ]
-    made.plan = make_plan(
-        {name: [d.loss_mask.tolist() for d in documents] for name, documents in made.documents.items()},
-        made.shard_tokens,
-        shape_of(made.states),
-    )
+    made.plan = plan_of(made.documents, made.shard_tokens, made.states)
     made.write(folder)
     with closing(Store(folder)) as store:
         yield store.split("train")

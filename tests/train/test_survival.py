@@ -3,6 +3,7 @@
 import random
 import threading
 from functools import cache, partial
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -41,17 +42,6 @@ def whole(copy_of, tmp_path_factory):
 def go_on(run, steps, *more):
     with noted(run.folder / "ledger"):
         return run.fit(*recipe(steps), *more)
-
-
-def interrupted(run, step, *more):
-    """Train until it is interrupted in a step, and saves nothing; returns the run."""
-
-    def interrupt():
-        raise KeyboardInterrupt
-
-    with calling("train.trainer.Trainer.log", interrupt, "after", step), pytest.raises(KeyboardInterrupt):
-        go_on(run, SHORT, *more)
-    return run
 
 
 @pytest.mark.parametrize("more", [(), MUON], ids=["AdamW", "Muon"])
@@ -146,7 +136,8 @@ def test_a_checkpoint_is_of_its_step_however_late_it_is_written(new_run, whole, 
     """The save of step 8 waits until step 11 is done; in step 13 the run is interrupted."""
     run, done = new_run(), threading.Event()
     slow = calling("train.checkpoint._write", done.wait, "before", 1)
-    with slow, calling("train.metrics.Reporter.log", done.set, "after", 11):
-        interrupted(run, 13, "train.checkpoint_every=8", *more)
+    pressed = calling("train.trainer.Trainer.log", Mock(side_effect=KeyboardInterrupt), "after", 13)
+    with slow, calling("train.metrics.Reporter.log", done.set, "after", 11), pressed, pytest.raises(KeyboardInterrupt):
+        go_on(run, SHORT, "train.checkpoint_every=8", *more)
     assert run.saved() == [8]
     assert not differences(go_on(run, SHORT, *more), whole(SHORT, *more))

@@ -137,21 +137,12 @@ def test_a_draft_without_an_lm_head_has_the_targets(draft, new_run):
     assert "shares the target's lm_head, from which its own starts" in begun.said
 
 
-def relative(g, reference):
-    return ((g - reference).norm(dim=-1) / reference.norm(dim=-1)).mean().item()
-
-
-def states_of(store, documents=6):
-    """[n, A, H] auxiliary states of the first documents of the train split."""
-    split = store.split("train")
-    return torch.cat([split.read(i).aux.decode().float() for i in range(documents)])
-
-
 @pytest.mark.parametrize("options", [(), ("drafter.norm_before_fc=true",)], ids=["states", "normed states"])
 def test_fc_reads_through_its_new_norm_about_what_it_read_without(learnt, new_run, options):
     source = learnt(*EAGLE3, *options)
     begun = begin(new_run(), source.folder / "run", *options)
-    aux, fc, norm = states_of(begun.store), begun.weights["fc.weight"], None
+    split, fc, norm = begun.store.split("train"), begun.weights["fc.weight"], None
+    aux = torch.cat([split.read(i).aux.decode().float() for i in range(6)])
     if options:
         norm = RMSNorm(3 * 32, 1e-5)
         norm.weight.data.copy_(begun.weights["input_norm.weight"])
@@ -162,7 +153,7 @@ def test_fc_reads_through_its_new_norm_about_what_it_read_without(learnt, new_ru
 
     def after(weights):
         normed = aux / aux.square().mean(-1, keepdim=True).add(1e-5).sqrt() * torch.stack(weights)
-        return relative(normed.flatten(1) @ fc.T, before)
+        return ((normed.flatten(1) @ fc.T - before).norm(dim=-1) / before.norm(dim=-1)).mean().item()
 
     # The mean over positions of |fc(fc_norm(a)) - fc(a)| / |fc(a)|.
     assert after(starts) < 0.2
@@ -170,7 +161,7 @@ def test_fc_reads_through_its_new_norm_about_what_it_read_without(learnt, new_ru
     assert after(starts[::-1]) > 2 * after(starts), "the layers in another order"
     rms = aux.square().mean(-1).sqrt()
     expected = [sorted(rms[:, i].tolist())[(len(rms) - 1) // 2] for i in range(3)]
-    everything = initial_weights.state_rms(begun.store.split("train"), norm).detach()
+    everything = initial_weights.state_rms(split, norm).detach()
     assert torch.stack(starts)[:, 0].tolist() == everything.tolist()
     assert everything.tolist() == pytest.approx(expected, rel=0.1)  # of half the split
 
