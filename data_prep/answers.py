@@ -21,7 +21,7 @@ from data_prep.own_server import OwnServer
 from eagle31_train.common import artifacts
 from eagle31_train.common.console import note
 from eagle31_train.common.errors import Refused, UserError
-from eagle31_train.config import Config, SelfPromptsConfig
+from eagle31_train.config import OWN_SERVER, Config, SelfPromptsConfig
 from eagle31_train.rows.formats import Message, Row
 from eagle31_train.targets.chat import ChatTemplate
 from eagle31_train.targets.completions import Completion, Request, Sampling
@@ -81,7 +81,7 @@ def engine(config: Config, template: ChatTemplate, own: OwnServer | None = None)
 
 def target_inputs(config: Config, template: ChatTemplate, served: str) -> dict[str, Any]:
     """What the target's words depend on. `served`: the key for a server's model, whose name is all that is known."""
-    if config.data.generate.server:
+    if config.data.generate.server not in (None, OWN_SERVER):
         weights = {served: config.data.generate.model or config.target.path}
     else:
         weights = {"dtype": config.target.dtype, "weights": artifacts.weights_fingerprint(config.target.path)}
@@ -140,7 +140,11 @@ class Engine(ABC):
                 yield key, completion
                 continue
             ids, reason = completion
-            text = self.template.decode(ids[:-1] if ids and ids[-1] in end_ids else ids)
+            try:
+                text = self.template.decode(ids[:-1] if ids and ids[-1] in end_ids else ids)
+            except Refused as refused:
+                yield key, refused
+                continue
             if end_text and end_text in text:  # in this process the target writes on after it
                 text, reason = text.partition(end_text)[0], "stop"
             yield key, Answer({"role": "user", "content": text}, reason, 0)
@@ -178,11 +182,14 @@ class Remote(Engine):
     def _reach(self, urls: list[str]) -> None:
         generate = self.config.data.generate
         longest = max(generate.max_new_tokens, self.config.data.self_prompts.max_new_tokens)
-        self.servers = [Server(url, generate.model or self.config.target.path, longest) for url in urls]
+        model, ours = generate.model or self.config.target.path, self.own is not None
+        self.servers = [Server(url, model, longest, ours) for url in urls]
         self._tell_who_is_alone()
 
     def complete(self, asked: Requests, sampling: Sampling) -> Completions:
         """After an error that ends the run no more is asked, but what was under way comes first."""
+        if not asked:
+            return
         if self.own and not self.servers:
             self._reach([self.own.url()])
         failed: UserError | None = None

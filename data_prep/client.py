@@ -43,6 +43,7 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 OPENER = urllib.request.build_opener(_NoRedirects)
+DIRECT = urllib.request.build_opener(_NoRedirects, urllib.request.ProxyHandler({}))
 
 
 class NoAnswer(UserError):  # noqa: N818 (of one server: others may answer)
@@ -58,13 +59,14 @@ class _Unreadable(Exception):  # noqa: N818 (another try may fare better)
 
 
 class Server:
-    """A completions endpoint. url: ends with /v1; a key is taken from OPENAI_API_KEY. longest: tokens of any answer."""
+    """A completions endpoint. url: ends with /v1. longest: tokens of any answer. ours: we started it on this machine;
+    to others a key is sent, from OPENAI_API_KEY, and through a proxy where there is one."""
 
-    def __init__(self, url: str, model: str, longest: int) -> None:
+    def __init__(self, url: str, model: str, longest: int, ours: bool = False) -> None:
         if not url.startswith(("http://", "https://")):
             raise UserError(f"data.generate.server={url} is no address: http://HOST:PORT/v1")
         self.url = f"{url.rstrip('/')}/completions"
-        self.model, self.longest = model, longest
+        self.model, self.longest, self.ours = model, longest, ours
         self.under_way = 0  # requests
         self.given_up = False  # nothing is repeated any more
         self.alone = True  # no other server may answer in its place
@@ -141,16 +143,17 @@ class Server:
         if problem.startswith(FAILS) and self.failures < FAILURES:  # some servers fail on some prompts, each time
             self.failures += 1
             raise Failed(f"the server fails on it: {problem}")
-        raise NoAnswer(f"{self.url} gives no answer ({problem}): check data.generate.server and .model")
+        remedy = "see to vLLM's log" if self.ours else "check data.generate.server and .model"
+        raise NoAnswer(f"{self.url} gives no answer ({problem}): {remedy}")
 
     def _post(self, body: dict[str, Any]) -> bytes:
         headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("OPENAI_API_KEY"):
+        if (key := os.environ.get("OPENAI_API_KEY")) and not self.ours:
             headers["Authorization"] = f"Bearer {key}"
         request = urllib.request.Request(self.url, json.dumps(body).encode(), headers)
         most, content = (1 << 24) + TOKEN * self.longest, bytearray()
         until = time.monotonic() + self.timeout
-        with OPENER.open(request, timeout=self.timeout) as response:
+        with (DIRECT if self.ours else OPENER).open(request, timeout=self.timeout) as response:
             while part := response.read1(1 << 16):
                 content += part
                 if len(content) > most:

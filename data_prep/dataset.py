@@ -136,7 +136,9 @@ def collect(rows: Iterator[Row], template: ChatTemplate, max_length: int, heldou
                 raise Refused(row.problem)
             known = written.known(row.messages)
             if known and row.template not in (None, template.identity):
-                raise Refused("its token ids were written under another chat template, or other arguments of it")
+                raise Refused(
+                    "its token ids are of another chat template, or arguments of it: give those, or leave token_ids out"
+                )
             found = (written if known else masks).samples(template, row.messages, max_length, row.tools)
         except Refused as error:
             result.refused.append(refusal(row, str(error)))

@@ -40,7 +40,7 @@ class Journal:
             done = provenance.whole(self.output.parent, self.manifest, made_from, overwrite, "eagle31 data")
             journal = artifacts.read_json(self.manifest, "eagle31 data").get("journal", {}) if done else {}
             if journal and not artifacts.first_damaged(self.output.parent, journal):
-                self.path.unlink()  # its own, which a full disk left; another's answers are left alone
+                self.path.unlink(missing_ok=True)  # its own, which a full disk left; another's answers are left alone
             return done
         # Beside a journal it is ours: killed after it, and before its manifest.
         if self.output.exists() and not self.path.exists() and not overwrite:
@@ -57,7 +57,7 @@ class Journal:
         }
         manifest = made_from.record(**files, **facts)
         artifacts.write_json(self.manifest, manifest)
-        self.path.unlink()  # while it is still ours alone
+        self.path.unlink(missing_ok=True)  # while it is still ours alone
         return manifest
 
     def __enter__(self) -> "Journal":

@@ -278,9 +278,8 @@ def _written(
                 raise Refused("the template rewrites more of the turn than its text")
             if prompt.rstrip().endswith(OPEN):
                 raise Refused(UNCLOSED)
-            if (
-                "tokens" not in message and "token_ids" not in message and _begins(template)
-            ):  # else the target went on so
+            written = "tokens" in message or "token_ids" in message  # by the target: it went on so
+            if not written and _begins(template):
                 end = prompt.rstrip().splitlines()[-1][-40:]
                 raise Refused(
                     f"the generation prompt ends with {end!r}, from where the target would not go on so; a turn that "

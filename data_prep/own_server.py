@@ -8,7 +8,6 @@ from eagle31_train.common.console import note
 from eagle31_train.common.errors import UserError
 from eagle31_train.config import Config
 
-OWN = "vllm"  # instead of an address
 LOG = "answers-vllm.log"  # in the run's folder
 
 
@@ -36,7 +35,8 @@ class OwnServer:
             from eagle31_train.targets.pretrained import out_of_reach
 
             python, port, log = self.config.evaluate.vllm_python, pick_port(), Path(self.config.run_dir) / LOG
-            arguments = server_arguments(self.config, None, 0, port) | {"enable_prefix_caching": None}  # as vLLM likes
+            arguments = server_arguments(self.config, None, 0, port)
+            arguments |= {"enable_prefix_caching": None, "served_model_name": None}  # as vLLM has them
             command = [python, "-m", MODULE, *flags(arguments)]
             note(f"answers: vLLM starts ({log})")
             server = Server(command, port, log, offline=out_of_reach(self.config.target) is not None)

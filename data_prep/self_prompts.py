@@ -217,11 +217,11 @@ class Writer:
             key: Job(Row(f"{SELF}-{one.number:06}", "", "", one.messages), 0, temperature, [], list(one.messages))
             for key, one in keys.items()
         }
-        going = []
+        kept = set()
         for key, answer in self.journal.outcomes(jobs, self.engine.answers):
             with suppress(Refused):
                 if not isinstance(answer, Refused):
                     check_goes_on(self.template, answer.message, None)
                     keys[key].messages.append(answer.message)
-                    going.append(keys[key])
-        return [one for one in keys.values() if one in going]
+                    kept.add(key)
+        return [one for key, one in keys.items() if key in kept]

@@ -15,7 +15,7 @@ from datasets import DatasetDict
 from data_prep.dataset import Collected, check_shares, collect, most_common
 from data_prep.journal import Journal
 from data_prep.masks import NO_ANSWER
-from data_prep.own_server import OWN, OwnServer
+from data_prep.own_server import OwnServer
 from data_prep.regenerate import OUTPUT, of_answers, regenerate
 from data_prep.self_prompts import write_prompts
 from data_prep.sources import Corpus, Source, named
@@ -24,7 +24,7 @@ from eagle31_train.common import artifacts
 from eagle31_train.common.console import note, ranks
 from eagle31_train.common.errors import Refused, UserError
 from eagle31_train.common.locks import writing
-from eagle31_train.config import SELF_WRITTEN, Config, DataConfig
+from eagle31_train.config import OWN_SERVER, SELF_WRITTEN, Config, DataConfig
 from eagle31_train.model import vocab
 from eagle31_train.provenance import REPLACE, Provenance
 from eagle31_train.reporting.tables import aligned
@@ -44,7 +44,7 @@ COUNTS = {  # of the manifest; the summary has those that are not 0
     "cut": "cut at max_length",
     "no_end_of_turn": "answers without end of turn",
     "split_turns": "conversations of several samples: a prompt is not what was written before it, or a turn is refused",
-    "from_words": "answers without token ids, of which the words are read as tokens",
+    "from_words": "answers of conversations without all token ids, of which the words are read as tokens",
     "inserted": "answers that the template begins with an empty thought",
     "tools_unread": "conversations with tools, which the chat template of {target} does not write",
 }
@@ -181,7 +181,7 @@ def _open(config: Config, template: ChatTemplate) -> tuple[Corpus, dict[str, Any
     if not config.regenerate:
         return Corpus.open(config, "conversations"), {}
     data = config.data
-    with OwnServer(config) if data.generate.server == OWN else nullcontext() as own:
+    with OwnServer(config) if data.generate.server == OWN_SERVER else nullcontext() as own:
         if data.writes_prompts:
             _refuse_other_answers(config)
             write_prompts(config, template, own)

@@ -87,6 +87,9 @@ class TargetConfig:
         return self.path if self.is_hub_id else Path(self.path).resolve().name if name in ("", "..") else name
 
 
+OWN_SERVER = "vllm"  # data.generate.server: one that is started for the answers
+
+
 @dataclass
 class GenerateConfig:
     max_new_tokens: int = opt(320, "longest answer, in tokens", at_least=1)
@@ -283,8 +286,8 @@ class EvaluateConfig:
     warmup: bool = opt(True, "decode the first prompt once before timing")
     drift: bool = opt(True, "tell where the drafter's attention goes, and how its state changes, at every depth")
     backend: str = opt("transformers", "vllm serves the export and measures latencies too", choices=ENGINES)
-    vllm_python: str = opt("python", "backend=vllm: the python of vLLM's environment, e.g. .venv-vllm/bin/python")
-    vllm_args: dict[str, Any] = opt({}, "backend=vllm: further arguments of the server: tensor_parallel_size=8, …")
+    vllm_python: str = opt("python", "the python of vLLM's environment, for backend=vllm and data.generate.server=vllm")
+    vllm_args: dict[str, Any] = opt({}, "further arguments of the same servers: tensor_parallel_size=8, …")
     serve_speculative_tokens: list[int] = opt([1, 3, 5], "backend=vllm: numbers of draft tokens tried", at_least=1)
     concurrency: list[int] = opt([1, 4, 16], "backend=vllm: requests under way at once", at_least=1)
 

@@ -21,7 +21,7 @@ from eagle31_train.earlier import ADDED, RENAMED
 LAYOUTS = {
     "embedded_target": 1,
     "toy_target": 1,
-    "answers": 2,  # of stage 1, beside their inputs: 1 has no token ids, and without it blank prompts were answered too
+    "answers": 2,  # of stage 1, only recorded: 1 has no token ids, and before it blank prompts were answered, too
     "data": 2,
     "store": 2,
     "train": 3,

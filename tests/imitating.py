@@ -125,6 +125,7 @@ class Handler(Quiet):
                 file.write(json.dumps(body) + "\n")
         tokens = target(body["prompt"], body["max_tokens"], body["stop_token_ids"])
         if not body.get("stream"):
+            assert body["model"] == server.model
             if server.imitate == "dies" and number > 2:
                 print("ERROR 01-01 [core.py:1] MemoryError: no room", flush=True)
                 os._exit(3)
@@ -169,6 +170,21 @@ class Handler(Quiet):
 
 
 ENGINE = 'trap "" TERM; echo ready; exec sleep 3600'
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def left(tmp_path) -> list[int]:
+    """Processes of the server that still run."""
+    if not (tmp_path / "pids").is_file():
+        return []
+    return [pid for pid in map(int, (tmp_path / "pids").read_text().split()) if alive(pid)]
 
 
 def main(argv):

@@ -9,7 +9,7 @@ from eagle31_train.checkpoint.contract import weight_shapes
 from eagle31_train.combinations import check_context_parallel
 from eagle31_train.common import order
 from eagle31_train.common.locations import CONFIGS
-from eagle31_train.config import Config, DrafterShape
+from eagle31_train.config import OWN_SERVER, Config, DrafterShape
 from eagle31_train.planning import footprint, inputs
 from eagle31_train.planning.dealing import Dealt, deal
 from eagle31_train.planning.footprint import FP32, Activations, Memory, Profile, State
@@ -138,8 +138,12 @@ class Planned:
         """
         p, generate, own = self.config.plan, self.config.data.generate, self.config.data.self_prompts
         sizes, t = self.target.sizes, self.target.description
-        # A server is taken to have all planned devices; this process has one.
+        # A server is taken to have all planned devices, one of our own those that its arguments name; this process one.
         batch, devices = (generate.concurrency, p.devices) if generate.server else (generate.batch_size, 1)
+        if generate.server == OWN_SERVER:
+            from eagle31_train.evaluation.serving.engine import devices_of, server_arguments  # loads all that decodes
+
+            devices = devices_of(server_arguments(self.config, None, 0, 0))
         prompts, answers, written = conversations / generate.samples, conversations * answer, 0.0
         if inputs.writes_prompts(self.config):
             turn = min(own.max_new_tokens, prompt / own.turns)

@@ -1,9 +1,7 @@
 """data.generate.server=vllm: a server of our own, there for the answers and no longer."""
 
 import json
-import os
 import sys
-from contextlib import suppress
 
 import imitating
 import pytest
@@ -27,10 +25,7 @@ def pids(tmp_path, monkeypatch):
     monkeypatch.setenv("IMITATION_REQUESTS", str(tmp_path / "requests"))
     monkeypatch.setenv("IMITATION_PIDS", str(tmp_path / "pids"))
     yield tmp_path / "pids"
-    for pid in (tmp_path / "pids").read_text().split() if (tmp_path / "pids").exists() else ():
-        with suppress(ProcessLookupError):
-            os.kill(int(pid), 9)
-            pytest.fail("the server outlived the stage")
+    assert imitating.left(tmp_path) == [], "the server outlived the stage"
 
 
 def configured(folder, target, *options):
@@ -52,9 +47,7 @@ def test_it_answers_and_is_gone(pids, tiny_target, tmp_path, capsys):
                 prompt = template.prompt_ids(row["messages"][:i])
                 assert message["token_ids"] == imitating.target(prompt, 5, template.end_ids)
     assert f"vLLM starts ({tmp_path}/run/{LOG})" in capsys.readouterr().out
-    for pid in pids.read_text().split():
-        with pytest.raises(ProcessLookupError):
-            os.kill(int(pid), 0)
+    assert imitating.left(tmp_path) == []
     pids.unlink()
     prepare(config)
     assert not pids.exists(), "what is up to date wants no server"

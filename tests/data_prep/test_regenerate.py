@@ -305,7 +305,7 @@ def test_thoughts_calls_and_results_make_one_conversation(served, server, tmp_pa
     assert both[0] == both[1]
     again.target = replace(served.target, template_args={"brief": False})
     again.run_dir = str(tmp_path / "other")
-    assert "6 × its token ids were written under another chat template" in message_of(prepare, again)
+    assert "6 × its token ids are of another chat template" in message_of(prepare, again)
     manifest = json.loads((tmp_path / "run" / "data" / "manifest.json").read_text())
     counts = {"read": 8, "taken": 8, "refused": 2, "repeated": 3, "cut": 0, "no_end_of_turn": 0}
     assert manifest["sources"]["prompts"] == counts

@@ -73,21 +73,6 @@ def drafter(folder, *tensors, **fields):
     return draft
 
 
-def alive(pid: int) -> bool:
-    """Whether a process runs; a zombie does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def left(tmp_path) -> list[int]:
-    """Processes of the server that still run."""
-    if not (tmp_path / "pids").is_file():
-        return []
-    return [pid for pid in map(int, (tmp_path / "pids").read_text().split()) if alive(pid)]
-
-
 @pytest.mark.parametrize(("kind", "told"), [("llama", []), ("gemma3_text", ["--model-impl", "transformers"])])
 def test_a_target_whose_own_class_takes_no_draft_is_served_by_transformers(config, tmp_path, kind, told):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
@@ -179,7 +164,7 @@ def test_an_answer_that_cannot_be_had_ends_the_run(launch, tmp_path, monkeypatch
     if imitate == "silent":
         monkeypatch.setattr(server, "SILENCE_SECONDS", 0.3)
     assert re.search(said, message_of(launch, f"evaluate.vllm_args.imitate={imitate}"))
-    assert left(tmp_path) == []
+    assert imitating.left(tmp_path) == []
 
 
 HOLDS = """
@@ -206,13 +191,13 @@ def test_the_server_ends_with_us_whichever_way_we_end(asked, tmp_path, number):
         text=True,
     ) as holder:
         assert holder.stdout.readline() == "serving\n"
-        assert len(left(tmp_path)) == 2
+        assert len(imitating.left(tmp_path)) == 2
         holder.send_signal(number)
         holder.wait()
     deadline = time.monotonic() + 20
-    while left(tmp_path) and time.monotonic() < deadline:
+    while imitating.left(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert left(tmp_path) == []
+    assert imitating.left(tmp_path) == []
 
 
 NONE = Counter({report.FINISHED: 4.0, report.TOKENS: 15.0})

@@ -126,5 +126,10 @@ def check(config: Config) -> Installation:
         if options.temperature:  # its _expand_kernel_impl writes temperatures into a copy that nobody reads
             raise UserError("evaluate.temperature: vLLM 0.32 on a CPU samples wrong tokens when it drafts: set it to 0")
         return Installation(version, machine(torch.device("cpu")))
-    devices = prod(size for name in PARALLEL if isinstance(size := arguments.get(name), int))
+    devices = devices_of(arguments)
     return Installation(version, f"{devices} × {gpu}" if devices > 1 else gpu)
+
+
+def devices_of(arguments: Mapping[str, Any]) -> int:
+    """How many devices a server with these arguments takes."""
+    return prod(size for name in PARALLEL if isinstance(size := arguments.get(name), int))
