@@ -16,7 +16,7 @@ from typing import Any
 from eagle31_train.common import foreign
 from eagle31_train.common.console import note
 from eagle31_train.common.errors import Refused, UserError
-from eagle31_train.targets.completions import Completion, Request, Sampling
+from eagle31_train.targets.completions import WHOLE_DISTRIBUTION, Completion, Request, Sampling
 
 SLOWEST = 2  # tokens a second that a server is waited for
 TOKEN = 128  # bytes of an answer for each of its tokens, as text and as a number, and more than any takes as JSON
@@ -29,10 +29,6 @@ FAILS = ("HTTP 500", "HTTP 424", ABORTED)  # of a server that fails on some prom
 BROKEN_OFF = ("abort", "error", None)  # of an answer that a server which stops, or fails, did not end
 REFUSED = (400, 413, 422)  # this request's fault: a prompt past the context, or a filter's objection
 FAILURES = 8  # requests in a row, all tries of which a server that has answered others ends so
-
-# What a server would else take from the target's generation_config.json, even at temperature 0.
-WHOLE_DISTRIBUTION = {"top_k": -1, "min_p": 0.0}
-WHOLE_DISTRIBUTION |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):

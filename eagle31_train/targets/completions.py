@@ -22,4 +22,12 @@ class Sampling(NamedTuple):
     end_text: str | None = None
 
 
+# All that a server would else take from the target's generation_config.json, even at temperature 0.
+WHOLE_DISTRIBUTION = {
+    "top_k": -1,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
 Completion = tuple[list[int], str]  # token ids, with the one that ends them, and why they end: "stop" or "length"

@@ -48,7 +48,15 @@ def test_a_request_is_sent_again_until_there_is_a_whole_answer_as_late_as_the_se
     assert said.endswith("gives no answer (HTTP 503 busy): asking again, 8 times in all")
     body = {"model": "m", "prompt": [1, 2], "temperature": 0.5, "top_p": 0.9, "max_tokens": 7, "seed": 11}
     # And nothing of the target's generation_config.json.
-    body |= {"return_token_ids": True, "stop_token_ids": [5], **client.WHOLE_DISTRIBUTION}
+    body |= {
+        "return_token_ids": True,
+        "stop_token_ids": [5],
+        "top_k": -1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+    }
     assert server.bodies == [body] * 5
     # Nothing comes before an answer is whole; a wait that ends sooner would end the run, at each try again.
     assert [Server(server.url, "m", tokens).timeout for tokens in (512, 16384)] == [600, 8192]

@@ -18,6 +18,7 @@ from eagle31_train.evaluation.measurement import read_checked, write_checked
 from eagle31_train.evaluation.serving import report
 from eagle31_train.evaluation.serving.engine import Installation, flags, server_arguments
 from eagle31_train.evaluation.serving.server import MODULE, Answer, Question, Server, pick_port, run_load
+from eagle31_train.targets.completions import WHOLE_DISTRIBUTION
 
 if TYPE_CHECKING:  # the card, which imports this package, has no need of datasets
     from eagle31_train.evaluation.prompts import Prompt
@@ -153,17 +154,13 @@ def questions(
 ) -> list[Question]:
     """Every prompt, as often as keeps all users busy for two turns at least."""
     options = config.evaluate
-    # All that a server would else take from the target's generation_config.json.
     common: dict[str, Any] = {
         "max_tokens": options.max_new_tokens,
         "stop_token_ids": sorted(end_ids),
         "temperature": options.temperature,
         "top_p": options.top_p,
-        "top_k": 0,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
+        **WHOLE_DISTRIBUTION,
+        "top_k": 0,  # as in the records of earlier measurements; to vLLM it is the same
     }
     seeds = [{"seed": config.seed + i} if options.temperature else {} for i in range(len(prompts))]
     once = [Question(i, prompt.id, prompt.ids, common | seeds[i]) for i, prompt in enumerate(prompts)]
