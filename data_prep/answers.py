@@ -182,8 +182,8 @@ class Remote(Engine):
     def _reach(self, urls: list[str]) -> None:
         generate = self.config.data.generate
         longest = max(generate.max_new_tokens, self.config.data.self_prompts.max_new_tokens)
-        model, ours = generate.model or self.config.target.path, self.own is not None
-        self.servers = [Server(url, model, longest, ours) for url in urls]
+        model = generate.model or self.config.target.path
+        self.servers = [Server(url, model, longest, self.own) for url in urls]
         self._tell_who_is_alone()
 
     def complete(self, asked: Requests, sampling: Sampling) -> Completions:
@@ -225,8 +225,6 @@ class Remote(Engine):
                 waiting.clear()
                 self._give_up()
         if failed:
-            if self.own:
-                self.own.check()
             raise failed
 
     def _give_up(self) -> None:

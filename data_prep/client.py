@@ -13,6 +13,7 @@ import urllib.request
 from contextlib import suppress
 from typing import Any
 
+from data_prep.own_server import OwnServer
 from eagle31_train.common import foreign
 from eagle31_train.common.console import note
 from eagle31_train.common.errors import Refused, UserError
@@ -55,14 +56,14 @@ class _Unreadable(Exception):  # noqa: N818 (another try may fare better)
 
 
 class Server:
-    """A completions endpoint. url: ends with /v1. longest: tokens of any answer. ours: we started it on this machine;
-    to others a key is sent, from OPENAI_API_KEY, and through a proxy where there is one."""
+    """A completions endpoint. url: ends with /v1. longest: tokens of any answer. own: where we started it on
+    this machine; to others a key is sent, from OPENAI_API_KEY, and through a proxy where there is one."""
 
-    def __init__(self, url: str, model: str, longest: int, ours: bool = False) -> None:
+    def __init__(self, url: str, model: str, longest: int, own: OwnServer | None = None) -> None:
         if not url.startswith(("http://", "https://")):
             raise UserError(f"data.generate.server={url} is no address: http://HOST:PORT/v1")
         self.url = f"{url.rstrip('/')}/completions"
-        self.model, self.longest, self.ours = model, longest, ours
+        self.model, self.longest, self.own = model, longest, own
         self.under_way = 0  # requests
         self.given_up = False  # nothing is repeated any more
         self.alone = True  # no other server may answer in its place
@@ -127,6 +128,8 @@ class Server:
                 if error.code not in BUSY:
                     break
             except (OSError, http.client.HTTPException) as error:
+                if self.own:
+                    self.own.check()
                 problem = str(getattr(error, "reason", error))
                 hung += isinstance(getattr(error, "reason", error), TimeoutError)
                 if hung == HANGS and not self.alone:
@@ -139,17 +142,17 @@ class Server:
         if problem.startswith(FAILS) and self.failures < FAILURES:  # some servers fail on some prompts, each time
             self.failures += 1
             raise Failed(f"the server fails on it: {problem}")
-        remedy = "see to vLLM's log" if self.ours else "check data.generate.server and .model"
+        remedy = "see to vLLM's log" if self.own else "check data.generate.server and .model"
         raise NoAnswer(f"{self.url} gives no answer ({problem}): {remedy}")
 
     def _post(self, body: dict[str, Any]) -> bytes:
         headers = {"Content-Type": "application/json"}
-        if (key := os.environ.get("OPENAI_API_KEY")) and not self.ours:
+        if (key := os.environ.get("OPENAI_API_KEY")) and not self.own:
             headers["Authorization"] = f"Bearer {key}"
         request = urllib.request.Request(self.url, json.dumps(body).encode(), headers)
         most, content = (1 << 24) + TOKEN * self.longest, bytearray()
         until = time.monotonic() + self.timeout
-        with (DIRECT if self.ours else OPENER).open(request, timeout=self.timeout) as response:
+        with (DIRECT if self.own else OPENER).open(request, timeout=self.timeout) as response:
             while part := response.read1(1 << 16):
                 content += part
                 if len(content) > most:

@@ -1,7 +1,7 @@
 """The answers of a regeneration under way, on disk as soon as they exist."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,6 +33,7 @@ class Journal:
         self.output, self.manifest = output, output.with_suffix(".manifest.json")
         self.path = output.with_name(f"{output.name}.partial")
         self.answers: dict[str, Answer] = {}
+        self._tokens: dict[int, int] = {}
 
     def finished(self, made_from: Provenance, overwrite: bool) -> bool:
         """Whether the output is there. Its manifest stays until a new one replaces it."""
@@ -47,9 +48,9 @@ class Journal:
             raise UserError(f"{self.output} was not finished by this command: move it away, or overwrite=true")
         return False
 
-    def finish(self, text: str, made_from: Provenance, **facts: Any) -> dict[str, Any]:
-        """Write the output and its manifest, which is returned; the journal goes."""
-        artifacts.write_text(self.output, text)
+    def finish(self, rows: Iterable[str], made_from: Provenance, **facts: Any) -> dict[str, Any]:
+        """Write the output, of JSON a line, and its manifest, which is returned; the journal goes."""
+        artifacts.write_parts(self.output, (row.encode() + b"\n" for row in rows))
         folder = self.output.parent
         files = {
             "files": artifacts.list_files(folder, [self.output]),
@@ -75,16 +76,23 @@ class Journal:
     def _read(self) -> int:
         """Take up the answers that are there; how many bytes of whole lines they are."""
         whole = 0
-        for number, line in enumerate(self.path.read_bytes().splitlines(keepends=True), start=1):
-            if not line.endswith(b"\n"):
-                break  # the line being written when the run was killed
-            try:
-                entry = foreign.parse_json(line)
-                self.answers[entry["key"]] = Answer(entry["message"], entry["finish_reason"], entry["tokens"])
-            except (ValueError, TypeError, KeyError):
-                raise UserError(f"{self.path}:{number} is damaged: remove this line and run again") from None
-            whole += len(line)
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.endswith(b"\n"):
+                    break  # the line being written when the run was killed
+                try:
+                    entry = foreign.parse_json(line)
+                    self._keep(entry["key"], Answer(entry["message"], entry["finish_reason"], entry["tokens"]))
+                except (ValueError, TypeError, KeyError, AttributeError):
+                    raise UserError(f"{self.path}:{number} is damaged: remove this line and run again") from None
+                whole += len(line)
         return whole
+
+    def _keep(self, key: str, answer: Answer) -> None:
+        if ids := answer.message.get("token_ids"):
+            # One object for each token of the vocabulary, not one for each token written: a fourth of the memory.
+            answer.message["token_ids"] = [self._tokens.setdefault(token, token) for token in ids]
+        self.answers[key] = answer
 
     def check_wanted(self, wanted: Callable[[str], bool], overwrite: bool) -> None:
         """UserError for answers of which none is wanted, and which `finish` would remove, unless it may overwrite."""
@@ -98,7 +106,7 @@ class Journal:
         self.file.close()
 
     def add(self, key: str, answer: Answer) -> None:
-        self.answers[key] = answer
+        self._keep(key, answer)
         self.file.write(json.dumps({"key": key, **asdict(answer)}, ensure_ascii=False).encode() + b"\n")
         self.file.flush()
 

@@ -66,7 +66,7 @@ def regenerate(config: Config, template: ChatTemplate, own: OwnServer | None = N
         ]
         counts = {"answers": sum(job.answers for job in jobs), "tokens": sum(job.tokens for job in jobs)}
         facts = {"layout": LAYOUTS["answers"], **counts, "sources": corpus.counts, "refused": refused, "ended": ended}
-        manifest = journal.finish("".join(_line(job, template) for job in jobs), made_from, **facts)
+        manifest = journal.finish((_line(job, template) for job in jobs), made_from, **facts)
     note(f"answers: {manifest['answers']} answers, {manifest['tokens']} tokens in {output}")
     if refused:
         note(f"answers: prompts refused: {len(refused)} ({most_common(refused)})")
@@ -174,4 +174,4 @@ def _line(job: Job, template: ChatTemplate) -> str:
         "messages": job.messages,
         **({"tools": job.row.tools} if job.row.tools else {}),
     }
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")) + "\n"
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

@@ -70,9 +70,9 @@ def write_prompts(config: Config, template: ChatTemplate, own: OwnServer | None 
             {"id": f"{SELF}-{one.number:06}", **({"kind": one.kind} if one.kind else {}), "turns": one.turns}
             for one in written
         ]
-        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        rows = (json.dumps(line, ensure_ascii=False) for line in lines)
         turns = sum(len(one.turns) for one in written)
-        journal.finish(text, made_from, prompts=len(written), turns=turns, refused=dict(writer.refused))
+        journal.finish(rows, made_from, prompts=len(written), turns=turns, refused=dict(writer.refused))
     note(f"prompts: the target wrote {len(written):,} prompts ({turns:,} turns) in {output}")
     note(f"prompts: refused: {_counted(writer.refused) or 'none'}")
     return output

@@ -119,11 +119,16 @@ def building(folder: Path) -> Iterator[Path]:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
+    write_parts(path, [data])
+
+
+def write_parts(path: Path, parts: Iterable[bytes]) -> None:
     """Write a file whole or not at all."""
     make_folder(path.parent)
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        temporary.write_bytes(data)
+        with temporary.open("wb") as file:
+            file.writelines(parts)
         commit(temporary, path)
     except BaseException:  # a full disk, Ctrl-C: nothing half-written stays
         temporary.unlink(missing_ok=True)
