@@ -103,10 +103,10 @@ class Trainer:
         """One optimizer step, the moving of the batch included; the host waits once, for the loss."""
         totals = StepTotals(torch.cat([batch.population, batch.population.new_zeros(1)]))
         sums, totals = accumulate(self.parallel, [MicroBatch(batch, [], True)], totals, GAMMA)
-        norm, pairs, sums = self.parallel.update(1e-5, totals.pairs, totals.pairs, sums)
+        norm, totals, sums = self.parallel.update(1e-5, totals, sums)
         if not torch.isfinite(norm):
             raise FloatingPointError("the gradient is not finite")
-        return float(sums[0].sum() / pairs.sum())
+        return float(sums[0].sum() / totals.pairs.sum())
 
     def close(self) -> None:
         """Accelerate remembers what it prepared."""

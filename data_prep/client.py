@@ -29,7 +29,7 @@ ABORTED = "an answer that it broke off"
 FAILS = ("HTTP 500", "HTTP 424", ABORTED)  # of a server that fails on some prompts, each time
 BROKEN_OFF = ("abort", "error", None)  # of an answer that a server which stops, or fails, did not end
 REFUSED = (400, 413, 422)  # this request's fault: a prompt past the context, or a filter's objection
-FAILURES = 8  # requests in a row, all tries of which a server that has answered others ends so
+FAILURES = 8  # requests in a row on which a server may fail, with all tries, before it counts as broken
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
@@ -67,7 +67,7 @@ class Server:
         self.under_way = 0  # requests
         self.given_up = False  # nothing is repeated any more
         self.alone = True  # no other server may answer in its place
-        self.failures = FAILURES  # in a row; as many at first, so that a server must have answered before it may fail
+        self.failures_left = 0  # requests that it may still fail on; none before its first answer
         self.said: set[str] = set()  # of what is said once
         # A server says nothing until an answer is whole, and a long thought at a busy one may take hours.
         self.timeout = max(600.0, longest / SLOWEST)
@@ -111,11 +111,11 @@ class Server:
                 wait = 0.0
             try:
                 answer = self._read(self._post(body))
-                self.failures = 0
+                self.failures_left = FAILURES
                 return answer
             except _Unreadable as error:
                 problem, hung = str(error), 0
-                if self.failures == FAILURES:  # it has not answered yet: perhaps it is no such server
+                if not self.failures_left:  # it has not answered yet: perhaps it is no such server
                     break
             except urllib.error.HTTPError as error:
                 problem, hung = f"HTTP {error.code}", 0
@@ -139,8 +139,8 @@ class Server:
             except ValueError:  # whose text would show the key
                 problem = "HTTP cannot carry its address, or the key in OPENAI_API_KEY"
                 break
-        if problem.startswith(FAILS) and self.failures < FAILURES:  # some servers fail on some prompts, each time
-            self.failures += 1
+        if problem.startswith(FAILS) and self.failures_left:  # some servers fail on some prompts, each time
+            self.failures_left -= 1
             raise Failed(f"the server fails on it: {problem}")
         remedy = "see to vLLM's log" if self.own else "check data.generate.server and .model"
         raise NoAnswer(f"{self.url} gives no answer ({problem}): {remedy}")

@@ -16,6 +16,7 @@ as the message it was made from (markup.py), or the turn is refused by name.
 
 import re
 import unicodedata
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -266,29 +267,32 @@ def _written(
 ) -> tuple[str, str, bool]:
     """The rendered conversation, the answer in it, and whether that begins with an empty thought. Arguments of tool
     calls are in the target's own spelling where the template keeps it."""
-    problem = Refused("")
-    for verbatim in (True, False) if message.get("tool_calls") else (False,):
-        try:
-            whole = template.render([*history, message], tools=tools, verbatim=verbatim)
-            body = _body(template, history, prompt, whole, tools)
-            if body is not None:
-                return whole, *_read_back(message, prompt, _before_end(template, body))
-            # The template writes it elsewhere than behind its prompt.
-            if (message.get("reasoning_content") or "").strip() or message.get("tool_calls"):
-                raise Refused("the template rewrites more of the turn than its text")
-            if prompt.rstrip().endswith(OPEN):
-                raise Refused(UNCLOSED)
-            written = "tokens" in message or "token_ids" in message  # by the target: it went on so
-            if not written and _begins(template):
-                end = prompt.rstrip().splitlines()[-1][-40:]
-                raise Refused(
-                    f"the generation prompt ends with {end!r}, from where the target would not go on so; a turn that "
-                    'it wrote itself has "tokens": 0, or their number'
-                )
-            return whole, message["content"], False
-        except Refused as error:
-            problem = error
-    raise problem
+    if message.get("tool_calls"):
+        with suppress(Refused):
+            return _written_as(template, history, message, prompt, tools, verbatim=True)
+    return _written_as(template, history, message, prompt, tools, verbatim=False)
+
+
+def _written_as(
+    template: ChatTemplate, history: list[Message], message: Message, prompt: str, tools: Tools, verbatim: bool
+) -> tuple[str, str, bool]:
+    whole = template.render([*history, message], tools=tools, verbatim=verbatim)
+    body = _body(template, history, prompt, whole, tools)
+    if body is not None:
+        return whole, *_read_back(message, prompt, _before_end(template, body))
+    # The template writes it elsewhere than behind its prompt.
+    if (message.get("reasoning_content") or "").strip() or message.get("tool_calls"):
+        raise Refused("the template rewrites more of the turn than its text")
+    if prompt.rstrip().endswith(OPEN):
+        raise Refused(UNCLOSED)
+    written = "tokens" in message or "token_ids" in message  # by the target: it went on so
+    if not written and _begins(template):
+        end = prompt.rstrip().splitlines()[-1][-40:]
+        raise Refused(
+            f"the generation prompt ends with {end!r}, from where the target would not go on so; a turn that it wrote "
+            'itself has "tokens": 0, or their number'
+        )
+    return whole, message["content"], False
 
 
 def _read_back(message: Message, prompt: str, body: str) -> tuple[str, bool]:
@@ -338,8 +342,8 @@ def _lead(template: ChatTemplate, history: list[Message], prompt: str, tools: To
 
 
 def _begins(template: ChatTemplate) -> bool:
-    """Whether the generation prompt begins an answer, a thought perhaps, and the template does not: after it a plain
-    answer is none that the target would write. White space and an empty thought do not count."""
+    """Whether the generation prompt opens an answer (a thought, say) that the template itself does not write: after it
+    the target would not write a plain answer. White space and an empty thought do not count."""
     ask: list[Message] = [{"role": "user", "content": "x"}]
     base, prompt = template.render(ask), template.render(ask, add_generation_prompt=True)
     whole = template.render([*ask, {"role": "assistant", "content": "x"}])

@@ -153,8 +153,8 @@ def _tell_of_thoughts(template: ChatTemplate, data: DataConfig) -> None:
 
 
 def _rows_of(folder: Path, config: Config, template: ChatTemplate) -> dict[str, Any]:
-    """What a data set of another run was made of, if it was answers; UserError: to other prompts, or in another way,
-    as far as that run's records lie beside it."""
+    """What a data set of another run was made of, if that was answers. UserError if that run's records lie beside it,
+    and are of other prompts or settings."""
     sources = provenance.read_data(config).get("inputs", {}).get("sources")
     beside = Journal(folder.parent / OUTPUT).manifest
     if beside.is_file() and not config.data.writes_prompts:  # of which the file is not written yet

@@ -163,7 +163,7 @@ class ExtractConfig:
     engine: str = opt("transformers", "what runs the target; vllm for quantized, very large ones", choices=ENGINES)
     engine_args: dict[str, Any] = opt({}, "vLLM's own arguments: extract.engine_args.tensor_parallel_size=4, …")
     part: int = opt(0, "which of extract.parts commands this one is, from 0 on; part 0 finishes the store", at_least=0)
-    parts: int = opt(1, "so many commands, one on each machine with its own extract.part, share the work", at_least=1)
+    parts: int = opt(1, "how many commands share the work, each with its own extract.part", at_least=1)
     batch_tokens: int = opt(4096, "padded tokens in one forward pass of the target", at_least=1)
     shard_tokens: int = opt(16384, "tokens in one shard of the store", at_least=1)
     trajectories: int = opt(8, "held-out prompts answered for acceptance during training; 0: none", at_least=0)
@@ -255,7 +255,7 @@ class TrainConfig:
     activation_checkpointing: bool = opt(False, "work activations out again: less memory, some more time")
     kernels: str = opt("auto", "Triton kernels or plain torch; auto: fused where it can", choices=KERNELS)
     deterministic: bool = opt(False, "on GPUs, allow only kernels that give the same bits every time; slower")
-    eval_every: int = opt(100, "steps between evaluations on the held-out split; so is the last step", at_least=1)
+    eval_every: int = opt(100, "steps between evaluations on the held-out split; one follows the last step", at_least=1)
     eval_samples: int = opt(64, "held-out conversations per evaluation; the last step reads all of them", at_least=1)
     keep_best: bool = opt(False, "the run's checkpoint is that of the greatest acceptance length measured in training")
     early_stop: int | None = opt(None, "end after so many measurements of acceptance without a rise", at_least=1)
@@ -348,6 +348,10 @@ class Config:
     @property
     def data_folder(self) -> Path:
         return Path(self.data_dir or Path(self.run_dir) / "data")
+
+    @property
+    def train_folder(self) -> Path:
+        return Path(self.run_dir) / "train"
 
     @property
     def store_location(self) -> str:

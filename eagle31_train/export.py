@@ -77,9 +77,9 @@ def export(config: Config) -> None:
     }
     made_from = dataclasses.replace(made_from, card=card_inputs)
     if not (run / "export").exists():  # killed while it was replaced
-        artifacts.put_back(run / "export")
+        artifacts.restore_backup(run / "export")
     theirs = added(run, config.overwrite)
-    if provenance.whole(run, run / EXPORTED, made_from, config.overwrite, EXPORT):
+    if provenance.whole(run / "export", run / EXPORTED, made_from, config.overwrite, EXPORT):
         note("export: up to date")
     else:
         text = card.render(trained_by(config, data), shape, train, data, results)

@@ -25,7 +25,7 @@ def resolve(config: Config) -> dict[str, str]:
     if target.dtype == AUTO:
         target.dtype = _recorded_dtype(config)
     if t.precision == AUTO:
-        record = Path(config.run_dir) / "train" / "inputs.json"
+        record = config.train_folder / "inputs.json"
         t.precision = _recorded(record, "inputs", "train", "precision")
         if t.precision != AUTO and config.overwrite:  # it may be of another run, which this one is to replace
             chosen["train.precision"] = f"auto: train.precision={t.precision} (as in {record})"

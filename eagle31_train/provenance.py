@@ -80,19 +80,16 @@ class Provenance:
         return f"correct {' or '.join(wrong)}, or choose another name=… or run_dir=…" if wrong else REPLACE
 
 
-def whole(folder: Path, record_path: Path, provenance: Provenance, overwrite: bool, made_by: str) -> bool:
-    """Whether an output is there, whole, and made from these inputs, its card too; UserError: see `refuse_other`.
-    folder: below which the record's files lie. made_by: the command that makes it."""
+def whole(output: Path, record_path: Path, provenance: Provenance, overwrite: bool, made_by: str) -> bool:
+    """Whether an output is there, whole, and made from these inputs, its card too; UserError: see `refuse_other`. The
+    record lists files relative to its own folder. made_by: the command that makes it."""
     if not record_path.is_file():
         return False
     record = read_json(record_path, made_by)
-    output = folder
-    if record_path.name != MANIFEST:  # the record of X.jsonl is X.manifest.json, that of a folder X is X.json
-        output = record_path.with_name(record_path.name.replace(".manifest.json", ".jsonl").removesuffix(".json"))
     provenance.refuse_other(output, record, overwrite)
     if record.get("fingerprint") != provenance.fingerprint:
         return False
-    if damage := first_damaged(folder, record.get("files", {})):
+    if damage := first_damaged(record_path.parent, record.get("files", {})):
         note(f"{damage}; making {output} again")
     return damage is None
 

@@ -43,7 +43,7 @@ def run(config: Config, overrides: list[str], first: str, last: str, profile: st
         raise UserError(
             "store.max_bytes is for `eagle31 extract` and `eagle31 train store.follow=true` at once: leave it out"
         )
-    if "train" in stages and not (Path(config.run_dir) / "train" / MANIFEST).is_file():
+    if "train" in stages and not (config.train_folder / MANIFEST).is_file():
         check_training(config.train, profile)
     itself = "data" in stages or (Path(config.run_dir) / SELF_WRITTEN).is_file()
     if itself and not config.data.given:
@@ -97,14 +97,14 @@ def check_inputs(config: Config, stages: list[str]) -> None:
         pick_device(config.target.device)
     if "export" in stages:
         hub.check(config)
-    begun = (Path(config.run_dir) / "train" / "inputs.json").is_file()  # and goes on without its first weights
-    folders = [("train.init_from", config.train.init_from or ".")] * ("train" in stages and not begun)
+    recorded = (config.train_folder / "inputs.json").is_file()  # such a run goes on without its first weights
+    folders = [("train.init_from", config.train.init_from or ".")] * ("train" in stages and not recorded)
     folders += [("comparisons", one) for one in config.comparisons] * ("export" in stages)
     for option, folder in folders:
         place = folder if Path(folder).exists() else folder.rpartition("@")[0] or folder  # DRAFT@outputs
         if not Path(place).exists() and (place.startswith("runs/") or not is_hub_id(place)):
             raise UserError(f"{option}={folder} does not exist: give its folder")
-    if config.train.init_from and {"extract", "train"} <= set(stages) and not begun:
+    if config.train.init_from and {"extract", "train"} <= set(stages) and not recorded:
         check_source(config)
 
 

@@ -15,6 +15,7 @@ from plan_cases import objective_and_batch, shape_of
 
 from eagle31_train.cli import load_config
 from train.launch import make_accelerator
+from train.loader import StepTotals
 from train.parallel import parallelise
 
 SHAPE = shape_of(
@@ -49,7 +50,7 @@ def main():
         with parallel.micro_batch(last=True):
             loss, _ = parallel.model(batch, torch.full((UNROLL,), 1e-2))
             parallel.backward(loss)
-        parallel.update(1e-4, torch.ones(1))
+        parallel.update(1e-4, StepTotals(torch.ones(2)), torch.zeros(1))
     del loss, batch
     if accelerator.is_main_process:
         print(json.dumps({"held": held(), "kind": parallel.kind}))

@@ -25,13 +25,10 @@ from train.parallel import Parallel
 
 
 @torch.no_grad()
-def evaluate(
-    parallel: Parallel, split: StoreSplit, t: TrainConfig, keep_mask: Tensor, everything: bool = False
-) -> dict[str, Any]:
-    """`summarise` of the split: of `eval_samples` that are spread over it, or of everything. keep_mask: [V] bool, which
-    tokens of the target the draft vocabulary holds."""
+def evaluate(parallel: Parallel, split: StoreSplit, t: TrainConfig, keep_mask: Tensor, count: int) -> dict[str, Any]:
+    """`summarise` of so many conversations, spread over the split. keep_mask: [V] bool, which tokens of the target the
+    draft vocabulary holds."""
     accelerator = parallel.accelerator
-    count = len(split) if everything else min(len(split), t.eval_samples)
     chosen = [i * len(split) // count for i in range(count)]  # sources stand one behind the other in some data
     lengths = [split.lengths[i] for i in chosen]
     mesh = Mesh(accelerator.num_processes, accelerator.process_index, t.context_parallel)
@@ -53,8 +50,8 @@ def evaluate(
 
 
 class AcceptanceMeter:
-    """Measures the drafter that `parallel` trains, on every rank with a share of the trajectories, at least one, which
-    go on for at least evaluate.num_speculative_tokens - 1 tokens."""
+    """Measures the drafter that `parallel` trains. Ranks share the trajectories, at least one in all; each goes on for
+    evaluate.num_speculative_tokens - 1 tokens past its output, or more."""
 
     def __init__(self, config: Config, parallel: Parallel, store: Store, trajectories: list[Trajectory]) -> None:
         self.parallel, device, shape = parallel, parallel.accelerator.device, parallel.objective.drafter.shape

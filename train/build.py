@@ -51,7 +51,7 @@ def tokens_of_a_step(split: StoreSplit, t: TrainConfig) -> int:
 
 
 def check_pairs(split: StoreSplit, vocab: DraftVocab, oov: str) -> None:
-    """Raise a UserError if no sample has a pair to train. One that has is mostly the first that is read."""
+    """Raise a UserError if no sample has a pair to train. Usually the first that is read has one."""
     keep_mask = torch.from_numpy(vocab.t2d)
     if not any(has_pairs(split.read(index, states=False), keep_mask, oov) for index in range(len(split))):
         raise UserError(
@@ -135,8 +135,8 @@ def look_back(drafter: Drafter, steps: int) -> None:
 
 
 def choose_kernels(objective: Objective, t: TrainConfig, device: torch.device) -> str:
-    """Have an objective worked out as train.kernels says; how, in words. But for `plain`, that is with FlashAttention 3
-    or 4 where one is installed. A UserError if fused kernels were asked for, and cannot run on this device."""
+    """Choose an objective's kernels by train.kernels; returns them in words. Unless that is `plain`, FlashAttention 3
+    or 4 is used where one is installed. UserError if fused kernels were asked for and cannot run on this device."""
     lack = missing(device)
     if t.kernels == "fused" and lack:
         raise UserError(f"train.kernels=fused cannot be: {lack}; set train.kernels=auto or plain")

@@ -96,7 +96,7 @@ class Saver(Background):
         best: int | None = None,
     ) -> None:
         self.folder, self.fingerprint, self.keep, self.say, self.best = folder, fingerprint, keep, say, best
-        # What lies behind the one that the run goes on from is damaged.
+        # Those after the one that the run goes on from are damaged.
         self._whole = [path for path in in_order(folder) if step_of(path) <= step]
         self._failed: UserError | None = None
         super().__init__("checkpoint")
@@ -127,7 +127,7 @@ class Saver(Background):
             self._failed = UserError(f"{what}: mend that, and run the same command again, which goes on from {start}")
             self.say(f"checkpoint {what}: training goes on; a stop before the next one would go back to {start}")
             return
-        artifacts.remove_aside(self.folder.parent)  # a run that this one replaces
+        artifacts.remove_backup(self.folder.parent)  # a run that this one replaces
         self.best = snapshot.step if best else self.best
         self._whole = [*self._whole, path][-self.keep :]
         try:

@@ -61,7 +61,7 @@ def open_source(config: Config, needed: bool = False) -> DrafterCheckpoint | Non
 def goes_by_record(config: Config) -> bool:
     """Whether the configuration's run has a checkpoint, began with the same weights, and these are on the hub or gone:
     it goes on without them."""
-    init, train = config.train.init_from, run_folder.standing(Path(config.run_dir) / "train")
+    init, train = config.train.init_from, run_folder.latest_run(config.train_folder)
     if init is None or Path(split_name(init)[0]).exists() or not (train / RECORD).is_file():
         return False
     names = ("init_from", "init_revision")
@@ -75,7 +75,7 @@ def identity(config: Config, source: DrafterCheckpoint | None) -> str | None:
         return source.initial_identity
     if config.train.init_from is None:
         return None
-    recorded = artifacts.read_json(run_folder.standing(Path(config.run_dir) / "train") / RECORD, "train.py")
+    recorded = artifacts.read_json(run_folder.latest_run(config.train_folder) / RECORD, "train.py")
     return recorded["inputs"]["train"]["init_from"]
 
 
@@ -143,7 +143,7 @@ def copy_weights(
             if missing := int((~known).sum()):
                 say(f"train: {missing:,} of {len(ours):,} draft tokens are not in its vocabulary, and start afresh")
         else:
-            parameter.copy_(drafter.trained(name, source.tensors[name].to(parameter.dtype)))
+            parameter.copy_(drafter.from_checkpoint(name, source.tensors[name].to(parameter.dtype)))
     if drafter.shape.fc_norm and not source.shape.fc_norm:
         rms = state_rms(store.split("train"), drafter.input_norm, pause)
         say(f"train: it has no fc_norm, which starts at the RMS of the states that it reads, {rms.numpy().round(3)}")

@@ -50,7 +50,7 @@ def make_accelerator(config: Config, folder: Path) -> Accelerator:
     whole_float32()
     if config.train.deterministic:
         make_deterministic()
-    # Libraries tell one another's authors what will change: nothing that a user could mend.
+    # Future warnings are for the authors of libraries; users cannot mend them.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|accelerate|deepspeed)\.")
     # Nor does ZeRO-3 need to understand what the drafter's modules return: the objective is gathered as a whole.
     logging.getLogger("DeepSpeed").addFilter(lambda record: "unknown inputs or outputs" not in record.getMessage())
@@ -234,7 +234,7 @@ def agreed(accelerator: Accelerator, make: Callable[[], Any]) -> Any:
 
 def stop_all(accelerator: Accelerator, problem: str) -> NoReturn:
     """End a run that every rank knows to be over, by a SharedError; all come here."""
-    if accelerator.is_main_process:  # before any rank is gone, whereupon a launcher ends the others
+    if accelerator.is_main_process:  # before any rank ends: a launcher then ends the others
         note(f"error: {problem}", error=True)
     wait_at_the_end(accelerator)
     raise SharedError(problem)

@@ -145,7 +145,7 @@ class Reporter:
         self.bar.update(1)
 
     def close(self) -> None:
-        """End the progress line and see that every row is on the disk; once more does nothing."""
+        """End the progress line and see that every row is on the disk; calling it again does nothing."""
         self.bar.close()
         for path in (self.metrics, self.timings):
             if self.main and path.exists():

@@ -54,14 +54,16 @@ class Muon(torch.optim.Optimizer):
             mine = torch.empty(0)
             everyone = [(owner, *one) for owner, one in enumerate(dealt) if one is not None]
             for owner, parameter, _ in everyone:
-                momentum = self._momentum(parameter)  # of a sharded matrix gathered by all, and kept by its owner
-                mine = momentum if owner == rank else mine
+                whole = self._momentum(parameter)  # of a sharded matrix gathered by all, and kept by its owner
+                mine = whole if owner == rank else mine
             if dealt[rank] is not None:  # after all is gathered, or each would wait for the one before
                 mine = orthogonal(mine).contiguous()
-            _apply(sent)  # what the round before sent has come meanwhile
+            _apply(sent)  # of the round before, which had time to arrive
             sent = []
             for owner, parameter, group in everyone:
-                direction = mine if owner == rank else momentum.new_empty(parameter.shape)
+                direction = mine
+                if owner != rank:
+                    direction = torch.empty(parameter.shape, dtype=self._dtype, device=parameter.device)
                 arrival = dist.broadcast(direction, owner, async_op=True) if ranks > 1 else None
                 sent.append((arrival, direction, parameter, group))
         _apply(sent)

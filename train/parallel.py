@@ -4,7 +4,7 @@
     with parallel.micro_batch(last):                      # gradients add up until the last, then over ranks
         loss, measured = parallel.model(batch, weights)   # every rank as often as every other
         parallel.backward(loss)
-    norm, *rest = parallel.update(lr, pairs, *rest)       # clipped; skipped without pairs or a finite norm
+    norm, totals, sums = parallel.update(lr, totals, sums)  # clipped; skipped without pairs or a finite norm
 
 Weights are fp32 in all of them and bf16 is autocast's (`Objective.autocast`), so that a recipe means the same
 under each. `moments` and `set_moments` speak of whole tensors by name, whatever the sharding: what one profile
@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 from eagle31_train.config import TrainConfig
 from eagle31_train.model.loss import Objective
 from train.launch import PATIENCE
+from train.loader import StepTotals
 from train.metrics import fetch
 from train.optimizer import ADAMW, MOMENTS, as_sharded, make_optimizer
 
@@ -72,25 +73,24 @@ class Parallel:
         """Add the loss's gradient to what the step has; after the last it is the mean over ranks."""
         loss.backward()
 
-    def update(self, lr: float, pairs: Tensor, *rest: Tensor) -> list[Tensor]:
-        """Clip and step, if there is something to learn and the gradient is finite on every rank; forget the gradients.
-        pairs: [K] that the step trains, over all ranks. Without any, weights and moments stay as they are. Returns the
-        norm before clipping (infinite or NaN: nothing was updated), and `rest`, on the CPU in fp64 after one wait."""
+    def update(self, lr: float, totals: StepTotals, sums: Tensor) -> tuple[Tensor, StepTotals, Tensor]:
+        """Clip and step, if the step has pairs and the gradient is finite on every rank; clear the gradients. Returns
+        the norm before clipping (infinite or NaN: nothing was updated), totals and sums, on the CPU after one wait."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        norm = self.clip()
-        norm, count, *fetched = fetch(norm, pairs.sum(), *rest)
-        if torch.isfinite(norm) & (count > 0):
+        norm, packed, sums = fetch(self.clip(), totals.packed, sums)
+        totals = StepTotals(packed)
+        if torch.isfinite(norm) and totals.pairs.any():
             self.optimizer.step()
             self.updates += 1
         self.optimizer.zero_grad(set_to_none=True)
-        return [norm, *fetched]
+        return norm, totals, sums
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter of the drafter as it is served, whole, by name; collective. Valid until the next one is asked
         for."""
         for name, whole in self._weights():
-            yield name, self.objective.drafter.served(name, whole)
+            yield name, self.objective.drafter.to_checkpoint(name, whole)
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.objective.drafter.named_parameters():
@@ -134,7 +134,7 @@ class Parallel:
         return tensor
 
     def _part(self, whole: Tensor, parameter: Tensor) -> Tensor:
-        """What this rank keeps of a whole moment of `parameter`: a copy, since the whole lies in a file that goes."""
+        """This rank's part of a moment of `parameter`, copied: the file that holds the whole may be removed."""
         return whole.to(parameter.device, copy=True)
 
 
@@ -214,15 +214,16 @@ class Zero(Parallel):
     def backward(self, loss: Tensor) -> None:
         self.model.backward(loss)
 
-    def update(self, lr: float, pairs: Tensor, *rest: Tensor) -> list[Tensor]:
+    def update(self, lr: float, totals: StepTotals, sums: Tensor) -> tuple[Tensor, StepTotals, Tensor]:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        with nullcontext() if pairs.any() else self._without_norm():
+        with nullcontext() if totals.pairs.any() else self._without_norm():
             self.model.step()
         if not self.optimizer.overflow:
             self.updates += 1
         norm = torch.as_tensor(self.model.get_global_grad_norm(), device=self.accelerator.device)
-        return fetch(norm, *rest)
+        norm, packed, sums = fetch(norm, totals.packed, sums)
+        return norm, StepTotals(packed), sums
 
     @contextmanager
     def _without_norm(self) -> Iterator[None]:

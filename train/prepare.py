@@ -1,7 +1,7 @@
 """Everything before the first step, in order: inputs are read and checked, processes agree, the run's state is made.
 
-Each part needs what the part before it returns. An earlier run that this one replaces stays aside until the first
-checkpoint: it is put back if this one ends before that, and after a kill by the next command.
+Each part needs what the part before it returns. An earlier run that this one replaces is backed up until the first
+checkpoint: it is restored if this one ends before that, and after a kill by the next command.
 """
 
 import math
@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from eagle31_train import provenance
 from eagle31_train.checkpoint.contract import unserved
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
-from eagle31_train.checkpoint.run_folder import CHECKPOINTS, RECORD, in_order, name_of, reinstate, standing
+from eagle31_train.checkpoint.run_folder import CHECKPOINTS, RECORD, in_order, latest_run, name_of, restore_replaced
 from eagle31_train.common import artifacts, locks, order
 from eagle31_train.common.console import note, say
 from eagle31_train.common.errors import UserError
@@ -42,9 +42,9 @@ LOCK = ".training"  # beside train/, which may be replaced as a whole
 
 def prepare(config: Config, resources: ExitStack) -> Trainer | None:
     """Check all that a run needs and make it ready to train, from its newest checkpoint if it has one; None if it is
-    finished already. `resources` is given what must be closed, however training ends. A UserError says which option,
-    input or launch is not as it must be."""
-    folder = Path(config.run_dir) / "train"
+    finished already. `resources` closes what is opened here, however training ends. A UserError names the option, input
+    or launch that is wrong."""
+    folder = config.train_folder
     left_open = {name: getattr(config.train, name) for name in OPEN}  # and so for those who take the run as a recipe
     deadline = resources.enter_context(Deadline(parse_limit(config.train.time_limit)))
     source = initial_weights.open_source(config)
@@ -56,24 +56,24 @@ def prepare(config: Config, resources: ExitStack) -> Trainer | None:
         say(f"train: up to date ({folder})")
         return None
     if accelerator.is_main_process:
-        resources.callback(give_back, folder)
+        resources.callback(restore_if_unsaved, folder)
     trainer = make_trainer(config, data, accelerator, deadline, resources)
     if accelerator.is_main_process:
         tracking.record_launch(replace(config, train=replace(config.train, **left_open)), launch_facts(trainer))
     return trainer
 
 
-def give_back(folder: Path) -> None:
-    """Where this run ends before its first checkpoint, have the one that it replaces in its place again."""
-    if reinstate(folder):
-        say(f"train: {folder} is of the earlier run again: this one ended before its first checkpoint")
+def restore_if_unsaved(folder: Path) -> None:
+    """Restore the run that this one was to replace, if it ends before its first checkpoint."""
+    if restore_replaced(folder):
+        say(f"train: {folder} holds the earlier run again: this one ended before its first checkpoint")
 
 
 def make_trainer(
     config: Config, data: Inputs, accelerator: Accelerator, deadline: Deadline, resources: ExitStack
 ) -> Trainer:
     """The run's state on the devices, and what follows it, in a folder that is its own."""
-    t, folder = config.train, Path(config.run_dir) / "train"
+    t, folder = config.train, config.train_folder
     tell_of_waiting(data.schedule, accelerator.num_processes // t.context_parallel)
     state, parallel = restore(config, data, accelerator, deadline)
     main = accelerator.is_main_process
@@ -102,7 +102,7 @@ def launch_facts(trainer: Trainer) -> dict[str, Any]:
 
 
 def tell_of_waiting(schedule: list[list[int]], replicas: int) -> None:
-    """Say it if a step has not a conversation for each process, or group of them that shares one."""
+    """Say so if steps have fewer conversations than there are processes, or groups that share one."""
     each = sum(map(len, schedule)) / len(schedule)
     if each < replicas:
         say(
@@ -115,21 +115,22 @@ def tell_of_waiting(schedule: list[list[int]], replicas: int) -> None:
 
 
 def complete_drafter(config: Config, source: DrafterCheckpoint | None) -> Config:
-    """With every open option of the drafter, and an open learning rate, as in the run's record, in the initial weights,
-    or by the target; what else is open of training as in the record."""
-    record, begun = standing(Path(config.run_dir) / "train") / RECORD, None
+    """Fill in the drafter's open options and learning rate: from the run's record, else from the initial weights, else
+    by the target. Training's other open options come from the record alone."""
+    record, recorded = latest_run(config.train_folder) / RECORD, None
     if record.is_file() and (not config.overwrite or initial_weights.goes_by_record(config)):
         inputs = artifacts.Record(artifacts.read_json(record, "train.py")["inputs"], record, "train.py")
-        begun = inputs["drafter"]
+        recorded = inputs["drafter"]
         if not config.overwrite:  # what other versions choose may differ
             names = [name for name in OPEN if getattr(config.train, name) is None]
             values = {name: provenance.recorded_value(inputs["train"], f"train.{name}") for name in names}
-            if any(begun.get(name, False) != getattr(config.drafter, name) for name in ("fc_norm", "norm_before_fc")):
+            kinds = ("fc_norm", "norm_before_fc")
+            if any(recorded.get(name, False) != getattr(config.drafter, name) for name in kinds):
                 values.pop("fc_input_scale", None)  # of another kind: that is what will be refused
             config = replace(config, train=replace(config.train, **values))
     elif source is not None:
-        begun = {name: getattr(source.shape, name) for name in initial_weights.FOLLOWED}
-    return complete(config, provenance.read_data(config).get("target"), begun)
+        recorded = {name: getattr(source.shape, name) for name in initial_weights.FOLLOWED}
+    return complete(config, provenance.read_data(config).get("target"), recorded)
 
 
 def read_inputs(config: Config, source: DrafterCheckpoint | None, deadline: Deadline, resources: ExitStack) -> Inputs:
@@ -146,14 +147,14 @@ def read_inputs(config: Config, source: DrafterCheckpoint | None, deadline: Dead
         )
     vocab_file = data_dir / "vocab.safetensors"
     draft_vocab = vocab.read(vocab_file)
-    start = initial_weights.identity(config, source)
     train_split = store.split("train")
     cut = windows.cut(train_split, t.window_tokens)
     windows.check(store, cut, t.epochs, byte_count(config.store.cache_bytes, "store.cache_bytes"))
     if len(cut) > 1 and data["inputs"].get("shuffle") is None:
         say("train: the windows follow the order of the data, which is not shuffled (data.shuffle=SEED)")
     measured = trajectories.read(store, config.evaluate.num_speculative_tokens)
-    measured_on, by_acceptance = [digest(one.prompt) for one in measured], t.keep_best or t.early_stop is not None
+    measured_on = [digest(one.prompt) for one in measured]
+    by_acceptance = t.keep_best or t.early_stop is not None
     if by_acceptance and not measured:
         raise UserError(
             f"train.keep_best and train.early_stop go by measured acceptance, and {store.location} has no "
@@ -172,13 +173,15 @@ def read_inputs(config: Config, source: DrafterCheckpoint | None, deadline: Dead
     config = replace(config, train=t)
     vocab_sha = artifacts.file_sha256(vocab_file)
     chosen_on = measured_on if by_acceptance else None
-    inputs = (config, store.fingerprint, store.inputs["data"], vocab_sha)
-    made_from = provenance.of_training(*inputs, start, chosen_on)
-    if not begun(standing(Path(config.run_dir) / "train"), made_from):
+
+    def begun_with(initial: str | None) -> Provenance:
+        return provenance.of_training(config, store.fingerprint, store.inputs["data"], vocab_sha, initial, chosen_on)
+
+    made_from = begun_with(initial_weights.identity(config, source))
+    if not has_checkpoint(latest_run(config.train_folder), made_from):
         if source := source or initial_weights.open_source(config, needed=True):
             initial_weights.refuse_other_kind(source, shape, store)
-            # With these weights, and no longer the recorded ones.
-            made_from = provenance.of_training(*inputs, source.initial_identity, chosen_on)
+            made_from = begun_with(source.initial_identity)  # and no longer with the recorded weights
         if store.manifest is not None and not windows.bounded(store):  # else it would be waited for, or used up
             check_pairs(train_split, draft_vocab, t.oov)
     return Inputs(
@@ -198,7 +201,7 @@ def read_inputs(config: Config, source: DrafterCheckpoint | None, deadline: Dead
 
 def recorded_scale(config: Config, store: Store) -> list[float] | None:
     """`train.fc_input_scale` of a run on the same store: it follows from states, which may be used up by now."""
-    record = standing(Path(config.run_dir) / "train") / RECORD
+    record = latest_run(config.train_folder) / RECORD
     inputs = artifacts.read_json(record, "train.py")["inputs"] if record.is_file() else {}
     same = inputs.get("store") == store.fingerprint
     return provenance.recorded_value(inputs["train"], "train.fc_input_scale") or None if same else None
@@ -207,8 +210,8 @@ def recorded_scale(config: Config, store: Store) -> list[float] | None:
 def complete_training(
     t: TrainConfig, shape: DrafterShape, steps: int, split: StoreSplit, deadline: Deadline
 ) -> TrainConfig:
-    """With an open weight decay by width and steps, and open scales of fc: none behind a norm, or where its start is
-    given, as it was before; else by the stored states that it reads."""
+    """Fill in an open weight decay, by width and steps, and open scales of fc: from the stored states, but none where a
+    norm precedes fc or fc_init_scale is given."""
     if t.weight_decay is None:
         t = replace(t, weight_decay=default_weight_decay(t.optimizer, shape.hidden_size, steps))
     if t.fc_input_scale is None:
@@ -227,7 +230,7 @@ def complete_training(
 
 def launch_processes(config: Config, data: Inputs) -> Accelerator:
     """The processes of the launch: they are what was asked for, and every one trains the same."""
-    accelerator = launch.make_accelerator(config, Path(config.run_dir) / "train")
+    accelerator = launch.make_accelerator(config, config.train_folder)
     launch.check_alike(
         accelerator, data.made_from.inputs, config, data.measured_on, data.train_split.supervised is not None
     )
@@ -238,7 +241,7 @@ def launch_processes(config: Config, data: Inputs) -> Accelerator:
 
 def claim_folder(config: Config, data: Inputs, accelerator: Accelerator, resources: ExitStack) -> bool:
     """Make run_dir/train this run's and no other process's while `resources` is open; whether it is finished."""
-    folder = Path(config.run_dir) / "train"
+    folder = config.train_folder
     lock = folder.with_name(LOCK)
 
     def up_to_date() -> bool:
@@ -255,7 +258,7 @@ def claim_folder(config: Config, data: Inputs, accelerator: Accelerator, resourc
     return finished
 
 
-def begun(folder: Path, made_from: Provenance) -> bool:
+def has_checkpoint(folder: Path, made_from: Provenance) -> bool:
     """Whether this very run has a checkpoint in the folder, from which it goes on."""
     record = folder / RECORD
     there = record.is_file() and bool(in_order(folder / CHECKPOINTS))
@@ -264,19 +267,19 @@ def begun(folder: Path, made_from: Provenance) -> bool:
 
 def claim(folder: Path, made_from: Provenance, overwrite: bool) -> None:
     """Record that the folder is this run's; a UserError if it holds another one, and `overwrite` is off. Else that one
-    is set aside."""
-    reinstate(folder)  # after a kill
-    artifacts.remove_aside(folder)
+    is backed up."""
+    restore_replaced(folder)  # after a kill
+    artifacts.remove_backup(folder)
     record = folder / RECORD
     if record.exists():
         earlier = artifacts.read_json(record, "train.py")
         made_from.refuse_other(folder, earlier, overwrite)
         if not made_from.matches(earlier):
-            artifacts.set_aside(folder)
+            artifacts.back_up(folder)
     try:
         artifacts.write_json(record, made_from.record())
     except BaseException:
-        artifacts.put_back(folder)
+        artifacts.restore_backup(folder)
         raise
 
 
@@ -285,7 +288,7 @@ def claim(folder: Path, made_from: Provenance, overwrite: bool) -> None:
 
 def restore(config: Config, data: Inputs, accelerator: Accelerator, deadline: Deadline) -> tuple[State, Parallel]:
     """The run after its newest whole checkpoint, or before its first step, on the launch's devices."""
-    t, folder, fingerprint = config.train, Path(config.run_dir) / "train" / CHECKPOINTS, data.made_from.fingerprint
+    t, folder, fingerprint = config.train, config.train_folder / CHECKPOINTS, data.made_from.fingerprint
     objective = build_objective(config, data.shape, data.store, data.draft_vocab)
     kernels = choose_kernels(objective, t, accelerator.device)
     newest = launch.agreed(accelerator, lambda: checkpoint.newest(folder, fingerprint, note))
@@ -302,7 +305,8 @@ def restore(config: Config, data: Inputs, accelerator: Accelerator, deadline: De
     else:
         loaded = checkpoint.load(newest)
         drafter = objective.drafter
-        drafter.load_state_dict({name: drafter.trained(name, weight) for name, weight in loaded.weights.items()})
+        weights = {name: drafter.from_checkpoint(name, weight) for name, weight in loaded.weights.items()}
+        drafter.load_state_dict(weights)
         saved = dict(loaded.extra["state"])
         saved.pop("trackers", None)  # of earlier versions
         state, parallel = State(**saved), parallelise(accelerator, objective, t)
@@ -321,10 +325,10 @@ def restore(config: Config, data: Inputs, accelerator: Accelerator, deadline: De
 
 
 def make_meter(config: Config, data: Inputs, parallel: Parallel, state: State) -> AcceptanceMeter | None:
-    """What measures acceptance, on prompts that `state` lists from now on; None without trajectories."""
+    """What measures acceptance; its prompts are added to `state.measured_on`. None without trajectories."""
     if not data.trajectories:
         say(f"train: acceptance is not measured: {data.store.location} has no trajectories")
         return None
-    # And on others before, of a store made anew.
+    # Earlier prompts stay: the store may have been made anew.
     state.measured_on = list(dict.fromkeys([*state.measured_on, *data.measured_on]))
     return AcceptanceMeter(config, parallel, data.store, data.trajectories)

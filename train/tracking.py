@@ -47,7 +47,7 @@ def loggers(config: Config) -> list[str | GeneralTracker]:
     if config.train.tensorboard:
         if importlib.util.find_spec("tensorboard") is None:  # accelerate would leave it out without a word
             raise UserError("train.tensorboard=true needs TensorBoard: run `pip install 'eagle31[tensorboard]'`")
-        trackers.append(TensorBoardTracker("tensorboard", Path(config.run_dir) / "train"))
+        trackers.append(TensorBoardTracker("tensorboard", config.train_folder))
     return trackers
 
 
@@ -57,7 +57,7 @@ def start(accelerator: Accelerator, config: Config, inputs: dict[str, Any], step
     curves; step: how many are done before this launch."""
     if not accelerator.is_main_process:
         return
-    folder, mode, settings = Path(config.run_dir) / "train", config.train.wandb, {}
+    folder, mode, settings = config.train_folder, config.train.wandb, {}
     file = folder / TRACKERS
     known = artifacts.read_json(file, "train.py") if file.exists() else {}
     if mode != "disabled":
@@ -94,7 +94,7 @@ def start(accelerator: Accelerator, config: Config, inputs: dict[str, Any], step
 def record_launch(config: Config, facts: Mapping[str, Any]) -> None:
     """Save the resolved configuration and add a line on this launch; the main process calls it, once. `facts`: as JSON;
     reports show all of it, and draw `after_step` (0 for the first launch) and `steps` of the run."""
-    folder = Path(config.run_dir) / "train"
+    folder = config.train_folder
     artifacts.write_text(folder / CONFIG, cli.to_yaml(config))
     cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
     launch = {

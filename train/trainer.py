@@ -24,7 +24,7 @@ from train import launch
 from train.acceptance import AcceptanceMeter, evaluate
 from train.checkpoint import Saver, Snapshot
 from train.deadline import Deadline
-from train.loader import GlobalBatch, StepTotals, load
+from train.loader import GlobalBatch, load
 from train.metrics import Reporter, heldout_text, plain, summarise
 from train.parallel import Parallel
 from train.step import accumulate, learning_rate
@@ -112,16 +112,15 @@ class Trainer:
         return load(split, schedule, done, self.t, self.config.seed, self.keep_mask, self.accelerator, self.deadline)
 
     def train_step(self, batch: GlobalBatch) -> StepResult:
-        """Update the weights, unless the step has nothing to train, or a loss or gradient that is not finite; a
-        SharedError if that are more steps than `train.skip_nonfinite`."""
+        """Update the weights. A step that has nothing to train, or a loss or gradient that is not finite, is skipped;
+        SharedError after more than `train.skip_nonfinite` of the latter."""
         self.aside = time.perf_counter() - self.lap - batch.waited
         if self.deadline.reason is not None:
             batch.totals.request_stop()
         step, state = batch.step, self.state
         lr = learning_rate(step, len(self.schedule), self.t)
         sums, totals = accumulate(self.parallel, batch.micro_batches, batch.totals, self.t.gamma)
-        norm, packed, sums = self.parallel.update(lr, totals.pairs, totals.packed, sums)
-        totals = StepTotals(packed)  # on the host now, like norm and sums
+        norm, totals, sums = self.parallel.update(lr, totals, sums)  # on the host now
         tokens = sum(self.data.train_split.lengths[i] for i in batch.samples)
         state.step, state.updates, state.tokens = step, self.parallel.updates, state.tokens + tokens
         if not totals.pairs.any():
@@ -154,14 +153,15 @@ class Trainer:
         if not len(self.heldout) or not (step == self.last_step or step % self.t.eval_every == 0):
             return
         measured = self.meter.measure() if self.meter else {}
-        metrics, of = evaluate(self.parallel, self.heldout, self.t, self.keep_mask), self.t.eval_samples
+        count = min(self.t.eval_samples, len(self.heldout))
+        metrics = evaluate(self.parallel, self.heldout, self.t, self.keep_mask, count)
         self.reporter.log(step, {f"{HELDOUT}{name}": value for name, value in {**metrics, **measured}.items()})
         if self.meter:
-            self._compare(step, measured["acceptance_length"])
-        if step == self.last_step and len(self.heldout) > self.t.eval_samples:
-            of = len(self.heldout)
-            metrics = evaluate(self.parallel, self.heldout, self.t, self.keep_mask, everything=True)
-        self.state.heldout = plain({**metrics, **measured, "conversations": min(of, len(self.heldout))})
+            self._compare(step, measured["acceptance_length"])  # may make this step the last
+        if step == self.last_step and count < len(self.heldout):
+            count = len(self.heldout)
+            metrics = evaluate(self.parallel, self.heldout, self.t, self.keep_mask, count)
+        self.state.heldout = plain({**metrics, **measured, "conversations": count})
         if self.state.best and self.state.best["step"] == step:
             self.state.best["heldout"] = self.state.heldout
         text = f"step {step}: {heldout_text(metrics)}"

@@ -38,15 +38,15 @@ def in_order(folder: Path) -> list[Path]:
     return sorted((path for path in folder.glob("step-*") if NAME.fullmatch(path.name)), key=step_of)
 
 
-def standing(train: Path) -> Path:
-    """Where the run of train/ lies: set aside, if what was to replace it has no checkpoint (`reinstate`)."""
-    aside = artifacts.aside(train)
-    return aside if aside.is_dir() and not in_order(train / CHECKPOINTS) else train
+def latest_run(train: Path) -> Path:
+    """Where the run of train/ lies: in its backup, while what is to replace it has no checkpoint."""
+    backup = artifacts.backup_of(train)
+    return backup if backup.is_dir() and not in_order(train / CHECKPOINTS) else train
 
 
-def reinstate(train: Path) -> bool:
-    """Have the run that was set aside, if any, in its place again, unless what replaces it has a checkpoint."""
-    return not in_order(train / CHECKPOINTS) and artifacts.put_back(train)
+def restore_replaced(train: Path) -> bool:
+    """Restore the run that another was to replace, if there is one, unless that has a checkpoint."""
+    return not in_order(train / CHECKPOINTS) and artifacts.restore_backup(train)
 
 
 def step_of(checkpoint: Path) -> int:

@@ -93,15 +93,15 @@ def forget_pages(path: Path) -> None:
 
 
 def commit(temporary: Path, final: Path) -> None:
-    """Give a finished file or folder its name, and make it survive a power cut. A folder's predecessor is set aside as
+    """Give a finished file or folder its name, and make it survive a power cut. A folder's predecessor is kept as
     `.NAME.old` meanwhile: a kill at any instant leaves one of them whole."""
     for path in [temporary, *temporary.rglob("*")] if temporary.is_dir() else [temporary]:
         fsync_path(path)
     if final.is_dir():
-        set_aside(final)
+        back_up(final)
     temporary.replace(final)
     fsync_path(final.parent)
-    remove_aside(final)
+    remove_backup(final)
 
 
 @contextmanager
@@ -204,33 +204,33 @@ def first_damaged(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> str |
 
 def discard(folder: Path) -> None:
     """Remove a folder of ours. It is renamed first, so it is gone at once; behind a link an empty one stays."""
-    set_aside(folder)
-    shutil.rmtree(aside(folder))
+    back_up(folder)
+    shutil.rmtree(backup_of(folder))
 
 
-def set_aside(folder: Path) -> None:
+def back_up(folder: Path) -> None:
     """Rename a folder of ours to `.NAME.old`, in place of another one there; behind a link an empty one stays."""
-    remove_aside(folder)
-    _linked(folder).replace(aside(folder))
+    remove_backup(folder)
+    _linked(folder).replace(backup_of(folder))
     if folder.is_symlink():
         _linked(folder).mkdir()
 
 
-def remove_aside(folder: Path) -> None:
-    """Remove what was set aside, if anything was."""
-    shutil.rmtree(aside(folder), ignore_errors=True)
+def remove_backup(folder: Path) -> None:
+    """Remove a folder's backup, if it has one."""
+    shutil.rmtree(backup_of(folder), ignore_errors=True)
 
 
-def put_back(folder: Path) -> bool:
-    """Have what was set aside in place of the folder again; whether anything was."""
-    if there := (old := aside(folder)).exists():
+def restore_backup(folder: Path) -> bool:
+    """Put the backup in the folder's place again; whether there was one."""
+    if there := (old := backup_of(folder)).exists():
         shutil.rmtree(_linked(folder), ignore_errors=True)
         old.replace(_linked(folder))
     return there
 
 
-def aside(folder: Path) -> Path:
-    """Where what was set aside lies, if anything was."""
+def backup_of(folder: Path) -> Path:
+    """Where its backup lies, if it has one."""
     folder = _linked(folder)
     return folder.with_name(f".{folder.name}.old")
 

@@ -60,7 +60,7 @@ def is_main() -> bool:
 
 def refuse_lone_process() -> None:
     """UserError in the one process that accelerate's launcher starts where several were asked for, as it does with
-    --cpu and for profiles of one process: of its variables it sets an address for them then, and no number."""
+    --cpu and for profiles of one process: it then sets MASTER_ADDR, and no WORLD_SIZE."""
     asked = os.environ.get
     if "ACCELERATE_MIXED_PRECISION" in os.environ and asked("MASTER_ADDR") == "127.0.0.1" and not asked("WORLD_SIZE"):
         raise UserError(

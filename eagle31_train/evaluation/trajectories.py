@@ -105,7 +105,7 @@ def choose_prompts(heldout: Sequence[Prompt], count: int, evaluated: int, longes
 
 
 def read(store: Store, draft_tokens: int) -> list[Trajectory]:
-    """Those of a store, if any; UserError where they were followed too short a way to draft so many tokens."""
+    """Those of a store, if any; UserError if they do not go on far enough to draft so many tokens."""
     tensors, trajectories = store.trajectories, []
     for i in range(len(tensors) // 4):
         prompt, output, beyond = (tensors[f"{i}.{name}"].tolist() for name in IDS)

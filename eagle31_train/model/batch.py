@@ -16,6 +16,7 @@ those of all slots.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -42,6 +43,13 @@ class Subset:
 
     def of(self, documents: Sequence[int]) -> "Subset":
         return Subset([self.taken[i] for i in documents], self.scale, [self.slots[i] for i in documents])
+
+
+class Chunk(NamedTuple):
+    """A run of supervised positions, and the pairs that they supervise."""
+
+    positions: slice  # of the J
+    pairs: slice  # of the P
 
 
 @dataclass(frozen=True)
@@ -80,7 +88,7 @@ class Batch:
     pair_row: Tensor  # [P] int64 into the flattened [K, S]
     pair_teacher: Tensor  # [P] int64 into [J], ascending
     pair_step: Tensor  # [P] int64
-    chunks: list[tuple[int, int, int, int]]  # runs of CHUNK supervised positions: begin, end in [J]; begin, end in [P]
+    chunks: list[Chunk]  # CHUNK supervised positions each
     trained: Tensor  # [K] int64: trained pairs per step, P together
     eligible: Tensor  # [K] int64: eligible pairs per step
     eligible_prefix: Tensor  # [K] int64: slots eligible at every step 0..k
@@ -125,8 +133,10 @@ def build_batch(
     edges = torch.tensor([0, *map(len, documents)]).cumsum(0)
     owner = torch.arange(len(documents)).repeat_interleave(edges.diff())  # the document of each token
     within = torch.arange(len(owner)) - edges[owner]  # its position there
-    taken = True if subset is None else torch.cat(subset.taken)[:, None]
-    counted, eligible, trained = trained, eligible & taken, trained & taken
+    population = trained  # of all slots, in the subset or not
+    if subset is not None:
+        taken = torch.cat(subset.taken)[:, None]
+        eligible, trained = eligible & taken, trained & taken
 
     slot = trained.any(1).nonzero()[:, 0]
     sizes = edges.new_zeros(len(documents)).scatter_reduce_(0, owner[slot], within[slot] + 1, "amax")
@@ -142,7 +152,7 @@ def build_batch(
         rank = torch.cat([owners(some, count) for some in trained.any(1).split(edges.diff().tolist())])
         shared = Shared(make_places(rank[context], count), make_places(rank[slot], count), among(slot), among(context))
         mine = rank == index
-        eligible, trained, counted = (some & mine[:, None] for some in (eligible, trained, counted))
+        eligible, trained, population = (some & mine[:, None] for some in (eligible, trained, population))
         slot, context = slot[mine[slot]], context[mine[context]]
         states = within[context].split(owner[context].bincount(minlength=len(documents)).tolist())
 
@@ -178,7 +188,7 @@ def build_batch(
         trained=trained.sum(0),
         eligible=eligible.sum(0),
         eligible_prefix=eligible.cumprod(1).sum(0),
-        population=counted.sum(0),
+        population=population.sum(0),
         scale=1.0 if subset is None else subset.scale,
         shared=shared,
     )
@@ -225,11 +235,11 @@ def has_pairs(document: Document, keep_mask: Tensor, oov: str) -> bool:
     return bool(_pairs(document, 1, keep_mask, oov)[1].any())  # if (t, k) is a pair, so is (t + k, 0)
 
 
-def _chunks(pair_teacher: Tensor, supervised: int) -> list[tuple[int, int, int, int]]:
+def _chunks(pair_teacher: Tensor, supervised: int) -> list[Chunk]:
     """Cut the supervised positions into runs of CHUNK. On the host, so that a step never waits for a device."""
     edges = [*range(0, supervised, CHUNK), supervised]
     pairs = torch.searchsorted(pair_teacher, torch.tensor(edges)).tolist()
-    return [(*position_run, *pair_run) for position_run, pair_run in zip(pairwise(edges), pairwise(pairs), strict=True)]
+    return [Chunk(slice(*p), slice(*q)) for p, q in zip(pairwise(edges), pairwise(pairs), strict=True)]
 
 
 def _pairs(document: Document, ttt_length: int, keep_mask: Tensor, oov: str) -> tuple[Tensor, Tensor]:

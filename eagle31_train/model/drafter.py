@@ -47,9 +47,9 @@ class Drafter(nn.Module):
     # Activation checkpointing: keep only states and attention outputs, and recompute the rest for the gradient.
     recompute = False
     fused = False  # see `unrolled_attention`
-    # Of each auxiliary layer: without a norm before it, fc trains on its states times this, and is `served` for states
-    # as they are. Else an update moves what fc makes of states with an RMS of 20 by 20 times as much as in EAGLE 3.1
-    # (docs/log.md). Powers of two, so that nothing is rounded.
+    # Of each auxiliary layer: without a norm before it, fc trains on its states times this, and in checkpoints takes
+    # states as they are. Else an update moves what fc makes of states with an RMS of 20 by 20 times as much as in
+    # EAGLE 3.1 (docs/log.md). Powers of two, so that nothing is rounded.
     fc_input_scale: Sequence[float] = ()
     context_group: ProcessGroup | None = None  # ranks that share documents (context parallelism), for `batch.shared`
 
@@ -65,9 +65,8 @@ class Drafter(nn.Module):
         self.norm = RMSNorm(D, eps)
         self.lm_head = Linear(D, shape.draft_vocab_size)
         for module in self.modules():
-            if (
-                isinstance(module, Linear) and not module.weight.is_meta
-            ):  # which torch's compiler would draw, in seconds
+            # Weights on the meta device would be drawn by torch's compiler, in seconds.
+            if isinstance(module, Linear) and not module.weight.is_meta:
                 nn.init.normal_(module.weight, std=0.02)
         if shape.parallel:
             self.mask_hidden = nn.Parameter(0.02 * torch.randn(1, A * H))
@@ -107,12 +106,12 @@ class Drafter(nn.Module):
             states = tuple(scale * state for scale, state in zip(self.fc_input_scale, states, strict=True))
         return torch.cat(states, dim=-1)
 
-    def served(self, name: str, weight: Tensor) -> Tensor:
+    def to_checkpoint(self, name: str, weight: Tensor) -> Tensor:
         """A parameter as checkpoints have it: fc's [D, A * H] for states that nothing scales."""
         return weight * self._columns(weight) if name == "fc.weight" and self.fc_input_scale else weight
 
-    def trained(self, name: str, weight: Tensor) -> Tensor:
-        """The inverse of `served`."""
+    def from_checkpoint(self, name: str, weight: Tensor) -> Tensor:
+        """The inverse of `to_checkpoint`."""
         return weight / self._columns(weight) if name == "fc.weight" and self.fc_input_scale else weight
 
     def _columns(self, weight: Tensor) -> Tensor:
@@ -143,8 +142,8 @@ class Drafter(nn.Module):
             ids, steps_read = torch.cat([ids, mask_token]), F.pad(steps_read, (0, 1), value=len(ids))
             of_step[1:] = [torch.full_like(mask_token, len(batch.read))] * (batch.ttt_length - 1)
         tokens = TokenHalf(self.midlayer, self.embed(ids), steps_read, all_queries=len(stack) > 1)
-        following: Read = partial(tokens.context, batch.following)
-        reads = (partial(tokens.step, read) for read in of_step)
+        following = tokens.context(batch.following)
+        reads = (tokens.step(rows) for rows in of_step)
 
         layouts = everywhere, layout
         outputs, rms = [], []
@@ -295,17 +294,21 @@ class TokenHalf:
         of_read = [projection for projection in everyone if projection not in self._all]
         self._read |= {projection: projection.shifted(linear(e_read, halves[projection][0])) for projection in of_read}
 
-    def context(self, following: Tensor, normed: Tensor) -> Project:
-        """Projections of every context position: normed states [C, D] with the tokens at `following` [C]."""
-        return lambda projection: self._join(projection, self._all[projection].index_select(0, following), normed)
+    def context(self, following: Tensor) -> Read:
+        """Of every context position: normed states [C, D] beside the tokens at `following` [C]."""
+        return partial(self._beside, self._all, following)
 
-    def step(self, reads: Tensor, normed: Tensor) -> Project:
-        """Projections of every slot: normed states [S, D] with the tokens at `reads` [S] among those read; one row of
-        each if all slots have the same."""
-        return lambda projection: self._join(projection, self._read[projection].index_select(0, reads), normed)
+    def step(self, reads: Tensor) -> Read:
+        """Of every slot: normed states [S, D] beside the tokens at `reads` [S] among those read; one row of each if all
+        slots have the same."""
+        return partial(self._beside, self._read, reads)
 
-    def _join(self, projection: Linear, token_half: Tensor, normed: Tensor) -> Tensor:
-        return token_half + linear(normed.to(token_half.dtype), self._state[projection])
+    def _beside(self, halves: dict[Linear, Tensor], rows: Tensor, normed: Tensor) -> Project:
+        def project(projection: Linear) -> Tensor:
+            token_half = halves[projection].index_select(0, rows)
+            return token_half + linear(normed.to(token_half.dtype), self._state[projection])
+
+        return project
 
 
 def call(function: Callable, *args: Any) -> Any:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from eagle31_train.kernels.divergence import fused_divergence, teacher_sums
-from eagle31_train.model.batch import Batch
+from eagle31_train.model.batch import Batch, Chunk
 from eagle31_train.model.drafter import Drafter
 from eagle31_train.model.layer import Mlp
 from eagle31_train.model.linear import (
@@ -115,7 +115,8 @@ class Objective(nn.Module):
         """The weighted loss of a batch, and its measures [len(MEASURES), K] fp32. weights: [K] fp32, gamma^k / N_k with
         N_k counted over the whole global batch."""
         with torch.autocast(weights.device.type, self.autocast) if self.autocast else nullcontext():
-            (z, rms), head, learn = self.drafter(batch), self.drafter.lm_head.weight, torch.is_grad_enabled()
+            z, rms = self.drafter(batch)
+            head, learn = self.drafter.lm_head.weight, torch.is_grad_enabled()
             total, sums, hits = _ChunkedDivergence.apply(z.flatten(0, 1), head, batch, weights, self, learn)
         correct = hits.view(z.shape[:2])
         measured = [
@@ -207,10 +208,10 @@ class _ChunkedDivergence(torch.autograd.Function):
         block, part = objective.logit_counts(z.device)
 
         with torch.autocast(z.device.type, enabled=False):
-            for first, last, begin, end in blocks(batch.chunks, block // len(head)):
-                rows, steps = batch.pair_row[begin:end], batch.pair_step[begin:end]
-                supervised = batch.pair_teacher[begin:end] - first
-                teacher = objective.teacher.logits(batch.teacher[first:last].decode())
+            for positions, pairs in blocks(batch.chunks, block // len(head)):
+                rows, steps = batch.pair_row[pairs], batch.pair_step[pairs]
+                supervised = batch.pair_teacher[pairs] - positions.start
+                teacher = objective.teacher.logits(batch.teacher[positions].decode())
                 count, spare = len(rows), spare_rows(len(rows), z_low)
                 states = z_low.index_select(0, filled_up(rows, spare))
                 logits = product(states, head_low)  # overwritten by their gradient, which is 0 in spare rows
@@ -224,7 +225,7 @@ class _ChunkedDivergence(torch.autograd.Function):
                     value, best = plain_pairs(logits[:count], teacher, supervised, objective)
                 outside = None if objective.fused else filled_up(weight, spare)
                 del teacher
-                hits[rows] = objective.teacher.target_ids[best] == batch.top1[first:last][supervised]
+                hits[rows] = objective.teacher.target_ids[best] == batch.top1[positions][supervised]
                 sums.index_add_(0, steps, value)
                 if dz is not None:
                     dz.index_copy_(0, rows, weighted(product(logits, head_low.T), outside)[:count].to(dz.dtype))
@@ -251,14 +252,15 @@ def weighted(x: Tensor, weights: Tensor | None) -> Tensor:
     return x if weights is None else x * weights[:, None]
 
 
-def blocks(chunks: list[tuple[int, int, int, int]], rows: int) -> list[tuple[int, int, int, int]]:
-    """Join neighbouring chunks (first, last position; begin, end pair) of together at most `rows` pairs."""
-    joined: list[tuple[int, int, int, int]] = []
-    for first, last, begin, end in chunks:
-        if joined and end - joined[-1][2] <= rows:
-            joined[-1] = (joined[-1][0], last, joined[-1][2], end)
-        else:
-            joined.append((first, last, begin, end))
+def blocks(chunks: list[Chunk], most: int) -> list[Chunk]:
+    """Join neighbouring chunks that have together at most so many pairs."""
+    joined: list[Chunk] = []
+    for positions, pairs in chunks:
+        if joined and pairs.stop - joined[-1].pairs.start <= most:
+            before = joined.pop()
+            positions = slice(before.positions.start, positions.stop)
+            pairs = slice(before.pairs.start, pairs.stop)
+        joined.append(Chunk(positions, pairs))
     return joined
 
 

@@ -129,9 +129,9 @@ def _seen(shape: DrafterShape, work: Work, step: Step) -> float:
 def _flash(shape: DrafterShape, w: Widths, work: Work, seen: float) -> float:
     """Values while attention's gradient is worked out by CUDA's flash kernel, with `seen` keys; an fp32 number is two.
 
-    In the kernel, all as wide as the wider of a key and a value: copies of keys and values and the gradients of both,
-    where heads share keys once more for every query head; of the queries gradient (in fp32 too), and padded what
-    comes and goes. After it, with copies, still these gradients, and those of the keys twice in fp32. Slots too
+    Inside the kernel all have the wider width of a key and a value: copies of keys and values, and the gradients of
+    both, once more for every query head where heads share keys; the queries' gradient, in fp32 too; padded inputs and
+    outputs. After it, with copies, still these gradients, and those of the keys twice in fp32. Slots too
     scattered for copies stand among all positions instead.
     """
     h, g = w.heads, shape.num_key_value_heads
@@ -312,15 +312,28 @@ def memory(
     gathered, part, largest = whole + frozen, whole / devices, FP32 * max(map(max, state.groups))
     flat = largest if largest > bucket else min(bucket, whole)  # flattened once more to be sent
     step = batch + micro.peak
-    if not profile.stage:  # one process, or DDP, whose buckets hold the gradients
-        copies, own = (whole, 0) if profile.several else (0, whole)
-        moments, exchange = FP32 * state.moments, state.iterated(devices) + own
-        return Memory(gathered, moments, copies, target, step + accumulates * own, exchange)
+    if not profile.stage:
+        gradients = 0 if profile.several else whole  # DDP's are in its buckets, among the copies
+        return Memory(
+            weights=gathered,
+            moments=FP32 * state.moments,
+            copies=whole - gradients,
+            target=target,
+            step=step + accumulates * gradients,
+            exchange=state.iterated(devices) + gradients,
+        )
     if not profile.deepspeed:
         # FSDP2 gathers in one buffer, which lives as long as the tensors that it is copied into; gradients likewise.
         step += 2 * gathered + accumulates * part
         exchange = max(gathered + whole, 2 * whole + part, part + state.iterated(devices))
-        return Memory(gathered / devices, FP32 * state.moments / devices, 0, target, step, exchange)
+        return Memory(
+            weights=gathered / devices,
+            moments=FP32 * state.moments / devices,
+            copies=0,
+            target=target,
+            step=step,
+            exchange=exchange,
+        )
     sharded = 0.0 if profile.offload else 2 * part
     if profile.stage == 3:
         # Gathered in one buffer, then copied into tensors; gradients go bucket by bucket. DeepSpeed means to update
@@ -328,7 +341,15 @@ def memory(
         step = batch + max(micro.after_forward + 2 * gathered, micro.peak + gathered)
         exchange = max(gathered + largest + flat, min(FP32 * GROUP, part))
         host = 5 * part if profile.offload else 0  # moments, weights, and gradients twice
-        return Memory(gathered / devices, sharded, bucket + sharded, target, step, exchange, host)
+        return Memory(
+            weights=gathered / devices,
+            moments=sharded,
+            copies=bucket + sharded,
+            target=target,
+            step=step,
+            exchange=exchange,
+            host=host,
+        )
     # ZeRO-1 and 2: all weights in one flat tensor, and the part that is updated once more.
     host, partial = 0.0, float(FP32 * state.touched(devices))
     if profile.stage == 1:  # all gradients, moved into the bucket one after another
@@ -340,4 +361,12 @@ def memory(
         host, partial, between = 5 * part + largest + accumulates * partial, 0.0, 0.0
     step += accumulates * between
     exchange = max(partial + waiting + bucket * (1 + overlap), partial + part)
-    return Memory(gathered, sharded, largest if profile.offload else part, target, step, exchange, host)
+    return Memory(
+        weights=gathered,
+        moments=sharded,
+        copies=largest if profile.offload else part,
+        target=target,
+        step=step,
+        exchange=exchange,
+        host=host,
+    )

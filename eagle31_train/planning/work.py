@@ -136,11 +136,11 @@ def widths(shape: DrafterShape) -> Widths:
 def training_flops(shape: DrafterShape, work: Work, train_lm_head: bool = True) -> dict[str, float]:
     """FLOPs of forward and backward by part; a product of [n, a] with [a, b] is 2·n·a·b, and its backward twice that.
 
-    fc has every position, but without fc_norm no gradient of its inputs; keys and values have states of every position
-    at step 0 and of the step's slots later, and the embedding of every token once; queries likewise of slots and tokens
-    read. Attention has each slot's own step-0 keys and k later ones. Of several layers, those below the last have
-    every position at step 0, and those above the first no embeddings. A parallel drafter's first layer has one mask row
-    a step. The teacher has no backward pass.
+    fc runs on every position; without a norm before it no gradient of its inputs is worked out. Keys and values have
+    states of every position at step 0 and of the step's slots later, and the embedding of every token once; queries
+    likewise of slots and tokens read. Attention has each slot's own step-0 keys and k later ones. Of several layers,
+    those below the last have every position at step 0, and those above the first no embeddings. A parallel drafter's
+    first layer has one mask row a step. The teacher has no backward pass.
     """
     D, H, A, Vd = shape.hidden_size, shape.target_hidden_size, len(shape.aux_layers), shape.draft_vocab_size
     w = widths(shape)

@@ -127,9 +127,11 @@ def encode(states: Tensor, codec: str) -> tuple[Encoded, Tensor]:
     if not how.block:
         encoded = plain(states.bfloat16())
         return encoded, all_finite(encoded.values)
-    fine, channels, states = None, states.new_empty(1, *states.shape[1:-1], 0, dtype=torch.bfloat16), states.float()
+    states = states.float()
+    channels = states.new_empty(1, *states.shape[1:-1], 0, dtype=torch.bfloat16)
+    finite = torch.ones((), dtype=torch.bool, device=states.device)
     if how.channels:
-        fine = all_finite((states * (1 + 1 / how.largest)).bfloat16())  # no value is decoded to more
+        finite = all_finite((states * (1 + 1 / how.largest)).bfloat16())  # no value is decoded to more
         channels = _channel_scales(states)
         states = states / channels.float()
     blocks = _blocks(states, how.block)
@@ -138,7 +140,7 @@ def encode(states: Tensor, codec: str) -> tuple[Encoded, Tensor]:
     else:
         extreme = blocks.abs().amax(-1, keepdim=True)
     scale = (extreme / how.largest).bfloat16()
-    finite = all_finite((scale * how.largest).bfloat16())  # what the extreme value would be decoded to
+    finite = finite & all_finite((scale * how.largest).bfloat16())  # what the extreme value would be decoded to
     scale = torch.where(scale.abs() < torch.finfo(scale.dtype).tiny, 1.0, scale)  # a block of nothing, or next to it
     scaled = _from_blocks(blocks / scale.float(), width)
     if codec == "fp8":
@@ -151,7 +153,7 @@ def encode(states: Tensor, codec: str) -> tuple[Encoded, Tensor]:
         values = pairs[..., 0] | pairs[..., 1] << 4
     document = torch.zeros(len(values), dtype=torch.int64, device=values.device)
     encoded = Encoded(codec, width, values.contiguous(), scale[..., 0].contiguous(), channels, document)
-    return encoded, finite if fine is None else finite & fine
+    return encoded, finite
 
 
 def _channel_scales(states: Tensor) -> Tensor:

@@ -149,7 +149,7 @@ def open_checked(
     storage: Storage, line: Line, opener: Callable[[Path], T], what: str = "", verified: bool = False
 ) -> T:
     """`opener` of a big file that is as its line says; the checksum of one that is `verified` already is not compared.
-    DamagedError, naming the file and `what` follows its name, if it is another; FileNotFoundError if it is missing."""
+    DamagedError, which names the file and then `what`, if it is another; FileNotFoundError if it is missing."""
 
     def checked(path: Path) -> T:
         if (size := path.stat().st_size) != line.size:

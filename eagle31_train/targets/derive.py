@@ -20,18 +20,18 @@ SHRINKAGE, SHORT = 1.62, 540
 STEP_TOKENS, MOST_STEPS, STEP_UNIT = 2048, 15_000, 256
 
 
-def complete(config: Config, described: Mapping[str, Any] | None, begun: Mapping[str, Any] | None = None) -> Config:
+def complete(config: Config, described: Mapping[str, Any] | None, recorded: Mapping[str, Any] | None = None) -> Config:
     """Fill in every option that the target decides: the drafter's shape and, if null, the learning rate.
 
     Args:
         described: the target, as stage 1's manifest has it; without it its config.json is read.
-        begun: the drafter's options of a run that training goes on with.
+        recorded: the drafter's options of a run that training goes on with.
     """
     options = config.drafter
-    if begun is not None:
-        values = {name: value for name, value in begun.items() if getattr(options, name, 0) is None}
+    if recorded is not None:
+        values = {name: value for name, value in recorded.items() if getattr(options, name, 0) is None}
         if "rope_theta" in values:  # what is given of a scaling goes over the one that it was begun with
-            values["rope_scaling"] = {**(begun.get("rope_scaling") or {}), **options.rope_scaling}
+            values["rope_scaling"] = {**(recorded.get("rope_scaling") or {}), **options.rope_scaling}
         options = replace(options, **values)
     train = config.train
     if train.lr is None or None in (getattr(options, name) for name in REQUIRED):

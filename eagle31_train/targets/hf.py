@@ -323,7 +323,7 @@ class TransformersEngine:
         return Reference(model(**inputs).logits[0, positions].float())  # code that came with an older target
 
     def _forget_lengths(self) -> None:
-        """Let a RoPE that follows the length follow the next conversation's alone: it keeps the longest one's."""
+        """Reset a RoPE that depends on the length, which keeps the longest seen, before each conversation."""
         if not self._alone:
             return
         for module in self.target.model.modules():

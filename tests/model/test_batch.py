@@ -85,7 +85,7 @@ MISTAKES = {
         pair_teacher=lambda p: (p.pair_teacher + 1).clamp(max=len(p.teacher) - 1)
     ),
     "a chunk that ends a pair late": of_batch(
-        chunks=lambda p: [(first, end, begin, stop + 1) for first, end, begin, stop in p.chunks]
+        chunks=lambda p: [c._replace(pairs=slice(c.pairs.start, c.pairs.stop + 1)) for c in p.chunks]
     ),
     "the last chunk forgotten": of_batch(chunks=lambda p: p.chunks[:-1]),
     "prefixes counted as pairs": of_batch(eligible_prefix=lambda p: p.eligible),

@@ -147,7 +147,7 @@ def mask_rows_beside_the_texts_tokens(monkeypatch):
 
     def wrong(self, packed):
         rows = iter(packed.reads)
-        monkeypatch.setattr(drafter.TokenHalf, "step", lambda half, _, normed: right(half, next(rows), normed))
+        monkeypatch.setattr(drafter.TokenHalf, "step", lambda half, _: right(half, next(rows)))
         return forward(self, packed)
 
     monkeypatch.setattr(drafter.Drafter, "forward", wrong)

@@ -43,7 +43,7 @@ def test_fc_of_eagle_3_trains_on_scaled_states_and_is_saved_for_states_as_they_a
     assert_equal(run.weights(), by_one(*options).weights())  # nothing is rounded on the way to a checkpoint and back
 
     drafter, store = begin_fresh(run, *options)[0].drafter, Store(run.folder / "run" / "store")
-    drafter.load_state_dict({name: drafter.trained(name, weight) for name, weight in run.weights().items()})
+    drafter.load_state_dict({name: drafter.from_checkpoint(name, weight) for name, weight in run.weights().items()})
     states = store.split("train").read(0).aux.decode().float()
     torch.testing.assert_close(drafter.fuse(plain(states)), states.flatten(1) @ run.weights()["fc.weight"].T)
 

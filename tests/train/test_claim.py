@@ -154,7 +154,7 @@ def test_a_run_stays_until_what_replaces_it_has_a_checkpoint(new_run, monkeypatc
         elif error is KeyboardInterrupt:
             patch.setattr(trainer.Trainer, "train_step", fails)
         if ends == "a kill":
-            patch.setattr(prepare, "reinstate", lambda _: False)
+            patch.setattr(prepare, "restore_replaced", lambda _: False)
         with pytest.raises(error):
             run.fit(*other, *(["train.lr=1e30"] if error is UserError else []))
     assert ends == "a kill" or contents(run.train) == before

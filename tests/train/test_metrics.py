@@ -2,7 +2,6 @@
 Biases. Rows of metrics.jsonl are those of a run that nobody stopped: test_survival.py."""
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -46,7 +45,7 @@ def launch(config, done, steps):
     AcceleratorState._reset_state(True)
     accelerator = Accelerator(log_with=tracking.loggers(config) or None)
     tracking.start(accelerator, config, {"train": {"lr": 1.0}}, done)
-    reporter = Reporter(accelerator, Path(config.run_dir) / "train", done, 100)
+    reporter = Reporter(accelerator, config.train_folder, done, 100)
     for step in steps:
         reporter.log(step, {"loss": 100 * done + step, "prefix_at_depth": [0.5, 0.25], "oops": None})
         reporter.timing(step, {"seconds": 2.0, "aside": 1.5, "tokens": 10, "memory_bytes": None})
