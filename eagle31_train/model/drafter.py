@@ -304,11 +304,10 @@ class TokenHalf:
         return partial(self._beside, self._read, reads)
 
     def _beside(self, halves: dict[Linear, Tensor], rows: Tensor, normed: Tensor) -> Project:
-        def project(projection: Linear) -> Tensor:
-            token_half = halves[projection].index_select(0, rows)
-            return token_half + linear(normed.to(token_half.dtype), self._state[projection])
+        return lambda projection: self._join(projection, halves[projection].index_select(0, rows), normed)
 
-        return project
+    def _join(self, projection: Linear, token_half: Tensor, normed: Tensor) -> Tensor:
+        return token_half + linear(normed.to(token_half.dtype), self._state[projection])
 
 
 def call(function: Callable, *args: Any) -> Any:
