@@ -1,19 +1,24 @@
 """Answers: what a server is asked, what is made of its token ids, and whom it is asked of."""
 
+import shutil
+from dataclasses import replace
 from threading import Event
 from threading import enumerate as enumerate_threads
 
 import pytest
 from answering import answering, completion
 from made import message_of
+from pipeline import flip_bit
 
 from data_prep import client, written
-from data_prep.answers import Job, Remote
+from data_prep.answers import Job, Remote, target_inputs
 from data_prep.client import Failed, NoAnswer, Server
 from data_prep.dialogue import turns_of
+from data_prep.journal import Answer
 from eagle31_train.common.errors import Refused
-from eagle31_train.config import Config, DataConfig, GenerateConfig, TargetConfig
+from eagle31_train.config import Config, DataConfig, GenerateConfig, SelfPromptsConfig, TargetConfig
 from eagle31_train.rows.formats import Row
+from eagle31_train.targets.chat import ChatTemplate
 from eagle31_train.targets.completions import Request, Sampling
 
 ASK = {"role": "user", "content": "hi"}
@@ -218,3 +223,46 @@ def test_a_server_that_ends_answers_otherwise_than_the_target_is_named_at_once(c
     """Its other answers would end so, too, hours later."""
     said = message_of(answered, chatml, server, chatml.encode("hello"), "stop")
     assert said.startswith("an answer ends with 'llo' there, which is none of the target's end tokens here ([2])")
+
+
+def test_a_server_is_asked_as_the_options_say(chatml, server):
+    data = DataConfig(generate=GenerateConfig(server=server.url, max_new_tokens=9, top_p=0.8))
+    remote = Remote(Config(name="t", target=TargetConfig(path="t"), data=data), chatml)
+    list(remote.answers({"hi": Job(Row("hi", "s", "f:1", [ASK]), 1, 0.7, turns_of([ASK]), [ASK])}))
+    how = SelfPromptsConfig(max_new_tokens=11, top_p=0.6)
+    for end_text in (None, "User:"):
+        list(remote.write(how, [4], end_text, {"a": ASKED}))
+    names = ("temperature", "top_p", "max_tokens", "stop_token_ids", "stop", "skip_special_tokens")
+    assert [[body.get(name) for name in names] for body in server.bodies] == [
+        [0.7, 0.8, 9, chatml.end_ids, None, None],
+        [0.5, 0.6, 11, [4], None, None],
+        [0.5, 0.6, 11, [4], "User:", False],  # which may be made of special tokens
+    ]
+
+
+def test_answers_are_of_one_target_and_one_seed(tiny_target, tmp_path):
+    folder = shutil.copytree(tiny_target, tmp_path / "target")
+    config = Config(name="t", target=TargetConfig(path=str(folder)))
+    template = ChatTemplate.load(config.target)
+    before = target_inputs(config, template, "model")
+    assert target_inputs(replace(config, seed=1), template, "model") != before
+    flip_bit(folder / "model.safetensors")
+    assert target_inputs(config, template, "model") != before
+    servers = [GenerateConfig(server="http://127.0.0.1:1/v1", model=model) for model in ("a", "b")]
+    one, other = (target_inputs(replace(config, data=DataConfig(generate=g)), template, "model") for g in servers)
+    assert one != other
+
+
+def test_a_conversation_tells_how_each_answer_ended():
+    job = Job(Row("hi", "s", "f:1", [ASK]), 0, 0.0, turns_of([ASK]), [ASK])
+    for reason in ("length", "stop"):
+        job.add(Answer({"role": "assistant", "content": "x"}, reason, 1))
+    assert [message["finish_reason"] for message in job.messages[1:]] == ["length", "stop"]
+
+
+@pytest.mark.parametrize("status", [400, 413, 422])
+def test_a_prompt_that_a_server_refuses_ends_no_run(server, status):
+    server.reply = lambda _: (status, b"longer than the context")
+    with pytest.raises(Refused, match=f"the server refuses it: HTTP {status} longer than the context"):
+        Server(server.url, "m", 7).complete(ASKED, UP_TO)
+    assert len(server.bodies) == 1

@@ -160,3 +160,16 @@ def test_a_stream_reads_no_more_of_a_hub_data_set_than_is_asked_for(tmp_path, mo
     assert "org/name:6 cannot be read" in message_of("org/name", stream_rows=6)
     with pytest.raises(UserError, match="no hub data set could be loaded: Bad split: nope"):
         open_files("org/name", "nope", "data.prompts", 4)
+
+
+def test_a_hub_data_set_is_known_by_its_content_and_may_hold_lists_as_text(tmp_path, monkeypatch):
+    (tmp_path / "hub").mkdir()
+    build = partial(datasets.load_dataset_builder, cache_dir=str(tmp_path / "cache"))
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda _: build(str(tmp_path / "hub")))
+    known = set()
+    for rows in (AS_TEXT, AS_TEXT[::-1]):
+        write_parquet(tmp_path / "hub" / "train.parquet", rows)
+        found = [each.messages for each in rows_of("org/name", stream_rows=2)]
+        assert sorted(found, key=str) == sorted((each["messages"] for each in ROWS), key=str)
+        known.add(open_files("org/name", "train", "data.prompts", 2)[0].fingerprint)
+    assert len(known) == 2

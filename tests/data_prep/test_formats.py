@@ -6,6 +6,7 @@ import pytest
 from families import says
 
 from data_prep.dialogue import following, turns_of
+from eagle31_train.common.errors import Refused
 from eagle31_train.rows.formats import detect, parse
 from eagle31_train.targets.markup import Parts, meant
 
@@ -118,3 +119,49 @@ def test_values_are_compared_and_not_their_spelling():
         assert meant(said).difference(Parts("", "x", [("f", other)])) == "tool calls"
     assert meant(said).difference(Parts("", "y", [])) == "answer"
     assert meant(said).difference(Parts("hm", "x", [])) == "thought"
+
+
+def test_results_without_ids_are_of_the_calls_in_their_place_or_of_any():
+    recorded = says("", tool_calls=[call("weather"), call("map")])
+    turn = turns_of([*ASKED, recorded, result("W"), result("M")])[1]
+    assert following(turn, says("", tool_calls=[call("map"), call("weather")])) == [result("M"), result("W")]
+    unknown = turns_of([*ASKED, says("let me look"), result("W")])[1]
+    assert following(unknown, says("", tool_calls=[call("weather")])) == [result("W")]
+
+
+def test_what_no_longer_fits_the_answer_is_refused():
+    recorded = says("", tool_calls=[call("weather"), call("map")])
+    turn, plain = turns_of([*ASKED, recorded, result("W"), result("M")])[1], turns_of(ASKED)[0]
+    for calls in (["weather"], ["weather", "map", "map"], ["weather", "find"]):
+        with pytest.raises(Refused, match="the answer calls other tools than the prompt has results of"):
+            following(turn, says("", tool_calls=[call(name) for name in calls]))
+    for text in ("<tool_call>find()", "to=functions.find"):
+        with pytest.raises(Refused, match="calls a tool in its text"):
+            following(plain, says(text), [TOOL])
+        assert following(plain, says(text)) == ASKED, "without tools they are words"
+    with pytest.raises(Refused, match="a system turn with nothing to answer after it"):
+        turns_of([*ASKED, {"role": "system", "content": "be brief"}])
+
+
+ALIASES = {
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("user", "human"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "model", "bot"), "assistant"),
+    **dict.fromkeys(("tool", "function", "observation"), "tool"),
+}
+
+
+@pytest.mark.parametrize("name", ALIASES)
+def test_roles_have_other_names_and_the_parts_of_a_text_are_one(name):
+    parts = [{"type": "text", "text": part} for part in ("h", "i")]
+    assert row([{"role": name, "content": parts}]).messages == [{"role": ALIASES[name], "content": "hi"}]
+
+
+def test_what_a_message_says_goes_before_what_its_row_says():
+    system = {"role": "system", "content": "be brief"}
+    assert row([system, *ASKED], system="be kind").messages == [system, *ASKED]
+    assert row(ASKED, system="be brief").messages == [system, *ASKED]
+    cut = {**ANSWERED[1], "finish_reason": "length"}
+    assert row([*ASKED, cut], finish_reason="stop").messages[-1] == cut
+    assert row(ANSWERED, finish_reason="length").messages[-1] == cut
+    assert row(ASKED, finish_reason="stop").messages == ASKED

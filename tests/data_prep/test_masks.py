@@ -63,6 +63,8 @@ SAID = "{{ m['content'] }}"
         ({"\n" + SAID: ": " + SAID, "assistant\n": "assistant: "}, [ASK, says("hello")], "a boundary inside a token"),
         ({"{% for": "{{ raise_exception('roles must alternate') }}{% for"}, [ASK, REPLY], "roles must alternate"),
         ({SAID: "{{ m.content | upper }}"}, [ASK, REPLY], "the template alters the answer"),
+        ({SAID: "{{ m.content | replace('²', '2') }}"}, [ASK, says("x²")], "the template alters the answer"),
+        ({"<|im_end|>": "<|im_end|>junk"}, [ASK, REPLY], "text of the turn after its end-of-turn token"),
         ({SAID: SAID + "<|im_start|>"}, [ASK, REPLY], r"end with <\|im_start\|>, which eos"),
     ],
 )  # fmt: skip
@@ -283,3 +285,19 @@ def test_without_a_system_turn_a_conversation_begins_with_the_users(family):
     bare = template.render(said[1:], add_generation_prompt=True)
     assert "be kind" not in text
     assert bare.endswith(text.removeprefix(template.tokenizer.bos_token or ""))
+
+
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+
+
+@pytest.mark.parametrize(
+    ("args", "answer", "why"),
+    [
+        ({}, says("", tool_calls=[CALL], finish_reason="length"), "cut off among its tool calls"),
+        ({}, says("<think>\na\n</think>\n\nb", reasoning_content="hm"), "a thought within the answer, and another"),
+        ({"enable_thinking": False}, says("yes", reasoning_content="hm"), "the prompt switches thinking off"),
+    ],
+)
+def test_parts_that_contradict_each_other_are_refused(args, answer, why):
+    with pytest.raises(Refused, match=why):
+        samples(load(FAMILIES["qwen3"], args), [ASK, answer], 1000)

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from contextlib import nullcontext
 
 import imitating
 import pytest
@@ -9,7 +10,7 @@ from families import write_rows
 from made import message_of
 
 from data_prep import client
-from data_prep.own_server import LOG
+from data_prep.own_server import LOG, OwnServer
 from data_prep.stage import prepare
 from eagle31_train.cli import load_config
 from eagle31_train.targets.chat import ChatTemplate
@@ -63,3 +64,16 @@ def test_one_that_dies_or_does_not_start_says_why(pids, tiny_target, tmp_path, m
     assert "data.generate.model is for a server of yours" in message_of(prepare, with_model)
     absent = configured(tmp_path / "other", tiny_target, "evaluate.vllm_python=false")
     assert message_of(prepare, absent).endswith("it is started with evaluate.vllm_python=false")
+
+
+@pytest.mark.parametrize("why", [None, "HF_HUB_OFFLINE is set"])
+def test_it_starts_once_under_the_targets_name_and_offline_where_the_hub_is(tiny_target, tmp_path, monkeypatch, why):
+    started = []
+    monkeypatch.setattr("eagle31_train.targets.pretrained.out_of_reach", lambda _: why)
+    start = lambda command, *_, offline: started.append((command, offline)) or nullcontext()  # noqa: E731
+    monkeypatch.setattr("eagle31_train.evaluation.serving.server.Server", start)
+    own = OwnServer(configured(tmp_path / "run", tiny_target))
+    assert own.url() == own.url()
+    ((command, offline),) = started
+    assert offline == (why is not None)
+    assert not any(word.startswith(("--served-model-name", "--no-enable-prefix-caching")) for word in command)

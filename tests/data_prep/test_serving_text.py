@@ -5,7 +5,7 @@ import re
 from contextlib import nullcontext
 
 import pytest
-from families import FAMILIES, load, row_of
+from families import FAMILIES, load, row_of, says
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -162,6 +162,7 @@ def test_an_answer_in_parts_may_be_given_as_servers_give_it(chatml):
     [
         ("the fox", None, ""),
         ("hi<|im_start|>you", None, r"the answer has <|im_start|> in its words"),
+        ("<think>\nhi<|im_start|>\n</think>\n\nyes", None, r"the answer has <|im_start|> in its words"),
         ('{"name": "f", "parameters": {}}', [{"type": "function", "function": {"name": "f"}}], "writes no tool calls"),
     ],
 )
@@ -187,3 +188,29 @@ TEMPLATES = {family: load(FAMILIES[family], {}) for family in ("kimi", "qwen3", 
 @given(data=st.data())
 def test_any_conversation_is_learnt_whole(family, data):
     check(TEMPLATES[family], data.draw(conversations(1 if family == "gpt_oss" else 2)))
+
+
+def test_known_answers_beyond_max_length_are_cut_or_refused(chatml):
+    chat = [ASK, wrote(chatml, "the quick brown fox<|im_end|>", ASK)]
+    ((_, whole),) = written.samples(chatml, chat, 1000, None).samples
+    ids, first = whole.input_ids.tolist(), int(whole.loss_mask.argmax())
+    ((_, fits),) = written.samples(chatml, chat, len(ids), None).samples
+    assert not fits.cut
+    ((_, cut),) = written.samples(chatml, chat, first + 1, None).samples
+    assert (cut.cut, cut.input_ids.tolist()) == (True, ids[: first + 1])
+    assert cut.loss_mask.tolist() == [False] * first + [True]
+    with pytest.raises(Refused, match="nothing of the answers lies within max_length"):
+        written.samples(chatml, chat, first, None)
+
+
+def test_ids_are_known_where_every_answer_has_them(chatml):
+    one = wrote(chatml, "the fox<|im_end|>", ASK)
+    chats = ([ASK, one, ASK, one], [ASK, one, ASK, says("the fox")], [ASK])
+    assert [written.known(chat) for chat in chats] == [True, False, False]
+
+
+def test_ids_for_which_the_target_has_no_row_are_refused(chatml):
+    chatml.rows = len(chatml.tokenizer)
+    message = {"role": "assistant", "content": "fox", "token_ids": [*chatml.encode("fox"), 100_000, *chatml.end_ids]}
+    with pytest.raises(Refused, match="token 100000, for which the target has no row"):
+        written.samples(chatml, [ASK, message], 100, None)

@@ -8,17 +8,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from datasets import load_from_disk
-from families import write_rows
+from families import FAMILIES, load, write_rows
 from made import message_of
 from planting import interrupt
 
 from data_prep import stage
-from data_prep.dataset import place
+from data_prep.dataset import Split, collect, place
+from data_prep.masks import Sample
 from data_prep.stage import prepare
 from eagle31_train.common import artifacts
 from eagle31_train.common.errors import UserError
 from eagle31_train.config import Config, DataConfig, TargetConfig
 from eagle31_train.model import vocab
+from eagle31_train.rows.formats import Row
 from eagle31_train.targets.chat import ChatTemplate
 from eagle31_train.targets.pretrained import vocabulary_fingerprint
 
@@ -263,3 +265,16 @@ def test_every_source_is_counted_and_held_out_by_itself(config, tmp_path, capsys
     assert "mixed_by: 0 there, 1 here" in message_of(prepare, config)
     config.seed, config.data.sources["zh"]["weight"] = 0, 0.5
     assert "sources.zh.weight: 1 there, 1/2 here" in message_of(prepare, config)
+
+
+def test_other_masks_are_other_data():
+    ids = np.arange(4, dtype=np.int32)
+    masks = [np.array(mask) for mask in ([False, True, True, True], [False, False, True, True])]
+    made = [Split([("a", "s", Sample(ids, mask, False, 0))]).dataset("train") for mask in masks]
+    assert made[0]._fingerprint != made[1]._fingerprint
+
+
+def test_samples_of_one_conversation_have_ids_of_their_own():
+    row = Row("a", "s", "f:1", [*chat("hi"), *chat("and?", "lazy dog")])
+    found = collect(iter([row]), load(FAMILIES["qwen3"], {}), 1000, 0.0)
+    assert [identity for identity, _, _ in found.splits["train"].rows] == ["a~turn1", "a~turn2"]

@@ -250,3 +250,32 @@ def test_each_verification_counts_where_it_begins():
     nothing = by_repetition(prompts, [counted([], [7])], [3])  # an answer of one token
     assert [of["3"] for of in nothing.values()] == [{"acceptance_length": [None, None, None], "drafts": 0}] * 2
     assert by_repetition(prompts, [counted([])], [3]) == {}, "where drafts are sampled there are no such numbers"
+
+
+def test_numbers_of_few_prompts_have_no_interval_beside_others_either():
+    counts = [[n] for n in range(1, 7)]
+    many, few = ratios(counts, [1] * 6), ratios(counts, [1, 1, 1, 1, 0, 0])
+    for one in (many - few, few - many, many / few, few / many):
+        assert one.intervals()[0][1:] == [None, None]
+
+
+def test_the_same_prompts_are_resampled_alike_in_any_process():
+    counts = [[n] for n in range(9)]
+    before = ratios(counts, [1] * 9).draws
+    intervals._weights.cache_clear()
+    assert np.array_equal(ratios(counts, [1] * 9).draws, before)
+
+
+def test_what_the_interval_does_not_favour_is_not_called_better():
+    numbers = {name: {"by_depth": {}, "by_training": [{"1": n}]} for name, n in (("A", 1.2), ("B", 1.0))}
+    assert better(numbers, "AB", {"1": {"difference": [-0.2, -0.6, 0.2]}}) == {"1": None}
+    assert better(numbers, "BA", {"1": {"difference": [0.2, -0.2, 0.6]}}) == {"1": None}
+
+
+def test_a_source_is_of_all_trainings():
+    once, other = answers(0.6, seed=1), answers(0.7, seed=2)
+    both = numbers_of([once, other])
+    assert both["generated_tokens"] == sum(row.tokens for row in [*once, *other])
+    found = both["by_source"]["a"]
+    alone = numbers_of([[row for row in rows if row.source == "a"] for rows in (once, other)])
+    assert found == {name: alone[name] for name in found}

@@ -182,3 +182,14 @@ def test_the_summary_of_what_vllm_served(run, capsys):
     assert "1.950 at 3 draft tokens, bonus token included, as vLLM counts it" in told
     assert "30.0 tokens/s with the drafter, 20.0 without, for one user of vLLM 0.32" in told
     assert "run `eagle31 evaluate` first" in message_of(summary.summarise, run.config())
+
+
+def test_a_drafter_made_smaller_in_two_ways_is_known_by_both(run):
+    both = [opened(run, f"export_sliding_window={window}", "export_vocab_size=6") for window in (3, 4)]
+    assert both[0].identity != both[1].identity
+    assert [one.smaller["sliding_window"] for one in both] == [3, 4]
+
+
+def test_tokens_are_kept_by_the_counts_of_its_own_data(run):
+    run.tell_of_data(dataset_fingerprint="0" * 16)
+    assert "is not the data that the drafter was trained on" in message_of(opened, run, "export_vocab_size=6")

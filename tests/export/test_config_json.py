@@ -80,6 +80,11 @@ READ = [  # what a config has besides; how its layers are said to be counted; wh
     ({IDS: [2, 16, 28], "eagle_config": {IDS: [1, 15, 29]}}, "outputs", {"aux_layers": [2, 16, 30]}),
     ({IDS: [1, 15, 28], "_torchspec_version": "1"}, "outputs", {"aux_layers": [2, 16, 29]}),
     ({IDS: [2, 16, 31], "eagle_config": {}}, "inputs", {"aux_layers": [2, 16, 31]}),
+    ({**WINDOW, "layer_types": ["sliding_attention", "full_attention"]}, None, WINDOW),  # a target's, of two layers
+    ({**QWEN3, "mlp_bias": True}, None, {"mlp_bias": False}),
+    ({**QWEN3, "num_attention_heads": 16}, None, {"head_dim": 128}),
+    ({"norm_before_fc": False, "eagle_config": {"norm_before_fc": True}}, None, {"norm_before_fc": True}),
+    ({"rope_theta": 5e5, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}, None, {"rope_theta": 1e6}),
 ]
 
 
@@ -175,6 +180,7 @@ def test_the_context_that_yarn_stretches_is_vllms(beside, inside, taken):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
+        ({"hidden_act": "gelu"}, "hidden_act"),
         ({"logit_scale": 0.5}, "logit_scale"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"num_hidden_layers": 0}, "num_hidden_layers: "),
@@ -217,3 +223,17 @@ def test_mscales_that_transformers_reads_otherwise_are_refused(mscale):
     read = DeepseekV3Config(**config_json.config_json(shape, "float32", "x"))
     assert DeepseekV3RotaryEmbedding(read).attention_scaling != pytest.approx(Rope(shape).factor, rel=1e-3)
     assert any("read differently" in problem for problem in contract.check_shape(shape))
+
+
+def test_in_the_format_of_speculators_the_top_level_counts_and_its_defaults():
+    config = config_json.speculators_json(TINY, "float32", "x", 3)
+    del config["norm_before_residual"]
+    assert published_config.shape_from_config(config) == replace(TINY, norm_before_residual=True)
+    config["quantization_config"] = {"quant_method": "compressed-tensors"}
+    assert "sets quantization_config" in message_of(published_config.shape_from_config, config)
+
+
+def test_four_layer_ids_in_eagle_config_too_are_four_states():
+    four = [2, 16, 28, 30]
+    published_config.check_served({**PUBLIC, IDS: four, "eagle_config": {IDS: four}})
+    assert "builds fc for 3" in message_of(published_config.check_served, {**PUBLIC, IDS: four})

@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
 from spelling import random_tensors
 
 from eagle31_train.checkpoint import contract
@@ -76,6 +77,8 @@ GLM = {"hidden_size": 5120, "num_attention_heads": 96, "num_key_value_heads": 8,
         ("llama", {"aux_layers": [2, 1]}, "ascend"),
         ("llama", {"hidden_size": 8}, "share_embedding"),
         ("llama", {"num_attention_heads": 3}, "no multiple"),
+        ("llama", {"num_key_value_heads": 3}, "is no multiple of num_key_value_heads=3"),
+        ("llama", {"qk_norm": True, "mlp_bias": True}, "no draft with both qk_norm and mlp_bias"),
         ("llama", GLM, "set drafter.qk_norm=true or drafter.num_attention_heads=80"),
         ("llama", {"parallel": True, "ptd_token_id": 39}, "mask_hidden is missing"),
         ("llama", {"parallel": True}, "ptd_token_id=None is none"),
@@ -96,3 +99,14 @@ def test_everything_that_vllm_would_leave_as_it_is_made_is_missed():
         for name in whole:
             [problem] = contract.check({n: t for n, t in whole.items() if n != name}, shape)
             assert problem.startswith(f"{name} is missing")
+
+
+def test_weights_of_8_bits_are_none_however_they_float():
+    tensors = random_tensors(TINY)
+    tensors["fc.weight"] = tensors["fc.weight"].to(torch.float8_e4m3fn)
+    (problem,) = contract.check(tensors, TINY)
+    assert problem.startswith("fc.weight is torch.float8_e4m3fn, not a floating-point type of 16 bits")
+
+
+def test_a_targets_window_as_long_as_its_contexts_is_none():
+    assert [len(contract.window_caveat(TINY, window, 128)) for window in (127, 128)] == [1, 0]

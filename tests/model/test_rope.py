@@ -155,3 +155,12 @@ def test_long_positions_are_as_exact_as_fp32_angles_can_be(position):
     for dtype in (torch.bfloat16, torch.float16, torch.float64):  # a drafter's precision is not its frequencies'
         wanted = attention.rope.inv_freq.clone()
         assert torch.equal(attention.to(dtype).rope.inv_freq, wanted)
+
+
+@pytest.mark.parametrize("make", [make_shape, make_mla_shape])
+@pytest.mark.parametrize("position", [257, 4099])
+def test_what_is_in_16_bits_is_turned_by_its_exact_position(make, position):
+    """bf16 has no 257: angles are of whole numbers in fp32, whatever is turned by them."""
+    rope, at = Rope(make(rope_theta=1e4)), torch.tensor([position])
+    x = torch.randn(1, 2, 2 * len(rope.exact), generator=torch.Generator().manual_seed(0)).bfloat16()
+    torch.testing.assert_close(rope(x, at).float(), rope(x.float(), at), rtol=0, atol=0.04)

@@ -1,5 +1,7 @@
 """Options of the drafter, joined with a target: what follows from what, and what is refused in one line."""
 
+from dataclasses import replace
+
 import pytest
 
 from eagle31_train.checkpoint.contract import drafter_shape
@@ -44,3 +46,10 @@ def test_options_that_make_no_drafter_are_named_in_one_line(named, options):
     with pytest.raises(UserError) as refused:
         drafter_shape(DrafterConfig(**options), **TARGET)
     assert str(refused.value).startswith(named)
+
+
+def test_without_a_number_every_head_has_a_key_of_its_own_and_heads_share_the_width():
+    shape = drafter_shape(DrafterConfig(**LLAMA), **TARGET)
+    assert (shape.num_key_value_heads, shape.head_dim) == (6, 4)
+    given = drafter_shape(DrafterConfig(**LLAMA, num_key_value_heads=2, head_dim=8), **TARGET)
+    assert given == replace(shape, num_key_value_heads=2, head_dim=8)

@@ -49,3 +49,10 @@ def test_maps_that_contradict_each_other(tmp_path):
 def test_ids_that_are_no_vocabulary(ids):
     with pytest.raises(UserError, match="ascending ids"):
         DraftVocab(np.array(ids, dtype=np.int64), 8)
+
+
+def test_ties_go_by_id_among_many_tokens_too():
+    """Sorts that are not stable are so on a few."""
+    counts = np.arange(3000, dtype=np.int64) * 7 % 5
+    wanted = sorted(sorted(range(3000), key=lambda token: (-counts[token], token))[:1000])
+    assert choose(counts, [], size=1000).target_ids.tolist() == wanted

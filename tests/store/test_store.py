@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from eagle31_train.common import artifacts
 from eagle31_train.provenance import Provenance
-from eagle31_train.store import Store, finished, make_plan, shape_of, shard, stream, writer
+from eagle31_train.store import Store, finished, make_plan, reader, shape_of, shard, stream, writer
 from eagle31_train.store.__main__ import _describe, check, main
 from eagle31_train.store.backends import LocalStorage, open_storage
 from eagle31_train.store.shard_plan import plan_shards
@@ -322,3 +322,45 @@ def test_a_complete_store_keeps_its_manifest_though_the_record_of_what_was_used_
         assert "consumed.json is damaged" in message
         assert message.endswith(": remove the store and extract again")
     assert (store / artifacts.MANIFEST).is_file()
+
+
+def test_damaged_target_weights_are_made_anew(tmp_path):
+    MADE.write(tmp_path)
+    flip_bit(tmp_path / "target.safetensors")
+    storage = LocalStorage("the store", tmp_path)
+    assert finished(storage, Provenance(MADE.provenance["inputs"]), overwrite=False) is None
+
+
+def test_of_more_shards_than_may_be_open_the_one_that_is_read_is(tmp_path, monkeypatch):
+    MADE.write(tmp_path)
+    monkeypatch.setattr(reader, "OPEN", {"local": 1, "remote": 1})
+    assert read_whole(tmp_path)[1] is None
+
+
+def test_who_follows_waits_for_the_targets_weights(tmp_path):
+    MADE.writer(tmp_path)  # has prepared the store
+    assert "to be begun by `eagle31 extract`" in message_of(Store, tmp_path, follow=True, patience=0.0)
+
+
+def test_a_bound_is_for_the_held_out_split_and_a_shard_together(tmp_path):
+    sizes = {split: [shard.bytes for shard in MADE.plan.of(split)] for split in ("heldout", "train")}
+    least = sum(sizes["heldout"]) + max(sizes["train"])
+    assert "raise it, or lower extract.shard_tokens" in message_of(MADE.writer, tmp_path, max_bytes=least - 1)
+    assert MADE.writer(tmp_path, max_bytes=least).max_bytes == least
+
+
+def test_a_shard_waits_until_it_fits_itself_and_held_out_ones_are_always_wanted(tmp_path):
+    held, (first, second, *_) = MADE.plan.of("heldout"), MADE.plan.of("train")
+    bound = sum(shard.bytes for shard in [*held, first, second]) - 1
+    writer = MADE.writer(tmp_path, max_bytes=bound, patience=0.0)
+    assert all(writer.wait_for_quota(shard) for shard in [*held, first])
+    assert "is at store.max_bytes until training uses up a shard" in message_of(writer.wait_for_quota, second)
+    consume(writer.storage, writer.id, [], "t" * 16, True)  # the training has ended
+    assert [writer.wait_for_quota(shard) for shard in (held[0], second)] == [True, False]
+
+
+def test_a_store_that_is_made_again_is_not_complete_meanwhile(tmp_path):
+    MADE.write(tmp_path)
+    (tmp_path / MADE.plan.shards[-1].name).unlink()
+    MADE.writer(tmp_path)
+    assert "manifest.json is missing" in message_of(Store, tmp_path)

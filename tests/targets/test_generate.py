@@ -101,3 +101,20 @@ def test_a_rope_that_follows_the_longest_row_is_not_set_by_its_neighbours(tmp_pa
     together = dict(generator.complete(requests, 6, up_to))
     for index in range(1, 6):
         assert [(0, together[index])] == list(generator.complete([requests[index]], 1, up_to))
+
+
+@pytest.mark.parametrize(("limit", "answered"), [(10, [True, False]), (None, [True, True])])
+def test_a_prompt_and_its_answer_fit_the_targets_positions(limit, answered):
+    generator = Generator.__new__(Generator)
+    generator.limit = limit
+    assert [generator.refusal(length, 4) is None for length in (6, 7)] == answered
+
+
+def test_a_target_that_reads_padding_as_text_answers_one_prompt_at_a_time(target, monkeypatch):
+    monkeypatch.setattr(generate, "why_alone", lambda model: "recurrent layers")
+    monkeypatch.setattr(generate, "PADDING_COUNTS", {"llama"})
+    generator, rows = Generator(target[0]), []
+    answered = generator.model.generate
+    monkeypatch.setattr(generator.model, "generate", lambda **g: rows.append(len(g["input_ids"])) or answered(**g))
+    list(generator.complete(requests_of_all_kinds()[:3], 3, Sampling(2, 1.0, [0])))
+    assert rows == [1, 1, 1]

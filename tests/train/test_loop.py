@@ -135,11 +135,11 @@ def test_held_out_conversations_are_measured_with_the_runs_oov(by_one):
 def test_the_seed_and_the_step_decide_which_slots_are_trained(new_run, monkeypatch):
     """How: test_subset.py. So a run that goes on draws what it would have drawn."""
     drawn = watched(monkeypatch, loader, "choose_slots")
-    options = [*TWO, "train.slots_per_batch=12", "train.num_workers=0", "seed=7"]
+    options = [*TWO, "train.slots_per_batch=12", "train.num_workers=0", "train.oov=keep", "seed=7"]
     run = new_run().stopped(1, *options)
-    assert [given[-2:] for given in drawn] == [(7, 1)]
+    assert [given[3:] for given in drawn] == [("keep", 12, 7, 1)]
     run.fit(*options)
-    assert [given[-2:] for given in drawn] == [(7, 1), (7, 2)]
+    assert [given[3:] for given in drawn] == [("keep", 12, 7, 1), ("keep", 12, 7, 2)]
 
 
 def test_evaluations_read_samples_spread_over_the_split_and_the_last_one_all(new_run, monkeypatch):

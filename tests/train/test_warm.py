@@ -16,6 +16,7 @@ from pipeline import KEPT, VOCAB, assert_equal
 from transformers import LlamaConfig
 from warming import begin, edit, refusal, with_vocab
 
+from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.common import artifacts
 from eagle31_train.export import export
 from eagle31_train.model.norm import RMSNorm
@@ -324,3 +325,19 @@ def test_a_few_large_states_do_not_move_what_fc_norm_starts_at():
         d.aux.values[0] *= 1000  # as of a document's first token
     rms = initial_weights.state_rms(Split(documents))
     assert (rms - 3).abs().max() < 1, "make_document's states have about 3"
+
+
+def test_a_checkpoint_beside_the_record_of_another_run_is_refused(new_run):
+    run = new_run().fit("train.max_steps=1")
+    assert DrafterCheckpoint.open(run.newest()).inputs == run.recorded()
+    record = run.train / "inputs.json"
+    artifacts.write_json(record, {**artifacts.read_json(record, "the test"), "fingerprint": "0" * 16})
+    assert "inputs.json is of another run than the checkpoint" in message_of(DrafterCheckpoint.open, run.newest())
+
+
+def test_tokens_behind_its_last_one_start_afresh(learnt, draft, new_run):
+    rows, few = learnt().weights()["lm_head.weight"], KEPT[:20]
+    maps = {"d2t": torch.tensor(few) - torch.arange(20), "t2d": None}
+    begun = begin(new_run(), draft({"lm_head.weight": rows[:20].clone(), **maps}, draft_vocab_size=20))
+    right = by_hand(rows, few, KEPT, begun.fresh["lm_head.weight"])
+    assert torch.equal(begun.weights["lm_head.weight"], right)

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from made import message_of
 
 from eagle31_train.common.order import global_batches, schedule
 from eagle31_train.store.shard_plan import PlannedShard
@@ -113,3 +114,38 @@ def test_a_rank_that_sees_another_bound_saves_where_the_main_process_does(three,
     monkeypatch.setattr(launch, "broadcast_object_list", lambda _: [bound is None, None])  # of the main process
     other = SimpleNamespace(is_main_process=False, num_processes=2)
     assert [usage.frees_shards(step, other) for step in range(4)] == [False, *[bound is None] * 3]
+
+
+@pytest.mark.parametrize(
+    ("given", "epochs", "count", "said"),
+    [
+        ({"remote": True, "cache": 407}, 2, 3, None),
+        ({"remote": True, "cache": 406}, 2, 3, "store.cache_bytes=406 cannot hold two windows"),
+        ({"follow": True, "max_bytes": 207}, 1, 3, None),
+        ({"follow": True, "max_bytes": 206}, 1, 3, "store.max_bytes=206 cannot hold a window"),
+        ({"follow": True, "max_bytes": 207}, 2, 3, "set train.epochs=1"),
+        ({"follow": True}, 2, 1, "one window holds its whole split"),
+        ({"follow": True, "manifest": {}}, 2, 1, None),
+    ],
+)
+def test_windows_that_do_not_fit_are_refused(three, given, epochs, count, said):
+    """Each takes 200 bytes, and the held-out split 7."""
+    plan, remote = SimpleNamespace(of=lambda _: [SimpleNamespace(bytes=7)]), given.get("remote", False)
+    store = {"follow": False, "manifest": None, "max_bytes": None, **given}
+    store = SimpleNamespace(location="there", plan=plan, storage=SimpleNamespace(remote=remote), **store)
+    checked = (windows.check, store, three[1][:count], epochs, given.get("cache", 0))
+    assert said in message_of(*checked) if said else checked[0](*checked[1:]) is None
+
+
+def test_steps_whose_shards_were_used_up_are_refused_and_the_last_step_tells_the_end(three, monkeypatch):
+    (split, cut, batches), told = three, []
+    usual = {"follow": True, "max_bytes": 1, "storage": None, "fingerprint": "", "location": "there"}
+    usage = windows.Usage(SimpleNamespace(**usual, release=lambda _: None), split, batches, cut, "")
+    gone = SimpleNamespace(shards=[split.shards[0].name])
+    monkeypatch.setattr(windows, "check_consumer", lambda *_: gone)
+    monkeypatch.setattr(windows, "consume", lambda *given: told.append(given[-1]))
+    assert "1 shards of there that the steps after 0 need were used up" in message_of(usage.begin, 0, remove=True)
+    for done in (1, 2, 3):
+        usage.begin(done, remove=True)
+    usage.begin(3, remove=False)
+    assert told == [False, False, True]
