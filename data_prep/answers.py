@@ -94,16 +94,21 @@ class Engine(ABC):
     def __init__(self, config: Config, template: ChatTemplate, at_once: int) -> None:
         self.config, self.template, self.at_once = config, template, at_once
 
+    def begin(self) -> None:  # noqa: B027 (not every engine has something to start)
+        """Start what has to be started, before the time of answers counts; once more does nothing."""
+
     @abstractmethod
     def complete(self, asked: Requests, sampling: Sampling) -> Completions:
         """What the target goes on with, as it ends."""
 
     def answers(self, jobs: dict[str, Job]) -> Outcomes:
         """The next answer of each conversation, refusals first."""
-        generate, asked = self.config.data.generate, {}
+        generate, most, asked = self.config.data.generate, self.config.data.max_length, {}
         for key, job in jobs.items():
             try:
                 ids = self.template.prompt_ids(job.messages, job.row.tools)
+                if len(ids) >= most:  # nothing of the answer would be learnt
+                    raise Refused(f"it leaves no room for an answer within data.max_length={most}")
                 asked[key] = Request(ids, job.temperature, job.seed(self.config.seed))
             except Refused as refused:
                 yield key, refused
@@ -186,12 +191,16 @@ class Remote(Engine):
         self.servers = [Server(url, model, longest, self.own) for url in urls]
         self._tell_who_is_alone()
 
+    def begin(self) -> None:
+        """See `Engine.begin`."""
+        if self.own and not self.servers:
+            self._reach([self.own.url()])
+
     def complete(self, asked: Requests, sampling: Sampling) -> Completions:
         """After an error that ends the run no more is asked, but what was under way comes first."""
         if not asked:
             return
-        if self.own and not self.servers:
-            self._reach([self.own.url()])
+        self.begin()
         failed: UserError | None = None
         waiting, done = deque(asked.items()), SimpleQueue[tuple[str, Any] | None]()
 

@@ -42,7 +42,14 @@ def regenerate(config: Config, template: ChatTemplate, own: OwnServer | None = N
     journal = Journal(output)
     if journal.finished(made_from, config.overwrite):
         note(f"answers: {output} is up to date")
-        return output, artifacts.read_json(journal.manifest, "eagle31 data")
+        record = artifacts.read_json(journal.manifest, "eagle31 data")
+        lacked_room = any("data.max_length=" in entry["reason"] for entry in record["refused"])
+        if lacked_room and record["max_length"] < config.data.max_length:
+            note(
+                f"answers: they were made with data.max_length={record['max_length']}, and prompts without room for an "
+                "answer in that were refused: overwrite=true answers all anew"
+            )
+        return output, record
     jobs, refused = _jobs(corpus, generate)
     option = "data.sources" if corpus.mixed else f"data.prompts={config.data.prompts}"
     if not jobs:
@@ -65,7 +72,8 @@ def regenerate(config: Config, template: ChatTemplate, own: OwnServer | None = N
             if job.ended
         ]
         counts = {"answers": sum(job.answers for job in jobs), "tokens": sum(job.tokens for job in jobs)}
-        facts = {"layout": LAYOUTS["answers"], **counts, "sources": corpus.counts, "refused": refused, "ended": ended}
+        settled = {"layout": LAYOUTS["answers"], "max_length": config.data.max_length}
+        facts = {**settled, **counts, "sources": corpus.counts, "refused": refused, "ended": ended}
         manifest = journal.finish((_line(job, template) for job in jobs), made_from, **facts)
     note(f"answers: {manifest['answers']} answers, {manifest['tokens']} tokens in {output}")
     if refused:
@@ -137,6 +145,9 @@ def answer_all(
                     job.ended = str(refused)
                     bar.total -= len(job.turns) - turn
             new = waiting.keys() - journal.answers.keys()
+            if new and not turn:
+                target.begin()
+                bar.unpause()
             bar.initial += len(waiting) - len(new)  # the rate is that of this run alone
             for key, outcome in journal.outcomes(waiting, target.answers):
                 if isinstance(outcome, Refused):

@@ -26,6 +26,7 @@ from eagle31_train.common.errors import Refused, UserError
 from eagle31_train.common.locks import writing
 from eagle31_train.config import OWN_SERVER, SELF_WRITTEN, Config, DataConfig
 from eagle31_train.model import vocab
+from eagle31_train.model.rope import target_positions
 from eagle31_train.provenance import REPLACE, Provenance
 from eagle31_train.reporting.tables import aligned
 from eagle31_train.rows.files import open_files
@@ -92,6 +93,8 @@ def prepare(config: Config) -> None:
         note(f"data: {what}: {doubt}")
     collected = collect(corpus.read(), template, data.max_length, data.heldout)
     collected.refused = answers.get("refused", []) + collected.refused
+    if config.extract.engine == "transformers":
+        _check_positions(collected, target)
     _check_splits(collected, data)
     if data.shuffle is not None:
         train = collected.splits["train"]
@@ -198,6 +201,16 @@ def _check_splits(collected: Collected, data: DataConfig) -> None:
         reasons = _reasons([entry for entry in collected.refused if entry["source"] == name], data)
         raise UserError(f"data.sources.{name}: no conversation of it is left to learn from ({reasons})")
     check_shares(collected.places, data.heldout)
+
+
+def _check_positions(collected: Collected, target: TargetDescription) -> None:
+    """UserError for a conversation that the target would not take in extraction."""
+    positions = target_positions(target.max_position_embeddings, target.model_type, [target.rope_scaling])
+    lengths = {id: len(sample.input_ids) for split in collected.splits.values() for id, _, sample in split.rows}
+    longest = max(lengths, key=lambda id: lengths[id])
+    if positions and lengths[longest] > positions:
+        count = f"{lengths[longest]:,} tokens, and the target has {positions:,} positions"
+        raise UserError(f"conversation {longest} has {count}: set data.max_length={positions}")
 
 
 def _reasons(refused: list[dict[str, Any]], data: DataConfig) -> str:

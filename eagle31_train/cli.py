@@ -106,6 +106,7 @@ def _checked_group(override: str, folders: list[Path]) -> str:
             own = f"{name}.yaml"
             meant = group == "experiment" and Path(own).is_file()
             hint = f": for the file here give +experiment={own}" if meant else _nearest(name, known)
+            hint = f": did you mean target.path={name}?" if group == "target" and "/" in name else hint
             raise UserError(f"no configs/{group}/{name}.yaml{hint}")
         files = [file for folder in folders if (file := folder / group / f"{name}.yaml").is_file()]
         if len(files) > 1:

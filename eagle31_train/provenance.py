@@ -41,11 +41,13 @@ class Provenance:
 
     inputs: of JSON's types. card: inputs of the words and pictures around an output, which may change without it.
     pointers: name of an input → the option that says where it lies, as it was given: perhaps it names a wrong place.
+    beside: how to have both, and make again no more than must be.
     """
 
     inputs: dict[str, Any]
     card: dict[str, Any] | None = None
     pointers: Mapping[str, str] = field(default_factory=dict)
+    beside: str = ""
 
     @property
     def all_inputs(self) -> dict[str, Any]:
@@ -77,7 +79,9 @@ class Provenance:
         """What to do about an output of other inputs; it is replaced only where no option may point to a wrong one."""
         before = record.get("inputs", {})
         wrong = [given for name, given in self.pointers.items() if before.get(name) != self.inputs.get(name)]
-        return f"correct {' or '.join(wrong)}, or choose another name=… or run_dir=…" if wrong else REPLACE
+        if wrong:
+            return f"correct {' or '.join(wrong)}, or choose another name=… or run_dir=…"
+        return f"{self.beside}, or replace it with overwrite=true" if self.beside else REPLACE
 
 
 def whole(output: Path, record_path: Path, provenance: Provenance, overwrite: bool, made_by: str) -> bool:
@@ -214,6 +218,7 @@ def of_training(
             "seed": config.seed,
         },
         pointers={"store": f"store_dir={config.store_dir}"} if config.store_dir else {},
+        beside=f"train on the same states as name=… data_dir={config.data_folder} store_dir={config.store_location}",
     )
 
 
@@ -240,7 +245,8 @@ def of_evaluation(
             "evaluate": {name: value for name, value in options.items() if name not in left_out},
             "workloads": workloads,
             **(server or {}),
-        }
+        },
+        beside=f"measure it beside that by `eagle31 compare {config.run_dir} … compare.out=…`",
     )
 
 

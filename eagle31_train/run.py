@@ -73,7 +73,7 @@ def run(config: Config, overrides: list[str], first: str, last: str, profile: st
             raise Stopped(f"run: {stage} was stopped; the same command goes on from there")
         if status:
             why = ": it was killed, perhaps for want of memory" if status == KILLED else ""
-            remedy = "the same command goes on from there" if why else "mend that, and the same command goes on"
+            remedy = "the same command goes on from there" if why else "mend that, and the command goes on from there"
             note(f"run: stopped at {stage}{why}; {remedy}", error=True)
             raise SystemExit(status)
 
@@ -178,7 +178,7 @@ def finished(words: list[str], environment: dict[str, str]) -> int:
         except KeyboardInterrupt:  # subprocess.run would kill it a quarter of a second later
             try:
                 if process.wait() != INTERRUPTED:  # the signal was for this process alone
-                    note("run: stopped; the same command goes on from here", error=True)
+                    note("run: stopped; the same command goes on from what was saved", error=True)
             except KeyboardInterrupt:
                 process.kill()
             raise SystemExit(INTERRUPTED) from None

@@ -14,6 +14,7 @@ from eagle31_train.common.console import note
 from eagle31_train.common.errors import UserError
 from eagle31_train.config import Config
 from eagle31_train.evaluation.intervals import LEVEL, bracket
+from eagle31_train.evaluation.results import TRAINED_ON
 from eagle31_train.reporting import recipe
 from eagle31_train.reporting.recipe import EVALUATE
 from eagle31_train.reporting.tables import count, sampling
@@ -77,10 +78,12 @@ def _decoded(manifest: dict[str, Any]) -> dict[str, str]:
         timed_length = bracket([timed["by_depth"][depth], None, None], "{:.2f}")
         of = f" ({count(timed['prompts'], 'prompt')}, length {timed_length})"
     prompts = f"{count(workload['prompts'], 'prompt')} of {workload['name']}"
+    cautions = [note for note in workload["notes"] if note.endswith(TRAINED_ON)]
     return {
         "acceptance length": f"{bracket(interval)} at {depth} draft tokens, bonus token included ({certainty})",
         "  by source": "   ".join(f"{name}: {bracket([one, None, None])}" for name, one in lengths.items()),
         "  measured on": f"{prompts}, {sampling(workload)}, {numbers['generated_tokens']:,} tokens",
+        **({"  CAUTION": cautions[0]} if cautions else {}),
         "speed": f"{speculative:.1f} tokens/s with the drafter, {plain:.1f} without, for one user{of}",
     }
 

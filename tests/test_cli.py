@@ -231,7 +231,7 @@ def test_ctrl_c_while_libraries_are_imported_is_one_line_too(monkeypatch, capsys
     monkeypatch.setattr(sys, "argv", ["eagle31", "train"])
     monkeypatch.setattr(console_script.runpy, "run_module", Mock(side_effect=KeyboardInterrupt))
     assert made.status_of(console_script.main) == 130
-    assert capsys.readouterr().err == "stopped; the same command goes on from here\n"
+    assert capsys.readouterr().err == "stopped; the same command goes on from what was saved\n"
 
 
 @pytest.mark.parametrize("module", ["data_prep.__main__", "eagle31_train.extract", "eagle31_train.plan", "train.loop"])
@@ -247,7 +247,7 @@ ENDINGS = [
     (OSError(errno.EROFS, "Read-only", "/x"), 2, "error: /x cannot be used (Read-only): choose another place"),
     (NotADirectoryError(errno.ENOTDIR, "Not a directory", "/x"), 2, "(Not a directory): correct the option or perm"),
     (Stopped("saved after step 3"), 75, "saved after step 3"),
-    (KeyboardInterrupt(), 130, "stopped; the same command goes on from here"),
+    (KeyboardInterrupt(), 130, "stopped; the same command goes on from what was saved"),
 ]
 
 

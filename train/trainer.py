@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from eagle31_train.checkpoint.run_folder import CHECKPOINTS, name_of
+from eagle31_train.checkpoint.run_folder import CHECKPOINTS, EXPORTED, name_of
 from eagle31_train.common import artifacts
 from eagle31_train.common.console import note, say
 from eagle31_train.common.errors import Stopped
@@ -241,6 +241,8 @@ class Trainer:
         if kept:
             which, length = kept["kept"]["step"], f"{kept['kept']['acceptance_length']:.3f}"
             note(f"train: step {which} of {steps} is kept, of the greatest acceptance length, {length}")
+        if (self.folder.parent / EXPORTED).is_file():
+            note(f"train: {self.folder.parent / 'export'} is of an earlier training: run `eagle31 export` again")
         idle = state.waited / max(state.seconds, 1e-9)
         note(
             f"train: {steps} steps, {state.tokens:,} tokens, {idle:.1%} of the time waiting for data; "

@@ -106,7 +106,7 @@ def explained() -> Iterator[None]:
             note(str(stopped), error=True)
         raise SystemExit(STOPPED) from None
     except KeyboardInterrupt:
-        _say_once("stopped; the same command goes on from here")
+        _say_once("stopped; the same command goes on from what was saved")
         raise SystemExit(130) from None
     finally:
         for stream in (sys.stdout, sys.stderr):

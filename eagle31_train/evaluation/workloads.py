@@ -15,6 +15,7 @@ from eagle31_train.config import Config, is_hub_set
 from eagle31_train.evaluation import perturb
 from eagle31_train.evaluation.perturb import Context, Filler, Perturbation
 from eagle31_train.evaluation.prompts import Prompt, Suite, choose, from_heldout, from_suite, suite_of
+from eagle31_train.evaluation.results import TRAINED_ON
 from eagle31_train.evaluation.trajectories import digest
 from eagle31_train.provenance import LAYOUTS
 from eagle31_train.rows import samples
@@ -87,7 +88,7 @@ def workloads(
         if name != HELDOUT and (again := len(prompts) - len({tuple(prompt.ids) for prompt in prompts})):
             notes = [*notes, f"{again} of {len(prompts)} prompts are asked before, and count once"]
         if name != HELDOUT and (shared := sum(digest(prompt.ids) in trained_on for prompt in plain.prompts)):
-            notes = [*notes, f"{shared} of {len(plain.prompts)} prompts are in the training data, too"]
+            notes = [*notes, f"{shared} of {len(plain.prompts)} {TRAINED_ON}"]
         plain = replace(plain, notes=[*notes, *caveats])
         # Without a held-out split, contexts are filled with the suite's other prompts.
         others = [Filler(tuple(p.ids), p.messages[-1]["content"]) for p in prompts if p.messages]

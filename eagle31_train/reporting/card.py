@@ -21,6 +21,7 @@ from eagle31_train.common.errors import UserError
 from eagle31_train.config import Config, DrafterShape
 from eagle31_train.earlier import RENAMED
 from eagle31_train.evaluation.intervals import bracket
+from eagle31_train.evaluation.results import TRAINED_ON
 from eagle31_train.model.rope import target_positions
 from eagle31_train.reporting import recipe, tables
 from eagle31_train.reporting.evaluation_page import RESULT, conditions, pictures
@@ -144,6 +145,7 @@ def render(
         measured=measured,
         conditions=conditions,
         tables=tables,
+        trained_on=TRAINED_ON,
         recipe=recipe,
         fields={name: value for name, value in asdict(shape).items() if name not in unused},
         data=data and {name: value for name, value in data.items() if name not in NOT_COUNTS},

@@ -129,7 +129,8 @@ def notes(rows: Sequence[Row]) -> list[str]:
         where = f"{one['drafter'] or 'no drafter'}, {one['draft_tokens']} draft tokens, {one['concurrency']} users: "
         counted, came = one["counted"], (one["requests"], one["output_tokens"])
         if one["different"]:
-            lines.append(f"{where}{one['different']} of {one['requests']} answers are different")
+            different = f"{one['different']} of {one['requests']} answers are different"
+            lines.append(f"{where}{different} (rounding depends on what else is in a batch)")
         if (counted["requests"], counted["output_tokens"]) != came:
             lines.append(f"{where}requests and tokens are {came}, but vLLM counts {counted}")
         if counted["preemptions"]:

@@ -6,16 +6,18 @@ import json
 import os
 import re
 import shlex
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from eagle31_train.common import artifacts
 from eagle31_train.common.errors import UserError
@@ -34,6 +36,10 @@ def pick_port() -> int:
     return port
 
 
+def _end(*_: object) -> NoReturn:
+    raise SystemExit(128 + signal.SIGTERM)
+
+
 @dataclass
 class Server:
     """A server on loopback for as long as the `with` block lasts, or this process, whichever ends first: `command`
@@ -44,6 +50,7 @@ class Server:
     port: int
     log: Path
     offline: bool = False
+    _before: Any = None  # what SIGTERM did
 
     def __enter__(self) -> "Server":
         artifacts.make_folder(self.log.parent)
@@ -64,6 +71,9 @@ class Server:
                 start_new_session=True,  # Ctrl-C is for us, who then close the pipe
             )
         try:
+            if threading.current_thread() is threading.main_thread():
+                # Whoever starts this command again after SIGTERM may want the memory that the server has.
+                self._before = signal.signal(signal.SIGTERM, _end)
             self._wait()
         except BaseException:
             self.close()
@@ -74,6 +84,7 @@ class Server:
         self.close()
 
     def close(self) -> None:
+        """End the server, and wait until it is gone."""
         assert self._keeper.stdin is not None
         self._keeper.stdin.close()
         try:
@@ -81,6 +92,8 @@ class Server:
         except subprocess.TimeoutExpired:
             self._keeper.kill()
             self._keeper.wait()
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
 
     def _wait(self) -> None:
         """Until it answers; UserError where it ends, or does not."""
