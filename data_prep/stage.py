@@ -93,9 +93,9 @@ def prepare(config: Config) -> None:
         note(f"data: {what}: {doubt}")
     collected = collect(corpus.read(), template, data.max_length, data.heldout)
     collected.refused = answers.get("refused", []) + collected.refused
+    _check_splits(collected, data)
     if config.extract.engine == "transformers":
         _check_positions(collected, target)
-    _check_splits(collected, data)
     if data.shuffle is not None:
         train = collected.splits["train"]
         order = np.random.Generator(np.random.PCG64(data.shuffle)).permutation(len(train.rows)).tolist()

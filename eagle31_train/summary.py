@@ -14,7 +14,7 @@ from eagle31_train.common.console import note
 from eagle31_train.common.errors import UserError
 from eagle31_train.config import Config
 from eagle31_train.evaluation.intervals import LEVEL, bracket
-from eagle31_train.evaluation.results import TRAINED_ON
+from eagle31_train.evaluation.workloads import TRAINED_ON
 from eagle31_train.reporting import recipe
 from eagle31_train.reporting.recipe import EVALUATE
 from eagle31_train.reporting.tables import count, sampling

@@ -147,6 +147,7 @@ def test_a_free_form_option_is_emptied():
 @pytest.mark.parametrize(
     ("override", "words"),
     [
+        ("target=/models/smol", "no configs/target//models/smol.yaml: did you mean target.path=/models/smol?"),
         ("trian.lr=1", "no option 'trian.lr': did you mean 'train.lr'?"),
         ("+experimnt=smollm2", "no option 'experimnt': did you mean 'experiment'?"),
         ("+experiment=smolm2", "no configs/experiment/smolm2.yaml: did you mean 'smollm2'?"),

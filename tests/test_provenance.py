@@ -61,7 +61,7 @@ def test_what_chooses_a_step_is_named_as_the_user_sets_it():
     wanted = inputs_of("evaluate.num_speculative_tokens=5", "train.keep_best=true", chosen_on=["prompt"])
     with pytest.raises(UserError) as error:
         wanted.refuse_other("run", inputs_of("train.keep_best=true", chosen_on=["prompt"]).record(), overwrite=False)
-    assert "(evaluate.num_speculative_tokens: 3 there, 5 here)" in str(error.value)
+    assert "(evaluate.num_speculative_tokens: 3 there, 5 here): train on the same states as name=…" in str(error.value)
 
 
 # ---------------------------------------------------------------- written whole

@@ -44,7 +44,6 @@ Drafters = Mapping[str, Sequence[Measurement]]  # by name: one measurement for e
 Trainings = Sequence[Sequence[Counts]]  # of each, its prompts, which are the same and in one order
 # A text repeats itself where its newest tokens, so many, stand in this order before, in prompt or answer: what stood
 # there could be looked up without a drafter, and small targets repeat themselves much.
-TRAINED_ON = "prompts are in the training data, too"  # the end of a note that belongs beside the numbers themselves
 TOKENS = 4
 
 

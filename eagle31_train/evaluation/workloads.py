@@ -15,7 +15,6 @@ from eagle31_train.config import Config, is_hub_set
 from eagle31_train.evaluation import perturb
 from eagle31_train.evaluation.perturb import Context, Filler, Perturbation
 from eagle31_train.evaluation.prompts import Prompt, Suite, choose, from_heldout, from_suite, suite_of
-from eagle31_train.evaluation.results import TRAINED_ON
 from eagle31_train.evaluation.trajectories import digest
 from eagle31_train.provenance import LAYOUTS
 from eagle31_train.rows import samples
@@ -26,6 +25,7 @@ from eagle31_train.targets.description import describe_target
 HELDOUT = "heldout"
 PROMPTS = "prompts"  # those of evaluate.prompts
 MEASURED = "used to measure acceptance during training"
+TRAINED_ON = "prompts are in the training data, too"  # the end of a note that belongs beside the numbers themselves
 TOO_LONG = "more than {} tokens, which is what target and drafter leave beside the answer"
 LOOPING = 0.3  # compressed share of a text; of the demo's held-out answers 14 % are under it
 

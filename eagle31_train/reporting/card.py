@@ -21,7 +21,7 @@ from eagle31_train.common.errors import UserError
 from eagle31_train.config import Config, DrafterShape
 from eagle31_train.earlier import RENAMED
 from eagle31_train.evaluation.intervals import bracket
-from eagle31_train.evaluation.results import TRAINED_ON
+from eagle31_train.evaluation.workloads import TRAINED_ON
 from eagle31_train.model.rope import target_positions
 from eagle31_train.reporting import recipe, tables
 from eagle31_train.reporting.evaluation_page import RESULT, conditions, pictures

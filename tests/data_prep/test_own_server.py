@@ -1,6 +1,7 @@
 """data.generate.server=vllm: a server of our own, there for the answers and no longer."""
 
 import json
+import signal
 import sys
 from contextlib import nullcontext
 
@@ -77,3 +78,14 @@ def test_it_starts_once_under_the_targets_name_and_offline_where_the_hub_is(tiny
     ((command, offline),) = started
     assert offline == (why is not None)
     assert not any(word.startswith(("--served-model-name", "--no-enable-prefix-caching")) for word in command)
+
+
+def test_after_sigterm_it_is_gone_before_the_stage(pids, tiny_target, tmp_path):
+    """Or who starts the stage again finds the device's memory taken."""
+    before = signal.getsignal(signal.SIGTERM)
+    with OwnServer(configured(tmp_path / "run", tiny_target)) as own:
+        own.url()
+        with pytest.raises(SystemExit) as ended:
+            signal.raise_signal(signal.SIGTERM)
+    assert (ended.value.code, imitating.left(tmp_path)) == (128 + signal.SIGTERM, [])
+    assert signal.getsignal(signal.SIGTERM) is before

@@ -345,3 +345,15 @@ def test_a_run_that_a_failing_server_ends_goes_on_with_whole_messages(served, tm
     assert run(served) == whole
     assert len(server.bodies) == 2, "the second and third answer of one conversation"
     assert not journal.exists()
+
+
+def test_a_prompt_that_leaves_no_room_for_an_answer_is_not_asked(config, capsys):
+    template, asked = ChatTemplate.load(config.target), [{"turns": ["hello"]}, {"turns": ["hello " * 9]}]
+    write_rows(Path(config.data.prompts), asked)
+    config.data.max_length = len(template.prompt_ids([{"role": "user", "content": "hello"}])) + 1
+    assert [row["messages"][0]["content"] for row in run(config)] == ["hello"]
+    told = f"1 × it leaves no room for an answer within data.max_length={config.data.max_length}"
+    assert told in capsys.readouterr().out
+    config.data.max_length += 1
+    assert len(run(config)) == 1
+    assert "were refused: overwrite=true answers all anew" in capsys.readouterr().out

@@ -278,3 +278,10 @@ def test_samples_of_one_conversation_have_ids_of_their_own():
     row = Row("a", "s", "f:1", [*chat("hi"), *chat("and?", "lazy dog")])
     found = collect(iter([row]), load(FAMILIES["qwen3"], {}), 1000, 0.0)
     assert [identity for identity, _, _ in found.splits["train"].rows] == ["a~turn1", "a~turn2"]
+
+
+def test_a_conversation_beyond_the_targets_positions_is_refused_here_and_not_in_extraction(config, monkeypatch):
+    monkeypatch.setattr(stage, "target_positions", lambda *_: 5)
+    assert message_of(prepare, config).endswith(" tokens, and the target has 5 positions: set data.max_length=5")
+    config.extract.engine = "vllm"  # which may be told of more
+    prepare(config)

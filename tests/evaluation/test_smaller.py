@@ -135,6 +135,21 @@ def test_the_card_tells_of_the_smaller_drafter_alone(run, capsys):
     assert "made with other export_ options" in message_of(summary.summarise, run.config()), "another's acceptance"
 
 
+def test_a_measurement_on_trained_prompts_says_so_beside_its_number(run, capsys):
+    run.finish_training(tokens=46, pairs=26, steps=7)
+    evaluate.evaluate(run.config())
+    manifest = run.folder / "evaluate" / artifacts.MANIFEST
+    record = artifacts.read_json(manifest, "the test")
+    record["result"]["workloads"][0]["notes"] += ["something else", "2 of 4 prompts are in the training data, too"]
+    artifacts.write_json(manifest, record)
+    export.export(run.config())
+    summary.summarise(run.config())
+    lines = [line.split("  ")[-1] for line in capsys.readouterr().out.splitlines() if "CAUTION" in line]
+    assert lines == ["2 of 4 prompts are in the training data, too"]
+    head = (run.folder / "export" / "README.md").read_text().partition("**Acceptance length")[2][:300]
+    assert "**Caution: 2 of 4 prompts are in the training data, too.**" in head
+
+
 @pytest.mark.parametrize("options", [pytest.param([], marks=pytest.mark.slow), SMALL], ids=["as trained", "smaller"])
 def test_downloaded_again_it_gives_the_same_counts(options, run, tmp_path, monkeypatch, capsys):
     with serving_hub(monkeypatch, tmp_path / "cache") as server:

@@ -13,7 +13,7 @@ from planting import watched
 from surviving import timeless
 
 from eagle31_train import cli
-from eagle31_train.common import locks
+from eagle31_train.common import artifacts, locks
 from eagle31_train.common.errors import UserError
 from eagle31_train.store import Store, storage_of
 from eagle31_train.store.sealed import seal
@@ -81,6 +81,14 @@ def test_a_run_of_open_rates_goes_on_with_those_that_it_was_begun_with(new_run, 
     assert rates() == [rate, decay, tokens]
     run.fit(*options, "overwrite=true")
     assert rates() == [rate / 2, 2 * decay, 512]
+
+
+def test_an_export_of_the_training_that_was_replaced_is_named(new_run, capsys):
+    run = new_run().fit(*SHORT)
+    artifacts.write_json(run.train.parent / "export.json", {})
+    assert "an earlier training" not in capsys.readouterr().out
+    run.fit(*SHORT, "train.lr=0.5", "overwrite=true")
+    assert "/export is of an earlier training: run `eagle31 export` again" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("options", "normed"), [((), True), (EAGLE3, False), ((*EAGLE3, BEFORE), True)])
