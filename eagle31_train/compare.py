@@ -135,7 +135,9 @@ def named(words: Sequence[str]) -> Named:
     paths = [Path(trainings[0]).absolute().parts[1:] for _, trainings in arguments]
     drafters_by_name: Named = {}
     for (given, trainings), path in zip(arguments, paths, strict=True):
-        count = next((n for n in range(1, len(path)) if sum(path[-n:] == other[-n:] for other in paths) == 1), 1)
+        least = 2 if path[-1:] == ("export",) else 1  # as the export of every run is called
+        alone = (n for n in range(least, len(path)) if sum(path[-n:] == other[-n:] for other in paths) == 1)
+        count = next(alone, 1)
         name = given or "/".join(path[-count:]) or trainings[0]
         if name == "plain":
             raise UserError(f"plain is decoding without a drafter: give another name, as NAME:{trainings[0]}")

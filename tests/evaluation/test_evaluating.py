@@ -167,3 +167,8 @@ def test_prompts_are_as_long_as_vllm_serves_their_target(tmp_path, target, longe
 def test_drafters_that_a_table_cannot_tell_apart_are_refused(words, problem):
     with pytest.raises(UserError, match=problem):
         compare.named(words)
+
+
+def test_an_export_is_called_after_its_run():
+    assert list(compare.named(["/d/runs/a/export"])) == ["a/export"]
+    assert list(compare.named(["/d/runs/a", "/d/runs/a/export", "/e/b"])) == ["a", "a/export", "b"]
