@@ -3,6 +3,7 @@ an `Answer`, or the reason why it has none, which no journal keeps: asking again
 
 import hashlib
 import json
+import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from eagle31_train.rows.formats import Message, Row
 from eagle31_train.targets.chat import ChatTemplate
 from eagle31_train.targets.completions import Completion, Request, Sampling
 
+NO_ROOM = "it leaves no room for an answer within data.max_length={}"
 Requests = dict[str, Request]
 Completions = Iterator[tuple[str, Completion | Refused]]  # by the keys of requests
 
@@ -93,22 +95,20 @@ class Engine(ABC):
 
     def __init__(self, config: Config, template: ChatTemplate, at_once: int) -> None:
         self.config, self.template, self.at_once = config, template, at_once
-
-    def begin(self) -> None:  # noqa: B027 (not every engine has something to start)
-        """Start what has to be started, before the time of answers counts; once more does nothing."""
+        self.started = lambda: None  # called once what takes its time to start has done so
 
     @abstractmethod
     def complete(self, asked: Requests, sampling: Sampling) -> Completions:
         """What the target goes on with, as it ends."""
 
-    def answers(self, jobs: dict[str, Job]) -> Outcomes:
-        """The next answer of each conversation, refusals first."""
-        generate, most, asked = self.config.data.generate, self.config.data.max_length, {}
+    def answers(self, jobs: dict[str, Job], most: float = math.inf) -> Outcomes:
+        """The next answer of each conversation, refusals first: of prompts of `most` tokens or more, too."""
+        generate, asked = self.config.data.generate, {}
         for key, job in jobs.items():
             try:
                 ids = self.template.prompt_ids(job.messages, job.row.tools)
-                if len(ids) >= most:  # nothing of the answer would be learnt
-                    raise Refused(f"it leaves no room for an answer within data.max_length={most}")
+                if len(ids) >= most:
+                    raise Refused(NO_ROOM.format(most))
                 asked[key] = Request(ids, job.temperature, job.seed(self.config.seed))
             except Refused as refused:
                 yield key, refused
@@ -191,16 +191,13 @@ class Remote(Engine):
         self.servers = [Server(url, model, longest, self.own) for url in urls]
         self._tell_who_is_alone()
 
-    def begin(self) -> None:
-        """See `Engine.begin`."""
-        if self.own and not self.servers:
-            self._reach([self.own.url()])
-
     def complete(self, asked: Requests, sampling: Sampling) -> Completions:
         """After an error that ends the run no more is asked, but what was under way comes first."""
         if not asked:
             return
-        self.begin()
+        if self.own and not self.servers:
+            self._reach([self.own.url()])
+            self.started()
         failed: UserError | None = None
         waiting, done = deque(asked.items()), SimpleQueue[tuple[str, Any] | None]()
 

@@ -128,10 +128,11 @@ class Server:
                 if error.code not in BUSY:
                     break
             except (OSError, http.client.HTTPException) as error:
+                reason = getattr(error, "reason", error)
                 if self.own:
-                    self.own.check()
-                problem = str(getattr(error, "reason", error))
-                hung += isinstance(getattr(error, "reason", error), TimeoutError)
+                    self.own.check(dying=isinstance(reason, ConnectionError))
+                problem = str(reason)
+                hung += isinstance(reason, TimeoutError)
                 if hung == HANGS and not self.alone:
                     break
             except UserError:

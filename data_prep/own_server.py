@@ -47,6 +47,6 @@ class OwnServer:
             self._url = f"http://127.0.0.1:{port}/v1"
         return self._url
 
-    def check(self) -> None:
-        """UserError with its last words if it has ended."""
-        self._server.check(dying=True)
+    def check(self, dying: bool) -> None:
+        """UserError with its last words if it has ended; one that is dying is given the time for it."""
+        self._server.check(dying)

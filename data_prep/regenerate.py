@@ -6,13 +6,15 @@ the next cannot be given (see `dialogue`).
 """
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from data_prep.answers import Engine, Job, engine, target_inputs
+from data_prep.answers import NO_ROOM, Engine, Job, engine, target_inputs
 from data_prep.dataset import check_shares, most_common, place, refusal
 from data_prep.dialogue import following, turns_of
 from data_prep.journal import Journal
@@ -41,15 +43,16 @@ def regenerate(config: Config, template: ChatTemplate, own: OwnServer | None = N
     settings, made_from = _settings(config, template), of_answers(config, template, corpus)
     journal = Journal(output)
     if journal.finished(made_from, config.overwrite):
-        note(f"answers: {output} is up to date")
         record = artifacts.read_json(journal.manifest, "eagle31 data")
-        lacked_room = any("data.max_length=" in entry["reason"] for entry in record["refused"])
-        if lacked_room and record["max_length"] < config.data.max_length:
-            note(
-                f"answers: they were made with data.max_length={record['max_length']}, and prompts without room for an "
-                "answer in that were refused: overwrite=true answers all anew"
-            )
-        return output, record
+        before = record.get("max_length", math.inf)
+        lacked = sum(entry["reason"] == NO_ROOM.format(before) for entry in record["refused"])
+        if not (lacked and before < config.data.max_length):
+            note(f"answers: {output} is up to date")
+            return output, record
+        if not config.overwrite:
+            lacking = f"{output} lacks {lacked} prompts, which had no room for an answer in data.max_length={before}"
+            note(f"answers: {lacking}: overwrite=true answers all anew")
+            return output, record
     jobs, refused = _jobs(corpus, generate)
     option = "data.sources" if corpus.mixed else f"data.prompts={config.data.prompts}"
     if not jobs:
@@ -133,6 +136,7 @@ def answer_all(
     new_tokens = 0
     total = sum(len(job.turns) for job in jobs)
     with Progress(total=total, desc="answers", unit="answer", smoothing=0) as bar:  # the journal's come all at once
+        target.started = bar.unpause
         for turn in range(max(len(job.turns) for job in jobs)):
             waiting: dict[str, Job] = {}
             for job in [job for job in jobs if turn < len(job.turns) and not job.refusal and not job.ended]:
@@ -145,11 +149,10 @@ def answer_all(
                     job.ended = str(refused)
                     bar.total -= len(job.turns) - turn
             new = waiting.keys() - journal.answers.keys()
-            if new and not turn:
-                target.begin()
-                bar.unpause()
             bar.initial += len(waiting) - len(new)  # the rate is that of this run alone
-            for key, outcome in journal.outcomes(waiting, target.answers):
+            # Of what is longer nothing would be learnt. Later turns are cut instead: those before them are of use.
+            most = math.inf if turn else target.config.data.max_length
+            for key, outcome in journal.outcomes(waiting, partial(target.answers, most=most)):
                 if isinstance(outcome, Refused):
                     waiting[key].stop(str(outcome))
                     bar.total -= len(waiting[key].turns) - turn

@@ -140,6 +140,7 @@ class Writer:
         numbers = iter(range(tries))
         # The journal's come all at once, and count for no rate: `_turns`.
         with Progress(total=wanted * self.options.turns, desc="prompts", unit="text", smoothing=0) as self.bar:
+            self.engine.started = self.bar.unpause
             tried = 0
             while len(done) < wanted and tried < tries:
                 # All that are probably needed at once: each batch waits for its longest text.

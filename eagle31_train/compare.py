@@ -129,13 +129,14 @@ def parted(word: str) -> tuple[str | None, list[str]]:
 
 
 def named(words: Sequence[str]) -> Named:
-    """Drafters by name: as NAME:… says, else the last part of the path, or as many as tell it from the others."""
+    """Drafters by name: as NAME:… says, else the last part of the path, or as many as tell it from the others; of a
+    run's export at least two."""
     arguments = [parted(word) for word in words]
     # Never all of an absolute path: names stand in pictures and on public cards.
     paths = [Path(trainings[0]).absolute().parts[1:] for _, trainings in arguments]
     drafters_by_name: Named = {}
     for (given, trainings), path in zip(arguments, paths, strict=True):
-        least = 2 if path[-1:] == ("export",) else 1  # as the export of every run is called
+        least = 2 if path[-1:] == ("export",) else 1
         alone = (n for n in range(least, len(path)) if sum(path[-n:] == other[-n:] for other in paths) == 1)
         count = next(alone, 1)
         name = given or "/".join(path[-count:]) or trainings[0]

@@ -41,13 +41,13 @@ class Provenance:
 
     inputs: of JSON's types. card: inputs of the words and pictures around an output, which may change without it.
     pointers: name of an input → the option that says where it lies, as it was given: perhaps it names a wrong place.
-    beside: how to have both, and make again no more than must be.
+    beside: inputs → how to have both outputs where no others differ, and make again no more than must be.
     """
 
     inputs: dict[str, Any]
     card: dict[str, Any] | None = None
     pointers: Mapping[str, str] = field(default_factory=dict)
-    beside: str = ""
+    beside: Mapping[tuple[str, ...], str] = field(default_factory=dict)
 
     @property
     def all_inputs(self) -> dict[str, Any]:
@@ -81,7 +81,9 @@ class Provenance:
         wrong = [given for name, given in self.pointers.items() if before.get(name) != self.inputs.get(name)]
         if wrong:
             return f"correct {' or '.join(wrong)}, or choose another name=… or run_dir=…"
-        return f"{self.beside}, or replace it with overwrite=true" if self.beside else REPLACE
+        other = {name for name in {**before, **self.inputs} if before.get(name) != self.inputs.get(name)}
+        better = [advice for names, advice in self.beside.items() if other <= set(names)]
+        return f"{better[0]}, or replace it with overwrite=true" if better else REPLACE
 
 
 def whole(output: Path, record_path: Path, provenance: Provenance, overwrite: bool, made_by: str) -> bool:
@@ -218,8 +220,13 @@ def of_training(
             "seed": config.seed,
         },
         pointers={"store": f"store_dir={config.store_dir}"} if config.store_dir else {},
-        beside=f"train on the same states as name=… data_dir={config.data_folder} store_dir={config.store_location}",
+        beside={("drafter", "train", "seed"): f"train on the same states as name=… {same_states(config)}"},
     )
+
+
+def same_states(config: Config) -> str:
+    """The options by which another run trains on what this one extracted."""
+    return f"data_dir={config.data_folder} store_dir={config.store_location}"
 
 
 def of_evaluation(
@@ -246,7 +253,10 @@ def of_evaluation(
             "workloads": workloads,
             **(server or {}),
         },
-        beside=f"measure it beside that by `eagle31 compare {config.run_dir} … compare.out=…`",
+        # vLLM's comparisons decode in process, too, for which a target may be too large.
+        beside={}
+        if server
+        else {("evaluate", "workloads", "seed"): f"measure it by `eagle31 compare {config.run_dir} … compare.out=…`"},
     )
 
 

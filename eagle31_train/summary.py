@@ -78,14 +78,17 @@ def _decoded(manifest: dict[str, Any]) -> dict[str, str]:
         timed_length = bracket([timed["by_depth"][depth], None, None], "{:.2f}")
         of = f" ({count(timed['prompts'], 'prompt')}, length {timed_length})"
     prompts = f"{count(workload['prompts'], 'prompt')} of {workload['name']}"
-    cautions = [note for note in workload["notes"] if note.endswith(TRAINED_ON)]
     return {
         "acceptance length": f"{bracket(interval)} at {depth} draft tokens, bonus token included ({certainty})",
         "  by source": "   ".join(f"{name}: {bracket([one, None, None])}" for name, one in lengths.items()),
         "  measured on": f"{prompts}, {sampling(workload)}, {numbers['generated_tokens']:,} tokens",
-        **({"  CAUTION": cautions[0]} if cautions else {}),
+        **_cautions(workload),
         "speed": f"{speculative:.1f} tokens/s with the drafter, {plain:.1f} without, for one user{of}",
     }
+
+
+def _cautions(measured: dict[str, Any]) -> dict[str, str]:
+    return {"  CAUTION": note for note in measured["notes"] if note.endswith(TRAINED_ON)}  # noqa: B035 (at most one)
 
 
 def _served(config: Config, manifest: dict[str, Any]) -> dict[str, str]:
@@ -104,6 +107,7 @@ def _served(config: Config, manifest: dict[str, Any]) -> dict[str, str]:
     return {
         "acceptance length": f"{length} at {tokens} draft tokens, bonus token included, as vLLM counts it",
         "  measured on": f"{count(serving['prompts'], 'prompt')} of {serving['workload']}, {sampling(serving)}",
+        **_cautions(serving),
         "speed": f"{drafted['per_user'][0]:.1f} tokens/s with the drafter, {plain:.1f} without, for {whom} of vLLM "
         f"{serving['vllm']}",
     }

@@ -62,6 +62,8 @@ def test_what_chooses_a_step_is_named_as_the_user_sets_it():
     with pytest.raises(UserError) as error:
         wanted.refuse_other("run", inputs_of("train.keep_best=true", chosen_on=["prompt"]).record(), overwrite=False)
     assert "(evaluate.num_speculative_tokens: 3 there, 5 here): train on the same states as name=…" in str(error.value)
+    elsewhere = {**wanted.inputs, "store": "another", "seed": 1}
+    assert wanted.remedy({"inputs": elsewhere}).startswith("choose another name=…"), "they are not the same"
 
 
 # ---------------------------------------------------------------- written whole

@@ -10,10 +10,10 @@ from typing import Any, NoReturn
 
 import torch
 
-from eagle31_train.checkpoint.run_folder import CHECKPOINTS, EXPORTED, name_of
+from eagle31_train.checkpoint.run_folder import CHECKPOINTS, EXPORTED, name_of, read_export
 from eagle31_train.common import artifacts
 from eagle31_train.common.console import note, say
-from eagle31_train.common.errors import Stopped
+from eagle31_train.common.errors import Stopped, UserError
 from eagle31_train.config import Config, DrafterShape, TrainConfig
 from eagle31_train.evaluation.unrolled import Trajectory
 from eagle31_train.model.vocab import DraftVocab
@@ -241,8 +241,11 @@ class Trainer:
         if kept:
             which, length = kept["kept"]["step"], f"{kept['kept']['acceptance_length']:.3f}"
             note(f"train: step {which} of {steps} is kept, of the greatest acceptance length, {length}")
-        if (self.folder.parent / EXPORTED).is_file():
-            note(f"train: {self.folder.parent / 'export'} is of an earlier training: run `eagle31 export` again")
+        try:
+            if (self.folder.parent / EXPORTED).is_file():
+                read_export(self.folder.parent)
+        except UserError as error:  # of an earlier training, say
+            note(f"train: {error}")
         idle = state.waited / max(state.seconds, 1e-9)
         note(
             f"train: {steps} steps, {state.tokens:,} tokens, {idle:.1%} of the time waiting for data; "

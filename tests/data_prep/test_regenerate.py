@@ -354,6 +354,10 @@ def test_a_prompt_that_leaves_no_room_for_an_answer_is_not_asked(config, capsys)
     assert [row["messages"][0]["content"] for row in run(config)] == ["hello"]
     told = f"1 × it leaves no room for an answer within data.max_length={config.data.max_length}"
     assert told in capsys.readouterr().out
-    config.data.max_length += 1
+    config.data.max_length = 1000
     assert len(run(config)) == 1
-    assert "were refused: overwrite=true answers all anew" in capsys.readouterr().out
+    assert "overwrite=true answers all anew" in capsys.readouterr().out
+    config.overwrite = True
+    assert [row["messages"][0]["content"] for row in run(config)] == ["hello", "hello " * 9]
+    assert len(run(config)) == 2
+    assert "up to date" in capsys.readouterr().out

@@ -85,10 +85,14 @@ def test_a_run_of_open_rates_goes_on_with_those_that_it_was_begun_with(new_run, 
 
 def test_an_export_of_the_training_that_was_replaced_is_named(new_run, capsys):
     run = new_run().fit(*SHORT)
-    artifacts.write_json(run.train.parent / "export.json", {})
-    assert "an earlier training" not in capsys.readouterr().out
+    record, weights = run.manifest(), f"{run.manifest()['checkpoint']}/model.safetensors"
+    made_from = {"train": record["fingerprint"], "weights": record["files"][weights]["sha256"]}
+    artifacts.write_json(run.train.parent / "export.json", {"inputs": made_from, "files": {}, "checkpoint": "x"})
+    remove_manifest(run)
+    run.fit(*SHORT)
+    assert "has other weights" not in capsys.readouterr().out
     run.fit(*SHORT, "train.lr=0.5", "overwrite=true")
-    assert "/export is of an earlier training: run `eagle31 export` again" in capsys.readouterr().out
+    assert "/export has other weights than train/: run `eagle31 export` again" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("options", "normed"), [((), True), (EAGLE3, False), ((*EAGLE3, BEFORE), True)])

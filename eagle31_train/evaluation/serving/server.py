@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -50,7 +50,7 @@ class Server:
     port: int
     log: Path
     offline: bool = False
-    _before: Any = None  # what SIGTERM did
+    _before: Any = field(default=None, init=False, repr=False)  # what SIGTERM did
 
     def __enter__(self) -> "Server":
         artifacts.make_folder(self.log.parent)
@@ -86,14 +86,17 @@ class Server:
     def close(self) -> None:
         """End the server, and wait until it is gone."""
         assert self._keeper.stdin is not None
-        self._keeper.stdin.close()
+        if self._before is not None:  # a second one, as of a group's, must not end the wait
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         try:
+            self._keeper.stdin.close()
             self._keeper.wait(4 * GRACE_SECONDS)  # the keeper takes half of that at most
         except subprocess.TimeoutExpired:
             self._keeper.kill()
             self._keeper.wait()
-        if self._before is not None:
-            signal.signal(signal.SIGTERM, self._before)
+        finally:
+            if self._before is not None:
+                signal.signal(signal.SIGTERM, self._before)
 
     def _wait(self) -> None:
         """Until it answers; UserError where it ends, or does not."""
