@@ -37,6 +37,7 @@ from eagle31_train.config import Config, TargetConfig, check_value
 from eagle31_train.earlier import REMOVED, RENAMED, UNSET
 
 ANY = "+experiment=any"  # the recipe of a command line that names none
+SAVED = ("train", "config.yaml")  # a run's options, in its folder
 GIVEN = "experiment=given"  # the recipe that was given as a file
 GROUPS = [folder.name for folder in CONFIGS.iterdir() if folder.is_dir()]
 
@@ -47,7 +48,8 @@ def load_config(
     """Compose `configs/config.yaml` with the overrides and check it against the schema.
 
     Args:
-        overrides: `key=value`, `+experiment=NAME`, or `+experiment=FILE.yaml` of a recipe of one's own.
+        overrides: `key=value`, `+experiment=NAME`, `+experiment=FILE.yaml` of a recipe of one's own, or a run's folder,
+            for all of its options.
         saved: a resolved configuration, as runs keep it, to begin with instead.
         config_dir: a folder with groups of one's own, like `configs/`: experiment/, target/, …
         resolve: give options that say `auto` of a precision the value that this machine, or a record, decides.
@@ -57,6 +59,11 @@ def load_config(
     """
     if config_dir is not None and not config_dir.is_dir():
         raise UserError(f"--config-dir {config_dir} is no folder")
+    if saved is None and (runs := [word for word in overrides if is_run(word)]):
+        if len(runs) > 1:
+            raise UserError(f"{' and '.join(runs)} are two runs: give one")
+        saved = Path(runs[0], *SAVED)
+        overrides = [f"run_dir={runs[0]}", "overwrite=false", *(word for word in overrides if word not in runs)]
     folders = [CONFIGS, *([config_dir.resolve()] if config_dir else [])]
     keys = {_key(word) for word in overrides}
     if twice := [f"{old} is called {new} now" for old, new in RENAMED.items() if {old, new} <= keys]:
@@ -76,6 +83,11 @@ def load_config(
     if resolve:
         precision.resolve(config)
     return config
+
+
+def is_run(word: str) -> bool:
+    """Whether a word of a command line is the folder of a run, which has its options."""
+    return "=" not in word and Path(word, *SAVED).is_file()
 
 
 def _key(override: str) -> str:
@@ -191,8 +203,8 @@ def _to_config(composed: DictConfig, recipe: str) -> Config:
     if missing := sorted(OmegaConf.missing_keys(composed)):
         recipes = ", ".join(name for name in choices("experiment") if not ANY.endswith(f"={name}"))
         remedy = f"give {missing[0]}=…, or a recipe that has it, +experiment=NAME of {recipes}"
-        if (saved := Path(composed.run_dir) / "train" / "config.yaml").is_file():
-            remedy = f"give the run's own options, +experiment={saved}"
+        if is_run(composed.run_dir):
+            remedy = f"give the run itself, {composed.run_dir}, for its options"
         elif Path(recipe).is_file():
             remedy = f"set {missing[0]} in {recipe}"
         raise UserError(f"no value for {', '.join(missing)}: {remedy}")
@@ -222,8 +234,6 @@ def _refuse_empty(option: str, value: Any) -> None:
 def _set(config: DictConfig, override: str) -> None:
     """Change one option as `key=value` says, or remove the free-form one of `~key`; UserError where it is none."""
     key, (_, equals, value) = _key(override), override.partition("=")
-    if (saved := Path(override, "train", "config.yaml")).is_file():
-        raise UserError(f"{override!r} is a run: give its options, +experiment={saved}")
     if not key or (not equals and not override.startswith("~")):
         raise UserError(f"{override!r} is not of the form key=value, such as target.path=Qwen/Qwen3-8B")
     if key in RENAMED or key in REMOVED:
@@ -293,9 +303,11 @@ def run(
         tells: the option of precision that the stage uses, of which a line says how it was resolved.
         before: what the usage line has before the options; the caller reads it.
     """
-    usage = f"%(prog)s {before}[-h] [--cfg] [--config-dir DIR] [key=value ...]"
+    usage = f"%(prog)s {before}[-h] [--cfg] [--config-dir DIR] [RUN] [key=value ...]"
     options = parser(description, prog=_program(), usage=usage, epilog=_options_help())
-    options.add_argument("overrides", nargs="*", metavar="key=value", help="options, listed below")
+    options.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="options, listed below; a run's folder stands for its own"
+    )
     options.add_argument("--cfg", action="store_true", help="print the resolved configuration and stop")
     options.add_argument("--config-dir", type=Path, help="a folder of recipes and groups of your own, like configs/")
     with explained(), tidy():
@@ -324,8 +336,8 @@ def _program() -> str:
 
 
 def with_recipe(words: list[str]) -> list[str]:
-    """The words of a command line; with the recipe ANY in front where it names none."""
-    named = any(word.lstrip("+").startswith("experiment=") for word in words)
+    """The words of a command line; with the recipe ANY in front where it names none, and no run."""
+    named = any(word.lstrip("+").startswith("experiment=") or is_run(word) for word in words)
     return words if named else [ANY, *words]
 
 

@@ -2,6 +2,7 @@
 
 import errno
 import operator
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -289,6 +290,20 @@ def test_a_recipe_or_run_that_is_here_is_named(tmp_path, monkeypatch):
     saved = Path("runs/qwen/train/config.yaml")
     saved.parent.mkdir(parents=True)
     saved.write_text(cli.to_yaml(load_config(["target.path=x", "name=qwen"])))
-    assert message_of("name=qwen").endswith(f"give the run's own options, +experiment={saved}")
-    assert message_of("runs/qwen") == f"'runs/qwen' is a run: give its options, +experiment={saved}"
+    assert message_of("name=qwen").endswith("give the run itself, runs/qwen, for its options")
     assert load_config([f"+experiment={saved}"]).target.path == "x"
+
+
+def test_a_runs_folder_stands_for_its_options(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    saved = Path("moved/qwen/train/config.yaml")
+    saved.parent.mkdir(parents=True)
+    saved.write_text(cli.to_yaml(load_config(["target.path=x", "name=qwen", "train.lr=0.5", "overwrite=true"])))
+    words = ["moved/qwen", "train.epochs=7"]
+    assert cli.with_recipe(words) == words
+    config = load_config(words)
+    assert (config.name, config.run_dir, config.train.lr, config.train.epochs) == ("qwen", "moved/qwen", 0.5, 7)
+    assert not config.overwrite, "of the command that began the run alone"
+    assert load_config([*words, "overwrite=true"]).overwrite
+    shutil.copytree("moved/qwen", "other")
+    assert message_of(*words, "other") == "moved/qwen and other are two runs: give one"
