@@ -63,7 +63,9 @@ def load_config(
         if len(runs) > 1:
             raise UserError(f"{' and '.join(runs)} are two runs: give one")
         saved = Path(runs[0], *SAVED)
-        overrides = [f"run_dir={runs[0]}", "overwrite=false", *(word for word in overrides if word not in runs)]
+        rest = [word for word in overrides if word not in runs]
+        anew = any(_key(word) == "name" for word in rest)  # another run, with its options
+        overrides = ["run_dir=runs/${name}" if anew else f"run_dir={runs[0]}", "overwrite=false", *rest]
     folders = [CONFIGS, *([config_dir.resolve()] if config_dir else [])]
     keys = {_key(word) for word in overrides}
     if twice := [f"{old} is called {new} now" for old, new in RENAMED.items() if {old, new} <= keys]:

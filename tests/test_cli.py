@@ -305,5 +305,6 @@ def test_a_runs_folder_stands_for_its_options(tmp_path, monkeypatch):
     assert (config.name, config.run_dir, config.train.lr, config.train.epochs) == ("qwen", "moved/qwen", 0.5, 7)
     assert not config.overwrite, "of the command that began the run alone"
     assert load_config([*words, "overwrite=true"]).overwrite
+    assert load_config([*words, "name=b"]).run_dir == "runs/b"
     shutil.copytree("moved/qwen", "other")
     assert message_of(*words, "other") == "moved/qwen and other are two runs: give one"
