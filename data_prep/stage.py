@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from datasets import DatasetDict
 
+from data_prep import preview
 from data_prep.dataset import Collected, check_shares, collect, most_common
 from data_prep.journal import Journal
 from data_prep.masks import NO_ANSWER
@@ -231,6 +232,7 @@ def _write(
     # An empty split would be given no file, and then not load: one file at least.
     shards = {name: None if len(split) else 1 for name, split in datasets.items()}
     datasets.save_to_disk(str(folder / "dataset"), num_shards=shards)
+    preview.write(folder, collected.splits, template)
     splits = {name: split.summary() for name, split in collected.splits.items()}
     coverage = {name: split.coverage(draft.t2d) for name, split in collected.splits.items()}
     not_held_out = sorted(splits["train"]["by_source"].keys() - splits["heldout"]["by_source"])
@@ -291,6 +293,7 @@ def summary(folder: Path, manifest: dict[str, Any], target: str) -> str:
     lines.append(f"  REFUSED: {len(refused)}" if refused else "  refused: 0")
     lines += [f"    {n} × {reason}" for reason, n in Counter(entry["reason"] for entry in refused).most_common()]
     lines += [f"    {entry['id']} ({entry['where']}): {entry['reason']}" for entry in refused[:NAMED]]
+    lines.append(f"  what is learnt, marked: {folder / preview.PAGE}")
     return "\n".join(lines)
 
 

@@ -1,6 +1,8 @@
 """The whole stage on a small target: what it writes, when it does nothing, and what it refuses."""
 
+import html
 import json
+import re
 import shutil
 from collections import Counter
 from dataclasses import replace
@@ -12,7 +14,7 @@ from families import FAMILIES, load, write_rows
 from made import message_of
 from planting import interrupt
 
-from data_prep import stage
+from data_prep import preview, stage
 from data_prep.dataset import Split, collect, place
 from data_prep.masks import Sample
 from data_prep.stage import prepare
@@ -285,3 +287,16 @@ def test_a_conversation_beyond_the_targets_positions_is_refused_here_and_not_in_
     assert message_of(prepare, config).endswith(" tokens, and the target has 5 positions: set data.max_length=5")
     config.extract.engine = "vllm"  # which may be told of more
     prepare(config)
+
+
+def test_a_page_marks_what_is_learnt(chatml):
+    learnt = collect(iter([Row("a<b", "s", "f:1", chat("hi & you"))]), chatml, 1000, 0.0).splits
+    ((_, source, sample),) = learnt["train"].rows
+    whole = Split([(f"a<b{n}", source, sample) for n in range(preview.EACH + 1)])
+    text = "".join(preview._sections({"train": whole}, chatml))
+    assert text.count("<h2>train, s: a&lt;b") == preview.EACH
+    body = text.partition("<pre>")[2].partition("</pre>")[0]
+    assert html.unescape(re.sub("</?mark>", "", body)) == chatml.decode(sample.input_ids.tolist())
+    marked = "".join(re.findall("<mark>(.*?)</mark>", body, re.DOTALL))
+    assert html.unescape(marked) == chatml.decode(sample.input_ids[sample.loss_mask].tolist())
+    assert "hi &amp; you" in body
