@@ -1,5 +1,6 @@
 """The first samples as a page on which what a drafter learns is marked: a wrong template or mask is seen at once."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from html import escape
 from itertools import groupby
@@ -39,11 +40,11 @@ def write(folder: Path, splits: Mapping[str, Split], template: ChatTemplate) -> 
 
 
 def _sections(splits: Mapping[str, Split], template: ChatTemplate) -> Iterator[str]:
-    shown_of: dict[tuple[str, str], int] = {}
     for name, split in splits.items():
+        numbers = Counter[str]()
         for identity, source, sample in split.rows:
-            shown_of[name, source] = number = shown_of.get((name, source), 0) + 1
-            if number <= EACH:
+            numbers[source] += 1
+            if numbers[source] <= EACH:
                 tokens = f"{len(sample.input_ids):,} tokens, {int(sample.loss_mask.sum()):,} of them learnt"
                 title = _escaped(f"{name}, {source}: {identity} ({tokens})")
                 yield f"<h2>{title}</h2>\n<pre>{''.join(_marked(sample, template))}</pre>\n"

@@ -41,13 +41,13 @@ class Provenance:
 
     inputs: of JSON's types. card: inputs of the words and pictures around an output, which may change without it.
     pointers: name of an input → the option that says where it lies, as it was given: perhaps it names a wrong place.
-    beside: inputs → how to have both outputs where no others differ, and make again no more than must be.
+    beside: how to have both outputs, and make again no more than must be, where only these inputs differ.
     """
 
     inputs: dict[str, Any]
     card: dict[str, Any] | None = None
     pointers: Mapping[str, str] = field(default_factory=dict)
-    beside: Mapping[tuple[str, ...], str] = field(default_factory=dict)
+    beside: tuple[str, set[str]] | None = None
 
     @property
     def all_inputs(self) -> dict[str, Any]:
@@ -81,9 +81,10 @@ class Provenance:
         wrong = [given for name, given in self.pointers.items() if before.get(name) != self.inputs.get(name)]
         if wrong:
             return f"correct {' or '.join(wrong)}, or choose another name=… or run_dir=…"
-        other = {name for name in {**before, **self.inputs} if before.get(name) != self.inputs.get(name)}
-        better = [advice for names, advice in self.beside.items() if other <= set(names)]
-        return f"{better[0]}, or replace it with overwrite=true" if better else REPLACE
+        differ = {name for name in {**before, **self.inputs} if before.get(name) != self.inputs.get(name)}
+        if self.beside and differ <= self.beside[1]:
+            return f"{self.beside[0]}, or replace it with overwrite=true"
+        return REPLACE
 
 
 def whole(output: Path, record_path: Path, provenance: Provenance, overwrite: bool, made_by: str) -> bool:
@@ -205,6 +206,7 @@ def of_training(
     recipe = {name: value for name, value in options.items() if name not in WITHOUT_EFFECT | {"init_revision"}}
     if recipe["weight_decay"]:  # in earlier versions lm_head and an own embedding decayed, too
         recipe["decays"] = "maps"
+    states = f"data_dir={config.data_folder} store_dir={config.store_location}"
     choice = {name: recipe.pop(name) for name in ("keep_best", "early_stop")}
     if chosen_on is not None:  # without it, all is as it was before there were such options
         choice |= {"prompts": chosen_on, "every": config.train.eval_every, "dtype": config.evaluate.dtype}
@@ -220,13 +222,8 @@ def of_training(
             "seed": config.seed,
         },
         pointers={"store": f"store_dir={config.store_dir}"} if config.store_dir else {},
-        beside={("drafter", "train", "seed"): f"train on the same states as name=… {same_states(config)}"},
+        beside=(f"train on the same states as name=… {states}", {"drafter", "train", "seed"}),
     )
-
-
-def same_states(config: Config) -> str:
-    """The options by which another run trains on what this one extracted."""
-    return f"data_dir={config.data_folder} store_dir={config.store_location}"
 
 
 def of_evaluation(
@@ -240,6 +237,8 @@ def of_evaluation(
     """Stage 4's result. data: stage 1's manifest. drafter: its identity. workloads: what the prompts depend on.
     sampled: some tokens are drawn, by the seed. server: of backend=vllm, its version and the target's arguments."""
     options = recorded("evaluate", asdict(config.evaluate))
+    # Of vLLM's measurements, too, comparisons decode in process, for which a target may be too large.
+    comparison = f"`eagle31 compare {config.run_dir} … compare.out=…`"
     # How a measurement began is recorded with it: overwrite=true measures anew.
     left_out = {"warmup"} | CHOOSE_PROMPTS | (DECODING_ONLY if server else SERVING_ONLY)
     return Provenance(
@@ -253,10 +252,7 @@ def of_evaluation(
             "workloads": workloads,
             **(server or {}),
         },
-        # vLLM's comparisons decode in process, too, for which a target may be too large.
-        beside={}
-        if server
-        else {("evaluate", "workloads", "seed"): f"measure it by `eagle31 compare {config.run_dir} … compare.out=…`"},
+        beside=None if server else (f"measure it by {comparison}", {"evaluate", "workloads", "seed"}),
     )
 
 
