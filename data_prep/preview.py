@@ -2,14 +2,14 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from html import escape
 from itertools import groupby
 from pathlib import Path
 
 from data_prep.dataset import Split
 from data_prep.masks import Sample
-from eagle31_train.common import artifacts, shown
+from eagle31_train.common import artifacts
 from eagle31_train.common.errors import Refused
+from eagle31_train.reporting.html import escape
 from eagle31_train.targets.chat import ChatTemplate
 
 PAGE = "preview.html"
@@ -46,7 +46,7 @@ def _sections(splits: Mapping[str, Split], template: ChatTemplate) -> Iterator[s
             numbers[source] += 1
             if numbers[source] <= EACH:
                 tokens = f"{len(sample.input_ids):,} tokens, {int(sample.loss_mask.sum()):,} of them learnt"
-                title = _escaped(f"{name}, {source}: {identity} ({tokens})")
+                title = escape(f"{name}, {source}: {identity} ({tokens})")
                 yield f"<h2>{title}</h2>\n<pre>{''.join(_marked(sample, template))}</pre>\n"
 
 
@@ -56,14 +56,10 @@ def _marked(sample: Sample, template: ChatTemplate) -> Iterator[str]:
     for learnt, run in groupby(sample.loss_mask[:MOST].tolist()):
         end = at + len(list(run))
         try:
-            text = _escaped(template.decode_after(ids[:at], ids[at:end]))
+            text = escape(template.decode_after(ids[:at], ids[at:end]))
         except Refused:  # the target's padded rows have no text
             text = f"[{end - at} tokens, not all of which the tokenizer has]"
         yield f"<mark>{text}</mark>" if learnt else text
         at = end
     if len(sample.input_ids) > MOST:
         yield f" … ({len(sample.input_ids) - MOST:,} tokens more)"
-
-
-def _escaped(text: str) -> str:
-    return escape(shown.clean(text))
