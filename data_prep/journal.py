@@ -90,7 +90,7 @@ class Journal:
 
     def _keep(self, key: str, answer: Answer) -> None:
         if ids := answer.message.get("token_ids"):
-            # One object for each token of the vocabulary, not one for each token written: a fourth of the memory.
+            # One object for each token of the vocabulary, not one for each token written: a third of the memory.
             answer.message["token_ids"] = [self._tokens.setdefault(token, token) for token in ids]
         self.answers[key] = answer
 

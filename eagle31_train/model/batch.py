@@ -135,8 +135,7 @@ def build_batch(
     within = torch.arange(len(owner)) - edges[owner]  # its position there
     population = trained  # of all slots, in the subset or not
     if subset is not None:
-        taken = torch.cat(subset.taken)[:, None]
-        eligible, trained = eligible & taken, trained & taken
+        eligible, trained = (some & torch.cat(subset.taken)[:, None] for some in (eligible, trained))
 
     slot = trained.any(1).nonzero()[:, 0]
     sizes = edges.new_zeros(len(documents)).scatter_reduce_(0, owner[slot], within[slot] + 1, "amax")
@@ -168,7 +167,6 @@ def build_batch(
     supervised, order = (slot[rows] + 1 + steps).sort(stable=True)
     teachers, pair_teacher = torch.unique_consecutive(supervised, return_inverse=True)
     held = torch.cat([d.supervised + start for d, start in zip(documents, edges.tolist(), strict=False)])
-
     return Batch(
         aux=concatenate([d.aux[some] for d, some in zip(documents, states, strict=True)]),
         ids=ids,

@@ -311,12 +311,12 @@ def memory(
     whole, frozen, bucket = FP32 * state.trained, FP32 * state.frozen, FP32 * bucket
     gathered, part, largest = whole + frozen, whole / devices, FP32 * max(map(max, state.groups))
     flat = largest if largest > bucket else min(bucket, whole)  # flattened once more to be sent
-    step = batch + micro.peak
+    step, moments = batch + micro.peak, FP32 * state.moments
     if not profile.stage:
         gradients = 0 if profile.several else whole  # DDP's are in its buckets, among the copies
         return Memory(
             weights=gathered,
-            moments=FP32 * state.moments,
+            moments=moments,
             copies=whole - gradients,
             target=target,
             step=step + accumulates * gradients,
@@ -326,14 +326,8 @@ def memory(
         # FSDP2 gathers in one buffer, which lives as long as the tensors that it is copied into; gradients likewise.
         step += 2 * gathered + accumulates * part
         exchange = max(gathered + whole, 2 * whole + part, part + state.iterated(devices))
-        return Memory(
-            weights=gathered / devices,
-            moments=FP32 * state.moments / devices,
-            copies=0,
-            target=target,
-            step=step,
-            exchange=exchange,
-        )
+        held = {"weights": gathered / devices, "moments": moments / devices, "copies": 0}
+        return Memory(**held, target=target, step=step, exchange=exchange)
     sharded = 0.0 if profile.offload else 2 * part
     if profile.stage == 3:
         # Gathered in one buffer, then copied into tensors; gradients go bucket by bucket. DeepSpeed means to update

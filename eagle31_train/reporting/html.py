@@ -12,6 +12,7 @@ from eagle31_train.common.console import Progress
 from eagle31_train.reporting.figures import Picture
 from eagle31_train.reporting.tables import Section
 
+Marked = tuple[str, list[tuple[str, bool]]]  # a heading, and the pieces of a text, each marked or not
 Images = dict[str, list[tuple[str, str]]]  # by section: what a picture shows, and its data: URL
 
 
@@ -32,10 +33,15 @@ def draw(folder: Path, pictures: Sequence[Picture]) -> tuple[list[Path], Images]
 
 
 def page(
-    title: str, sections: Iterable[Section], images: Images, texts: Mapping[str, str], glossary: bool = False
+    title: str,
+    sections: Iterable[Section],
+    images: Images,
+    texts: Mapping[str, str],
+    glossary: bool = False,
+    marked: Iterable[Marked] = (),
 ) -> str:
-    """A page: of each section its remarks, pictures, first table, and the others folded. `texts` are shown as they are,
-    folded, at the end; `glossary`: explain the words of evaluation."""
+    """A page: of each section its remarks, pictures, first table, and the others folded; then the texts that are
+    `marked`. `texts` are shown as they are, folded, at the end; `glossary`: explain the words of evaluation."""
     environment = Environment(autoescape=True, finalize=shown.clean, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(Path(__file__).with_name("page.jinja").read_text(encoding="utf-8"))
-    return template.render(title=title, sections=sections, images=images, texts=texts, glossary=glossary)
+    return template.render(title=title, sections=sections, images=images, texts=texts, glossary=glossary, marked=marked)

@@ -293,9 +293,9 @@ def test_a_page_marks_what_is_learnt(chatml):
     learnt = collect(iter([Row("a<b", "s", "f:1", chat("hi & you"))]), chatml, 1000, 0.0).splits
     ((_, source, sample),) = learnt["train"].rows
     whole = Split([(f"a<b{n}", source, sample) for n in range(preview.EACH + 1)])
-    text = "".join(preview._sections({"train": whole}, chatml))
+    text = preview.page({"train": whole}, chatml)
     assert text.count("<h2>train, s: a&lt;b") == preview.EACH
-    body = text.partition("<pre>")[2].partition("</pre>")[0]
+    body = text.partition('<pre class="sample">')[2].partition("</pre>")[0]
     assert html.unescape(re.sub("</?mark>", "", body)) == chatml.decode(sample.input_ids.tolist())
     marked = "".join(re.findall("<mark>(.*?)</mark>", body, re.DOTALL))
     assert html.unescape(marked) == chatml.decode(sample.input_ids[sample.loss_mask].tolist())
