@@ -1,8 +1,8 @@
 """`python -m eagle31_train.launcher`: accelerate's launcher of several processes, which ends without a traceback.
 
 Its exit status is that of the process that failed first: 75 of a training that was told to stop, and saved; 130 after
-Ctrl-C. SIGTERM goes on to the processes, which may take as long as they need; torchrun itself would kill them after 30
-seconds, and end with 1.
+Ctrl-C. Both signals go on to the processes, which may take as long as they need; torchrun itself would kill them after
+30 seconds, and end with 1.
 """
 
 import logging
@@ -15,7 +15,7 @@ from subprocess import CalledProcessError
 
 import psutil
 
-from eagle31_train.common.console import note
+from eagle31_train.common.console import INTERRUPTED, note
 
 
 def main() -> None:
@@ -42,10 +42,10 @@ def main() -> None:
         with ThreadPoolExecutor(1) as thread:
             thread.submit(launch.main).result()
     except KeyboardInterrupt:
-        raise SystemExit(130) from None
+        raise SystemExit(INTERRUPTED) from None
     except Exception as error:
         if pressed:
-            raise SystemExit(130) from None
+            raise SystemExit(INTERRUPTED) from None
         elastic = import_module("torch.distributed.elastic.multiprocessing.errors")
         if isinstance(error, elastic.ChildFailedError):
             rank, failure = error.get_first_failure()

@@ -19,7 +19,7 @@ from pathlib import Path
 from eagle31_train import cli
 from eagle31_train.combinations import check_context_parallel, check_longest, check_wandb, check_zero
 from eagle31_train.common.artifacts import MANIFEST
-from eagle31_train.common.console import STOPPED, note
+from eagle31_train.common.console import INTERRUPTED, STOPPED, note
 from eagle31_train.common.errors import Stopped, UserError
 from eagle31_train.common.locations import CONFIGS
 from eagle31_train.common.machine import gpus
@@ -28,7 +28,7 @@ from eagle31_train.precision import TRUE
 
 STAGES = ("data", "extract", "train", "evaluate", "export", "summary")
 WRITTEN = ["regenerate=true", f"data.prompts={SELF}"]
-INTERRUPTED, KILLED = 128 + signal.SIGINT, 128 + signal.SIGKILL
+KILLED = 128 + signal.SIGKILL
 USE_CPU = "ACCELERATE_USE_CPU"
 ALONE = ("cpu", "gpu")  # profiles of one process
 PROFILES = [*ALONE, "ddp", "fsdp2", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload"]  # of one machine

@@ -1,4 +1,4 @@
-"""When a run is told to stop: by SIGTERM, as a cluster does, or by its own time limit."""
+"""When a run is told to stop: by SIGTERM, as a cluster does, by Ctrl-C, or by its own time limit."""
 
 import math
 import signal
@@ -6,32 +6,50 @@ import threading
 import time
 from typing import Any
 
-from eagle31_train.common.errors import Stopped
+from eagle31_train.common.console import say
+from eagle31_train.common.errors import Interrupted, Stopped
+
+CTRL_C = "Ctrl-C"
+SAME = 1.0  # seconds: a second interrupt within them is the first one, which a launcher has passed on, too
 
 
 class Deadline:
-    """`with Deadline(limit) as deadline:` notes a SIGTERM instead of dying of it. `limit`: seconds from now, if any."""
+    """`with Deadline(limit) as deadline:` notes a SIGTERM instead of dying of it; `limit`: seconds from now, if any.
+
+    An interrupt is noted, too, once there are steps to save (`save_on_interrupt`). A second one ends the process at
+    once.
+    """
 
     def __init__(self, limit: float | None) -> None:
         self._end = math.inf if limit is None else time.monotonic() + limit
-        self._signalled = False
-        self._before: Any = None
+        self._signal: str | None = None
+        self._interrupted_at: float | None = None
+        self._saves = False
+        self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Deadline":
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGTERM, self._note)
+            self._before[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._note)
+            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell's background jobs ignore it
+                self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._note_interrupt)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGTERM, self._before)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     @property
     def reason(self) -> str | None:
         """Why this process is to stop; None if it is not."""
-        if self._signalled:
-            return "SIGTERM"
-        return "train.time_limit" if time.monotonic() >= self._end else None
+        return self._signal or ("train.time_limit" if time.monotonic() >= self._end else None)
+
+    def save_on_interrupt(self) -> None:
+        """Note interrupts from now on: the caller saves after each step where `reason` says so."""
+        self._saves = True
+
+    def stopped(self, text: str) -> Stopped:
+        """What to raise with this text, by what the process was told."""
+        return Interrupted(text) if self._signal == CTRL_C else Stopped(text)
 
     def pause(self, seconds: float) -> None:
         """Sleep, before the first step; Stopped if this process is to stop, which has nothing to save."""
@@ -40,4 +58,14 @@ class Deadline:
         time.sleep(seconds)
 
     def _note(self, *_: object) -> None:
-        self._signalled = True
+        self._signal = "SIGTERM"
+
+    def _note_interrupt(self, number: int, frame: Any) -> None:
+        now, before = time.monotonic(), self._interrupted_at
+        if not self._saves or (before is not None and now - before > SAME):
+            signal.default_int_handler(number, frame)
+        if before is None:
+            self._interrupted_at, self._signal = now, self._signal or CTRL_C
+            # From a thread: what the signal has interrupted may be printing.
+            text = "train: stops and saves after this step; another Ctrl-C ends it at once, without saving"
+            threading.Thread(target=say, args=(text, True)).start()

@@ -13,7 +13,6 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from eagle31_train.common import order
-from eagle31_train.common.errors import Stopped
 from eagle31_train.config import TrainConfig
 from eagle31_train.model.batch import Batch, build_batch, choose_slots
 from eagle31_train.model.context_parallel import Mesh
@@ -149,7 +148,7 @@ def _result(
             continue
         since = since or time.monotonic()
         if time.monotonic() - since >= GRACE:
-            raise Stopped(
+            raise deadline.stopped(
                 f"train: stopped by {why} while it waited for data after step {step - 1}; the same command goes on "
                 "from the last checkpoint"
             )

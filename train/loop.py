@@ -21,7 +21,7 @@ def train(config: Config) -> None:
 
     Raises:
         UserError: missing, damaged or mismatched input, or a launch that this trainer cannot serve.
-        Stopped: SIGTERM or the time limit came; a checkpoint was saved.
+        Stopped: SIGTERM, Ctrl-C or the time limit came; a checkpoint was saved.
     """
     from train.prepare import prepare  # takes seconds; a mistyped option has been refused by now
 

@@ -13,7 +13,7 @@ import torch
 from eagle31_train.checkpoint.run_folder import CHECKPOINTS, EXPORTED, name_of, read_export
 from eagle31_train.common import artifacts
 from eagle31_train.common.console import note, say
-from eagle31_train.common.errors import Stopped, UserError
+from eagle31_train.common.errors import UserError
 from eagle31_train.config import Config, DrafterShape, TrainConfig
 from eagle31_train.evaluation.unrolled import Trajectory
 from eagle31_train.model.vocab import DraftVocab
@@ -107,6 +107,7 @@ class Trainer:
         self.aside = 0.0  # seconds of the previous step's evaluation and checkpoint, which come after its log
 
     def batches(self) -> Iterator[GlobalBatch]:
+        self.deadline.save_on_interrupt()
         self.lap = time.perf_counter()
         split, schedule, done = self.data.train_split, self.schedule[: self.last_step], self.state.step
         return load(split, schedule, done, self.t, self.config.seed, self.keep_mask, self.accelerator, self.deadline)
@@ -212,7 +213,7 @@ class Trainer:
         state.seconds += time.perf_counter() - self.lap
         if state.step < steps:
             why = f"{self.deadline.reason or 'another rank'}: saved after step {state.step} of {steps}"
-            raise Stopped(f"train: stopped by {why}; the same command goes on" if main else "")
+            raise self.deadline.stopped(f"train: stopped by {why}; the same command goes on" if main else "")
         if main:
             self._write_manifest()
 

@@ -6,6 +6,7 @@ import fcntl
 import io
 import logging
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from eagle31_train.common import shown
-from eagle31_train.common.errors import SharedError, Stopped, UserError
+from eagle31_train.common.errors import Interrupted, SharedError, Stopped, UserError
 
 EVERY = 30.0  # seconds between two lines of a log
 LINE = "{desc}: {percentage:.0f} %, {n_fmt} of {total_fmt}, {rate_fmt}, {remaining} left{postfix}"
@@ -34,6 +35,7 @@ CORRECTED = (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errn
 REMEDIES |= dict.fromkeys(CORRECTED, "correct the option or permissions")
 OURS = ("eagle31_train", "train", "data_prep")
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again later
+INTERRUPTED = 128 + signal.SIGINT
 
 
 def parser(description: str | None, **options: Any) -> argparse.ArgumentParser:
@@ -104,10 +106,10 @@ def explained() -> Iterator[None]:
     except Stopped as stopped:
         if str(stopped):  # one of several processes speaks for all
             note(str(stopped), error=True)
-        raise SystemExit(STOPPED) from None
+        raise SystemExit(INTERRUPTED if isinstance(stopped, Interrupted) else STOPPED) from None
     except KeyboardInterrupt:
         _say_once("stopped; the same command goes on from what was saved")
-        raise SystemExit(130) from None
+        raise SystemExit(INTERRUPTED) from None
     finally:
         for stream in (sys.stdout, sys.stderr):
             try:

@@ -18,6 +18,10 @@ class Stopped(Exception):  # noqa: N818 (not an error: the run asked for it)
     """The stage saved and left before its end because it was told to; the same command goes on. Exit status 75."""
 
 
+class Interrupted(Stopped):
+    """Likewise, by Ctrl-C. Exit status 130."""
+
+
 class Refused(Exception):  # noqa: N818 (one of many is left out, and the run goes on)
     """Why a row, a prompt or an answer is of no use; the same text for like cases, which are counted."""
 

@@ -16,7 +16,7 @@ from surviving import calling, launched, lines, tell, wait_until, working
 from watching import updates_of
 
 from eagle31_train.common.console import STOPPED
-from eagle31_train.common.errors import Stopped
+from eagle31_train.common.errors import Interrupted, Stopped
 from eagle31_train.extract import extract
 from eagle31_train.store import StoreSplit
 from eagle31_train.store.writer import StoreWriter
@@ -87,6 +87,43 @@ def test_a_run_that_is_told_to_stop_during_a_slow_read_saves(new_run, monkeypatc
     with pytest.raises(Stopped) as stopped:
         run.fit(*SHORT)
     stopped_after(run, str(stopped.value), "SIGTERM")
+
+
+def press():
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_ctrl_c_ends_the_step_and_saves(new_run, by_one, capsys):
+    """Twice at once, as a launcher's process gets it: from the terminal and from its launcher."""
+    run = new_run()
+    pressed = calling("train.trainer.accumulate", lambda: (press(), press()), "before", 5)
+    with pressed, pytest.raises(Interrupted) as stopped:
+        run.fit(*SHORT)
+    assert stopped_after(run, str(stopped.value), "Ctrl-C") == 6
+    assert capsys.readouterr().err.count("train: stops and saves after this step; another Ctrl-C ends it at once") == 1
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert_close(run.fit(*SHORT).weights(), by_one(*SHORT).weights(), 0)
+
+
+def test_a_second_ctrl_c_ends_training_at_once(new_run, monkeypatch):
+    clock, run = [0.0], new_run()
+    monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    def press_again():
+        press()
+        clock[0] += deadline.SAME + 0.1
+        press()
+
+    with calling("train.trainer.accumulate", press_again, "before", 5), pytest.raises(KeyboardInterrupt):
+        run.fit(*SHORT)
+    assert run.saved() == []
+
+
+def test_ctrl_c_before_the_first_step_ends_training_at_once(new_run):
+    run = new_run()
+    with calling("train.prepare.restore", press, "before", 1), pytest.raises(KeyboardInterrupt):
+        run.fit(*SHORT)
+    assert run.saved() == []
 
 
 FOLLOW = ["store.follow=true", "train.window_tokens=40", "train.max_steps=20"]
@@ -172,3 +209,22 @@ def test_a_launch_that_is_told_to_stop_saves_and_leaves_no_process(new_run, prof
         assert process.returncode == STOPPED
         assert "Traceback" not in said
         assert "exitcode" not in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("profile", "processes", "launcher", "status"),
+    [("ddp", 2, [], 1), ("ddp", 2, [OURS], 130), ("cpu", 1, [OURS], 130)],
+)
+def test_a_launch_that_ctrl_c_ends_saves_and_leaves_no_process(new_run, profile, processes, launcher, status):
+    """The terminal's signal reaches every process, and launchers pass it on, too."""
+    run = new_run()
+    words = [*command(profile, processes, TRAIN, *launcher), *arguments(run, *ENDLESS)]
+    with launched(words, environment(profile)) as process:
+        wait_until(lambda: lines(run.train / "metrics.jsonl") > 3, lambda: process.poll() is None)
+        os.killpg(process.pid, signal.SIGINT)
+        _, said = process.communicate()
+        with pytest.raises(ProcessLookupError):
+            os.killpg(process.pid, 0)
+    assert stopped_after(run, said, "Ctrl-C") > 3
+    assert process.returncode == status
