@@ -168,8 +168,8 @@ def _nothing_given(data: DataConfig, option: str) -> str:
     if option == "prompts" and data.conversations is not None:
         return f"regenerate=true answers data.prompts, not data.conversations={data.conversations}: set data.prompts"
     if option == "conversations" and data.prompts is not None:
-        return f"data.prompts={data.prompts} is to be answered: set regenerate=true, or give it as data.conversations"
-    return f"no {option}: set data.{option} or data.sources (data.prompts with regenerate=true)"
+        return f"data.prompts={data.prompts} is to be answered: leave out regenerate=false, or give data.conversations"
+    return f"no {option}: set data.{option} or data.sources (of prompts with regenerate=true)"
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ def _open_source(config: Config, where: str, value: Any, name: str = "") -> Sour
     path, form = options.path, options.format
     if path == SELF:
         if not config.regenerate:
-            raise UserError(f"{where}.path={SELF} has the target write prompts, and answer them: set regenerate=true")
+            raise UserError(f"{where}.path={SELF}: such prompts are to be answered: leave out regenerate=false")
         path, form = str(Path(config.run_dir) / SELF_WRITTEN), "auto"
     check_value(f"{where}.format", form, {"choices": FORMATS})
     files = open_files(path, options.split, where, options.stream_rows)

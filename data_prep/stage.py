@@ -216,8 +216,8 @@ def _check_positions(collected: Collected, target: TargetDescription) -> None:
 
 def _reasons(refused: list[dict[str, Any]], data: DataConfig) -> str:
     """Why none of some rows is of use; where they are prompts, what to do with these."""
-    option = f"data.prompts={data.conversations} and " if data.conversations else ""
-    hint = f"; set {option}regenerate=true for the target to answer them"
+    given = f"give data.prompts={data.conversations} instead of data.conversations"
+    hint = f"; {given if data.conversations else 'set regenerate=true'} for the target to answer them"
     return most_common(refused) + hint * ({entry["reason"] for entry in refused} == {NO_ANSWER})
 
 

@@ -225,6 +225,8 @@ def _to_config(composed: DictConfig, recipe: str) -> Config:
             raise UserError(f"{name}={value} is no list of single values")
         check_value(name, value, field.metadata)
     check_options(config)
+    if config.regenerate is None:
+        config.regenerate = config.data.wants_answers
     return config
 
 

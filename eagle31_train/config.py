@@ -120,8 +120,8 @@ SELF_WRITTEN = "prompts.jsonl"  # in the run's folder, once it has
 
 @dataclass
 class DataConfig:
-    conversations: str | None = opt(None, "conversations to learn: file, folder, glob, or hub id (regenerate=false)")
-    prompts: str | None = opt(None, "prompts to answer (regenerate=true): likewise, or self: the target writes them")
+    conversations: str | None = opt(None, "conversations to learn: file, folder, glob, or hub id")
+    prompts: str | None = opt(None, "prompts that the target answers: likewise, or self: it writes them, too")
     sources: dict[str, Any] = opt({}, "several of these, mixed: data.sources.NAME={path: …, weight: 1, split: train}")
     rows: int | None = opt(None, "rows of the mixture; default: as many as its weights give", at_least=1)
     split: str = opt("train", "split of a hub data set")
@@ -156,6 +156,11 @@ class DataConfig:
     @property
     def writes_prompts(self) -> bool:
         return SELF in (self.prompts, *self.source_paths)
+
+    @property
+    def wants_answers(self) -> bool:
+        """Whether what is given is prompts alone: then the target answers them, unless `regenerate` says otherwise."""
+        return self.conversations is None and (self.prompts is not None or self.writes_prompts)
 
 
 @dataclass
@@ -320,7 +325,7 @@ class Config:
     store_dir: str | None = opt(None, "stage 2's output: a folder or URL (s3://bucket/store); default: run_dir/store")
     seed: int = opt(0, "seed of sampling, initial weights and data order", at_least=0, at_most=2**62)
     overwrite: bool = opt(False, "replace outputs that were made from other inputs")
-    regenerate: bool = opt(False, "let the target answer data.prompts anew")
+    regenerate: bool | None = opt(None, "let the target answer the prompts; default: if data.prompts alone is given")
     push: bool = opt(False, "export: upload to the Hugging Face Hub")
     repo: str | None = opt(None, "export: hub repository, e.g. me/my-eagle31-draft")
     private: bool = opt(False, "export: make the hub repository private")

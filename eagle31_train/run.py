@@ -1,7 +1,7 @@
 """Every stage in turn, from a target's name to a checkpoint that vLLM serves.
 
     eagle31 run target.path=Qwen/Qwen2.5-7B-Instruct name=qwen
-    eagle31 run target.path=Qwen/Qwen2.5-7B-Instruct name=qwen data.prompts=prompts.jsonl regenerate=true \\
+    eagle31 run target.path=Qwen/Qwen2.5-7B-Instruct name=qwen data.prompts=prompts.jsonl \\
         --from extract --until train
 
 Each stage that is done is passed over, so the same command goes on after a stop. Without prompts the target writes
@@ -27,7 +27,6 @@ from eagle31_train.config import SELF, SELF_WRITTEN, Config, TrainConfig, is_hub
 from eagle31_train.precision import TRUE
 
 STAGES = ("data", "extract", "train", "evaluate", "export", "summary")
-WRITTEN = ["regenerate=true", f"data.prompts={SELF}"]
 KILLED = 128 + signal.SIGKILL
 USE_CPU = "ACCELERATE_USE_CPU"
 ALONE = ("cpu", "gpu")  # profiles of one process
@@ -48,7 +47,7 @@ def run(config: Config, overrides: list[str], first: str, last: str, profile: st
     itself = "data" in stages or (Path(config.run_dir) / SELF_WRITTEN).is_file()
     if itself and not config.data.given:
         note("run: no prompts are given (data.prompts=FILE): the target writes them itself, data.prompts=self")
-        overrides = [*overrides, *WRITTEN]
+        overrides = [*overrides, f"data.prompts={SELF}"]
     environment = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false", **os.environ}
     cores = len(os.sched_getaffinity(0))  # of the job; os.cpu_count is the machine's
     if profile == "cpu":

@@ -131,6 +131,25 @@ def test_the_same_group_given_twice_is_an_error(twice):
     assert f"Multiple values for {twice[0].split('=')[0]}" in message_of("name=x", *twice)
 
 
+@pytest.mark.parametrize(
+    ("given", "answers"),
+    [
+        (["data.prompts=p.jsonl"], True),
+        (["data.prompts=self"], True),
+        (["data.sources.own.path=self"], True),
+        (["data.prompts=p.jsonl", "regenerate=false"], False),
+        (["data.conversations=c.jsonl"], False),
+        (["data.sources.a.path=a.jsonl"], False),  # prompts or conversations: nobody knows
+        (["+experiment=smollm2"], False),  # has both
+        (["+experiment=smollm2", "data.conversations=null"], True),
+        (["+experiment=smollm2", "regenerate=true"], True),
+        ([], False),
+    ],
+)
+def test_prompts_alone_are_answered(given, answers):
+    assert cli.load_config(["target.path=x", *given]).regenerate is answers
+
+
 def test_a_free_form_option_is_emptied():
     """As the help of drafter.rope_scaling says: `{}` for none. Merged, it would change nothing, in silence."""
     for words in (["+experiment=kimi", "drafter.rope_scaling={}"], ["drafter.rope_scaling={}", "+experiment=kimi"]):

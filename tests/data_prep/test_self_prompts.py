@@ -150,7 +150,7 @@ def test_prompts_of_several_turns_are_one_source_of_several(tiny_target, tmp_pat
     prepare(config)
     assert capsys.readouterr().out.count("is up to date") == 3, "prompts, answers and data"
     config.regenerate = False
-    with pytest.raises(UserError, match=r"data\.sources\.own\.path=self .* answer them: set regenerate=true"):
+    with pytest.raises(UserError, match=r"data\.sources\.own\.path=self: .* answered: leave out regenerate=false"):
         prepare(config)
 
 

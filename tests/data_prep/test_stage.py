@@ -200,8 +200,8 @@ def test_a_file_in_the_wrong_place_says_what_to_set(config, tmp_path):
     asked = write_rows(tmp_path / "asked.jsonl", [{"prompt": f"question {i}"} for i in range(3)])
     given = config.data.conversations
     for regenerate, options, words in [
-        (False, {"prompts": asked}, f"data.prompts={asked} is to be answered: set regenerate=true"),
-        (False, {"conversations": asked}, f"3 × no assistant turn; set data.prompts={asked} and regenerate=true"),
+        (False, {"prompts": asked}, f"data.prompts={asked} is to be answered: leave out regenerate=false"),
+        (False, {"conversations": asked}, f"3 × no assistant turn; give data.prompts={asked} instead of data.conv"),
         (False, {"sources": {"en": {"path": given}, "zh": {"path": asked}}}, "zh: no conversation of it is left"),
         (True, {"conversations": given}, "regenerate=true answers data.prompts, not data.conversations="),
         (False, {}, "no conversations: set data.conversations or data.sources"),
