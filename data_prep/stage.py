@@ -83,15 +83,16 @@ def prepare(config: Config) -> None:
         if config.data_dir and _is_done(folder, made_from, config, target):
             return
         provenance.up_to_date(folder, made_from, overwrite=False)
+    if not ours:
+        _introduce(config, rows)
     if config.regenerate and not answered:
         _tell_of_thoughts(template, data)
     corpus, answers = _open(config, template)
     made_from = provenance.of_data(config, corpus.inputs(), template.fingerprints(), vocab_size)
     if _is_done(folder, made_from, config, target):
         return
-    note("\n".join([f"data: the drafter for {config.target.name}, as its config.json has it", *rows]))
-    for what, doubt in doubts(config.target, config.evaluate.backend).items():
-        note(f"data: {what}: {doubt}")
+    if ours:
+        _introduce(config, rows)
     collected = collect(corpus.read(), template, data.max_length, data.heldout)
     collected.refused = answers.get("refused", []) + collected.refused
     _check_splits(collected, data)
@@ -114,6 +115,13 @@ def prepare(config: Config) -> None:
         }
         artifacts.write_json(temporary / artifacts.MANIFEST, manifest)
     note(summary(folder, manifest, template.name))
+
+
+def _introduce(config: Config, rows: list[str]) -> None:
+    """Say what the drafter will be and what is doubtful of its target."""
+    note("\n".join([f"data: the drafter for {config.target.name}, as its config.json has it", *rows]))
+    for what, doubt in doubts(config).items():
+        note(f"data: {what}: {doubt}")
 
 
 def _is_done(folder: Path, made_from: Provenance, config: Config, target: TargetDescription) -> bool:

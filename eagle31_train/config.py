@@ -101,7 +101,7 @@ class GenerateConfig:
         None, "vLLM (or SGLang) that serves the target: http://HOST:PORT/v1 or URL,URL; vllm: one of our own"
     )
     model: str | None = opt(None, "the server's name of the model; default: target.path")
-    concurrency: int = opt(16, "requests under way at once, of all servers", at_least=1)
+    concurrency: int = opt(128, "requests under way at once, of all servers", at_least=1)
 
 
 @dataclass
@@ -264,6 +264,7 @@ class TrainConfig:
     eval_samples: int = opt(64, "held-out conversations per evaluation; the last step reads all of them", at_least=1)
     keep_best: bool = opt(False, "the run's checkpoint is that of the greatest acceptance length measured in training")
     early_stop: int | None = opt(None, "end after so many measurements of acceptance without a rise", at_least=1)
+    finish: bool = opt(False, "end a stopped run at its newest checkpoint, to evaluate and export that one")
     checkpoint_every: int = opt(100, "steps between checkpoints", at_least=1)
     keep_checkpoints: int = opt(2, "newest checkpoints kept", at_least=1)
     time_limit: str | None = opt(None, "save and leave with exit status 75 after so long: 3h50m, 90m, 30s")

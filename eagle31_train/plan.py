@@ -22,7 +22,7 @@ def plan(config: Config) -> None:
     planned, rows = reckon(config)
     note("\n".join([f"TARGET   {config.target.name}: the drafter's shape follows from its config.json", *rows, ""]))
     note(sections.text(planned))
-    for what, doubt in doubts(config.target, config.evaluate.backend).items():
+    for what, doubt in doubts(config).items():
         note(f"\n{what}   {doubt}")
 
 

@@ -140,7 +140,7 @@ ENGINE_RESOURCES |= {"gpu_memory_utilization", "kv_cache_memory_bytes", "max_mod
 ENGINE_RESOURCES |= {"max_num_batched_tokens", "disable_log_stats"}
 # Options of training that steer memory, reporting, saving and stopping, but not what is learnt.
 WITHOUT_EFFECT = {"accumulation", "recompute", "compile", "workers", "eval_every", "eval_samples", "checkpoint_every"}
-WITHOUT_EFFECT |= {"keep_checkpoints", "time_limit", "skip_nonfinite", "wandb", "project", "tensorboard"}
+WITHOUT_EFFECT |= {"keep_checkpoints", "time_limit", "finish", "skip_nonfinite", "wandb", "project", "tensorboard"}
 WITHOUT_EFFECT |= {"deterministic", "kernels", "context_parallel"}
 # Inputs of a training whose checkpoint is chosen by measured acceptance → the options that they come from.
 CHOICE = {

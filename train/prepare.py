@@ -78,7 +78,7 @@ def make_trainer(
     state, parallel = restore(config, data, accelerator, deadline)
     main = accelerator.is_main_process
     usage = windows.Usage(data.store, data.train_split, data.schedule, data.windows, data.made_from.fingerprint)
-    usage.begin(state.step, remove=main, ended=state.stale(t.early_stop))
+    usage.begin(state.step, remove=main, ended=state.ended(t))
     data.store.wait_for(data.heldout.shards, deadline.pause)  # here, and not between the exchanges of an evaluation
     tracking.start(accelerator, config, data.made_from.inputs, state.step)
     reporter = resources.enter_context(closing(Reporter(accelerator, folder, state.step, len(data.schedule))))
@@ -292,6 +292,8 @@ def restore(config: Config, data: Inputs, accelerator: Accelerator, deadline: De
     objective = build_objective(config, data.shape, data.store, data.draft_vocab)
     kernels = choose_kernels(objective, t, accelerator.device)
     newest = launch.agreed(accelerator, lambda: checkpoint.newest(folder, fingerprint, note))
+    if newest is None and t.finish:
+        raise UserError(f"train.finish=true: {folder} has no whole checkpoint to end with: leave it out")
     if newest is None:
         if (source := initial_weights.open_source(config, needed=True)) is not None:
             initial_weights.refuse_other_kind(source, data.shape, data.store)

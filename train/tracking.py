@@ -18,6 +18,7 @@ import shlex
 import sys
 import uuid
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,7 @@ def record_launch(config: Config, facts: Mapping[str, Any]) -> None:
     """Save the resolved configuration and add a line on this launch; the main process calls it, once. `facts`: as JSON;
     reports show all of it, and draw `after_step` (0 for the first launch) and `steps` of the run."""
     folder = config.train_folder
-    artifacts.write_text(folder / CONFIG, cli.to_yaml(config))
+    artifacts.write_text(folder / CONFIG, cli.to_yaml(replace(config, train=replace(config.train, finish=False))))
     cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
     launch = {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),

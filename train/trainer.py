@@ -52,6 +52,10 @@ class State:
         """Whether acceptance has not risen for `train.early_stop` evaluations."""
         return early_stop is not None and self.since_best >= early_stop
 
+    def ended(self, t: TrainConfig) -> bool:
+        """Whether the run ends at the checkpoint from which it would go on."""
+        return t.finish or self.stale(t.early_stop)
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -101,8 +105,8 @@ class Trainer:
         self.schedule = self.data.schedule
         self.keep_mask = torch.from_numpy(self.data.draft_vocab.t2d)  # [V] bool
         self.first_step = self.state.step + 1
-        # It ends with the schedule, or earlier (`train.early_stop`).
-        self.last_step = self.state.step if self.state.stale(self.t.early_stop) else len(self.schedule)
+        # It ends with the schedule, or earlier (`train.early_stop`, `train.finish`).
+        self.last_step = self.state.step if self.state.ended(self.t) else len(self.schedule)
         self.lap = time.perf_counter()  # when the previous step was logged
         self.aside = 0.0  # seconds of the previous step's evaluation and checkpoint, which come after its log
 

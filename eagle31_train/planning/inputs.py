@@ -23,6 +23,7 @@ from eagle31_train.targets.description import (
     TargetDescription,
     description_of,
     most,
+    quantization,
     read_raw,
     text_config,
     whole_config,
@@ -93,7 +94,7 @@ def read_target(config: Config) -> Target:
     if sizes is None:
         unknown = f"{path} is a {raw['model_type']}, of which transformers has no class to count parameters by"
         raise UserError(f"{unknown}: set plan.target_parameters=32e9 or the like, those that a token runs through")
-    how = raw.get("quantization_config") or (raw.get("text_config") or {}).get("quantization_config") or {}
+    how = quantization(raw)
     stored = weight_bytes(how, config.target.dtype)
     unpacked = how.get("quant_method") == MXFP4 and find_spec("kernels") is None
     return Target(

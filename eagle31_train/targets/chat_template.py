@@ -4,6 +4,7 @@ Jinja's sandbox, in which transformers renders it, keeps it from files and from 
 without end or a product of gigabytes. So it is tried once in a process of its own, with bounds, before any other use.
 """
 
+import re
 import resource
 import sys
 from collections.abc import Callable
@@ -12,10 +13,15 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from transformers.utils import cached_file
+from typing_extensions import TypedDict
+
 from eagle31_train.common import foreign
 from eagle31_train.common.errors import UserError
 from eagle31_train.config import TargetConfig
+from eagle31_train.targets.pretrained import source
 
+OBJECT = re.compile(r'\s*\{\s*"')  # how a JSON object begins, and no Jinja
 MOST = 1 << 20  # bytes of a template: the longest in use have some 30,000
 SECONDS, MEMORY = 10, 1 << 30  # of one rendering of TRIED: bounds a thousand times what templates take
 TRIED: list[list[dict[str, Any]]] = [
@@ -24,17 +30,20 @@ TRIED: list[list[dict[str, Any]]] = [
 ]
 
 
+class _Processor(TypedDict):
+    chat_template: str
+
+
 def templates_of(target: TargetConfig, tokenizer: Any) -> dict[str, str]:
     """A target's templates by name, `default` and perhaps `tool_use`: target.chat_template, or its tokenizer's own.
     UserError if there is none, it is no template, or it takes too much to render a word."""
     try:
         if target.chat_template is not None:
             where = f"target.chat_template={target.chat_template}"
-            foreign.check_file(Path(target.chat_template), MOST)
-            named = {"default": Path(target.chat_template).read_text(encoding="utf-8")}
+            named = {"default": _read(Path(target.chat_template))}
         else:
             where = f"the chat template of {target.path}"
-            own = tokenizer.chat_template
+            own = tokenizer.chat_template or _of_processor(target)
             named = foreign.typed(dict[str, str], own if isinstance(own, dict) else {"default": own or ""})
     except FileNotFoundError:
         raise UserError(f"{where} is missing: give a Jinja file") from None
@@ -47,6 +56,22 @@ def templates_of(target: TargetConfig, tokenizer: Any) -> dict[str, str]:
         render = partial(tokenizer.apply_chat_template, chat_template=text, **options)
         _check_ends(render, len(text), where)
     return named
+
+
+def _read(file: Path) -> str:
+    """The template in a file of Jinja, or in a processor's chat_template.json."""
+    foreign.check_file(file, MOST)
+    text = file.read_text(encoding="utf-8")
+    return foreign.typed(_Processor, foreign.read_object(file))["chat_template"] if OBJECT.match(text) else text
+
+
+def _of_processor(target: TargetConfig) -> str | None:
+    """The template of a multimodal target whose files keep it apart from its tokenizer's, for the processor alone."""
+    try:
+        found = cached_file(target.path, "chat_template.json", **source(target))
+    except OSError:
+        return None
+    return None if found is None else _read(Path(found))
 
 
 def _check_ends(render: Callable[[Any], object], size: int, where: str) -> None:

@@ -6,6 +6,7 @@ A drafter's shape (`derive`) and a plan follow from it. Imports no torch.
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from typing_extensions import TypedDict
 from eagle31_train.common import artifacts, foreign
 from eagle31_train.common.errors import UserError, first_line
 from eagle31_train.common.foreign import Count, Number, Positions, Theta, Width
-from eagle31_train.config import MLA_WIDTHS, TargetConfig, default_aux_layers
+from eagle31_train.config import MLA_WIDTHS, Config, TargetConfig, default_aux_layers
 from eagle31_train.targets.pretrained import not_loaded, source
 
 # Kinds whose configuration is another's, under a name that transformers does not know.
@@ -46,6 +47,12 @@ NO_PARTS = {
 NOT_DERIVED = {"llama4", "llama4_text", "mllama", "mllama_text_model"}
 # Types of layers that keep a state, not keys of each token, which cannot go back over tokens that were rejected.
 RECURRENT = {"linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding"}
+# What transformers reads quantized weights with: `quant_method` → packages.
+PACKAGES = {
+    "auto-round": ["auto_round"], "awq": ["gptqmodel"], "bitsandbytes": ["bitsandbytes"],
+    "compressed-tensors": ["compressed_tensors"], "gptq": ["optimum", "gptqmodel"], "quark": ["quark"],
+    "torchao": ["torchao"],
+}  # fmt: skip
 EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
 CHOSEN = ("num_experts_per_tok", "experts_per_token", "moe_topk")
 EXPERT_WIDTH = ("moe_intermediate_size", "intermediate_size")
@@ -119,9 +126,14 @@ class TargetDescription:
 def read_raw(target: TargetConfig) -> dict[str, Any]:
     """The target's config.json; of a hub id this one file is downloaded, or found in the hub's cache. UserError if
     there is none at target.path, or one of impossible sizes, or a drafter's."""
-    found_by, where = source(target), f"target.path={target.path}"
+    found_by, where, folder = source(target), f"target.path={target.path}", Path(target.path)
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").exists():
+        raise UserError(
+            f"{where} is a LoRA adapter: give its base, whose drafter serves the adapter, too, with fewer accepted "
+            "drafts, or the two merged (peft's merge_and_unload)"
+        )
     try:
-        _look_into(Path(target.path) / "config.json")
+        _look_into(folder / "config.json")
         raw: dict[str, Any] = PretrainedConfig.get_config_dict(target.path, **found_by)[0]
         foreign.check_depth(raw)
     except Exception as error:  # of a file that others made
@@ -308,9 +320,10 @@ def layer_types(text: Any) -> set[str]:
     return set(getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ())
 
 
-def doubts(target: TargetConfig, backend: str) -> dict[str, str]:
-    """What is to be known before hours are spent on a drafter for this target: of SERVING, and of EVALUATION by
-    `evaluate.backend`."""
+def doubts(config: Config) -> dict[str, str]:
+    """What is to be known before hours are spent on a drafter for this target: of SERVING, of LOADING its weights here,
+    of its CONFIG, and of EVALUATION by `evaluate.backend`."""
+    target = config.target
     doubts, raw = {}, read_raw(target)
     if kind := class_without_eagle3(target):
         doubts["SERVING"] = (
@@ -320,10 +333,33 @@ def doubts(target: TargetConfig, backend: str) -> dict[str, str]:
         if (raw.get("text_config") or raw).get("logits_scaling", 1) != 1:
             left_out = "by its source it leaves out logits_scaling: greedy answers are right, sampled ones are not"
             doubts["SERVING"] += f"; {left_out}"
-    if backend != "vllm" and (types := RECURRENT & layer_types(text_config(raw))):
+    method = quantization(raw).get("quant_method", "")
+    lacking = " and ".join(name for name in PACKAGES.get(method, ()) if find_spec(name) is None)
+    by_vllm = {
+        "data.generate.server=vllm": config.regenerate and not config.data.generate.server,
+        "extract.engine=vllm": config.extract.engine == "transformers",
+        "evaluate.backend=vllm": config.evaluate.backend == "transformers",
+    }
+    if lacking and any(by_vllm.values()):
+        remedy = " ".join(option for option, here in by_vllm.items() if here)
+        doubts["LOADING"] = (
+            f"transformers reads {method} weights with {lacking}: install it, or let vLLM run the target: {remedy}"
+        )
+    engines = {"extract.engine_args": config.extract.engine_args, "evaluate.vllm_args": config.evaluate.vllm_args}
+    if changed := " and ".join(name for name, given in engines.items() if "hf_overrides" in given):
+        doubts["CONFIG"] = (
+            f"{changed}.hf_overrides are vLLM's alone, and the drafter's RoPE and positions follow from config.json: "
+            "write them into a copy of it"
+        )
+    if config.evaluate.backend != "vllm" and (types := RECURRENT & layer_types(text_config(raw))):
         layers = f"layers of type {', '.join(sorted(types))}"
         doubts["EVALUATION"] = f"the target has {layers}, with which stage 4 cannot decode: set evaluate.backend=vllm"
     return doubts
+
+
+def quantization(raw: dict[str, Any]) -> dict[str, Any]:
+    """How its weights are quantized, as config.json says; empty if they are not."""
+    return raw.get("quantization_config") or (raw.get("text_config") or {}).get("quantization_config") or {}
 
 
 def class_without_eagle3(target: TargetConfig) -> str | None:

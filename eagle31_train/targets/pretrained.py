@@ -93,7 +93,7 @@ def not_loaded(target: TargetConfig, error: Exception) -> UserError:
         half = "set target.dtype=float16, or evaluate.dtype in stage 4, or " if target.dtype == "float32" else ""
         advice = f"it does not fit: {half}use data.generate.server=vllm, extract.engine=vllm and evaluate.backend=vllm"
     elif isinstance(error, ImportError):
-        advice = "its code needs a package that is not here: install it, tiktoken for Kimi"
+        advice = "it needs a package that is not here: install that, or let vLLM run the target"
     elif "trust_remote_code" in str(error):
         advice = "it comes with Python code of its own: read it, and allow it to run with target.trust_remote_code=true"
     elif isinstance(error, SafetensorError):  # which tells neither the file nor what to do

@@ -159,6 +159,24 @@ def test_a_template_without_end_is_refused_in_one_line(text, template_file):
     assert "case.jinja takes more than 1 s or 64 MiB" in str(problem)
 
 
+def test_a_processors_template_is_read_where_the_tokenizer_has_none(template_file):
+    """Also where a template begins as JSON might, and is none."""
+    config = template_file('{"chat_template": "A{{ 1 }}"}')
+    assert chat_template.templates_of(config, TOKENIZER)["default"] == "A{{ 1 }}"
+    (Path(config.path) / "chat_template.json").write_text('{"chat_template": "B"}')
+    own = replace(config, chat_template=None)
+    without = make_tokenizer()
+    without.chat_template = None
+    assert chat_template.templates_of(own, without)["default"] == "B"
+    assert chat_template.templates_of(own, TOKENIZER)["default"] == TOKENIZER.chat_template
+    assert chat_template.templates_of(template_file('{ {"a": 1} }'), TOKENIZER)["default"] == '{ {"a": 1} }'
+    for other in ('{"messages": []}', '{"chat_template": 5}', '{"chat_template"'):
+        with pytest.raises(
+            UserError, match=r"case\.jinja cannot be read .*: give a Jinja file as target\.chat_template"
+        ):
+            chat_template.templates_of(template_file(other), TOKENIZER)
+
+
 def test_a_template_without_end_is_refused_under_a_lower_limit_of_memory(template_file, monkeypatch):
     there = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     monkeypatch.setattr(resource, "getrlimit", lambda _: (there + 2**24, there + 2**24))  # `ulimit -v`

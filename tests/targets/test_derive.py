@@ -14,8 +14,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from eagle31_train.cli import load_config
 from eagle31_train.common.errors import UserError
-from eagle31_train.config import DrafterConfig, TargetConfig
+from eagle31_train.config import Config, DrafterConfig, EvaluateConfig, ExtractConfig, TargetConfig
 from eagle31_train.planning.inputs import count_parameters, weight_bytes
+from eagle31_train.targets import description
 from eagle31_train.targets.derive import complete, default_batch_tokens, default_weight_decay, derive, planned_drafter
 from eagle31_train.targets.description import (
     NO_EAGLE3,
@@ -280,13 +281,44 @@ def test_every_kind_whose_parts_cannot_be_read_is_refused_by_its_configuration_a
     assert {kind for kind in refused if "streams of states" not in told[kind]} <= NOT_DERIVED
 
 
+def told(target, backend):
+    return doubts(Config(name="t", target=target, evaluate=EvaluateConfig(backend=backend)))
+
+
 def test_layers_with_which_stage_4_cannot_decode_are_named_before_it(tmp_path):
     target = written(tmp_path, {"model_type": "qwen3_next"})
-    assert "layers of type linear_attention, with which stage 4" in doubts(target, "transformers")["EVALUATION"]
-    assert doubts(target, "vllm") == {}
+    assert "layers of type linear_attention, with which stage 4" in told(target, "transformers")["EVALUATION"]
+    assert told(target, "vllm") == {}
     unknown = written(tmp_path, {"model_type": "of_tomorrow", "layers_block_type": ["mamba", "attention"]})
-    assert "layers of type mamba, with which stage 4" in doubts(unknown, "transformers")["EVALUATION"]
-    assert doubts(written(tmp_path, {"model_type": "qwen3"}), "transformers") == {}
+    assert "layers of type mamba, with which stage 4" in told(unknown, "transformers")["EVALUATION"]
+    assert told(written(tmp_path, {"model_type": "qwen3"}), "transformers") == {}
+
+
+def test_quantized_weights_that_cannot_be_read_here_are_said_before_any_stage(tmp_path, monkeypatch):
+    target = written(tmp_path, {"model_type": "llama", "quantization_config": {"quant_method": "gptq"}})
+    for there, lacking in (set(), "optimum and gptqmodel"), ({"optimum"}, "gptqmodel"):
+        monkeypatch.setattr(description, "find_spec", lambda name, there=there: name in there or None)
+        doubt = told(target, "transformers")["LOADING"]
+        assert f"reads gptq weights with {lacking}: install it" in doubt
+        assert doubt.endswith("let vLLM run the target: extract.engine=vllm evaluate.backend=vllm")
+    by_vllm = {"extract": ExtractConfig(engine="vllm"), "evaluate": EvaluateConfig(backend="vllm")}
+    assert "LOADING" not in doubts(Config(name="t", target=target, **by_vllm))
+    asked = Config(name="t", target=target, regenerate=True, **by_vllm)
+    assert doubts(asked)["LOADING"].endswith("let vLLM run the target: data.generate.server=vllm")
+    monkeypatch.setattr(description, "find_spec", lambda name: name)
+    assert told(target, "transformers") == {}
+
+
+def test_a_config_that_vllm_alone_is_told_of_is_doubtful(tmp_path):
+    given = EvaluateConfig(backend="vllm", vllm_args={"hf_overrides": {"rope_theta": 1e6}})
+    config = Config(name="t", target=written(tmp_path, {"model_type": "qwen3"}), evaluate=given)
+    assert doubts(config)["CONFIG"].startswith("evaluate.vllm_args.hf_overrides are vLLM's alone")
+
+
+def test_an_adapter_is_no_target(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match="is a LoRA adapter: give its base, whose drafter serves the adapter"):
+        read_raw(TargetConfig(path=str(tmp_path)))
 
 
 # Kind → that of its text model, if it is multimodal: vLLM serves the whole. InternVL's text model is a Qwen 2, which
@@ -300,7 +332,7 @@ DOUBTED |= dict.fromkeys(["mixtral", "glm4", "granitemoe"])
 def test_which_targets_vllms_own_class_serves_no_drafter_of_is_said(tmp_path, kind):
     text, raw = (SERVED | DOUBTED)[kind], {"model_type": kind, "logits_scaling": 6.0 if "granite" in kind else 1.0}
     target = written(tmp_path, raw | ({"text_config": {"model_type": text}} if text else {}))
-    doubt, named = doubts(target, "vllm").get("SERVING"), kind if kind in NO_EAGLE3 else text
+    doubt, named = told(target, "vllm").get("SERVING"), kind if kind in NO_EAGLE3 else text
     if kind in SERVED:
         assert doubt is None
         return

@@ -10,11 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 from launching import ROOT, TRAIN, arguments, command, environment, execute
+from made import message_of
 from pipeline import assert_close
 from planting import replaced
 from surviving import calling, launched, lines, tell, wait_until, working
 from watching import updates_of
 
+from eagle31_train import cli
 from eagle31_train.common.console import STOPPED
 from eagle31_train.common.errors import Interrupted, Stopped
 from eagle31_train.extract import extract
@@ -124,6 +126,19 @@ def test_ctrl_c_before_the_first_step_ends_training_at_once(new_run):
     with calling("train.prepare.restore", press, "before", 1), pytest.raises(KeyboardInterrupt):
         run.fit(*SHORT)
     assert run.saved() == []
+
+
+def test_a_stopped_run_ends_at_its_checkpoint_where_that_is_asked(new_run, capsys):
+    run, finish = new_run(), "train.finish=true"
+    assert "has no whole checkpoint to end with" in message_of(run.fit, *SHORT, finish)
+    with calling("train.trainer.accumulate", tell, "before", 5), pytest.raises(Stopped):
+        run.fit(*SHORT)
+    weights = run.fit(*SHORT, finish).weights()
+    assert (run.manifest()["steps"], run.manifest()["checkpoint"]) == (6, "checkpoints/step-000006")
+    assert lines(run.train / "metrics.jsonl") == 6
+    assert_close(run.fit(*SHORT).weights(), weights, 0)
+    assert "train: up to date" in capsys.readouterr().out
+    assert not cli.load_config([], run.train / "config.yaml").train.finish
 
 
 FOLLOW = ["store.follow=true", "train.window_tokens=40", "train.max_steps=20"]
