@@ -34,7 +34,7 @@ NO_END = "no end-of-turn token after the answer"
 NO_ANSWER = "no assistant turn"
 EMPTY = "an empty answer"
 ENDED = "an end-of-turn token inside the answer"
-BEYOND = "nothing of the answers lies within max_length"
+BEYOND = "nothing of the answers lies within data.max_length: raise it"
 UNCLOSED = "the generation prompt opens a thought that the answer does not close"
 Tools = list[Tool] | None
 

@@ -30,13 +30,14 @@ class OwnServer:
         """Where it answers; UserError where vLLM does not start."""
         if not self._url:
             # Both load torch and transformers, for seconds that a stage that is up to date does without.
-            from eagle31_train.evaluation.serving.engine import flags, server_arguments
+            import torch
+
+            from eagle31_train.evaluation.serving.engine import answering_arguments, flags
             from eagle31_train.evaluation.serving.server import MODULE, Server, pick_port
             from eagle31_train.targets.pretrained import out_of_reach
 
             python, port, log = self.config.evaluate.vllm_python, pick_port(), Path(self.config.run_dir) / LOG
-            arguments = server_arguments(self.config, None, 0, port)
-            arguments |= {"enable_prefix_caching": None, "served_model_name": None}  # as vLLM has them
+            arguments = answering_arguments(self.config, torch.cuda.device_count(), port)
             command = [python, "-m", MODULE, *flags(arguments)]
             note(f"answers: vLLM starts ({log})")
             server = Server(command, port, log, offline=out_of_reach(self.config.target) is not None)

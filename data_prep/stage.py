@@ -45,9 +45,9 @@ COUNTS = {  # of the manifest; the summary has those that are not 0
     "repeated": "prompts that are asked twice, on one side of the split",
     "cut": "cut at max_length",
     "no_end_of_turn": "answers without end of turn",
-    "split_turns": "conversations of several samples: a prompt is not what was written before it, or a turn is refused",
-    "from_words": "answers of conversations without all token ids, of which the words are read as tokens",
-    "inserted": "answers that the template begins with an empty thought",
+    "split_turns": "conversations cut into several samples (docs/data.md, Thoughts)",
+    "from_words": "answers given as text, tokenized here (the file has not all their token_ids)",
+    "inserted": "answers before which the template puts an empty thought",
     "tools_unread": "conversations with tools, which the chat template of {target} does not write",
 }
 

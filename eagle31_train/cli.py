@@ -158,7 +158,7 @@ def _composed(groups: Sequence[str], saved: Path | None, folders: list[Path]) ->
         # Options that were added since have their defaults.
         whole = typing.cast(DictConfig, OmegaConf.merge(_schema(), OmegaConf.load(saved)))
         if not groups:
-            return _with_new_names(whole)  # Hydra would take a tenth of a second for the same
+            return _with_new_names(whole, tell=False)  # Hydra would take a tenth of a second for the same
         root = "saved"
         ConfigStore.instance().store(name=root, node=whole)
     searched = f"hydra.searchpath=[{','.join(_quoted(f'file://{folder}') for folder in folders[1:])}]"
@@ -168,18 +168,20 @@ def _composed(groups: Sequence[str], saved: Path | None, folders: list[Path]) ->
         if others:  # Hydra takes a group that the recipe does not name only with the plus
             named = compose(root, recipe, return_hydra_config=True).hydra.runtime.choices
             recipe += [word if _key(word) in named else f"+{word}" for word in others]
-        return _with_new_names(compose(root, recipe))
+        return _with_new_names(compose(root, recipe), tell=saved is None)
 
 
-def _with_new_names(composed: DictConfig) -> DictConfig:
-    """The configuration with values of old names given to the options that they mean, which is said."""
+def _with_new_names(composed: DictConfig, tell: bool) -> DictConfig:
+    """The configuration with values of old names given to the options that they mean; `tell`: which is said, of
+    a recipe that someone wrote and can correct, and not of what a run recorded; what is gone is always said."""
     values: Any = _at_home(OmegaConf.to_container(composed))
     for old in (*RENAMED, *REMOVED):
         section, _, key = old.rpartition(".")
         value = (values[section] if section else values).pop(key)
         if value is None or (old in REMOVED and (not value or value == UNSET.get(old))):
             continue
-        _say_new_name(old)
+        if tell or old in REMOVED:
+            _say_new_name(old)
         if old in RENAMED:
             values[section][RENAMED[old].partition(".")[2]] = value
     return typing.cast(DictConfig, OmegaConf.merge(OmegaConf.structured(Config), values))
@@ -239,6 +241,11 @@ def _refuse_empty(option: str, value: Any) -> None:
 def _set(config: DictConfig, override: str) -> None:
     """Change one option as `key=value` says, or remove the free-form one of `~key`; UserError where it is none."""
     key, (_, equals, value) = _key(override), override.partition("=")
+    if not equals and "/" in override:
+        saved = Path(override, *SAVED)
+        raise UserError(
+            f"{override} is no run that has been trained (there is no {saved}): give the options themselves"
+        )
     if not key or (not equals and not override.startswith("~")):
         raise UserError(f"{override!r} is not of the form key=value, such as target.path=Qwen/Qwen3-8B")
     if key in RENAMED or key in REMOVED:

@@ -352,6 +352,11 @@ class Config:
         return str(Path(self.target.path).resolve()) if here else self.target.name
 
     @property
+    def writes_prompts(self) -> bool:
+        """Whether the target writes prompts itself: as options say, or, as by `eagle31 run`, since nothing is given."""
+        return self.data.writes_prompts or not (self.data.given or self.regenerate)
+
+    @property
     def data_folder(self) -> Path:
         return Path(self.data_dir or Path(self.run_dir) / "data")
 

@@ -7,6 +7,7 @@ checkpoint: it is restored if this one ends before that, and after a kill by the
 import math
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from eagle31_train.common.console import note, say
 from eagle31_train.common.errors import UserError
 from eagle31_train.config import Config, DrafterShape, TrainConfig, byte_count, parse_limit
 from eagle31_train.evaluation import trajectories
-from eagle31_train.evaluation.trajectories import digest
+from eagle31_train.evaluation.trajectories import Trajectory, digest
 from eagle31_train.model import vocab
 from eagle31_train.provenance import Provenance
 from eagle31_train.store import Store, StoreSplit, storage_of
@@ -106,8 +107,8 @@ def tell_of_waiting(schedule: list[list[int]], replicas: int) -> None:
     each = sum(map(len, schedule)) / len(schedule)
     if each < replicas:
         say(
-            f"train: a step has {each:.1f} conversations on average, and {replicas} processes take one at least: "
-            "the others wait; raise train.batch_tokens"
+            f"train: a step has {each:.1f} conversations on average, and {replicas} processes take one at least: the "
+            "others wait; fewer would train as fast, or raise train.batch_tokens, which teaches less of a small corpus"
         )
 
 
@@ -152,15 +153,8 @@ def read_inputs(config: Config, source: DrafterCheckpoint | None, deadline: Dead
     windows.check(store, cut, t.epochs, byte_count(config.store.cache_bytes, "store.cache_bytes"))
     if len(cut) > 1 and data["inputs"].get("shuffle") is None:
         say("train: the windows follow the order of the data, which is not shuffled (data.shuffle=SEED)")
-    measured = trajectories.read(store, config.evaluate.num_speculative_tokens)
+    measured = read_trajectories(store, config)
     measured_on = [digest(one.prompt) for one in measured]
-    by_acceptance = t.keep_best or t.early_stop is not None
-    if by_acceptance and not measured:
-        raise UserError(
-            f"train.keep_best and train.early_stop go by measured acceptance, and {store.location} has no "
-            "trajectories to measure it on: leave them out, or remove its manifest.json and run `eagle31 extract` with "
-            "extract.trajectories above 0, which makes no shard again"
-        )
     batch_tokens = tokens_of_a_step(train_split, t)
     t = replace(t, batch_tokens=batch_tokens)
     schedule = order.schedule(
@@ -171,24 +165,26 @@ def read_inputs(config: Config, source: DrafterCheckpoint | None, deadline: Dead
         t = replace(t, fc_input_scale=recorded_scale(config, store))
     t = complete_training(t, shape, len(schedule), train_split, deadline)
     config = replace(config, train=t)
-    vocab_sha = artifacts.file_sha256(vocab_file)
-    chosen_on = measured_on if by_acceptance else None
-
-    def begun_with(initial: str | None) -> Provenance:
-        return provenance.of_training(config, store.fingerprint, store.inputs["data"], vocab_sha, initial, chosen_on)
-
-    made_from = begun_with(initial_weights.identity(config, source))
-    if not has_checkpoint(latest_run(config.train_folder), made_from):
+    made_from = partial(
+        provenance.of_training,
+        config,
+        store.fingerprint,
+        store.inputs["data"],
+        artifacts.file_sha256(vocab_file),
+        chosen_on=measured_on if by_acceptance(t) else None,
+    )
+    begun = made_from(initial_weights.identity(config, source))
+    if not has_checkpoint(latest_run(config.train_folder), begun):
         if source := source or initial_weights.open_source(config, needed=True):
             initial_weights.refuse_other_kind(source, shape, store)
-            made_from = begun_with(source.initial_identity)  # and no longer with the recorded weights
+            begun = made_from(source.initial_identity)  # and no longer with the recorded weights
         if store.manifest is not None and not windows.bounded(store):  # else it would be waited for, or used up
             check_pairs(train_split, draft_vocab, t.oov)
     return Inputs(
         store=store,
         draft_vocab=draft_vocab,
         shape=shape,
-        made_from=made_from,
+        made_from=begun,
         train_split=train_split,
         heldout=store.split("heldout"),
         windows=cut,
@@ -197,6 +193,23 @@ def read_inputs(config: Config, source: DrafterCheckpoint | None, deadline: Dead
         trajectories=measured,
         measured_on=measured_on,
     )
+
+
+def by_acceptance(t: TrainConfig) -> bool:
+    """Whether measured acceptance decides which checkpoint the run leaves."""
+    return t.keep_best or t.early_stop is not None
+
+
+def read_trajectories(store: Store, config: Config) -> list[Trajectory]:
+    """What acceptance is measured on; UserError where there is nothing, and the run is to go by it."""
+    measured = trajectories.read(store, config.evaluate.num_speculative_tokens)
+    if by_acceptance(config.train) and not measured:
+        raise UserError(
+            f"train.keep_best and train.early_stop go by measured acceptance, and {store.location} has no "
+            "trajectories to measure it on: leave them out, or remove its manifest.json and run `eagle31 extract` with "
+            "extract.trajectories above 0, which makes no shard again"
+        )
+    return measured
 
 
 def recorded_scale(config: Config, store: Store) -> list[float] | None:

@@ -154,7 +154,7 @@ def read_data(config: Config) -> Data:
         tokens, origin = p.tokens, "as plan.* says"
         if tokens is None:
             tokens, origin = EXAMPLE, "an EXAMPLE: not counted (eagle31 data) or given (plan.tokens)"
-            answered = config.regenerate or writes_prompts(config)
+            answered = config.regenerate or config.writes_prompts
             if rows := (prompts_at_hand(config) or 0) * (d.generate.samples if answered else 1):
                 tokens = rows * (1 - d.heldout) * length
                 origin = f"{rows:,} conversations of {length:,} tokens (plan.sample_tokens), until they are counted"
@@ -177,18 +177,13 @@ def read_data(config: Config) -> Data:
     return Data(origin, work, each, share, max(lengths), known, counted["draft_vocab"]["size"])
 
 
-def writes_prompts(config: Config) -> bool:
-    """Whether the target writes prompts itself: as an option says, or, as by `eagle31 run`, since nothing is given."""
-    return config.data.writes_prompts or not (config.data.given or config.regenerate)
-
-
 def prompts_at_hand(config: Config) -> int | None:
     """How many prompts there are to answer, or conversations to learn: of a mixture as many as its weights allow. None
     where that takes a download, or a weight is none."""
     d = config.data
     if d.rows:
         return d.rows
-    alone = (d.prompts if config.regenerate else d.conversations) or (SELF if writes_prompts(config) else None)
+    alone = (d.prompts if config.regenerate else d.conversations) or (SELF if config.writes_prompts else None)
     sources = d.weighted_paths or ([(alone, 1)] if alone else [])
     known: list[tuple[int, Fraction]] = []
     for path, weight in sources:

@@ -138,14 +138,17 @@ class Planned:
         """
         p, generate, own = self.config.plan, self.config.data.generate, self.config.data.self_prompts
         sizes, t = self.target.sizes, self.target.description
-        # A server is taken to have all planned devices, one of our own those that its arguments name; this process one.
+        # A server is taken to have all planned devices, one of our own those of its arguments, if any; this process 1.
         batch, devices = (generate.concurrency, p.devices) if generate.server else (generate.batch_size, 1)
         if generate.server == OWN_SERVER:
-            from eagle31_train.evaluation.serving.engine import devices_of, server_arguments  # loads all that decodes
+            from eagle31_train.evaluation.serving.engine import (  # loads all that decodes
+                answering_arguments,
+                devices_of,
+            )
 
-            devices = devices_of(server_arguments(self.config, None, 0, 0))
+            devices = devices_of(answering_arguments(self.config, p.devices, 0))
         prompts, answers, written = conversations / generate.samples, conversations * answer, 0.0
-        if inputs.writes_prompts(self.config):
+        if self.config.writes_prompts:
             turn = min(own.max_new_tokens, prompt / own.turns)
             # A later turn is written after an answer, which is not kept.
             written = prompts * (own.turns * turn / OF_USE + (own.turns - 1) / own.turns * answer)

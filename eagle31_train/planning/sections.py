@@ -11,7 +11,7 @@ from tqdm import tqdm
 from eagle31_train.checkpoint.contract import weight_shapes
 from eagle31_train.common import order
 from eagle31_train.common.artifacts import MANIFEST
-from eagle31_train.planning.inputs import prompts_at_hand, writes_prompts
+from eagle31_train.planning.inputs import prompts_at_hand
 from eagle31_train.planning.planned import Planned
 from eagle31_train.planning.work import newton_schulz_flops
 
@@ -19,6 +19,7 @@ GIB = 2**30
 # Of a store, in an extracting process: one that is written, and the samples of it and of the one after it. A GPU's come
 # in pinned blocks of twice their size at most.
 SHARDS = 1 + 2 * 2
+TIMED_STEP = 0.118  # seconds: the shortest that was timed, of 8,192 tokens on an H100 (docs/benchmarks.md)
 BUSY = 0.9  # share of the devices' time below which the plan says that they wait
 MACHINE = 8  # devices that one is taken to have at most, all of which `eagle31 run` uses
 SPARE = 0.9  # of a device's memory may be planned for: contexts, communication and fragments take the rest
@@ -53,7 +54,7 @@ def target(plan: Planned) -> list[str]:
     spread = p.devices if c.target.device_map else 1
     stages: dict[str, tuple[float, int, str]] = {}  # bytes of a weight, devices that share all, and what else would do
     cache, g = 0.0, c.data.generate
-    if (c.regenerate or writes_prompts(c)) and not c.data.generate.server:
+    if (c.regenerate or c.writes_prompts) and not c.data.generate.server:
         remedy = "data.generate.server=vllm, target.device_map=auto, or a smaller data.generate.batch_size"
         stages["answers"] = loaded, spread, remedy
         # Where an answer of each batch is as long as it may be.
@@ -97,7 +98,7 @@ def data(plan: Planned) -> list[str]:
 
 def answering(plan: Planned) -> list[str]:
     config, work = plan.config, plan.data.work
-    own, d = writes_prompts(config), config.data
+    own, d = config.writes_prompts, config.data
     if not (config.regenerate or own):
         return ["ANSWERS   none: the conversations are taken as they are (regenerate=false)"]
     if config.plan.tokens is None and (counted := config.data_folder / MANIFEST).is_file():
@@ -154,12 +155,18 @@ def time(plan: Planned) -> list[str]:
         _line("steps", f"{plan.steps:,}", f"of {plan.batch_tokens:,} tokens" + ", at the least" * (not plan.packs)),
         *(_line(name, _time(n / rate / share), f"{_si(n)}FLOP") for name, (n, share) in rows.items() if n),
     ]
+    step = rows["training"][0] / rate / rows["training"][1] / max(plan.steps, 1)
+    if 0 < step < TIMED_STEP:
+        lines += [
+            f"  SHORT STEPS   of {1000 * step:.2g} ms each; none of less than {1000 * TIMED_STEP:.0f} ms was timed, so",
+            "  expect more: starting kernels and exchanging gradients come on top",
+        ]
     if plan.busy < BUSY:
         looked = len(plan.data.each)
         known = f"{looked:,} lengths were counted" if looked > 1 else "taken as equally long"
         lines += [
             f"  With {plan.conversations:,.0f} conversations in a step ({known}), devices wait {1 - plan.busy:.0%}",
-            "  of the time: raise train.batch_tokens",
+            "  of the time: fewer would train as fast, or raise train.batch_tokens (it teaches less of a small corpus)",
         ]
     if (longest := plan.data.longest) > plan.batch_tokens:
         lines.append(

@@ -118,7 +118,8 @@ def _pictures(folder: Path, record: dict[str, Any], result: dict[str, Any], at: 
     return [(picture, file, f"images/{at}/{file.name}") for picture, file in files if file.is_file()]
 
 
-TRAINED = ("steps", "kept", "slots", "tokens", "seconds", "stage_seconds", "heldout")
+# Of training's manifest; of steps that were passed over their numbers.
+TRAINED = ("steps", "kept", "updates", "tokens", "pairs", "left_out", "without_pairs", "seconds", "heldout")
 NOT_COUNTS = ("files", "inputs", "fingerprint", "seconds")  # of the data stage's manifest
 
 
@@ -150,7 +151,9 @@ def render(
         fields={name: value for name, value in asdict(shape).items() if name not in unused},
         data=data and {name: value for name, value in data.items() if name not in NOT_COUNTS},
         inputs=train.get("inputs", {}),
-        trained={name: train[name] for name in TRAINED if name in train},
+        trained={
+            name: len(value) if isinstance(value := train[name], list) else value for name in TRAINED if name in train
+        },
     )
 
 

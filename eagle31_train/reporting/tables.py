@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from eagle31_train.evaluation.intervals import NOTHING, bracket
 
 ALL, SERVING = "All workloads", "Serving"  # sections that are not of one workload
-GLOSSARY = "[low, high]: 95 % interval over five or more prompts. What the numbers mean: docs/glossary.md"
+INTERVAL = "[low, high]: 95 % interval over five or more prompts"
+GLOSSARY = f"{INTERVAL}. What the numbers mean: docs/glossary.md"
 DRIFT = ("sink", "prompt", "verified", "own", "rms", "entropy")  # shares of the attention, and two numbers
 Result = dict[str, Any]
 Columns = dict[str, list[Any]]  # of intervals or text

@@ -333,10 +333,10 @@ def doubts(config: Config) -> dict[str, str]:
         if (raw.get("text_config") or raw).get("logits_scaling", 1) != 1:
             left_out = "by its source it leaves out logits_scaling: greedy answers are right, sampled ones are not"
             doubts["SERVING"] += f"; {left_out}"
-    method = quantization(raw).get("quant_method", "")
+    method = str(quantization(raw).get("quant_method"))
     lacking = " and ".join(name for name in PACKAGES.get(method, ()) if find_spec(name) is None)
     by_vllm = {
-        "data.generate.server=vllm": config.regenerate and not config.data.generate.server,
+        "data.generate.server=vllm": (config.regenerate or config.writes_prompts) and not config.data.generate.server,
         "extract.engine=vllm": config.extract.engine == "transformers",
         "evaluate.backend=vllm": config.evaluate.backend == "transformers",
     }
@@ -380,7 +380,9 @@ def pick_layers(aux_layers: Sequence[int] | None, depth: int, kinds: Iterable[st
     if layers != sorted(set(layers)) or not layers:
         raise UserError(f"target.aux_layers={layers} must ascend without repeats: set target.aux_layers=[…]")
     if layers[0] < 0 or layers[-1] > depth:
-        raise UserError(f"target.aux_layers={layers}: the target has layers 0 to {depth}")
+        raise UserError(
+            f"target.aux_layers={layers}: the target has layers 0 to {depth}: give others, or null for vLLM's choice"
+        )
     if layers[0] == 0 and (kind := next((kind for kind in kinds if kind in NO_EMBEDDINGS), None)):
         raise UserError(f"target.aux_layers={layers}: vLLM cannot give the input of layer 0 of a {kind}: take another")
     return layers

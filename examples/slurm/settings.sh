@@ -8,4 +8,4 @@ export PARTS=16                         # change: machines that extract
 export CHECKOUT=/shared/eagle31          # change: a clone of this project
 export VLLM=/shared/vllm/bin/vllm        # change: vLLM, in an environment of its own
 source /shared/venv/bin/activate        # change: this project's, installed once on the shared disk
-export OPTIONS="+experiment=$RECIPE run_dir=$RUN"
+export OPTIONS="+experiment=$RECIPE run_dir=$RUN data.prompts=$PROMPTS"

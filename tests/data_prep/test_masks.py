@@ -111,7 +111,7 @@ def test_long_conversations_are_cut_and_answers_may_be_stripped(tokenizer, chatm
     assert cut.cut
     assert cut.input_ids.tolist() == whole.input_ids.tolist()[: first + 1]
     assert cut.loss_mask.tolist() == [False] * first + [True]
-    with pytest.raises(Refused, match="nothing of the answers lies within max_length"):
+    with pytest.raises(Refused, match=r"nothing of the answers lies within data\.max_length: raise it"):
         one_sample(chatml, [ASK, REPLY], first)
 
 
@@ -170,7 +170,7 @@ def test_turns_that_fail_are_refused_by_name_and_the_others_kept(thinking):
     short = samples(thinking, chat, length - 1)
     ((suffix, sample),) = short.samples
     assert (suffix, sample.cut, len(sample.input_ids)) == ("~turn1", True, length - 1)
-    assert short.refused[-1] == ("~turn3", "nothing of the answers lies within max_length")
+    assert short.refused[-1] == ("~turn3", "nothing of the answers lies within data.max_length: raise it")
     with pytest.raises(Refused, match=r"^no turn before the answer$"):
         samples(thinking, [says("the fox")], 1000)
 

@@ -199,7 +199,7 @@ def test_known_answers_beyond_max_length_are_cut_or_refused(chatml):
     ((_, cut),) = written.samples(chatml, chat, first + 1, None).samples
     assert (cut.cut, cut.input_ids.tolist()) == (True, ids[: first + 1])
     assert cut.loss_mask.tolist() == [False] * first + [True]
-    with pytest.raises(Refused, match="nothing of the answers lies within max_length"):
+    with pytest.raises(Refused, match=r"nothing of the answers lies within data\.max_length: raise it"):
         written.samples(chatml, chat, first, None)
 
 

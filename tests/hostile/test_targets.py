@@ -20,7 +20,7 @@ from eagle31_train.config import TargetConfig
 from eagle31_train.targets import chat_template
 from eagle31_train.targets.chat import ChatTemplate
 from eagle31_train.targets.derive import planned_drafter
-from eagle31_train.targets.description import describe_target, read_raw, text_config
+from eagle31_train.targets.description import describe_target, doubts, read_raw, text_config
 from eagle31_train.targets.hf import load_model, read_config
 
 CONFIGS = [json.loads(file.read_text()) for file in sorted(FOLDER.glob("*/config.json"))]
@@ -53,6 +53,7 @@ def described(folder):
     target = TargetConfig(path=str(folder))
     found = describe_target(target)
     text_config(read_raw(target))
+    doubts(replace(CONFIG, target=target))
     return planned_drafter(replace(CONFIG, target=target), found, min(8, found.vocab_size))
 
 

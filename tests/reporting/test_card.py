@@ -86,7 +86,7 @@ def test_results_are_told_once_and_with_their_pictures_folders_of_the_machine_ar
         "This checkpoint is B.",
         "| a\\|b\\<c\\> | 6 | ",
     )
-    assert body.count("What the numbers mean: docs/glossary.md") == 1
+    assert body.count("1.0 is no gain. \\[low, high\\]: 95 % interval over five or more prompts.") == 1
 
 
 @pytest.mark.parametrize(

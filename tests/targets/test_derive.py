@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from eagle31_train.cli import load_config
 from eagle31_train.common.errors import UserError
-from eagle31_train.config import Config, DrafterConfig, EvaluateConfig, ExtractConfig, TargetConfig
+from eagle31_train.config import Config, DataConfig, DrafterConfig, EvaluateConfig, ExtractConfig, TargetConfig
 from eagle31_train.planning.inputs import count_parameters, weight_bytes
 from eagle31_train.targets import description
 from eagle31_train.targets.derive import complete, default_batch_tokens, default_weight_decay, derive, planned_drafter
@@ -300,11 +300,13 @@ def test_quantized_weights_that_cannot_be_read_here_are_said_before_any_stage(tm
         monkeypatch.setattr(description, "find_spec", lambda name, there=there: name in there or None)
         doubt = told(target, "transformers")["LOADING"]
         assert f"reads gptq weights with {lacking}: install it" in doubt
-        assert doubt.endswith("let vLLM run the target: extract.engine=vllm evaluate.backend=vllm")
+        assert doubt.endswith(": data.generate.server=vllm extract.engine=vllm evaluate.backend=vllm")
     by_vllm = {"extract": ExtractConfig(engine="vllm"), "evaluate": EvaluateConfig(backend="vllm")}
-    assert "LOADING" not in doubts(Config(name="t", target=target, **by_vllm))
-    asked = Config(name="t", target=target, regenerate=True, **by_vllm)
-    assert doubts(asked)["LOADING"].endswith("let vLLM run the target: data.generate.server=vllm")
+    given = DataConfig(conversations="c.jsonl")
+    assert "LOADING" not in doubts(Config(name="t", target=target, data=given, **by_vllm))
+    for asked in {"regenerate": True}, {}:  # without anything given, too, the target answers
+        config = Config(name="t", target=target, **by_vllm, **asked)
+        assert doubts(config)["LOADING"].endswith("let vLLM run the target: data.generate.server=vllm")
     monkeypatch.setattr(description, "find_spec", lambda name: name)
     assert told(target, "transformers") == {}
 

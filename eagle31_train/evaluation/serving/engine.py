@@ -74,6 +74,15 @@ def server_arguments(config: Config, drafter: Path | None, draft_tokens: int, po
     return wanted
 
 
+def answering_arguments(config: Config, devices: int, port: int) -> dict[str, Any]:
+    """Of the server of the target alone that answers in stage 1: on each of these devices a copy of the target, unless
+    evaluate.vllm_args say how devices share one."""
+    arguments = server_arguments(config, None, 0, port)
+    arguments |= {"enable_prefix_caching": None, "served_model_name": None}  # as vLLM has them
+    shared = any(arguments.get(name) for name in PARALLEL)
+    return arguments if shared or devices < 2 else {**arguments, "data_parallel_size": devices}
+
+
 def max_model_len(config: Config) -> int | None:
     """The longest sequence that vLLM is told to take; UserError where it is told by words that only vLLM knows."""
     limit = server_arguments(config, None, 0, 0).get("max_model_len")
