@@ -177,13 +177,18 @@ class SourceOptions:
     path: str
     format: str
     split: str
+    subset: str | None
+    revision: str | None
     stream_rows: Annotated[int, Field(ge=1)] | None
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
 
 
+OF_HUB_SETS = ("subset", "revision", "stream_rows")
+
+
 def _open_source(config: Config, where: str, value: Any, name: str = "") -> Source:
     data, entry = config.data, value if isinstance(value, dict) else {}
-    defaults = {"format": data.format, "split": data.split, "stream_rows": data.stream_rows}
+    defaults = {name: getattr(data, name) for name in ("format", "split", *OF_HUB_SETS)}
     try:
         if (name and not re.fullmatch(r"[\w-]+", name)) or not entry.get("path"):
             raise ValueError("it needs a path, and a name of letters, digits, _ and -")
@@ -196,9 +201,10 @@ def _open_source(config: Config, where: str, value: Any, name: str = "") -> Sour
             raise UserError(f"{where}.path={SELF}: such prompts are to be answered: leave out regenerate=false")
         path, form = str(Path(config.run_dir) / SELF_WRITTEN), "auto"
     check_value(f"{where}.format", form, {"choices": FORMATS})
-    files = open_files(path, options.split, where, options.stream_rows)
+    files = open_files(path, options.split, where, options.stream_rows, options.subset, options.revision)
     own = entry if name else defaults
-    if own.get("stream_rows") and not files[0].on_hub:
-        raise UserError(f"stream_rows={options.stream_rows} is of hub data sets, and {where}={path} is none")
+    for option in OF_HUB_SETS:
+        if own.get(option) and not files[0].on_hub:
+            raise UserError(f"{option}={own[option]} is of hub data sets, and {where}={path} is none")
     # Through its decimal text: 0.7 and 0.3 are to be exactly that.
     return Source(files, form, f"{where}={path}", name, Fraction(str(options.weight)))

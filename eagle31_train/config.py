@@ -125,6 +125,8 @@ class DataConfig:
     sources: dict[str, Any] = opt({}, "several of these, mixed: data.sources.NAME={path: …, weight: 1, split: train}")
     rows: int | None = opt(None, "rows of the mixture; default: as many as its weights give", at_least=1)
     split: str = opt("train", "split of a hub data set")
+    subset: str | None = opt(None, "subset (config name) of a hub data set that has several")
+    revision: str | None = opt(None, "branch, tag or commit of a hub data set")
     stream_rows: int | None = opt(None, "of a hub data set, read and download only so many rows", at_least=1)
     format: str = opt("auto", f"how a row is written: {', '.join(FORMATS)}", choices=FORMATS)
     max_length: int = opt(2048, "tokens of one conversation; longer ones are cut and counted", at_least=2)

@@ -79,12 +79,19 @@ def _numbered(
         raise UserError(f"{where}:{place.number} cannot be read ({first_line(error)}): {remedy}") from None
 
 
-def open_files(spec: str, split: str, option: str, stream_rows: int | None = None) -> list[File]:
-    """The files that `spec` names: a file, a folder, a glob, or a hub data set such as `org/name`, of which `split` and
-    `stream_rows` are. UserError, naming `option`, if there is nothing of that name, or a folder holds others too."""
+def open_files(
+    spec: str,
+    split: str,
+    option: str,
+    stream_rows: int | None = None,
+    subset: str | None = None,
+    revision: str | None = None,
+) -> list[File]:
+    """The files that `spec` names: a file, a folder, a glob, or a hub data set such as `org/name`, of which all but
+    `option` are. UserError, naming `option`, if there is nothing of that name, or a folder holds others too."""
     files = find_files(spec, option)
     if not files:
-        return [_open_hub(spec, split, option, stream_rows)]
+        return [_open_hub(spec, split, option, stream_rows, subset, revision)]
     return [File(name, artifacts.file_sha256(path), stem_of(name), partial(read, path)) for name, path in files]
 
 
@@ -270,20 +277,22 @@ def with_lists(row: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-def _open_hub(spec: str, split: str, option: str, first: int | None) -> File:
+def _open_hub(spec: str, split: str, option: str, first: int | None, subset: str | None, revision: str | None) -> File:
     import datasets
 
     try:
         if first is None:
-            dataset: Any = datasets.load_dataset(spec, split=split)
-            content = f"{split}:{dataset._fingerprint}"
+            dataset: Any = datasets.load_dataset(spec, subset, split=split, revision=revision)
+            content = f"{split}:{dataset._fingerprint}"  # of the subset and the commit, too
         else:
-            builder = datasets.load_dataset_builder(spec)
+            builder = datasets.load_dataset_builder(spec, subset, revision=revision)
             dataset = builder.as_streaming_dataset(split)
             content = f"{split}:{builder.config_id}:{builder.hash}:{first}"  # the hash is that of the hub's commit
     except Exception as error:  # the hub's client raises a dozen unrelated types
-        message = f"{option}={spec} is no file, and no hub data set could be loaded: {first_line(error)}"
-        raise UserError(message) from None
+        remedy = "check its name, its split, and its subset and revision if it needs them"
+        raise UserError(
+            f"{option}={spec} is no file, and no hub data set could be loaded ({first_line(error)}): {remedy}"
+        ) from None
 
     def rows(place: Place) -> Iterator[Any]:
         for row in islice(dataset, first):

@@ -11,8 +11,9 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from data_prep.sources import Source
+from data_prep.sources import Corpus, Source
 from eagle31_train.common.errors import UserError
+from eagle31_train.config import Config, DataConfig
 from eagle31_train.rows.files import open_files
 
 CHAT = [{"role": "user", "content": 'Which is "ü",\na or b?'}, {"role": "assistant", "content": "b 😀"}]
@@ -150,7 +151,7 @@ def test_a_stream_reads_no_more_of_a_hub_data_set_than_is_asked_for(tmp_path, mo
     (tmp_path / "hub" / "train-1.parquet").write_bytes(b"not downloaded")
     build, where = datasets.load_dataset_builder, {"org/name": str(tmp_path / "hub")}
     loaded = partial(build, cache_dir=str(tmp_path / "cache"))
-    monkeypatch.setattr(datasets, "load_dataset_builder", lambda name, **options: loaded(where[name], **options))
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda name, *given, **more: loaded(where[name], **more))
     rows = rows_of("org/name", stream_rows=4)
     assert [row.messages[0]["content"] for row in rows] == ["q0", "q1", "q2", "q3"]
     assert rows[0].id == "org/name-1"
@@ -158,14 +159,14 @@ def test_a_stream_reads_no_more_of_a_hub_data_set_than_is_asked_for(tmp_path, mo
     assert four == again != three
     assert not any((tmp_path / "cache").rglob("*.arrow"))
     assert "org/name:6 cannot be read" in message_of("org/name", stream_rows=6)
-    with pytest.raises(UserError, match="no hub data set could be loaded: Bad split: nope"):
+    with pytest.raises(UserError, match=r"no hub data set could be loaded \(Bad split: nope"):
         open_files("org/name", "nope", "data.prompts", 4)
 
 
 def test_a_hub_data_set_is_known_by_its_content_and_may_hold_lists_as_text(tmp_path, monkeypatch):
     (tmp_path / "hub").mkdir()
     build = partial(datasets.load_dataset_builder, cache_dir=str(tmp_path / "cache"))
-    monkeypatch.setattr(datasets, "load_dataset_builder", lambda _: build(str(tmp_path / "hub")))
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *_, **__: build(str(tmp_path / "hub")))
     known = set()
     for rows in (AS_TEXT, AS_TEXT[::-1]):
         write_parquet(tmp_path / "hub" / "train.parquet", rows)
@@ -173,3 +174,29 @@ def test_a_hub_data_set_is_known_by_its_content_and_may_hold_lists_as_text(tmp_p
         assert sorted(found, key=str) == sorted((each["messages"] for each in ROWS), key=str)
         known.add(open_files("org/name", "train", "data.prompts", 2)[0].fingerprint)
     assert len(known) == 2
+
+
+@pytest.mark.parametrize("stream_rows", [None, 1])
+def test_a_subset_and_a_revision_of_a_hub_data_set_are_asked_for(tmp_path, monkeypatch, stream_rows):
+    hub, asked = tmp_path / "hub", []
+    for name in ("main", "more"):
+        (hub / name).mkdir(parents=True)
+        write_jsonl(hub / name / "train.jsonl", [{"prompt": name}])
+    configs = "".join(f"- config_name: {name}\n  data_dir: {name}\n" for name in ("main", "more"))
+    (hub / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
+    for loader in ("load_dataset", "load_dataset_builder"):
+        load = partial(getattr(datasets, loader), str(hub), cache_dir=str(tmp_path / "cache"))
+        imitated = lambda _, *given, load=load, revision, **more: asked.append(revision) or load(*given, **more)  # noqa: E731
+        monkeypatch.setattr(datasets, loader, imitated)
+
+    def opened(**options):
+        config = Config(name="t", data=DataConfig(prompts="org/name", stream_rows=stream_rows, **options))
+        return Corpus.open(config, "prompts").sources[0].files[0]
+
+    found = {name: opened(subset=name, revision="v1") for name in ("main", "more")}
+    assert [[row["prompt"] for _, row in one.values()] for one in found.values()] == [["main"], ["more"]]
+    assert found["main"].fingerprint != found["more"].fingerprint
+    assert asked == ["v1", "v1"]
+    assert "Config name is missing. Please pick one among the available configs: ['main', 'more'])" in message_of(
+        "org/name", stream_rows=stream_rows
+    )

@@ -208,6 +208,8 @@ def test_a_file_in_the_wrong_place_says_what_to_set(config, tmp_path):
         (False, {"conversations": given, "heldout": 0.9999}, "data.heldout=0.9999 holds out every prompt"),
         (False, {"conversations": given, "heldout": 1e-9}, "data.heldout=1e-09 holds out none of 60 prompts"),
         (False, {"conversations": given, "stream_rows": 3}, "stream_rows=3 is of hub data sets, and data.conv"),
+        (False, {"conversations": given, "subset": "main"}, "subset=main is of hub data sets, and data.conv"),
+        (False, {"sources": {"en": {"path": given, "revision": "v1"}}}, "revision=v1 is of hub data sets, and data.s"),
         (False, {"sources": {"en": {"path": given, "stream_rows": 3}}}, "is of hub data sets, and data.sources.en="),
         (False, {"sources": {"en": {"path": given, "stream_rows": 0}}}, "stream_rows: Input should be greater than"),
     ]:
