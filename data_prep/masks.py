@@ -25,13 +25,14 @@ from numpy.typing import NDArray
 
 from data_prep.tokens import INSIDE, Tokens
 from eagle31_train.common.errors import Refused
-from eagle31_train.rows.formats import Message, Tool
+from eagle31_train.rows.formats import Message, Tool, is_learnt
 from eagle31_train.targets import markup
 from eagle31_train.targets.chat import ChatTemplate
 from eagle31_train.targets.markup import CLOSE, EMPTY_THOUGHT, OPEN, apart
 
 NO_END = "no end-of-turn token after the answer"
 NO_ANSWER = "no assistant turn"
+UNWEIGHTED = "every answer has weight 0"
 EMPTY = "an empty answer"
 ENDED = "an end-of-turn token inside the answer"
 BEYOND = "nothing of the answers lies within data.max_length: raise it"
@@ -62,8 +63,8 @@ class Samples:
 def samples(template: ChatTemplate, messages: list[Message], max_length: int, tools: Tools = None) -> Samples:
     """The conversation as one sample or, where the template rewrites it or a turn has no exact mask, as several;
     Refused if no turn has one."""
-    if all(message["role"] != "assistant" for message in messages):
-        raise Refused(NO_ANSWER)
+    if not any(map(is_learnt, messages)):
+        raise Refused(UNWEIGHTED if any(message["role"] == "assistant" for message in messages) else NO_ANSWER)
     try:
         return Samples([("", one_sample(template, messages, max_length, tools))])
     except Refused as error:
@@ -150,15 +151,15 @@ def one_sample(template: ChatTemplate, messages: list[Message], max_length: int,
         raise Refused("answers of several parts are taken turn by turn")
     text = template.render(messages, tools=tools)
     spans = prefix_spans(template, messages, text, tools)
-    ends_open = messages[-1] is answers[-1] and spans[-1].cut
+    ends_open = is_learnt(messages[-1]) and spans[-1].cut
     return masked(template, text, spans, max_length, keep_rest=not ends_open)
 
 
 def prefix_spans(template: ChatTemplate, messages: list[Message], text: str, tools: Tools) -> list[Span]:
-    """The answers in `text`, from what each adds to the rendered conversation."""
+    """The answers to learn in `text`, from what each adds to the rendered conversation."""
     spans = []
     for i, message in enumerate(messages):
-        if message["role"] != "assistant":
+        if not is_learnt(message):
             continue
         before = template.render(messages[:i], add_generation_prompt=True, tools=tools)
         after = template.render(messages[: i + 1], tools=tools)
@@ -188,9 +189,10 @@ class RenderedTurn:
 
 def _by_turn(template: ChatTemplate, messages: list[Message], max_length: int, tools: Tools) -> Samples:
     result = Samples()
-    indices = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    answers = enumerate((i for i, message in enumerate(messages) if message["role"] == "assistant"), start=1)
+    learnt = [(number, i) for number, i in answers if is_learnt(messages[i])]
     groups: list[list[RenderedTurn]] = []
-    for number, i in enumerate(indices, start=1):
+    for number, i in learnt:
         try:
             turn = read_turn(template, messages[: i + 1], tools, number)
         except Refused as error:
@@ -200,7 +202,7 @@ def _by_turn(template: ChatTemplate, messages: list[Message], max_length: int, t
             groups[-1].append(turn)
         else:
             groups.append([turn])
-    result.split = len(groups) != 1 or len(groups[0]) != len(indices)
+    result.split = len(groups) != 1 or len(groups[0]) != len(learnt)
     while groups:
         group = groups.pop(0)
         try:

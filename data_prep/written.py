@@ -10,7 +10,7 @@ import numpy as np
 
 from data_prep.masks import BEYOND, EMPTY, ENDED, Sample, Samples, Tools
 from eagle31_train.common.errors import Refused
-from eagle31_train.rows.formats import Message
+from eagle31_train.rows.formats import Message, is_learnt
 from eagle31_train.targets import markup
 from eagle31_train.targets.chat import ChatTemplate
 from eagle31_train.targets.markup import OPEN, apart, meant
@@ -28,8 +28,8 @@ class Stretch:
 
 
 def known(messages: list[Message]) -> bool:
-    """Whether there are answers, and the token ids of all are known."""
-    answers = [message for message in messages if message["role"] == "assistant"]
+    """Whether there are answers to learn, and the token ids of all are known."""
+    answers = [message for message in messages if is_learnt(message)]
     return bool(answers) and all("token_ids" in message for message in answers)
 
 
@@ -59,6 +59,8 @@ def samples(template: ChatTemplate, messages: list[Message], max_length: int, to
         if message["role"] != "assistant":
             continue
         number += 1
+        if not is_learnt(message):
+            continue
         try:
             prompt = template.prompt_ids(messages[:i], tools)
             _check(template, prompt, message, tools)

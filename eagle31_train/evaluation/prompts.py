@@ -17,7 +17,7 @@ from eagle31_train.common.errors import Refused, UserError, first_line
 from eagle31_train.config import is_hub_set
 from eagle31_train.rows import samples
 from eagle31_train.rows.files import find_files, read, stem_of
-from eagle31_train.rows.formats import Message, Tool, messages_of
+from eagle31_train.rows.formats import Message, Tool, cell, messages_of
 from eagle31_train.targets.chat import ChatTemplate
 
 OWN_FORMS = ("prompt", "turns", "messages")
@@ -205,7 +205,7 @@ def _is_saved(folder: str) -> bool:
 def _messages(prompt: str | None, row: dict[str, Any], where: str) -> tuple[list[Message], int]:
     """The messages of a row before the first answer, and how many turns it has; `prompt`: as of `Suite`."""
     value, turns = None, 1
-    system = row.get("system") if prompt in (None, *OWN_FORMS) else None
+    system = cell(row, "system") if prompt in (None, *OWN_FORMS) else None
     try:
         if prompt is None:
             value = next((row[form] for form in OWN_FORMS if row.get(form)), None)

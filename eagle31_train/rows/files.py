@@ -268,8 +268,8 @@ READERS = dict(zip(ROW_FILES, (_json_lines, _json, _csv, _parquet), strict=True)
 
 def with_lists(row: dict[str, Any]) -> dict[str, Any]:
     """A table's row; JSON text in cells that are to hold a list becomes the list."""
-    for key in LIST_KEYS:
-        if isinstance(text := row.get(key), str) and text.strip():
+    for key in (*LIST_KEYS, "conversation"):  # the last may be a plain text beside one of the others
+        if isinstance(text := row.get(key), str) and text.strip() and (key in LIST_KEYS or text.lstrip()[0] == "["):
             try:
                 row[key] = foreign.parse_json(text)
             except ValueError as error:

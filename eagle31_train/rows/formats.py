@@ -11,6 +11,16 @@ from eagle31_train.config import FORMATS
 
 LIST_KEYS = {"messages": "messages", "conversations": "sharegpt", "turns": "turns"}
 TEXT_KEYS = {"instruction": "alpaca", "prompt": "prompt"}
+# Columns by all names that public data sets have for them.
+COLUMNS = {
+    "conversations": ("conversations", "conversation"),
+    "prompt": ("prompt", "question"),
+    "system": ("system", "system_prompt"),
+    "input": ("input", "context"),
+    "output": ("output", "response"),
+    "completion": ("completion", "response", "answer"),
+}
+BESIDE_QUESTIONS = ("context", "input", "choices", "options")  # with one of these a question is not the whole prompt
 ROLES = {
     "system": ("system", "developer"),
     "user": ("user", "human"),
@@ -45,7 +55,7 @@ def parse(value: Any, form: str, where: str, default_id: str) -> Row:
     form_here = detect(value) if form == "auto" else form
     if form_here is None or not isinstance(value, dict):
         keys = " ".join(", ".join(value).split()) if isinstance(value, dict) else type(value).__name__
-        needs = "a row needs messages, conversations, instruction, turns or prompt"
+        needs = "a row needs messages, conversations, instruction, turns, prompt, or question and answer"
         raise UserError(f"{where}: no known format (has {keys[:200]}): {needs}")
     # Further samples of one prompt share its id; "#1" tells them apart.
     sample = value.get("sample") or 0
@@ -81,7 +91,23 @@ def detect(value: Any) -> str | None:
     given = {form for key, form in LIST_KEYS.items() if isinstance(value.get(key), list)}
     given |= {form for key, form in TEXT_KEYS.items() if value.get(key) is not None}
     null = {form for key, form in TEXT_KEYS.items() if key in value}  # a column that this row does not fill
-    return next((form for forms in (given, null) for form in FORMATS if form in forms), None)
+    aliased = {"sharegpt"} if isinstance(value.get("conversation"), list) else set[str]()
+    answered = isinstance(value.get("question"), str) and isinstance(cell(value, "completion"), str)
+    if answered and not any(map(value.get, BESIDE_QUESTIONS)):
+        aliased.add("prompt")
+    return next((form for forms in (given, aliased, null) for form in FORMATS if form in forms), None)
+
+
+def cell(value: dict[str, Any], name: str) -> Any:
+    """A row's column under the first of its names that holds something, else that is there; None where none is."""
+    given = [value[key] for key in COLUMNS[name] if key in value]
+    return next(filter(None, given), given[0] if given else None)
+
+
+def _needed(value: dict[str, Any], name: str) -> Any:
+    if not any(key in value for key in COLUMNS[name]):
+        raise KeyError(name)
+    return cell(value, name)
 
 
 def check_text(value: Any) -> None:
@@ -99,29 +125,40 @@ def _as_text(text: str) -> str:
 
 
 def messages_of(value: dict[str, Any], form: str) -> list[Message]:
-    """A row's messages; its own `system` goes before them, unless they begin with one. Refused: it has none of use."""
+    """A row's messages; its own `system` goes before them, unless they begin with one, and the answer to a prompt
+    behind them. Refused: it has none of use."""
     if form == "messages":
         messages = _from_list(value["messages"], "messages")
     elif form == "sharegpt":
-        messages = _from_list(value["conversations"], "conversations")
+        messages = _from_list(_needed(value, "conversations"), "conversations")
     elif form == "alpaca":
-        about = value.get("input") or value.get("context")  # Dolly's name for it
+        about = cell(value, "input")
         parts = [value["instruction"], *([about] if about else [])]
         if not all(isinstance(part, str) for part in parts):
             raise Refused("an instruction or input without text")
         messages = [_message("user", "\n\n".join(part for part in parts if part), {})]
-        if value.get("output"):
-            messages.append(_message("assistant", value["output"], {}))
-    elif form == "prompt" and isinstance(value["prompt"], list):
-        messages = _from_list(value["prompt"], "prompt")
+        if answer := cell(value, "output"):
+            messages.append(_message("assistant", answer, {}))
+    elif form == "prompt":
+        messages = _prompt_and_answer(_needed(value, "prompt"), cell(value, "completion"))
     else:
-        turns = [value["prompt"]] if form == "prompt" else value["turns"]
-        if not isinstance(turns, list):
+        if not isinstance(value["turns"], list):
             raise Refused("turns is no list")
-        messages = [_message("user", turn, {}) for turn in turns]
-    if value.get("system") and messages and messages[0]["role"] != "system":
-        messages.insert(0, _message("system", value["system"], {}))
+        messages = [_message("user", turn, {}) for turn in value["turns"]]
+    if (system := cell(value, "system")) and messages and messages[0]["role"] != "system":
+        messages.insert(0, _message("system", system, {}))
     return messages
+
+
+def _prompt_and_answer(prompt: Any, answer: Any) -> list[Message]:
+    """Both are text or messages; an answer that is neither (a number to compare with, say) is none to learn."""
+    messages = _from_list(prompt, "prompt") if isinstance(prompt, list) else [_message("user", prompt, {})]
+    if not messages or messages[-1]["role"] == "assistant":
+        return messages
+    if isinstance(answer, str) and answer:
+        return [*messages, _message("assistant", answer, {})]
+    is_list = isinstance(answer, list) and all(isinstance(turn, dict) and "role" in turn for turn in answer)
+    return messages + (_from_list(answer, "completion") if is_list else [])
 
 
 def _from_list(turns: Any, key: str) -> list[Message]:
@@ -133,6 +170,8 @@ def _from_list(turns: Any, key: str) -> list[Message]:
 
 
 def _message(role: Any, content: Any, extra: dict[str, Any]) -> Message:
+    if role == "function_call":  # LLaMA-Factory's
+        role, content, extra = "assistant", None, {**extra, "tool_calls": _function_calls(content)}
     if not isinstance(role, str) or role not in ROLE_OF:
         raise Refused(f"unknown role {role!r}")
     if isinstance(content, list):
@@ -148,6 +187,10 @@ def _message(role: Any, content: Any, extra: dict[str, Any]) -> Message:
     if message["role"] == "assistant":
         if extra.get("function_call"):
             raise Refused("a function_call, of OpenAI's API before tool_calls")
+        if (weight := extra.get("weight")) not in (None, 0, 1):
+            raise Refused("weight of a turn is neither 0 nor 1")
+        if weight == 0:
+            message["weight"] = 0
         thought = next((extra[key] for key in THOUGHTS if extra.get(key)), None)
         if thought is not None and not isinstance(thought, str):
             raise Refused("a thought that is not text")
@@ -160,6 +203,11 @@ def _message(role: Any, content: Any, extra: dict[str, Any]) -> Message:
     if not isinstance(message["content"], str):
         raise Refused(f"a {role} turn without text")
     return message
+
+
+def is_learnt(message: Message) -> bool:
+    """Whether it is an answer that a drafter learns: OpenAI's weight of 0 says not to."""
+    return message["role"] == "assistant" and message.get("weight") != 0
 
 
 def _token_ids(value: Any) -> list[int]:
@@ -186,6 +234,15 @@ def tool_calls(value: Any) -> list[dict[str, Any]]:
     return calls
 
 
+def _function_calls(content: Any) -> list[Any]:
+    """The calls of a turn that is their JSON: one object of name and arguments, or a list of them."""
+    try:
+        calls = foreign.parse_json(content) if isinstance(content, str) else content
+    except ValueError:
+        raise Refused("a function_call turn that is no JSON") from None
+    return [{"function": call} for call in (calls if isinstance(calls, list) else [calls])]
+
+
 def arguments(value: Any) -> dict[str, Any]:
     """The arguments of a tool call, given as an object or as JSON text (else Refused); none are an empty object."""
     if value is None or (isinstance(value, str) and not value.strip()):
@@ -202,7 +259,7 @@ def arguments(value: Any) -> dict[str, Any]:
 
 
 def _tools(value: Any) -> list[Tool] | None:
-    """Tool definitions, or JSON text of them; none, and an empty list, are None."""
+    """Tool definitions, or JSON text of them, wrapped as OpenAI's or bare; none, and an empty list, are None."""
     if isinstance(value, str):
         try:
             value = foreign.parse_json(value) if value.strip() else None
@@ -210,9 +267,17 @@ def _tools(value: Any) -> list[Tool] | None:
             raise Refused("tools is no JSON") from None
     if not value:
         return None
+    if isinstance(value, list):
+        value = list(map(_wrapped, value))
     if not isinstance(value, list) or not all(map(_has_function_name, value)):
         raise Refused("tools is no list of tools with function.name, as OpenAI's form has it")
     return value
+
+
+def _wrapped(tool: Any) -> Any:
+    if not isinstance(tool, dict) or "function" in tool or "parameters" not in tool:
+        return tool
+    return {"type": "function", "function": {key: part for key, part in tool.items() if key != "type"}}
 
 
 def _has_function_name(entry: Any) -> bool:

@@ -18,7 +18,7 @@ from eagle31_train.targets.chat_template import templates_of
 from eagle31_train.targets.markup import CLOSE, EMPTY_THOUGHT, OPEN, apart
 from eagle31_train.targets.pretrained import end_ids, load_tokenizer
 
-NOT_FOR_TEMPLATES = {"finish_reason", "tokens", "token_ids"}
+NOT_FOR_TEMPLATES = {"finish_reason", "tokens", "token_ids", "weight"}
 MARK = "the-{}-says"  # what stands in for a message, to see what the template puts around it
 
 

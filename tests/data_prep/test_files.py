@@ -86,6 +86,16 @@ def test_rows_of_csv_are_known_by_their_first_line(tmp_path):
     assert [row.messages[1]["content"] for row in rows] == ["yes", "null", "null"]
 
 
+def test_a_cell_of_conversation_is_json_or_a_text_of_no_meaning(tmp_path):
+    asked = [{"role": "user", "content": "hi"}]
+    for cells, messages in [
+        ({"conversation": json.dumps(CHAT)}, CHAT),
+        ({"conversation": "a b", "prompt": "hi"}, asked),
+    ]:
+        (row,) = rows_of(write_csv(tmp_path / "a.csv", [cells]))
+        assert row.messages == messages
+
+
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [

@@ -6,12 +6,13 @@ import pytest
 from families import says
 
 from data_prep.dialogue import following, turns_of
-from eagle31_train.common.errors import Refused
+from eagle31_train.common.errors import Refused, UserError
 from eagle31_train.rows.formats import detect, parse
 from eagle31_train.targets.markup import Parts, meant
 
 ASKED = [{"role": "user", "content": "hi"}]
 ANSWERED = [*ASKED, {"role": "assistant", "content": "yes"}]
+SYSTEM = {"role": "system", "content": "be brief"}
 
 FORMATS = [
     ("messages", {"messages": ANSWERED}, ANSWERED),
@@ -25,6 +26,18 @@ FORMATS = [
     ("turns", {"turns": ["hi"]}, ASKED),
     ("prompt", {"prompt": "hi"}, ASKED),
     ("prompt", {"prompt": "hi", "instruction": None, "messages": None}, ASKED),
+    # Columns by the names of public data sets: Dolly, TRL (text and messages), OpenOrca, GSM8K, LMSYS.
+    ("alpaca", {"instruction": "hi", "context": "", "response": "yes"}, ANSWERED),
+    ("prompt", {"prompt": "hi", "completion": "yes"}, ANSWERED),
+    ("prompt", {"prompt": ASKED, "completion": ANSWERED[1:]}, ANSWERED),
+    ("prompt", {"system_prompt": "be brief", "question": "hi", "response": "yes"}, [SYSTEM, *ANSWERED]),
+    ("prompt", {"question": "hi", "answer": "yes"}, ANSWERED),
+    ("prompt", {"question": "", "answer": "yes"}, [{"role": "user", "content": ""}, ANSWERED[1]]),
+    ("sharegpt", {"conversation": ANSWERED, "conversations": None}, ANSWERED),
+    # What was read before aliases were is read as it was.
+    ("prompt", {"prompt": "hi", "conversation": ANSWERED, "question": "who?", "answer": 4}, ASKED),
+    ("prompt", {"prompt": ANSWERED, "answer": "no"}, ANSWERED),
+    ("alpaca", {"instruction": "hi", "output": "yes", "response": "no"}, ANSWERED),
 ]
 
 TOOL = {"type": "function", "function": {"name": "find", "parameters": {}}}
@@ -71,6 +84,28 @@ def test_rows_carry_tools_and_calls():
     ]
     assert row(chat, tools=json.dumps([TOOL])).tools == [TOOL]
     assert row(chat, tools=[]).tools is row(chat, tools="").tools is None
+    assert row(chat, tools=[{"type": "function", "name": "find", "parameters": {}}]).tools == [TOOL]
+
+
+def test_a_function_call_turn_is_an_answer_that_calls_tools():
+    """LLaMA-Factory's: tools bare, and a call as a turn of its own."""
+    one, two = {"name": "find", "arguments": {"a": 1}}, {"name": "find", "arguments": {}}
+    for value, calls in [(json.dumps(one), [one]), (json.dumps([one, two]), [one, two])]:
+        turns = [{"from": "human", "value": "hi"}, {"from": "function_call", "value": value}]
+        found = parse({"conversations": turns, "tools": json.dumps([TOOL["function"]])}, "auto", "f:1", "f-1")
+        whole = [{"type": "function", "function": call} for call in calls]
+        assert found.messages == [*ASKED, {"role": "assistant", "content": "", "tool_calls": whole}]
+        assert found.tools == [TOOL]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [{"question": "hi"}, {"question": "hi", "answer": 3}, {"conversation": "hi"}, {"system_prompt": "hi"}]
+    + [{"question": "hi", "answer": "b", beside: ["a", "b"]} for beside in ("choices", "options", "context")],
+)
+def test_what_would_lose_a_part_of_the_prompt_or_the_answer_is_no_known_format(value):
+    with pytest.raises(UserError, match=rf"no known format \(has {', '.join(value)}\)"):
+        parse(value, "auto", "f:1", "f-1")
 
 
 @pytest.mark.parametrize(
@@ -85,6 +120,12 @@ def test_rows_carry_tools_and_calls():
         ({"messages": called(r'{"a": "\ud83d"}')}, HALF),
         ({"messages": [says("a", tool_calls=[{"name": "f"}])]}, "tool_calls is no list of calls with function.name"),
         ({"messages": called("{")}, "no JSON object"),
+        ({"messages": [{"role": "function_call", "content": "find()"}]}, "a function_call turn that is no JSON"),
+        (
+            {"messages": [{"role": "function_call", "content": "3"}]},
+            "tool_calls is no list of calls with function.name",
+        ),
+        ({"messages": [says("a", weight=0.5)]}, "weight of a turn is neither 0 nor 1"),
         ({"messages": ASKED, "tools": [{"name": "f"}]}, "tools is no list of tools with function.name"),
         ({"instruction": None, "input": "hi"}, "an instruction or input without text"),
         ({"instruction": "hi", "input": ["a"]}, "an instruction or input without text"),
@@ -158,9 +199,9 @@ def test_roles_have_other_names_and_the_parts_of_a_text_are_one(name):
 
 
 def test_what_a_message_says_goes_before_what_its_row_says():
-    system = {"role": "system", "content": "be brief"}
-    assert row([system, *ASKED], system="be kind").messages == [system, *ASKED]
-    assert row(ASKED, system="be brief").messages == [system, *ASKED]
+    assert row([SYSTEM, *ASKED], system="be kind").messages == [SYSTEM, *ASKED]
+    for name in ("system", "system_prompt"):
+        assert row(ASKED, **{name: "be brief"}).messages == [SYSTEM, *ASKED]
     cut = {**ANSWERED[1], "finish_reason": "length"}
     assert row([*ASKED, cut], finish_reason="stop").messages[-1] == cut
     assert row(ANSWERED, finish_reason="length").messages[-1] == cut

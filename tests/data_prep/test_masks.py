@@ -11,7 +11,7 @@ from made import message_of
 from tokenizers import normalizers
 from transformers import PreTrainedTokenizerFast
 
-from data_prep import masks
+from data_prep import masks, written
 from data_prep.masks import one_sample, samples
 from eagle31_train.common.errors import Refused
 from eagle31_train.config import TargetConfig
@@ -98,6 +98,23 @@ def test_the_end_of_turn_after_a_cut_answer_is_not_supervised(chatml):
     (missing,) = np.flatnonzero(one.loss_mask != other.loss_mask)
     assert one.input_ids[missing] == chatml.end_ids[0]
     assert other.loss_mask[missing]
+
+
+def test_an_answer_of_weight_0_is_read_and_not_learnt(chatml, thinking):
+    zero, one = {**REPLY, "weight": 0}, {**says("lazy dog"), "weight": 1}
+    for chat, learnt in [([ASK, zero, ASK, one], "lazy dog"), ([ASK, one, ASK, zero], "lazy dog")]:
+        ((_, sample),) = samples(chatml, chat, 1000).samples
+        assert chatml.decode(sample.input_ids.tolist()) == chatml.render(chat)
+        assert chatml.decode(sample.input_ids[sample.loss_mask].tolist()) == f"{learnt}<|im_end|>"
+    turns = samples(thinking, [ASK, one, ASK, zero, ASK, one], 1000)
+    assert ([suffix for suffix, _ in turns.samples], turns.refused) == (["~turn1", "~turn3"], [])
+    ids = [{**answer, "token_ids": chatml.encode(f"{answer['content']}<|im_end|>")} for answer in (zero, one)]
+    for chat in ([ASK, ids[0], ASK, ids[1]], [ASK, zero, ASK, ids[1]]):
+        assert written.known(chat)
+        ((_, sample),) = written.samples(chatml, chat, 1000, None).samples
+        assert chatml.decode(sample.input_ids[sample.loss_mask].tolist()) == "lazy dog<|im_end|>"
+    with pytest.raises(Refused, match="every answer has weight 0"):
+        samples(chatml, [ASK, zero], 1000)
 
 
 def test_long_conversations_are_cut_and_answers_may_be_stripped(tokenizer, chatml):
