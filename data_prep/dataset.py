@@ -48,7 +48,15 @@ def place(messages: list[Message]) -> float:
     answers nobody). It is held out if that is below `data.heldout`: raising this only adds prompts."""
     asked = next((i for i, message in enumerate(messages) if message["role"] == "user"), 0)
     prompt = [*messages[:asked], *takewhile(lambda message: message["role"] != "assistant", messages[asked:])]
-    return int.from_bytes(_digest(prompt)[:4], "big") / 2**32
+    return _place(_digest(prompt))
+
+
+def _place(digest: bytes) -> float:
+    return int.from_bytes(digest[:4], "big") / 2**32
+
+
+def _digest_of_ids(ids: list[int]) -> bytes:
+    return hashlib.sha256(json.dumps(ids).encode()).digest()
 
 
 def check_shares(places: set[float], share: float) -> None:
@@ -139,15 +147,18 @@ def collect(rows: Iterator[Row], template: ChatTemplate, max_length: int, heldou
                 raise Refused(
                     "its token ids are of another chat template, or arguments of it: give those, or leave token_ids out"
                 )
-            found = (written if known else masks).samples(template, row.messages, max_length, row.tools)
+            if row.tokens:
+                found = masks.given(template, row.tokens, max_length)
+            else:
+                found = (written if known else masks).samples(template, row.messages, max_length, row.tools)
         except Refused as error:
             result.refused.append(refusal(row, str(error)))
             continue
-        result.places.add(where := place(row.messages))  # of all its turns, which fall on the same side
+        where, asked = _place_and_question(row)
+        result.places.add(where)  # of all its turns, which fall on the same side
         split = result.splits["heldout" if where < heldout else "train"]
         split.rows += [(row.id + suffix, row.source, sample) for suffix, sample in found.samples]
         result.refused += [refusal(row, reason, suffix) for suffix, reason in found.refused]
-        asked = _digest(message for message in row.messages if message["role"] != "assistant")
         result.counts[row.source].update(
             repeated=int(row.sample == 0 and asked in all_asked),
             cut=sum(sample.cut for _, sample in found.samples),
@@ -159,6 +170,15 @@ def collect(rows: Iterator[Row], template: ChatTemplate, max_length: int, heldou
         )
         all_asked.add(asked)
     return result
+
+
+def _place_and_question(row: Row) -> tuple[float, bytes]:
+    """Where a row stands among all, and a digest of all that it asks; of tokens by the ids that are not learnt."""
+    if row.tokens:
+        ids, mask = row.tokens
+        asked = [i for i, learnt in zip(ids, mask, strict=True) if not learnt]
+        return _place(_digest_of_ids(ids[: mask.index(True)])), _digest_of_ids(asked)
+    return place(row.messages), _digest(message for message in row.messages if message["role"] != "assistant")
 
 
 def refusal(row: Row, reason: str, suffix: str = "") -> dict[str, str]:

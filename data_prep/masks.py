@@ -18,7 +18,7 @@ import re
 import unicodedata
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import groupby, takewhile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,6 +74,18 @@ def samples(template: ChatTemplate, messages: list[Message], max_length: int, to
             if str(error) == NO_END:  # what a turn by itself is refused for may be what comes of it
                 raise error from None
             raise
+
+
+def given(template: ChatTemplate, tokens: tuple[list[int], list[bool]], max_length: int) -> Samples:
+    """The sample of token ids and a loss mask that others made; Refused where the target lacks one, or none is left."""
+    ids, mask = tokens
+    template.with_rows(ids)
+    if not any(mask[:max_length]):
+        raise Refused(BEYOND)
+    answers = [[i for i, _ in run] for learnt, run in groupby(zip(ids, mask, strict=True), lambda t: t[1]) if learnt]
+    open_turns = sum(not set(answer) & set(template.end_ids) for answer in answers)
+    kept = np.asarray(ids[:max_length], dtype=np.int32)
+    return Samples([("", Sample(kept, np.asarray(mask[:max_length]), len(ids) > max_length, open_turns))])
 
 
 # ---------------------------------------------------------------- from spans of text to a mask

@@ -119,6 +119,8 @@ def _jobs(corpus: Corpus, generate: GenerateConfig) -> tuple[list[Job], list[dic
         try:
             if row.problem:
                 raise Refused(row.problem)
+            if row.tokens:
+                raise Refused("input_ids are no prompt to answer: data.format=sharegpt reads conversations beside them")
             turns = turns_of(row.messages)
         except Refused as error:
             refused.append(refusal(row, str(error)))

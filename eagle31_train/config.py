@@ -16,7 +16,7 @@ from eagle31_train.common.errors import UserError
 
 DTYPES = ("bfloat16", "float16", "float32")
 CODECS = ("bf16", "int8_channel", "fp8", "int8", "int4")
-FORMATS = ("auto", "messages", "sharegpt", "alpaca", "turns", "prompt")
+FORMATS = ("auto", "messages", "sharegpt", "alpaca", "turns", "prompt", "tokens")
 ROW_FILES = (".jsonl", ".json", ".csv", ".parquet")  # and these with .gz
 ENGINES = ("transformers", "vllm")
 KERNELS = ("auto", "fused", "plain")

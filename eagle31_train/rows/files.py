@@ -23,7 +23,7 @@ from eagle31_train.common import artifacts, foreign
 from eagle31_train.common.errors import UserError, first_line
 from eagle31_train.common.locations import matching
 from eagle31_train.config import ROW_FILES, is_hub_set
-from eagle31_train.rows.formats import LIST_KEYS, detect
+from eagle31_train.rows.formats import LIST_KEYS, TOKEN_KEYS, detect
 
 ROWS_AT_ONCE = 1024  # of Parquet, decoded together
 LINE, LIST = 1 << 28, 1 << 32  # bytes of a line, and of a JSON list, once unpacked: what is read whole
@@ -220,8 +220,10 @@ def _csv(path: Path, place: Place) -> Iterator[Any]:
 def _parquet(path: Path, place: Place) -> Iterator[Any]:
     with ParquetFile(path) as file:
         columns, metadata = [file.schema.column(number) for number in range(len(file.schema))], file.metadata
-    # Of a column of numbers alone, which nothing uses, a few bytes may unpack to more than memory holds.
+    # Of a column of numbers alone, which nothing uses but tokens, a few bytes may unpack to more than memory holds.
     used = {c.path.partition(".")[0] for c in columns if c.physical_type == "BYTE_ARRAY" or not c.max_repetition_level}
+    if set(TOKEN_KEYS) <= {column.path.partition(".")[0] for column in columns}:
+        used |= set(TOKEN_KEYS)
     for number, column in enumerate(columns):
         entries = [metadata.row_group(group).column(number).num_values for group in range(metadata.num_row_groups)]
         if column.max_repetition_level and column.path.partition(".")[0] in used and max(entries, default=0) > ENTRIES:

@@ -11,6 +11,7 @@ from eagle31_train.config import FORMATS
 
 LIST_KEYS = {"messages": "messages", "conversations": "sharegpt", "turns": "turns"}
 TEXT_KEYS = {"instruction": "alpaca", "prompt": "prompt"}
+TOKEN_KEYS = ("input_ids", "loss_mask")  # what beside them is in words is for people
 # Columns by all names that public data sets have for them.
 COLUMNS = {
     "conversations": ("conversations", "conversation"),
@@ -48,6 +49,7 @@ class Row:
     tools: list[Tool] | None = None  # what the assistant may call, as OpenAI's API defines tools
     sample: int = 0  # which of several answers to one prompt
     template: Any = None  # the `ChatTemplate.identity` under which its token ids were written, if that is known
+    tokens: tuple[list[int], list[bool]] | None = None  # ids and loss mask, of one length, in place of messages
 
 
 def parse(value: Any, form: str, where: str, default_id: str) -> Row:
@@ -55,7 +57,8 @@ def parse(value: Any, form: str, where: str, default_id: str) -> Row:
     form_here = detect(value) if form == "auto" else form
     if form_here is None or not isinstance(value, dict):
         keys = " ".join(", ".join(value).split()) if isinstance(value, dict) else type(value).__name__
-        needs = "a row needs messages, conversations, instruction, turns, prompt, or question and answer"
+        needs = "a row needs messages, conversations, instruction, turns, prompt, question and answer, or "
+        needs += " and ".join(TOKEN_KEYS)
         raise UserError(f"{where}: no known format (has {keys[:200]}): {needs}")
     # Further samples of one prompt share its id; "#1" tells them apart.
     sample = value.get("sample") or 0
@@ -69,6 +72,9 @@ def parse(value: Any, form: str, where: str, default_id: str) -> Row:
     # Refusals name the row by these two, so they are mended, and not refused themselves.
     row = Row(_as_text(identity), _as_text(source), where, sample=sample, template=value.get(TEMPLATE))
     try:
+        if form_here == "tokens":
+            row.tokens = _tokens(*(value[key] for key in TOKEN_KEYS))
+            return row
         row.messages = messages_of(value, form_here)
         row.tools = _tools(value.get("tools"))
         check_text([row.messages, row.tools])
@@ -88,6 +94,8 @@ def detect(value: Any) -> str | None:
     """The format of one row, by its keys; None if it has none of them."""
     if not isinstance(value, dict):
         return None
+    if all(isinstance(value.get(key), list) for key in TOKEN_KEYS):
+        return "tokens"
     given = {form for key, form in LIST_KEYS.items() if isinstance(value.get(key), list)}
     given |= {form for key, form in TEXT_KEYS.items() if value.get(key) is not None}
     null = {form for key, form in TEXT_KEYS.items() if key in value}  # a column that this row does not fill
@@ -210,11 +218,20 @@ def is_learnt(message: Message) -> bool:
     return message["role"] == "assistant" and message.get("weight") != 0
 
 
-def _token_ids(value: Any) -> list[int]:
+def _token_ids(value: Any, name: str = "token_ids of a turn") -> list[int]:
     try:
         return list(foreign.typed(list[foreign.Width], value))
     except ValueError:
-        raise Refused("token_ids of a turn are no list of token ids") from None
+        raise Refused(f"{name} are no list of token ids") from None
+
+
+def _tokens(ids: Any, mask: Any) -> tuple[list[int], list[bool]]:
+    ids = _token_ids(ids, "input_ids")
+    if not isinstance(mask, list) or len(mask) != len(ids) or any(bit not in (0, 1) for bit in mask):
+        raise Refused("loss_mask has not a 0 or 1 for each of the input_ids")
+    if not any(mask) or mask[0]:
+        raise Refused("loss_mask has no 1, or no 0 before the first, which is the prompt")
+    return ids, list(map(bool, mask))
 
 
 # ---------------------------------------------------------------- tools

@@ -127,6 +127,16 @@ def test_what_would_lose_a_part_of_the_prompt_or_the_answer_is_no_known_format(v
         ),
         ({"messages": [says("a", weight=0.5)]}, "weight of a turn is neither 0 nor 1"),
         ({"messages": ASKED, "tools": [{"name": "f"}]}, "tools is no list of tools with function.name"),
+        *(
+            ({"input_ids": ids, "loss_mask": mask, "conversations": ANSWERED}, problem)
+            for ids, mask, problem in [
+                ([1, -2], [0, 1], "input_ids are no list of token ids"),
+                ([1, 2], [0, 1, 1], "loss_mask has not a 0 or 1 for each of the input_ids"),
+                ([1, 2], [0, 2], "loss_mask has not a 0 or 1 for each of the input_ids"),
+                ([1, 2], [0, 0], "loss_mask has no 1, or no 0 before the first"),
+                ([1, 2], [1, 1], "loss_mask has no 1, or no 0 before the first"),
+            ]
+        ),
         ({"instruction": None, "input": "hi"}, "an instruction or input without text"),
         ({"instruction": "hi", "input": ["a"]}, "an instruction or input without text"),
     ],

@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from datasets import load_from_disk
+from datasets import Dataset, load_from_disk
 from families import FAMILIES, load, write_rows
 from made import message_of
 from planting import interrupt
 
-from data_prep import preview, stage
+from data_prep import masks, preview, stage
 from data_prep.dataset import Split, collect, place
 from data_prep.masks import Sample
 from data_prep.stage import prepare
@@ -282,6 +282,40 @@ def test_samples_of_one_conversation_have_ids_of_their_own():
     row = Row("a", "s", "f:1", [*chat("hi"), *chat("and?", "lazy dog")])
     found = collect(iter([row]), load(FAMILIES["qwen3"], {}), 1000, 0.0)
     assert [identity for identity, _, _ in found.splits["train"].rows] == ["a~turn1", "a~turn2"]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
+def test_rows_of_tokens_are_the_samples_that_they_are(config, tmp_path, name):
+    """As speculators writes them: the words beside them are for people."""
+    end = ChatTemplate.load(config.target).end_ids[0]
+    rows = {"a": ([5, 6, end], [0, 1, 1]), "open": ([5, 6, 9, 8], [0, 0, 1, 1])}
+    rows["long"] = ([*range(5, 11), 9, end], [0, 1] * 4)
+    rows |= {"beyond": ([5] * 7, [0] * 6 + [1]), "no row": ([5, 448], [0, 1])}
+    given = [{"id": i, "input_ids": ids, "loss_mask": m, "conversations": chat("q")} for i, (ids, m) in rows.items()]
+    Dataset.from_list(given).to_parquet(tmp_path / "rows.parquet")
+    write_rows(tmp_path / "rows.jsonl", given)
+    config.data = DataConfig(conversations=str(tmp_path / name), heldout=0.0, max_length=6)
+    prepare(config)
+    manifest = manifest_of(tmp_path)
+    found = {row["id"]: (row["input_ids"], row["loss_mask"]) for row in rows_of(tmp_path)["train"]}
+    assert found == {"a": rows["a"], "open": rows["open"], "long": ([*range(5, 11)], [0, 1] * 3)}
+    assert (manifest["cut"], manifest["no_end_of_turn"], manifest["from_words"]) == (1, 4, 0)
+    reasons = {entry["id"]: entry["reason"] for entry in manifest["refused"]}
+    assert reasons == {"beyond": masks.BEYOND, "no row": "token 448, for which the target has no row"}
+    config.regenerate, config.data.prompts, config.run_dir = True, config.data.conversations, str(tmp_path / "answered")
+    assert "input_ids are no prompt to answer: data.format=sharegpt reads" in message_of(prepare, config)
+
+
+def test_rows_of_tokens_are_held_out_by_the_ids_before_the_first_that_is_learnt(chatml):
+    def split(ids, mask):
+        found = collect(iter([Row("a", "s", "f:1", tokens=(ids, mask))]), chatml, 100, 0.5)
+        return [name for name, one in found.splits.items() if one.rows], found.places
+
+    places = [split([prompt, 6, answer], [False, False, True]) for prompt in range(20) for answer in (1, 2)]
+    assert places[::2] == places[1::2], "the answer has no say"
+    assert {name for (name,), _ in places} == {"train", "heldout"}
+    rows = [Row(name, "s", "f:1", tokens=([5, 6], [False, True])) for name in "ab"]
+    assert collect(iter(rows), chatml, 100, 0.0).counts["s"]["repeated"] == 1
 
 
 def test_a_conversation_beyond_the_targets_positions_is_refused_here_and_not_in_extraction(config, monkeypatch):

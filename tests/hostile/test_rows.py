@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mutating import UNREADABLE, VALUES, cases, documents, outcome, spoil, texts, torn
 from talking import make_template
 
-from data_prep.masks import samples
+from data_prep.masks import given, samples
 from data_prep.sources import Source
 from eagle31_train.common.errors import Refused, UserError
 from eagle31_train.config import FORMATS
@@ -35,6 +35,7 @@ ROWS = {
     "alpaca": {"instruction": "say", "input": "this", "output": "that", "system": "Be brief."},
     "turns": {"turns": ["hi", "and then?"], "category": "y", "question_id": 3},
     "prompt": {"prompt": "hi", "id": 7, "finish_reason": "stop"},
+    "tokens": {"input_ids": [5, 6, 7, 2], "loss_mask": [0, 0, 1, 1], "conversations": TURNS},
 }
 assert set(ROWS) | {"auto"} == set(FORMATS) | {"auto"}
 NAMES = ["messages", "conversations", "turns", "prompt", "tools", "tool_calls", "sample", "name", "tokens", "thinking"]
@@ -44,7 +45,9 @@ TEMPLATE = make_template()
 
 def learned(row):
     with suppress(Refused):
-        if row.problem is None:
+        if row.tokens:
+            given(TEMPLATE, row.tokens, 512)
+        elif row.problem is None:
             samples(TEMPLATE, row.messages, 512, row.tools)
 
 
