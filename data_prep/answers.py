@@ -112,7 +112,7 @@ class Engine(ABC):
                 asked[key] = Request(ids, job.temperature, job.seed(self.config.seed))
             except Refused as refused:
                 yield key, refused
-        sampling = Sampling(generate.max_new_tokens, generate.top_p, self.template.end_ids)
+        sampling = Sampling(generate.max_new_tokens, generate.top_p, self.template.end_ids, top_k=generate.top_k)
         for key, completion in self.complete(asked, sampling):
             outcome: Answer | Refused
             try:

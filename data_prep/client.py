@@ -86,6 +86,7 @@ class Server:
             "stop_token_ids": sampling.end_ids,
             **({"stop": sampling.end_text, "skip_special_tokens": False} if sampling.end_text else {}),
             **WHOLE_DISTRIBUTION,
+            **({"top_k": sampling.top_k} if sampling.top_k and asked.temperature else {}),
         }
         completion, model = self._ask(body)
         if model not in ("", self.model):

@@ -25,7 +25,7 @@ from eagle31_train.common import artifacts
 from eagle31_train.common.console import Progress, note
 from eagle31_train.common.errors import Refused, UserError
 from eagle31_train.config import Config, GenerateConfig
-from eagle31_train.provenance import LAYOUTS, Provenance
+from eagle31_train.provenance import LAYOUTS, Provenance, recorded
 from eagle31_train.rows.formats import TEMPLATE
 from eagle31_train.targets.chat import ChatTemplate
 
@@ -100,14 +100,11 @@ def of_answers(config: Config, template: ChatTemplate, corpus: Corpus) -> Proven
 
 
 def _settings(config: Config, template: ChatTemplate) -> dict[str, Any]:
-    generate = config.data.generate
+    names = ("max_new_tokens", "temperature", "top_p", "top_k", "samples")
     return {
         **target_inputs(config, template, "model"),
         "revision": config.target.revision,
-        "max_new_tokens": generate.max_new_tokens,
-        "temperature": generate.temperature,
-        "top_p": generate.top_p,
-        "samples": generate.samples,
+        **recorded("data.generate", {name: getattr(config.data.generate, name) for name in names}),
     }
 
 

@@ -54,7 +54,8 @@ def write_prompts(config: Config, template: ChatTemplate, own: OwnServer | None 
     generate, options = config.data.generate, asdict(config.data.self_prompts)
     settings = {"layout": 2, **target_inputs(config, template, "server"), **options}
     if options["turns"] > 1:
-        settings["answers"] = [generate.max_new_tokens, generate.temperature, generate.top_p]
+        top_k = [generate.top_k] if generate.top_k else []
+        settings["answers"] = [generate.max_new_tokens, generate.temperature, generate.top_p, *top_k]
     made_from = Provenance(settings)
     journal = Journal(output)
     if journal.finished(made_from, config.overwrite):

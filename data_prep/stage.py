@@ -1,5 +1,6 @@
 """The stage: read, regenerate if asked, mask, split, count, and write `run_dir/data` whole or not at all."""
 
+import json
 import os
 import re
 import time
@@ -35,7 +36,7 @@ from eagle31_train.rows.formats import Message
 from eagle31_train.targets.chat import ChatTemplate
 from eagle31_train.targets.derive import planned_drafter
 from eagle31_train.targets.description import TargetDescription, changed_since, describe_target, doubts
-from eagle31_train.targets.pretrained import vocabulary_fingerprint
+from eagle31_train.targets.pretrained import served_sampling, vocabulary_fingerprint
 
 THOUGHT = 4096  # tokens that an answer with a thought may want
 # The variable that switches thinking off: Qwen's name, which most have, or that of Kimi, DeepSeek and Granite.
@@ -87,6 +88,7 @@ def prepare(config: Config) -> None:
         _introduce(config, rows)
     if config.regenerate and not answered:
         _tell_of_thoughts(template, data)
+        _tell_of_other_sampling(config)
     corpus, answers = _open(config, template)
     made_from = provenance.of_data(config, corpus.inputs(), template.fingerprints(), vocab_size)
     if _is_done(folder, made_from, config, target):
@@ -161,6 +163,19 @@ def _tell_of_thoughts(template: ChatTemplate, data: DataConfig) -> None:
         note(
             f"data: THOUGHTS: {template.name} may think, and answers are cut after {most} tokens: give "
             f"data.generate.max_new_tokens={THOUGHT} data.max_length={THOUGHT + 2048}{off}"
+        )
+
+
+def _tell_of_other_sampling(config: Config) -> None:
+    """Say it before hours of sampled answers if a server samples otherwise, unless its users say how."""
+    generate = config.data.generate
+    served = served_sampling(config.target) if generate.temperature else {}
+    other = {name: value for name, value in served.items() if value != (getattr(generate, name) or 0)}
+    if other:
+        defaults = ", ".join(f"{name} {value:g}" for name, value in other.items())
+        ours = ", ".join(f"data.generate.{name}={json.dumps(getattr(generate, name))}" for name in other)
+        note(
+            f"data: vLLM serves {config.target.name} with {defaults} (its generation_config.json); answers have {ours}"
         )
 
 

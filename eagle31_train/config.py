@@ -95,6 +95,7 @@ class GenerateConfig:
     max_new_tokens: int = opt(320, "longest answer, in tokens", at_least=1)
     temperature: float = opt(0.0, "0 is greedy", at_least=0)
     top_p: float = opt(1.0, "nucleus of the sampled answers", above=0, at_most=1)
+    top_k: int | None = opt(None, "sample answers from the k likeliest tokens; default: from all", at_least=1)
     samples: int = opt(1, "answers per prompt; of several, the first is greedy and the others are sampled", at_least=1)
     batch_size: int = opt(32, "prompts answered together by an in-process target", at_least=1)
     server: str | None = opt(
@@ -287,6 +288,7 @@ class EvaluateConfig:
     max_new_tokens: int = opt(128, "tokens generated per prompt", at_least=2)
     temperature: float = opt(0.0, "0 decodes greedily; otherwise target tokens are sampled", at_least=0)
     top_p: float = opt(1.0, "nucleus of sampled tokens", above=0, at_most=1)
+    top_k: int | None = opt(None, "sample from the k likeliest tokens; default: from all", at_least=1)
     draft_sampling: str = opt("greedy", "vLLM's draft_sample_method", choices=("greedy", "probabilistic"))
     batch_size: int = opt(8, "prompts decoded together", at_least=1)
     timed_prompts: int = opt(5, "prompts decoded one at a time, and timed: tokens/s are those of one user", at_least=1)

@@ -28,6 +28,8 @@ ADDED: dict[str, Any] = {
     "drafter.parallel": False,
     "drafter.ptd_token_id": None,
     "train.fc_input_scale": [],
+    "data.generate.top_k": None,
+    "evaluate.top_k": None,
     "evaluate.timed_prompts": 5,
     "evaluate.warmup": True,
 }

@@ -153,7 +153,8 @@ CHOICE = {
 LM_HEAD_DECAYED = "train.weight_decay: there, by an earlier version, of lm_head, too; here of linear layers alone"
 # Options of evaluation that choose prompts, and are recorded with the workloads.
 CHOOSE_PROMPTS = {"prompts", "suites", "perturbations"}
-OF_WORKLOAD = {"num_prompts", "temperature", "top_p", "backend"}  # likewise; measurements are by one backend alone
+# Likewise; measurements are by one backend alone.
+OF_WORKLOAD = {"num_prompts", "temperature", "top_p", "top_k", "backend"}
 SERVING_ONLY = {"serve_depths", "concurrency", "vllm_python", "vllm_args"}
 DECODING_ONLY = {"depths", "batch_size", "timed_prompts", "drift"}
 

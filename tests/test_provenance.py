@@ -1,6 +1,7 @@
 """Up to date means: made from the wanted inputs, and every file as it was written, whole or not at all."""
 
 import json
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ from eagle31_train import provenance
 from eagle31_train.cli import load_config
 from eagle31_train.common import artifacts
 from eagle31_train.common.errors import UserError
-from eagle31_train.config import Config
+from eagle31_train.config import Config, EvaluateConfig, GenerateConfig
+from eagle31_train.evaluation.workloads import Workload
 from eagle31_train.provenance import Provenance
 
 pytestmark = pytest.mark.core
@@ -55,6 +57,17 @@ def test_inputs_of_training_are_what_steers_its_weights():
     # Without decay all is as it was before only the maps decayed.
     assert "decays" not in inputs_of("train.weight_decay=0").inputs["train"]
     assert inputs_of("train.weight_decay=0.1").inputs["train"]["decays"] == "maps"
+
+
+@pytest.mark.parametrize(
+    ("section", "options"),
+    [("evaluate", EvaluateConfig()), ("evaluate", Workload("w", "w", None, [], 0.6, 1.0)),
+     ("data.generate", GenerateConfig())],
+)  # fmt: skip
+def test_top_k_is_recorded_only_where_it_is_set(section, options):
+    before = provenance.recorded(section, asdict(options))
+    assert "top_k" not in before
+    assert provenance.recorded(section, asdict(replace(options, top_k=20))) == {**before, "top_k": 20}
 
 
 def test_what_chooses_a_step_is_named_as_the_user_sets_it():

@@ -156,7 +156,7 @@ def measure(
     here, warm = measurer.machine, not measurer.options.warmup
     for workload in chosen:
         # What is said of a workload may depend on who else is measured, and no count does.
-        decoded = asdict(replace(workload, left_out={}, notes=[]))
+        decoded = provenance.recorded("evaluate", asdict(replace(workload, left_out={}, notes=[])))
         # By what the drafter is and not by its name, which another drafter beside it may change.
         whole = {"inputs": inputs, "workload": decoded}
         keys = {

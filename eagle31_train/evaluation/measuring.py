@@ -132,7 +132,7 @@ class Measurer:
         """The answers to the prompts at these indices, with their auxiliary states where PLAIN serves every drafter."""
         rows = [workload.prompts[at] for at in batch]
         ids, seeds = [prompt.ids for prompt in rows], [seed_of(self.seed, prompt) for prompt in rows]
-        sampling = Sampling(workload.temperature, workload.top_p, self.options.draft_sampling)
+        sampling = Sampling(workload.temperature, workload.top_p, self.options.draft_sampling, workload.top_k)
         if way == PLAIN:
             target, states = CachedTarget(self.model, _layers(candidates)), self.one_output(workload)
             beyond = self.options.max_speculative_tokens - 1 if states else 0

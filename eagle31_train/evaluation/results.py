@@ -6,7 +6,7 @@ is a drafter's name:
     draft_tokens    K of the headline
     drafters        [N, …]; the others are compared with the first
     workloads       [workload, …], of which each has
-        name, suite, perturbation (or null), temperature, top_p, prompts, notes
+        name, suite, perturbation (or null), temperature, top_p, top_k (if set), prompts, notes
         verified    prompts that were decoded by real speculation with every drafter, but for ties
         tokens_per_second  {"plain" or N: of real decoding, one prompt at a time}, of a drafter that was measured alone
         timed       {prompts: how many of the first these are, by_depth: {K: their acceptance length}}, likewise
@@ -110,6 +110,7 @@ def _workload(workload: Workload, drafters: Drafters, plain: Drafters | None, de
         "perturbation": workload.perturbation,
         "temperature": workload.temperature,
         "top_p": workload.top_p,
+        **({"top_k": workload.top_k} if workload.top_k else {}),
         "prompts": len(prompts),
         "verified": sum(all(each.seen for each in of_prompt) for of_prompt in zip(*every, strict=True)),
         "notes": [*workload.remarks, *elsewhere],

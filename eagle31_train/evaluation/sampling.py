@@ -9,8 +9,9 @@ Drafts that are drawn (`probabilistic`) are accepted with probability min(1, p/q
 from max(p - q, 0), renormalised (arXiv 2211.17192). The output is then distributed as plain sampling's, but is
 another draw.
 
-As in vLLM 0.32: logits are divided by the temperature, the target's then cut to the nucleus of top_p, the drafter's
-not; both are renormalised. See its v1/sample/rejection_sampler.py and v1/spec_decode/llm_base_proposer.py.
+As in vLLM 0.32: logits are divided by the temperature, the target's then cut to the top_k likeliest and to the nucleus
+of top_p, the drafter's not; both are renormalised. See its v1/sample/rejection_sampler.py and
+v1/spec_decode/llm_base_proposer.py.
 
 Shapes: B sequences; n positions; K drafted tokens; V and Vd target and draft vocabulary.
 """
@@ -22,21 +23,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eagle31_train.targets.generate import likeliest
+
 NUCLEUS = 512  # candidates looked at before a full sort; nearly every nucleus is smaller
 TARGET, DRAFT, ACCEPT = range(3)  # what a stream of random numbers is for
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """temperature 0 is greedy; drafts: "greedy" or "probabilistic", as vLLM's draft_sample_method."""
+    """temperature 0 is greedy; drafts: "greedy" or "probabilistic", as vLLM's draft_sample_method; top_k None: all."""
 
     temperature: float = 0.0
     top_p: float = 1.0
     drafts: str = "greedy"
+    top_k: int | None = None
 
     @property
     def drawn_drafts(self) -> bool:
         return self.drafts == "probabilistic" and self.temperature > 0
+
+    def of_target(self, logits: Tensor) -> Tensor:
+        """[B, V] fp64: what the target's tokens are drawn from, whoever drafts; logits [B, V] its own."""
+        return probabilities(logits, self.temperature, self.top_p, self.top_k)
 
 
 class Chooser:
@@ -84,7 +92,7 @@ class Chooser:
             return logits.argmax(-1)
         chosen = []
         for offset, here in enumerate(logits.unbind(1)):
-            p = probabilities(here, self.sampling.temperature, self.sampling.top_p)
+            p = self.sampling.of_target(here)
             chosen.append(self._draw(p, TARGET, offset))
         return torch.stack(chosen, 1)
 
@@ -93,7 +101,7 @@ class Chooser:
         tokens: list[list[int]] = [[] for _ in logits]
         going = [True] * len(logits)
         for offset, here in enumerate(logits.unbind(1)):
-            p = probabilities(here, self.sampling.temperature, self.sampling.top_p)
+            p = self.sampling.of_target(here)
             own, accepted = p, [False] * len(p)  # after the last draft, the target's own token
             if offset < proposed.shape[1]:
                 q = torch.zeros_like(p).index_copy_(1, target_ids, self._drafted[offset])
@@ -135,9 +143,10 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
     return (p - q).clamp(min=0)
 
 
-def probabilities(logits: Tensor, temperature: float, top_p: float) -> Tensor:
-    """[B, V] fp64, from logits [B, V]: at a temperature, and of the fewest tokens whose mass reaches top_p."""
-    p = (logits.double() / temperature).softmax(-1)
+def probabilities(logits: Tensor, temperature: float, top_p: float, top_k: int | None = None) -> Tensor:
+    """[B, V] fp64, from logits [B, V]: at a temperature, of the top_k likeliest tokens if set, and of the fewest of
+    these whose mass reaches top_p."""
+    p = (likeliest(logits, top_k).double() / temperature).softmax(-1)
     if top_p >= 1:
         return p
     size = min(NUCLEUS, p.shape[-1])

@@ -42,6 +42,7 @@ class Workload:
     top_p: float
     left_out: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    top_k: int | None = None
 
     @property
     def remarks(self) -> Iterator[str]:
@@ -163,7 +164,7 @@ def _plain(suite: str, prompts: list[Prompt], config: Config, longest: int, meas
         raise UserError(f"{suite}: training was measured on all of the prompts: give others")
     chosen, too_long = choose(left, options.num_prompts, longest)
     left_out |= dict.fromkeys(too_long, TOO_LONG.format(longest))
-    return Workload(suite, suite, None, chosen, options.temperature, options.top_p, left_out)
+    return Workload(suite, suite, None, chosen, options.temperature, options.top_p, left_out, top_k=options.top_k)
 
 
 def _perturbed(plain: Workload, perturbation: Perturbation, context: Context, longest: int) -> Workload:
@@ -188,7 +189,15 @@ def _perturbed(plain: Workload, perturbation: Perturbation, context: Context, lo
     if perturbation.transform and (same := sum(one.ids == before[one.id] for one in perturbed)):
         notes.append(f"{same} of {len(perturbed)} prompts are the same as without it")
     temperature = plain.temperature if perturbation.temperature is None else perturbation.temperature
-    return Workload(name, plain.suite, perturbation.name, perturbed, temperature, plain.top_p, left_out, notes)
+    return replace(
+        plain,
+        name=name,
+        perturbation=perturbation.name,
+        prompts=perturbed,
+        temperature=temperature,
+        left_out=left_out,
+        notes=notes,
+    )
 
 
 def _answers(dataset: Path, template: ChatTemplate) -> list[Filler]:

@@ -159,7 +159,8 @@ def sampling(workload: Result) -> str:
     if not workload["temperature"]:
         return "greedy"
     nucleus = f", top_p {workload['top_p']:g}" if workload["top_p"] < 1 else ""
-    return f"sampled at temperature {workload['temperature']:g}{nucleus}"
+    likeliest = f", top_k {workload['top_k']}" if workload.get("top_k") else ""
+    return f"sampled at temperature {workload['temperature']:g}{nucleus}{likeliest}"
 
 
 def _serving_remarks(serving: Result) -> Iterator[str]:

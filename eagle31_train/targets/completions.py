@@ -14,12 +14,13 @@ class Request(NamedTuple):
 
 class Sampling(NamedTuple):
     """How many tokens at most, of which nucleus, and up to where: a token of `end_ids`, which is written too, or a
-    text."""
+    text. top_k: drawn from so many of the likeliest; None: from all."""
 
     max_new_tokens: int
     top_p: float
     end_ids: list[int]
     end_text: str | None = None
+    top_k: int | None = None
 
 
 # All that a server would else take from the target's generation_config.json, even at temperature 0.

@@ -4,7 +4,7 @@ Shape suffixes: B rows, V vocabulary.
 """
 
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -56,46 +56,46 @@ class Generator:
         its index. A row's draws come from its own seed, whichever rows are beside it."""
         waiting = deque(Row(i, one) for i, one in enumerate(requests))
         ended = self._by_transformers if why_alone(self.model) else self._decode
-        for row in ended(waiting, at_once, sampling.max_new_tokens, sampling.top_p, set(sampling.end_ids)):
+        for row in ended(waiting, at_once, sampling):
             end = next((at for at, token in enumerate(row.ids) if token in sampling.end_ids), None)
             yield row.index, (row.ids, "length") if end is None else (row.ids[: end + 1], "stop")
 
-    def _decode(
-        self, waiting: deque[Row], at_once: int, max_new_tokens: int, top_p: float, end_ids: Collection[int]
-    ) -> Iterator[Row]:
+    def _decode(self, waiting: deque[Row], at_once: int, sampling: Sampling) -> Iterator[Row]:
         """The rows, as they end."""
         target, rows = CachedTarget(self.model, None), list[Row]()
+        most, end_ids = sampling.max_new_tokens, set(sampling.end_ids)
         while waiting or rows:
             free = at_once - len(rows)
             if waiting and free >= min(REFILL * at_once, len(waiting)):
                 new = [waiting.popleft() for _ in range(min(free, len(waiting)))]
                 joining = CachedTarget(self.model, None)
                 joining.reset(len(new))
-                extend(new, joining.read_plain([row.request.ids for row in new])[:, 0], top_p)
+                extend(new, joining.read_plain([row.request.ids for row in new])[:, 0], sampling)
                 if rows:
                     target.join(joining)
                 else:
                     target = joining
                 rows += new
             else:
-                extend(rows, target.read_plain([row.ids[-1:] for row in rows])[:, 0], top_p)
-            going = [at for at, row in enumerate(rows) if row.ids[-1] not in end_ids and len(row.ids) < max_new_tokens]
+                extend(rows, target.read_plain([row.ids[-1:] for row in rows])[:, 0], sampling)
+            going = [at for at, row in enumerate(rows) if row.ids[-1] not in end_ids and len(row.ids) < most]
             if len(going) < len(rows):
                 yield from (row for at, row in enumerate(rows) if at not in going)
                 if going:
                     target.select(going)
                 rows = [rows[at] for at in going]
 
-    def _by_transformers(
-        self, waiting: deque[Row], at_once: int, max_new_tokens: int, top_p: float, end_ids: Collection[int]
-    ) -> Iterator[Row]:
+    def _by_transformers(self, waiting: deque[Row], at_once: int, sampling: Sampling) -> Iterator[Row]:
         """As `_decode`, for targets whose cache we cannot handle: a batch ends with its last row."""
-        pad, config = min(end_ids), self.model.config.get_text_config()
+        pad, config = min(sampling.end_ids), self.model.config.get_text_config()
         if rope_by_length(config) or config.model_type in PADDING_COUNTS:  # neighbours would change an answer
             at_once = 1
         # A configuration of our own: the target's may ask for sampling or penalties by default.
         self.model.generation_config = GenerationConfig(
-            max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=sorted(end_ids), pad_token_id=pad
+            max_new_tokens=sampling.max_new_tokens,
+            do_sample=False,
+            eos_token_id=sorted(set(sampling.end_ids)),
+            pad_token_id=pad,
         )
         while waiting:
             rows = [waiting.popleft() for _ in range(min(at_once, len(waiting)))]
@@ -105,7 +105,7 @@ class Generator:
             self.model.generate(
                 input_ids=torch.tensor(ids, device=self.model.device),
                 attention_mask=torch.tensor(mask, device=self.model.device),
-                logits_processor=LogitsProcessorList([Extending(rows, top_p)]),
+                logits_processor=LogitsProcessorList([Extending(rows, sampling)]),
             )
             yield from rows
 
@@ -114,17 +114,17 @@ class Extending(LogitsProcessor):
     """Chooses the tokens of rows under transformers' greedy search: only the chosen one stays finite. `generate` has
     one global random state, with which a row's answer would depend on the rows beside it."""
 
-    def __init__(self, rows: list[Row], top_p: float) -> None:
-        self.rows, self.top_p = rows, top_p
+    def __init__(self, rows: list[Row], sampling: Sampling) -> None:
+        self.rows, self.sampling = rows, sampling
 
     def __call__(self, _input_ids: Tensor, scores: Tensor) -> Tensor:
         """scores [B, V] float → the same shape."""
-        extend(self.rows, scores, self.top_p)
+        extend(self.rows, scores, self.sampling)
         chosen = torch.tensor([row.ids[-1] for row in self.rows], device=scores.device)
         return torch.full_like(scores, float("-inf")).scatter_(1, chosen[:, None], 0.0)
 
 
-def extend(rows: Sequence[Row], logits_BV: Tensor, top_p: float) -> None:
+def extend(rows: Sequence[Row], logits_BV: Tensor, sampling: Sampling) -> None:
     """Add to each row its next token, the most likely or a drawn one; logits_BV [B, V] float."""
     chosen = logits_BV.argmax(-1)
     sampled = [at for at, row in enumerate(rows) if row.request.temperature]
@@ -133,15 +133,15 @@ def extend(rows: Sequence[Row], logits_BV: Tensor, top_p: float) -> None:
         at = torch.tensor(sampled, device=device)
         temperatures = torch.tensor([row.request.temperature for row in these], device=device)
         uniforms = torch.cat([torch.rand(1, generator=row.random) for row in these]).to(device)
-        chosen[at] = draw(logits_BV[at].float() / temperatures[:, None], uniforms, top_p)
+        chosen[at] = draw(logits_BV[at].float() / temperatures[:, None], uniforms, sampling.top_p, sampling.top_k)
     for row, token in zip(rows, chosen.tolist(), strict=True):
         row.ids.append(token)
 
 
-def draw(logits_BV: Tensor, uniform_B: Tensor, top_p: float) -> Tensor:
-    """Token ids [B] int64, sampled by inverse CDF over the nucleus: the fewest most likely tokens of mass `top_p`.
-    logits_BV: [B, V] float32, temperature applied. uniform_B: [B] float32 in [0, 1)."""
-    V = logits_BV.shape[1]
+def draw(logits_BV: Tensor, uniform_B: Tensor, top_p: float, top_k: int | None = None) -> Tensor:
+    """Token ids [B] int64, sampled by inverse CDF over the nucleus: the fewest most likely tokens of mass `top_p`, of
+    the `top_k` likeliest if set. logits_BV: [B, V] float32, temperature applied. uniform_B: [B] float32 in [0, 1)."""
+    V, logits_BV = logits_BV.shape[1], likeliest(logits_BV, top_k)
     if top_p == 1.0:  # all tokens, in any order: nothing is sorted
         mass_BV = logits_BV.softmax(-1).cumsum(-1)
         threshold_B1 = uniform_B[:, None] * mass_BV[:, -1:]
@@ -152,6 +152,15 @@ def draw(logits_BV: Tensor, uniform_B: Tensor, top_p: float) -> Tensor:
         wide = ~whole_B
         chosen_B[wide] = _draw_from_top(logits_BV[wide], uniform_B[wide], top_p, V)[0]
     return chosen_B
+
+
+def likeliest(logits_BV: Tensor, top_k: int | None) -> Tensor:
+    """logits_BV [B, V] with -inf for all but the `top_k` greatest of each row and those equal to the last of them, as
+    vLLM cuts them before the nucleus; None: as they are."""
+    if top_k is None or top_k >= logits_BV.shape[1]:
+        return logits_BV
+    least_B1 = logits_BV.topk(top_k, dim=-1).values[:, -1:]
+    return logits_BV.masked_fill(logits_BV < least_B1, float("-inf"))
 
 
 def _draw_from_top(logits_BV: Tensor, uniform_B: Tensor, top_p: float, size: int) -> tuple[Tensor, Tensor]:

@@ -128,6 +128,17 @@ def end_ids(tokenizer: PreTrainedTokenizerBase, target: TargetConfig) -> list[in
     return sorted({i for i in ids if i is not None})
 
 
+def served_sampling(target: TargetConfig) -> dict[str, float]:
+    """temperature, top_p and top_k as the target's generation_config.json names them, if it does: a server's defaults.
+    top_k 0: all tokens."""
+    try:
+        config: Any = GenerationConfig.from_pretrained(target.path, **source(target))
+    except OSError:  # it has none
+        return {}
+    named: dict[str, Any] = {name: getattr(config, name, None) for name in ("temperature", "top_p", "top_k")}
+    return {name: max(0.0, value) for name, value in named.items() if isinstance(value, int | float)}
+
+
 def _generation_end(target: TargetConfig) -> Any:
     generation: Any = GenerationConfig
     try:

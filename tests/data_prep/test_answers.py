@@ -226,17 +226,19 @@ def test_a_server_that_ends_answers_otherwise_than_the_target_is_named_at_once(c
 
 
 def test_a_server_is_asked_as_the_options_say(chatml, server):
-    data = DataConfig(generate=GenerateConfig(server=server.url, max_new_tokens=9, top_p=0.8))
+    data = DataConfig(generate=GenerateConfig(server=server.url, max_new_tokens=9, top_p=0.8, top_k=20))
     remote = Remote(Config(name="t", target=TargetConfig(path="t"), data=data), chatml)
-    list(remote.answers({"hi": Job(Row("hi", "s", "f:1", [ASK]), 1, 0.7, turns_of([ASK]), [ASK])}))
+    for temperature in (0.7, 0.0):
+        list(remote.answers({"hi": Job(Row("hi", "s", "f:1", [ASK]), 1, temperature, turns_of([ASK]), [ASK])}))
     how = SelfPromptsConfig(max_new_tokens=11, top_p=0.6)
     for end_text in (None, "User:"):
         list(remote.write(how, [4], end_text, {"a": ASKED}))
-    names = ("temperature", "top_p", "max_tokens", "stop_token_ids", "stop", "skip_special_tokens")
+    names = ("temperature", "top_p", "top_k", "max_tokens", "stop_token_ids", "stop", "skip_special_tokens")
     assert [[body.get(name) for name in names] for body in server.bodies] == [
-        [0.7, 0.8, 9, chatml.end_ids, None, None],
-        [0.5, 0.6, 11, [4], None, None],
-        [0.5, 0.6, 11, [4], "User:", False],  # which may be made of special tokens
+        [0.7, 0.8, 20, 9, chatml.end_ids, None, None],
+        [0.0, 1.0, -1, 9, chatml.end_ids, None, None],
+        [0.5, 0.6, -1, 11, [4], None, None],
+        [0.5, 0.6, -1, 11, [4], "User:", False],  # which may be made of special tokens
     ]
 
 

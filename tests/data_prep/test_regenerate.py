@@ -129,7 +129,9 @@ def test_finished_answers_are_not_made_again_and_not_replaced_unasked(config, tm
         assert "up to date" in capsys.readouterr().out
         config.data.generate.max_new_tokens = 5
         assert re.search(r"s\.jsonl was made .*tokens: 6 there, 5 here.*overwrite=true", message_of(run, config))
-    config.data.generate.max_new_tokens = 6
+        config.data.generate.max_new_tokens, config.data.generate.top_k = 6, 20
+        assert "(top_k: nothing there, 20 here)" in message_of(run, config)
+    config.data.generate.top_k = None
     output.write_text("spoilt")
     interrupt(Journal, "__enter__", run, config)
     interrupt(artifacts, "write_json", run, config)

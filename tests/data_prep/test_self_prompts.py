@@ -149,7 +149,9 @@ def test_prompts_of_several_turns_are_one_source_of_several(tiny_target, tmp_pat
     capsys.readouterr()
     prepare(config)
     assert capsys.readouterr().out.count("is up to date") == 3, "prompts, answers and data"
-    config.regenerate = False
+    config.data.generate.top_k = 5  # of the answers between its turns
+    assert "prompts.jsonl was made from other inputs (answers" in message_of(prepare, config)
+    config.data.generate.top_k, config.regenerate = None, False
     with pytest.raises(UserError, match=r"data\.sources\.own\.path=self: .* answered: leave out regenerate=false"):
         prepare(config)
 

@@ -20,7 +20,7 @@ from data_prep.masks import Sample
 from data_prep.stage import prepare
 from eagle31_train.common import artifacts
 from eagle31_train.common.errors import UserError
-from eagle31_train.config import Config, DataConfig, TargetConfig
+from eagle31_train.config import Config, DataConfig, GenerateConfig, TargetConfig
 from eagle31_train.model import vocab
 from eagle31_train.rows.formats import Row
 from eagle31_train.targets.chat import ChatTemplate
@@ -194,6 +194,29 @@ def test_what_cannot_be_met_is_refused_before_the_work_starts(config, tmp_path, 
     theirs.unlink()
     prepare(config)  # and data of conversations are not those of answers
     assert "was made from other inputs" in message_of(prepare, replace(config, regenerate=True, data=asked))
+
+
+QWEN = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
+
+
+@pytest.mark.parametrize(
+    ("named", "generate", "told"),
+    [
+        (QWEN, {"temperature": 0.6, "top_p": 0.9}, ["top_p 0.95, top_k 20", "top_p=0.9, data.generate.top_k=null"]),
+        (QWEN, QWEN, []),
+        (QWEN, {}, []),  # greedy
+        ({"temperature": 0.6, "top_p": 1.0, "top_k": -1}, {"temperature": 0.6}, []),
+        ({}, QWEN, []),
+    ],
+)
+def test_a_target_that_is_served_with_another_sampling_is_told(config, tmp_path, capsys, named, generate, told):
+    config.target.path = str(shutil.copytree(config.target.path, tmp_path / "target"))
+    (tmp_path / "target" / "generation_config.json").write_text(json.dumps({"eos_token_id": [2], **named}))
+    config.regenerate, config.data.generate = True, GenerateConfig(**generate)
+    interrupt(stage, "_open", prepare, config)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "vLLM serves" in line]
+    texts = [f"with {told[0]} (its generation_config.json); answers have data.generate.{told[1]}"] if told else []
+    assert lines == [f"data: vLLM serves target {text}" for text in texts]
 
 
 def test_a_file_in_the_wrong_place_says_what_to_set(config, tmp_path):

@@ -66,9 +66,9 @@ def target(model):
 PROMPTS = [[7, 3, 41, 20, 11, 5], [9], [30, 2, 2, 17, 40, 8, 8, 1, 25], [12, 44, 6], [3, 19, 28, 33]]
 
 
-def workload_of(prompts=PROMPTS, temperature=0.0, top_p=1.0, name="made"):
+def workload_of(prompts=PROMPTS, temperature=0.0, top_p=1.0, name="made", top_k=None):
     made = [Prompt(f"p{i}", "ab"[i % 2], ids) for i, ids in enumerate(prompts)]
-    return Workload(name, name, None, made, temperature, top_p)
+    return Workload(name, name, None, made, temperature, top_p, top_k=top_k)
 
 
 @torch.no_grad()

@@ -95,7 +95,7 @@ def test_what_other_options_or_versions_count_is_measured_anew(candidates, tmp_p
     same = Recorded(QUIET, "evaluate.backend=vllm", "evaluate.num_prompts=7")
     same.run(tmp_path, candidates[:1], [ONE], end_ids=(1, 2))
     assert same.asked == [], "the first measurement is kept beside the others; end tokens are a set"
-    for changed in ({"prompts": ONE.prompts[1:]}, {"temperature": 0.1}, {"top_p": 0.5}):
+    for changed in ({"prompts": ONE.prompts[1:]}, {"temperature": 0.1}, {"top_p": 0.5}, {"top_k": 20}):
         same.run(tmp_path, candidates[:1], [dataclasses.replace(ONE, **changed)])
         assert len(same.asked) == 1, changed
     same.run(tmp_path, candidates[:1], [dataclasses.replace(ONE, notes=["x"], left_out={"p9": "longer"})])

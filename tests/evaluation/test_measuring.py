@@ -119,14 +119,16 @@ def test_where_two_drafts_are_equally_good_rounding_is_told_and_not_refused(
         measurer_of(model).measure(GREEDY, candidates[:1])
 
 
-@pytest.mark.parametrize(("temperature", "top_p", "depth"), [(0.3, 1.0, 1), (0.6, 0.8, 4)])
-def test_draws_are_the_same_with_every_drafter(model, candidates, temperature, top_p, depth):
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "top_k", "depth"), [(0.3, 1.0, None, 1), (0.6, 0.8, None, 4), (0.6, 1.0, 4, 3)]
+)
+def test_draws_are_the_same_with_every_drafter(model, candidates, temperature, top_p, top_k, depth):
     """And at every depth: what is drawn without a drafter, whichever rows end before others."""
-    workload = workload_of(PROMPTS[:4], temperature=temperature, top_p=top_p)
+    workload = workload_of(PROMPTS[:4], temperature=temperature, top_p=top_p, top_k=top_k)
     found = measurer_of(model, f"evaluate.num_speculative_tokens={depth}", ends=ENDS).measure(workload, candidates)
     outputs = [measurement.outputs for measurement in found.values()]
     assert all(one.seen == {depth: rounds(one.accepted, depth)} for m in found.values() for one in m.counts)
-    seeds, how = [seed_of(0, prompt) for prompt in workload.prompts], Sampling(temperature, top_p)
+    seeds, how = [seed_of(0, prompt) for prompt in workload.prompts], Sampling(temperature, top_p, top_k=top_k)
     limits = Limits(TOKENS, ENDS)
     drawn = [one.tokens for one in decode_plain(CachedTarget(model, [1]), PROMPTS[:4], limits, how, seeds)]
     assert all(each == drawn for each in outputs)

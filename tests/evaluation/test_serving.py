@@ -129,11 +129,15 @@ def test_counts_are_the_servers_without_its_warming(launch, capsys):
         assert 0 < row["ttft"]["p50"] <= row["ttft"]["p95"] <= row["seconds"]
 
 
-def test_requests_say_all_that_matters(launch, asked):
-    launch("seed=7", "evaluate.concurrency=[1,2]", "evaluate.temperature=0.8", prompts=PROMPTS[:2])
+@pytest.mark.parametrize("top_k", [None, 20])
+def test_requests_say_all_that_matters(launch, asked, top_k):
+    options = ["evaluate.temperature=0.8", *([f"evaluate.top_k={top_k}"] if top_k else [])]
+    served = launch("seed=7", "evaluate.concurrency=[1,2]", *options, prompts=PROMPTS[:2])
+    assert served.get("top_k") == top_k
     requests = [json.loads(line) for line in asked.read_text().splitlines()]
     assert {(tuple(one["prompt"]), one["seed"]) for one in requests} == {((1, 2, 3), 7), ((30, 5), 8)}
-    wanted = {"max_tokens": LIMIT, "stop_token_ids": [END], "temperature": 0.8, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    wanted = {"max_tokens": LIMIT, "stop_token_ids": [END], "temperature": 0.8, "top_p": 1.0}
+    wanted |= {"top_k": top_k or 0, "min_p": 0.0}
     for one in requests:
         assert wanted.items() <= one.items()
     # One warm-up at one user and two at two; one turn of two prompts, then two.

@@ -200,7 +200,7 @@ def test_each_set_as_it_is_and_under_each_perturbation(place):
     file = place.write("more.jsonl", {"prompt": "hello"}, {"prompt": "world"})
     found = place.workloads(
         f"evaluate.suites.more.path={file}", "evaluate.perturbations=[system_long,temperature_0.7]",
-        "evaluate.num_prompts=3", "evaluate.temperature=0.2", "evaluate.top_p=0.9",
+        "evaluate.num_prompts=3", "evaluate.temperature=0.2", "evaluate.top_p=0.9", "evaluate.top_k=20",
     )  # fmt: skip
     assert [(w.name, w.suite, w.perturbation, len(w.prompts), w.temperature, w.top_p) for w in found] == [
         ("heldout", "heldout", None, 3, 0.2, 0.9),
@@ -210,6 +210,7 @@ def test_each_set_as_it_is_and_under_each_perturbation(place):
         ("more · system_long", "more", "system_long", 2, 0.2, 0.9),
         ("more · temperature_0.7", "more", "temperature_0.7", 2, 0.7, 0.9),
     ]
+    assert {w.top_k for w in found} == {20}
     for plain, system, warm in (found[:3], found[3:]):
         assert [p.id for p in plain.prompts] == [p.id for p in system.prompts] == [p.id for p in warm.prompts]
         assert all(len(long.ids) > 400 + len(p.ids) for p, long in zip(plain.prompts, system.prompts, strict=True))

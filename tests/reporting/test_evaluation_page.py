@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+from dataclasses import replace
 from html import unescape
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from eagle31_train.reporting import card, evaluation_page, figures
 from eagle31_train.reporting.card import CardResult, CardResults
 from eagle31_train.reporting.evaluation_page import pictures
 from eagle31_train.reporting.markdown import plain
-from eagle31_train.reporting.tables import ALL, SERVING, as_text, sections
+from eagle31_train.reporting.tables import ALL, SERVING, as_text, sampling, sections
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
@@ -27,6 +28,14 @@ RESULTS = Path(__file__).parents[2] / "docs" / "results"
 @pytest.fixture(scope="module")
 def whole():
     return comparison()
+
+
+@pytest.mark.parametrize(("top_k", "told"), [(None, ""), (20, ", top_k 20")])
+def test_how_tokens_were_sampled_is_told(top_k, told):
+    workload, measurements = sheet("heldout", {"A": 0.5}, temperature=0.6, top_p=0.95)
+    (shown,) = result((replace(workload, top_k=top_k), measurements))["workloads"]
+    assert sampling(shown) == f"sampled at temperature 0.6, top_p 0.95{told}"
+    assert ("top_k" in shown) == bool(told), "what was stored before stays as it is"
 
 
 def drawn(given, name):

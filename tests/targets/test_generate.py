@@ -11,27 +11,29 @@ from eagle31_train.targets.completions import Request, Sampling
 from eagle31_train.targets.generate import Generator, draw
 
 
-def nucleus(logits, top_p):
-    """The nucleus distribution in fp64, written the slow way."""
+def nucleus(logits, top_p, top_k=None):
+    """The nucleus distribution of the top_k likeliest in fp64, written the slow way."""
     p = logits.double().softmax(-1).tolist()
-    kept, mass = {}, 0.0
-    for token in sorted(range(len(p)), key=lambda token: -p[token]):
-        if mass < top_p:
+    order, kept, mass = sorted(range(len(p)), key=lambda token: -p[token])[:top_k], {}, 0.0
+    whole = sum(p[token] for token in order)
+    for token in order:
+        if mass < top_p * whole:
             kept[token], mass = p[token], mass + p[token]
     return torch.tensor([kept.get(token, 0.0) / mass for token in range(len(p))], dtype=torch.float64)
 
 
 @pytest.mark.parametrize("top_p", [0.3, 0.7, 0.95, 1.0])
+@pytest.mark.parametrize("top_k", [None, 1, 3, 7, 50])
 @pytest.mark.parametrize("top", [1, 4, 512])
-def test_draws_follow_the_nucleus(top_p, top, monkeypatch):
+def test_draws_follow_the_nucleus(top_p, top_k, top, monkeypatch):
     """Uniforms on a grid: the share of each token is its probability, whatever the first look holds."""
     monkeypatch.setattr(generate, "NUCLEUS", top)
     logits = torch.randn(12, generator=torch.Generator().manual_seed(3)) * 2
     N = 20000
     uniform = (torch.arange(N) + 0.5) / N
-    drawn = draw(logits.expand(N, -1).clone(), uniform, top_p)
+    drawn = draw(logits.expand(N, -1).clone(), uniform, top_p, top_k)
     shares = torch.bincount(drawn, minlength=12) / N
-    torch.testing.assert_close(shares.double(), nucleus(logits, top_p), atol=2e-4, rtol=0)
+    torch.testing.assert_close(shares.double(), nucleus(logits, top_p, top_k), atol=2e-4, rtol=0)
 
 
 @pytest.fixture(scope="module")
@@ -45,14 +47,14 @@ def target(tmp_path_factory):
     return TargetConfig(path=str(folder), dtype="float32", device="cpu"), model
 
 
-def alone(model, request, count, top_p):
+def alone(model, request, count, top_p, top_k):
     """The tokens of one answer, each by a forward pass over all that is before it."""
     ids, uniforms = list(request.ids), torch.rand(count, generator=torch.Generator().manual_seed(request.seed))
     with torch.no_grad():
         for uniform in uniforms:
             logits = model(torch.tensor([ids])).logits[:, -1].float()
             if request.temperature:
-                ids.append(int(draw(logits / request.temperature, uniform[None], top_p)))
+                ids.append(int(draw(logits / request.temperature, uniform[None], top_p, top_k)))
             else:
                 ids.append(int(logits.argmax()))
     return ids[len(request.ids) :]
@@ -63,13 +65,13 @@ def requests_of_all_kinds():
     random = torch.Generator().manual_seed(7)
     lengths = [23, 17, 17, 9, 8, 5, 4, 3, 2, 1, 1]
     words = [torch.randint(0, 40, (length,), generator=random).tolist() for length in lengths]
-    return [Request(ids, 0.9 * (i % 3 > 0), 100 + i) for i, ids in enumerate(words)]
+    return [Request(ids, 3.0 * (i % 3 > 0), 100 + i) for i, ids in enumerate(words)]
 
 
 @pytest.fixture(scope="module")
 def whole(target):
     """The answers to `requests_of_all_kinds`, each alone."""
-    return [alone(target[1], request, 12, 0.9) for request in requests_of_all_kinds()]
+    return [alone(target[1], request, 12, 0.9, 3) for request in requests_of_all_kinds()]
 
 
 @pytest.mark.parametrize(("at_once", "handles_cache"), [(1, True), (3, True), (4, True), (64, True), (4, False)])
@@ -80,7 +82,7 @@ def test_every_answer_is_what_it_is_alone(target, whole, at_once, handles_cache,
         monkeypatch.setattr(generate, "why_alone", lambda model: "a cache of its own")
     requests = requests_of_all_kinds()
     ends = {whole[0][2], whole[4][0], whole[7][5]}
-    answers = dict(Generator(options).complete(requests, at_once, Sampling(12, 0.9, sorted(ends))))
+    answers = dict(Generator(options).complete(requests, at_once, Sampling(12, 0.9, sorted(ends), top_k=3)))
     assert answers.keys() == set(range(len(requests)))
     lengths = set()
     for index, ids in enumerate(whole):

@@ -75,6 +75,7 @@ def measure_serving(
         "arguments": dict(options.vllm_args),
         "prompts": len(prompts),
         **{name: getattr(options, name) for name in ("max_new_tokens", "temperature", "top_p")},
+        **({"top_k": options.top_k} if options.top_k else {}),
         "rows": rows,
         "best": best,
         "verdict": report.verdict(best),
@@ -160,7 +161,7 @@ def questions(
         "temperature": options.temperature,
         "top_p": options.top_p,
         **WHOLE_DISTRIBUTION,
-        "top_k": 0,  # as in the records of earlier measurements; to vLLM it is the same
+        "top_k": options.top_k or 0,  # 0 as in the records of earlier measurements; to vLLM it is -1
     }
     seeds = [{"seed": config.seed + i} if options.temperature else {} for i in range(len(prompts))]
     once = [Question(i, prompt.id, prompt.ids, common | seeds[i]) for i, prompt in enumerate(prompts)]

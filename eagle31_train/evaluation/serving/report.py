@@ -3,7 +3,7 @@
 As JSON (`measure_serving` makes it):
 
     {"vllm": version, "machine": what it ran on, "dtype", "arguments": evaluate.vllm_args,
-     "prompts", "max_new_tokens", "temperature", "top_p",
+     "prompts", "max_new_tokens", "temperature", "top_p", "top_k" if set,
      "rows": [{"drafter": NAME or null, "draft_tokens": 0 without one, "concurrency",
                "requests", "output_tokens", "seconds", "ttft": {"mean", "p50", "p95"}, "tpot": likewise,
                "per_user": [value, low, high],
