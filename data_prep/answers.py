@@ -106,7 +106,7 @@ class Engine(ABC):
         generate, asked = self.config.data.generate, {}
         for key, job in jobs.items():
             try:
-                ids = self.template.prompt_ids(job.messages, job.row.tools)
+                ids = self.template.under(job.row.template_args).prompt_ids(job.messages, job.row.tools)
                 if len(ids) >= most:
                     raise Refused(NO_ROOM.format(most))
                 asked[key] = Request(ids, job.temperature, job.seed(self.config.seed))
@@ -133,7 +133,8 @@ class Engine(ABC):
                 f"an answer ends with {there}, which is none of the target's end tokens here ({end_ids}): is it the "
                 "same target? They are eos_token_id of its generation_config.json"
             )
-        message = written.message_of(self.template, prompt, self.template.with_rows(ids), job.row.tools)
+        template = self.template.under(job.row.template_args)
+        message = written.message_of(template, prompt, template.with_rows(ids), job.row.tools)
         if not ids or ids[0] in end_ids:
             raise Refused(EMPTY)
         return Answer({**message, "token_ids": ids}, finish_reason, len(ids))

@@ -55,7 +55,7 @@ def _place(digest: bytes) -> float:
     return int.from_bytes(digest[:4], "big") / 2**32
 
 
-def _digest_of_ids(ids: list[int]) -> bytes:
+def _digest_of_ids(ids: list[int] | str) -> bytes:
     return hashlib.sha256(json.dumps(ids).encode()).digest()
 
 
@@ -142,15 +142,15 @@ def collect(rows: Iterator[Row], template: ChatTemplate, max_length: int, heldou
         try:
             if row.problem:
                 raise Refused(row.problem)
-            known = written.known(row.messages)
-            if known and row.template not in (None, template.identity):
+            known, own = written.known(row.messages), template.under(row.template_args)
+            if known and row.template not in (None, own.identity):
                 raise Refused(
                     "its token ids are of another chat template, or arguments of it: give those, or leave token_ids out"
                 )
             if row.tokens:
                 found = masks.given(template, row.tokens, max_length)
             else:
-                found = (written if known else masks).samples(template, row.messages, max_length, row.tools)
+                found = (written if known else masks).samples(own, row.messages, max_length, row.tools)
         except Refused as error:
             result.refused.append(refusal(row, str(error)))
             continue
@@ -173,11 +173,13 @@ def collect(rows: Iterator[Row], template: ChatTemplate, max_length: int, heldou
 
 
 def _place_and_question(row: Row) -> tuple[float, bytes]:
-    """Where a row stands among all, and a digest of all that it asks; of tokens by the ids that are not learnt."""
+    """Where a row stands among all, and a digest of all that it asks; of tokens by the ids that are not learnt,
+    or the conversation that they are of."""
     if row.tokens:
         ids, mask = row.tokens
         asked = [i for i, learnt in zip(ids, mask, strict=True) if not learnt]
-        return _place(_digest_of_ids(ids[: mask.index(True)])), _digest_of_ids(asked)
+        prompt = ids[: mask.index(True)] if row.conversation is None else row.conversation
+        return _place(_digest_of_ids(prompt)), _digest_of_ids(asked)
     return place(row.messages), _digest(message for message in row.messages if message["role"] != "assistant")
 
 

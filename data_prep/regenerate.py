@@ -26,7 +26,7 @@ from eagle31_train.common.console import Progress, note
 from eagle31_train.common.errors import Refused, UserError
 from eagle31_train.config import Config, GenerateConfig
 from eagle31_train.provenance import LAYOUTS, Provenance, recorded
-from eagle31_train.rows.formats import TEMPLATE
+from eagle31_train.rows.formats import TEMPLATE, TEMPLATE_ARGS
 from eagle31_train.targets.chat import ChatTemplate
 
 OUTPUT = "conversations.jsonl"
@@ -141,7 +141,7 @@ def answer_all(
             for job in [job for job in jobs if turn < len(job.turns) and not job.refusal and not job.ended]:
                 try:
                     if turn:
-                        check_goes_on(template, job.messages[-1], job.row.tools)
+                        check_goes_on(template.under(job.row.template_args), job.messages[-1], job.row.tools)
                     job.messages += following(job.turns[turn], job.messages[-1] if turn else None, job.row.tools)
                     waiting[_key(job, settings)] = job
                 except Refused as refused:
@@ -165,7 +165,8 @@ def answer_all(
 
 def _key(job: Job, settings: dict[str, Any]) -> str:
     question = [settings, job.row.id, job.sample, job.messages]
-    return artifacts.fingerprint([*question, job.row.tools] if job.row.tools else question)
+    more = [one for one in (job.row.tools, job.row.template_args) if one]
+    return artifacts.fingerprint([*question, *more])
 
 
 def _first_keys(jobs: list[Job], settings: dict[str, Any]) -> Iterator[str]:
@@ -183,8 +184,9 @@ def _line(job: Job, template: ChatTemplate) -> str:
         "sample": job.sample,
         "temperature": job.temperature,
         "finish_reason": job.messages[-1]["finish_reason"],
-        TEMPLATE: template.identity,
+        TEMPLATE: template.under(job.row.template_args).identity,
         "messages": job.messages,
         **({"tools": job.row.tools} if job.row.tools else {}),
+        **({TEMPLATE_ARGS: job.row.template_args} if job.row.template_args else {}),
     }
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

@@ -17,7 +17,7 @@ from eagle31_train.common.errors import Refused, UserError, first_line
 from eagle31_train.config import is_hub_set
 from eagle31_train.rows import samples
 from eagle31_train.rows.files import find_files, read, stem_of
-from eagle31_train.rows.formats import Message, Tool, cell, messages_of
+from eagle31_train.rows.formats import TEMPLATE_ARGS, Message, Tool, cell, messages_of
 from eagle31_train.targets.chat import ChatTemplate
 
 OWN_FORMS = ("prompt", "turns", "messages")
@@ -232,6 +232,8 @@ def _rendered(
 ) -> Prompt:
     """The prompt of a row's messages; `name` and `source` stand in for what the row does not say."""
     tools = row.get("tools")
+    if row.get(TEMPLATE_ARGS):
+        raise UserError(f"{where} has {TEMPLATE_ARGS}: evaluate such prompts apart, with target.template_args")
     try:
         tools = foreign.parse_json(tools) if isinstance(tools, str) and tools.strip() else tools
         ids = template.prompt_ids(messages, tools or None)

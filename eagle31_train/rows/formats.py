@@ -12,6 +12,8 @@ from eagle31_train.config import FORMATS
 LIST_KEYS = {"messages": "messages", "conversations": "sharegpt", "turns": "turns"}
 TEXT_KEYS = {"instruction": "alpaca", "prompt": "prompt"}
 TOKEN_KEYS = ("input_ids", "loss_mask")  # what beside them is in words is for people
+WHOLE = "primary_id"  # of the conversation that a row of tokens is a turn of, as speculators names it
+TEMPLATE_ARGS = "chat_template_kwargs"  # as vLLM's API names variables of the template
 # Columns by all names that public data sets have for them.
 COLUMNS = {
     "conversations": ("conversations", "conversation"),
@@ -50,6 +52,8 @@ class Row:
     sample: int = 0  # which of several answers to one prompt
     template: Any = None  # the `ChatTemplate.identity` under which its token ids were written, if that is known
     tokens: tuple[list[int], list[bool]] | None = None  # ids and loss mask, of one length, in place of messages
+    template_args: dict[str, Any] = field(default_factory=dict)  # variables of the chat template for this row alone
+    conversation: str | None = None  # which one tokens are a part of, if that is known
 
 
 def parse(value: Any, form: str, where: str, default_id: str) -> Row:
@@ -74,10 +78,12 @@ def parse(value: Any, form: str, where: str, default_id: str) -> Row:
     try:
         if form_here == "tokens":
             row.tokens = _tokens(*(value[key] for key in TOKEN_KEYS))
+            row.conversation = None if (whole := value.get(WHOLE)) is None else str(whole)
             return row
         row.messages = messages_of(value, form_here)
         row.tools = _tools(value.get("tools"))
-        check_text([row.messages, row.tools])
+        row.template_args = _template_args(value.get(TEMPLATE_ARGS))
+        check_text([row.messages, row.tools, row.template_args])
     except KeyError as error:
         raise UserError(f"{where}: data.format={form_here} needs the key {error.args[0]!r}") from None
     except Refused as error:
@@ -289,6 +295,16 @@ def _tools(value: Any) -> list[Tool] | None:
     if not isinstance(value, list) or not all(map(_has_function_name, value)):
         raise Refused("tools is no list of tools with function.name, as OpenAI's form has it")
     return value
+
+
+def _template_args(value: Any) -> dict[str, Any]:
+    try:
+        value = foreign.parse_json(value) if isinstance(value, str) and value.strip() else value
+    except ValueError:
+        raise Refused(f"{TEMPLATE_ARGS} is no JSON") from None
+    if value and not isinstance(value, dict):
+        raise Refused(f"{TEMPLATE_ARGS} is no object")
+    return {name: one for name, one in (value or {}).items() if one is not None}  # Parquet's have all rows' names
 
 
 def _wrapped(tool: Any) -> Any:

@@ -4,7 +4,7 @@ messages again."""
 import json
 import logging
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -34,6 +34,7 @@ class ChatTemplate:
     tools_template: str | None = None
     name: str = "the target"
     rows: int | None = None  # of the target's embedding, once `check_rows` knows it
+    _variants: dict[str, "ChatTemplate"] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def reads_thoughts(self) -> bool:
@@ -74,10 +75,24 @@ class ChatTemplate:
             logging.getLogger(type(tokenizer).__module__).setLevel(logging.ERROR)
         named = templates_of(target, tokenizer)
         template, with_tools = named["default"], named.get("tool_use")
-        words = set(re.findall(r"[A-Za-z_]\w*", template + (with_tools or "")))
-        if unread := [name for name in target.template_args if name not in words]:  # recorded, it would change nothing
-            raise UserError(f"target.template_args.{unread[0]} is not read by the target's chat template: leave it out")
-        return cls(tokenizer, end_ids(tokenizer, target), template, target.template_args, with_tools, target.name)
+        loaded = cls(tokenizer, end_ids(tokenizer, target), template, {}, with_tools, target.name)
+        try:
+            return loaded.under(target.template_args)
+        except Refused as error:
+            raise UserError(f"target.template_args.{error}: leave it out") from None
+
+    def under(self, args: dict[str, Any]) -> "ChatTemplate":
+        """The same with these variables, too, as a row may have its own; Refused where the template reads none of that
+        name: recorded, it would change nothing."""
+        if not args:
+            return self
+        key = json.dumps(args, sort_keys=True)
+        if key not in self._variants:
+            words = set(re.findall(r"[A-Za-z_]\w*", self.template + (self.tools_template or "")))
+            if unread := [name for name in args if name not in words]:
+                raise Refused(f"{unread[0]} is not read by the target's chat template")
+            self._variants[key] = replace(self, template_args={**self.template_args, **args})
+        return self._variants[key]
 
     # ------------------------------------------------------------ text
 

@@ -64,6 +64,29 @@ def test_what_cannot_be_met_is_refused_before_a_prompt_is_answered(config, monke
     assert "no prompt that can be answered (2 × no user turn)" in message_of(run, config)
 
 
+def test_a_row_has_variables_of_the_template_of_its_own(config, tmp_path):
+    """In its prompt, in its record, and wherever its answers are read again."""
+    template = "{% if brief is defined and brief %}short {% endif %}"
+    template += ChatTemplate.load(config.target).template
+    (tmp_path / "own.jinja").write_text(template)
+    config.target.chat_template = str(tmp_path / "own.jinja")
+    kinds = {"plain": {}, "brief": {"brief": True}, "other": {"size": 3}}
+    rows = [{"id": id, "prompt": "hello", "chat_template_kwargs": args} for id, args in kinds.items()]
+    config.data.prompts = write_rows(Path(config.data.prompts), rows)
+    prepare(config)
+    samples = load_from_disk(str(Path(config.run_dir) / "data" / "dataset"))["train"].to_list()
+    read = ChatTemplate.load(config.target)
+    asked = {row["id"]: read.decode(row["input_ids"])[:5] for row in samples}
+    assert asked == {"plain": "<|im_", "brief": "short"}
+    manifest = json.loads((Path(config.run_dir) / "data" / "manifest.json").read_text())
+    reasons = {entry["id"]: entry["reason"] for entry in manifest["refused"]}
+    assert reasons == {"other": "size is not read by the target's chat template"}
+    again = replace(config, name="again", run_dir=str(tmp_path / "again"), regenerate=False)
+    again.data = replace(config.data, conversations=str(Path(config.run_dir) / OUTPUT))
+    prepare(again)
+    assert load_from_disk(str(tmp_path / "again" / "data" / "dataset"))["train"].to_list() == samples
+
+
 def test_prompts_of_several_turns_are_held_out_as_their_answers_will_be(config, monkeypatch):
     """By the first turn alone: the target answers between the others."""
     rows = [{"turns": [f"question {n}", f"and then {n}"]} for n in range(9)]

@@ -337,6 +337,8 @@ def test_rows_of_tokens_are_held_out_by_the_ids_before_the_first_that_is_learnt(
     places = [split([prompt, 6, answer], [False, False, True]) for prompt in range(20) for answer in (1, 2)]
     assert places[::2] == places[1::2], "the answer has no say"
     assert {name for (name,), _ in places} == {"train", "heldout"}
+    turns = [Row(str(n), "s", "f:1", tokens=([n, 6], [False, True]), conversation="c") for n in range(20)]
+    assert len(collect(iter(turns), chatml, 100, 0.5).places) == 1, "of one conversation on one side"
     rows = [Row(name, "s", "f:1", tokens=([5, 6], [False, True])) for name in "ab"]
     assert collect(iter(rows), chatml, 100, 0.0).counts["s"]["repeated"] == 1
 
