@@ -29,6 +29,7 @@ from eagle31_train.provenance import LAYOUTS, Provenance, recorded
 from eagle31_train.rows.formats import TEMPLATE, TEMPLATE_ARGS
 from eagle31_train.targets.chat import ChatTemplate
 
+SAMPLING = ("max_new_tokens", "temperature", "top_p", "top_k", "samples")  # of data.generate
 OUTPUT = "conversations.jsonl"
 
 
@@ -96,15 +97,15 @@ def of_answers(config: Config, template: ChatTemplate, corpus: Corpus) -> Proven
         prompts["prompts"] = files if len(files) == len(inputs["sources"]) else {"files": inputs["sources"]}
         if inputs["format"] != "auto":  # which goes without saying, as it did when formats were not recorded
             prompts["format"] = inputs["format"]
-    return Provenance({**_settings(config, template), **prompts})
+    options = {name: f"data.generate.{name}" for name in SAMPLING}
+    return Provenance({**_settings(config, template), **prompts}, options=options)
 
 
 def _settings(config: Config, template: ChatTemplate) -> dict[str, Any]:
-    names = ("max_new_tokens", "temperature", "top_p", "top_k", "samples")
     return {
         **target_inputs(config, template, "model"),
         "revision": config.target.revision,
-        **recorded("data.generate", {name: getattr(config.data.generate, name) for name in names}),
+        **recorded("data.generate", {name: getattr(config.data.generate, name) for name in SAMPLING}),
     }
 
 

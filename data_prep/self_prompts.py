@@ -56,7 +56,7 @@ def write_prompts(config: Config, template: ChatTemplate, own: OwnServer | None 
     if options["turns"] > 1:
         top_k = [generate.top_k] if generate.top_k else []
         settings["answers"] = [generate.max_new_tokens, generate.temperature, generate.top_p, *top_k]
-    made_from = Provenance(settings)
+    made_from = Provenance(settings, options={name: f"data.self_prompts.{name}" for name in options})
     journal = Journal(output)
     if journal.finished(made_from, config.overwrite):
         note(f"prompts: {output} is up to date")

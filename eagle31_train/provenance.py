@@ -42,12 +42,14 @@ class Provenance:
     inputs: of JSON's types. card: inputs of the words and pictures around an output, which may change without it.
     pointers: name of an input → the option that says where it lies, as it was given: perhaps it names a wrong place.
     beside: how to have both outputs, and make again no more than must be, where only these inputs differ.
+    options: name of an input → the option that it comes from, where that has another name.
     """
 
     inputs: dict[str, Any]
     card: dict[str, Any] | None = None
     pointers: Mapping[str, str] = field(default_factory=dict)
     beside: tuple[str, set[str]] | None = None
+    options: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def all_inputs(self) -> dict[str, Any]:
@@ -69,9 +71,7 @@ class Provenance:
     def refuse_other(self, where: object, record: Mapping[str, Any], overwrite: bool) -> None:
         """Unless it may be overwritten, refuse an output of other inputs with a UserError that names these."""
         if not overwrite and not self.matches(record):
-            change = describe_change(record.get("inputs", {}), self.all_inputs)
-            for old, new in {**RENAMED, **CHOICE}.items():
-                change = change.replace(f"{old}: ", f"{new}: ")
+            change = describe_change(record.get("inputs", {}), self.all_inputs, options={**RENAMED, **self.options})
             change = change.replace("train.decays: nothing there, maps here", LM_HEAD_DECAYED)
             raise UserError(f"{where} was made from other inputs ({change}): {self.remedy(record)}")
 
@@ -143,12 +143,20 @@ WITHOUT_EFFECT = {"accumulation", "recompute", "compile", "workers", "eval_every
 WITHOUT_EFFECT |= {"keep_checkpoints", "time_limit", "finish", "skip_nonfinite", "wandb", "project", "tensorboard"}
 WITHOUT_EFFECT |= {"deterministic", "kernels", "context_parallel"}
 # Inputs of a training whose checkpoint is chosen by measured acceptance → the options that they come from.
-CHOICE = {
+OF_CHOICE = {
     "train.choice.draft_tokens": "evaluate.num_speculative_tokens",
     "train.choice.dtype": "evaluate.dtype",
     "train.choice.every": "train.eval_every",
     "train.choice.keep_best": "train.keep_best",
     "train.choice.early_stop": "train.early_stop",
+}
+# Inputs of a store → the options that they come from.
+OF_STORE = {
+    "codecs.aux": "store.aux_codec",
+    "codecs.last": "store.last_codec",
+    "engine.name": "extract.engine",
+    "shard_tokens": "extract.shard_tokens",
+    "target.name": "target.path",
 }
 LM_HEAD_DECAYED = "train.weight_decay: there, by an earlier version, of lm_head, too; here of linear layers alone"
 # Options of evaluation that choose prompts, and are recorded with the workloads.
@@ -171,7 +179,10 @@ def of_data(config: Config, corpus: Mapping[str, Any], template: Mapping[str, An
     if (options["draft_vocab_size"] or 0) > vocab_size:
         options["draft_vocab_size"] = None  # all tokens are kept, as without it
     options["draft_vocab_coverage"] = None  # an option of earlier versions
-    return Provenance({"layout": LAYOUTS["data"], **corpus, **template, "vocab_size": vocab_size, **options})
+    return Provenance(
+        {"layout": LAYOUTS["data"], **corpus, **template, "vocab_size": vocab_size, **options},
+        options={"template_args": "target.template_args", "format": "data.format", **{n: f"data.{n}" for n in names}},
+    )
 
 
 def of_store(config: Config, data: Mapping[str, Any]) -> Provenance:
@@ -190,6 +201,7 @@ def of_store(config: Config, data: Mapping[str, Any]) -> Provenance:
             "shard_tokens": config.extract.shard_tokens,
         },
         pointers={"data": f"data_dir={config.data_dir}"} if config.data_dir else {},
+        options=OF_STORE,
     )
 
 
@@ -224,6 +236,7 @@ def of_training(
         },
         pointers={"store": f"store_dir={config.store_dir}"} if config.store_dir else {},
         beside=(f"train on the same states as name=… {states}", {"drafter", "train", "seed"}),
+        options=OF_CHOICE,
     )
 
 

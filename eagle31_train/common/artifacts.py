@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import xxhash
@@ -268,16 +269,19 @@ def _content_sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def describe_change(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> str:
-    """Name the options in which two sets of inputs differ."""
+def describe_change(
+    old: dict[str, Any], new: dict[str, Any], prefix: str = "", options: Mapping[str, str] = MappingProxyType({})
+) -> str:
+    """Name what differs between two sets of inputs: by its option, where `options` has one for the record's name."""
     changes = []
     for key in sorted(old.keys() | new.keys()):
         before, after = old.get(key, "nothing"), new.get(key, "nothing")  # None is a value of its own
         if isinstance(before, dict) and isinstance(after, dict):
-            if inner := describe_change(before, after, f"{prefix}{key}."):
+            if inner := describe_change(before, after, f"{prefix}{key}.", options):
                 changes.append(inner)
         elif before != after:
-            changes.append(f"{prefix}{key}: {_brief(before)} there, {_brief(after)} here")
+            name = options.get(f"{prefix}{key}", f"{prefix}{key}")
+            changes.append(f"{name}: {_brief(before)} there, {_brief(after)} here")
     return "; ".join(changes)
 
 

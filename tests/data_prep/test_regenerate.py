@@ -153,7 +153,7 @@ def test_finished_answers_are_not_made_again_and_not_replaced_unasked(config, tm
         config.data.generate.max_new_tokens = 5
         assert re.search(r"s\.jsonl was made .*tokens: 6 there, 5 here.*overwrite=true", message_of(run, config))
         config.data.generate.max_new_tokens, config.data.generate.top_k = 6, 20
-        assert "(top_k: nothing there, 20 here)" in message_of(run, config)
+        assert "(data.generate.top_k: nothing there, 20 here)" in message_of(run, config)
     config.data.generate.top_k = None
     output.write_text("spoilt")
     interrupt(Journal, "__enter__", run, config)
@@ -208,8 +208,8 @@ def test_for_the_data_of_another_run_no_prompt_is_answered_anew(config, tmp_path
     (more := tmp_path / "more").mkdir()
     changed = {
         "prompts.prompts.jsonl": {"prompts": write_rows(more / "prompts.jsonl", PROMPTS[:2])},
-        "max_new_tokens": {"generate": GenerateConfig(max_new_tokens=5)},
-        "max_length": {"max_length": 64},
+        "data.generate.max_new_tokens": {"generate": GenerateConfig(max_new_tokens=5)},
+        "data.max_length": {"max_length": 64},
     }
     for what, options in changed.items():
         with pytest.raises(UserError, match=rf"run/data was made from other inputs \({what}: "):
