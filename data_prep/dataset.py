@@ -22,7 +22,7 @@ from data_prep.masks import Sample
 from eagle31_train.common import artifacts
 from eagle31_train.common.console import Progress
 from eagle31_train.common.errors import Refused, UserError
-from eagle31_train.rows.formats import Message, Row
+from eagle31_train.rows.formats import TEMPLATE_ARGS, Message, Row, is_learnt
 from eagle31_train.targets.chat import ChatTemplate
 
 SPLITS = ("train", "heldout")
@@ -164,7 +164,9 @@ def collect(rows: Iterator[Row], template: ChatTemplate, max_length: int, heldou
             cut=sum(sample.cut for _, sample in found.samples),
             no_end_of_turn=sum(sample.open_turns for _, sample in found.samples),
             split_turns=int(found.split),
-            from_words=0 if known else sum(message["role"] == "assistant" for message in row.messages),
+            from_words=0 if known else sum(map(is_learnt, row.messages)),
+            given_ids=int(row.tokens is not None),
+            args_unread=int(bool(template.unread(row.template_args))),
             inserted=found.inserted,
             tools_unread=int(bool(row.tools) and not template.reads_tools),
         )
@@ -180,7 +182,10 @@ def _place_and_question(row: Row) -> tuple[float, bytes]:
         asked = [i for i, learnt in zip(ids, mask, strict=True) if not learnt]
         prompt = ids[: mask.index(True)] if row.conversation is None else row.conversation
         return _place(_digest_of_ids(prompt)), _digest_of_ids(asked)
-    return place(row.messages), _digest(message for message in row.messages if message["role"] != "assistant")
+    question = [message for message in row.messages if message["role"] != "assistant"]
+    if row.template_args:  # asked otherwise
+        question.append({"role": TEMPLATE_ARGS, "content": json.dumps(row.template_args, sort_keys=True)})
+    return place(row.messages), _digest(question)
 
 
 def refusal(row: Row, reason: str, suffix: str = "") -> dict[str, str]:

@@ -118,7 +118,7 @@ def _jobs(corpus: Corpus, generate: GenerateConfig) -> tuple[list[Job], list[dic
             if row.problem:
                 raise Refused(row.problem)
             if row.tokens:
-                raise Refused("input_ids are no prompt to answer: data.format=sharegpt reads conversations beside them")
+                raise Refused("input_ids are no prompt to answer: give data.format of the words beside them")
             turns = turns_of(row.messages)
         except Refused as error:
             refused.append(refusal(row, str(error)))

@@ -166,10 +166,11 @@ def named(data: DataConfig) -> dict[str, Any]:
 def _nothing_given(data: DataConfig, option: str) -> str:
     """What to do where `data.{option}` is not set; the other of the two may be."""
     if option == "prompts" and data.conversations is not None:
-        return f"regenerate=true answers data.prompts, not data.conversations={data.conversations}: set data.prompts"
+        answers = f"regenerate=true answers data.prompts, not data.conversations={data.conversations}"
+        return f"{answers}: set data.prompts, or regenerate=false to learn the conversations"
     if option == "conversations" and data.prompts is not None:
-        return f"data.prompts={data.prompts} is to be answered: leave out regenerate=false, or give data.conversations"
-    return f"no {option}: set data.{option} or data.sources (of prompts with regenerate=true)"
+        return f"data.prompts={data.prompts} is to be answered: set regenerate=null, or give data.conversations"
+    return f"no {option}: set data.prompts, data.conversations or data.sources (of prompts with regenerate=true)"
 
 
 @dataclass(frozen=True)
@@ -198,7 +199,7 @@ def _open_source(config: Config, where: str, value: Any, name: str = "") -> Sour
     path, form = options.path, options.format
     if path == SELF:
         if not config.regenerate:
-            raise UserError(f"{where}.path={SELF}: such prompts are to be answered: leave out regenerate=false")
+            raise UserError(f"{where}.path={SELF}: such prompts are to be answered: set regenerate=null")
         path, form = str(Path(config.run_dir) / SELF_WRITTEN), "auto"
     check_value(f"{where}.format", form, {"choices": FORMATS})
     files = open_files(path, options.split, where, options.stream_rows, options.subset, options.revision)

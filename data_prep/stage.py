@@ -48,6 +48,8 @@ COUNTS = {  # of the manifest; the summary has those that are not 0
     "no_end_of_turn": "answers without end of turn",
     "split_turns": "conversations cut into several samples (docs/data.md, Thoughts)",
     "from_words": "answers given as text, tokenized here (the file has not all their token_ids)",
+    "given_ids": "rows given as token ids, learnt as they are: they must be this target's",
+    "args_unread": "rows with chat_template_kwargs that the chat template of {target} does not read",
     "inserted": "answers before which the template puts an empty thought",
     "tools_unread": "conversations with tools, which the chat template of {target} does not write",
 }

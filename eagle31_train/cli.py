@@ -42,6 +42,8 @@ SAVED = ("train", "config.yaml")  # a run's options, in its folder
 GIVEN = "experiment=given"  # the recipe that was given as a file
 GROUPS = [folder.name for folder in CONFIGS.iterdir() if folder.is_dir()]
 
+GIVES_DATA = ("data.prompts", "data.conversations", "data.sources")
+
 
 def load_config(
     overrides: list[str], saved: Path | None = None, config_dir: Path | None = None, resolve: bool = True
@@ -67,6 +69,8 @@ def load_config(
         rest = [word for word in overrides if word not in runs]
         anew = any(_key(word) == "name" for word in rest)  # another run, with its options
         overrides = ["run_dir=runs/${name}" if anew else f"run_dir={runs[0]}", "overwrite=false", *rest]
+    if saved is not None and any(_key(word).startswith(GIVES_DATA) for word in overrides):
+        overrides = ["regenerate=null", *overrides]  # as it follows from these, unless they say it, too
     folders = [CONFIGS, *([config_dir.resolve()] if config_dir else [])]
     keys = {_key(word) for word in overrides}
     if twice := [f"{old} is called {new} now" for old, new in RENAMED.items() if {old, new} <= keys]:

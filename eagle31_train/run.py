@@ -96,6 +96,8 @@ def check_inputs(config: Config, stages: list[str]) -> None:
         pick_device(config.target.device)
     if "export" in stages:
         hub.check(config)
+    if config.train.finish and "train" in stages and not any((config.train_folder / "checkpoints").glob("step-*")):
+        raise UserError(f"train.finish=true: {config.train_folder} has no checkpoint to end with: leave it out")
     recorded = (config.train_folder / "inputs.json").is_file()  # such a run goes on without its first weights
     folders = [("train.init_from", config.train.init_from or ".")] * ("train" in stages and not recorded)
     folders += [("comparisons", one) for one in config.comparisons] * ("export" in stages)

@@ -150,6 +150,20 @@ def test_prompts_alone_are_answered(given, answers):
     assert cli.load_config(["target.path=x", *given]).regenerate is answers
 
 
+def test_what_a_run_is_given_anew_is_answered_or_not_as_if_it_had_no_answers_before(tmp_path):
+    saved = tmp_path / "train" / "config.yaml"
+    saved.parent.mkdir()
+    for before in ("data.prompts=p.jsonl", "data.conversations=c.jsonl"):
+        saved.write_text(cli.to_yaml(cli.load_config(["target.path=x", before])))
+        for given, answers in [
+            (["data.prompts=q.jsonl", "data.conversations=null"], True),
+            (["data.conversations=d.jsonl", "data.prompts=null"], False),
+            (["data.prompts=q.jsonl", "data.conversations=null", "regenerate=false"], False),
+            (["seed=3"], before.startswith("data.prompts")),
+        ]:
+            assert cli.load_config([str(tmp_path), *given]).regenerate is answers
+
+
 def test_a_free_form_option_is_emptied():
     """As the help of drafter.rope_scaling says: `{}` for none. Merged, it would change nothing, in silence."""
     for words in (["+experiment=kimi", "drafter.rope_scaling={}"], ["drafter.rope_scaling={}", "+experiment=kimi"]):

@@ -36,7 +36,8 @@ class Deadline:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            if handler is not None:  # of C, which Python cannot give back
+                signal.signal(number, handler)
 
     @property
     def reason(self) -> str | None:
@@ -62,10 +63,11 @@ class Deadline:
 
     def _note_interrupt(self, number: int, frame: Any) -> None:
         now, before = time.monotonic(), self._interrupted_at
-        if not self._saves or (before is not None and now - before > SAME):
-            signal.default_int_handler(number, frame)
-        if before is None:
-            self._interrupted_at, self._signal = now, self._signal or CTRL_C
+        self._interrupted_at = now
+        if self._saves and before is None:
+            self._signal = self._signal or CTRL_C
             # From a thread: what the signal has interrupted may be printing.
-            text = "train: stops and saves after this step; another Ctrl-C ends it at once, without saving"
+            text = "train: stops and saves after the next step; another Ctrl-C ends it at once, without saving"
             threading.Thread(target=say, args=(text, True)).start()
+        elif before is None or now - before > SAME:
+            signal.default_int_handler(number, frame)

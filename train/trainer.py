@@ -208,6 +208,8 @@ class Trainer:
 
     def finish(self) -> None:
         """Close the run's files; raise Stopped if it is not at its end, else write what later stages read."""
+        if self.t.finish and self.last_step < self.first_step:  # no step has come after which this would be done
+            self.maybe_evaluate(self.last_step)
         self.saver.close()
         self.reporter.close()
         # Together, so that no rank closes its connections while another still saves or speaks to it.
@@ -251,9 +253,10 @@ class Trainer:
                 read_export(self.folder.parent)
         except UserError as error:  # of an earlier training, say
             note(f"train: {error}")
+        planned = f"{steps} of {len(self.schedule)}" if steps < len(self.schedule) else steps
         idle = state.waited / max(state.seconds, 1e-9)
         note(
-            f"train: {steps} steps, {state.tokens:,} tokens, {idle:.1%} of the time waiting for data; "
+            f"train: {planned} steps, {state.tokens:,} tokens, {idle:.1%} of the time waiting for data; "
             f"drafter in {checkpoint}"
         )
 

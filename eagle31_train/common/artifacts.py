@@ -280,7 +280,8 @@ def describe_change(
             if inner := describe_change(before, after, f"{prefix}{key}.", options):
                 changes.append(inner)
         elif before != after:
-            name = options.get(f"{prefix}{key}", f"{prefix}{key}")
+            above = options.get(prefix[:-1], prefix[:-1])  # a mapping that is an option as a whole
+            name = options.get(f"{prefix}{key}", f"{above}.{key}" if above else key)
             changes.append(f"{name}: {_brief(before)} there, {_brief(after)} here")
     return "; ".join(changes)
 

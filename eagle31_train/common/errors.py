@@ -28,6 +28,6 @@ class Refused(Exception):  # noqa: N818 (one of many is left out, and the run go
 
 def first_line(error: BaseException) -> str:
     """The first line of an error's message that says something, with the next where that is announced by a colon, or
-    ends with a list of what there is."""
+    by `datasets` as the names to choose from."""
     first, *more = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return " ".join([first, *more[:1]]) if first.endswith(":") or (more and more[0].endswith("]")) else first
+    return " ".join([first, *more[:1]]) if first.endswith(":") or first.startswith("Config name is missing") else first

@@ -17,7 +17,7 @@ from eagle31_train.common.errors import Refused, UserError, first_line
 from eagle31_train.config import is_hub_set
 from eagle31_train.rows import samples
 from eagle31_train.rows.files import find_files, read, stem_of
-from eagle31_train.rows.formats import TEMPLATE_ARGS, Message, Tool, cell, messages_of
+from eagle31_train.rows.formats import TEMPLATE_ARGS, Message, Tool, messages_of, template_args
 from eagle31_train.targets.chat import ChatTemplate
 
 OWN_FORMS = ("prompt", "turns", "messages")
@@ -205,7 +205,7 @@ def _is_saved(folder: str) -> bool:
 def _messages(prompt: str | None, row: dict[str, Any], where: str) -> tuple[list[Message], int]:
     """The messages of a row before the first answer, and how many turns it has; `prompt`: as of `Suite`."""
     value, turns = None, 1
-    system = cell(row, "system") if prompt in (None, *OWN_FORMS) else None
+    system = row.get("system") if prompt in (None, *OWN_FORMS) else None
     try:
         if prompt is None:
             value = next((row[form] for form in OWN_FORMS if row.get(form)), None)
@@ -232,9 +232,9 @@ def _rendered(
 ) -> Prompt:
     """The prompt of a row's messages; `name` and `source` stand in for what the row does not say."""
     tools = row.get("tools")
-    if row.get(TEMPLATE_ARGS):
-        raise UserError(f"{where} has {TEMPLATE_ARGS}: evaluate such prompts apart, with target.template_args")
     try:
+        if template_args(row.get(TEMPLATE_ARGS)):
+            raise Refused(f"{TEMPLATE_ARGS} are of training: evaluate such prompts apart, with target.template_args")
         tools = foreign.parse_json(tools) if isinstance(tools, str) and tools.strip() else tools
         ids = template.prompt_ids(messages, tools or None)
     except (Refused, ValueError) as error:

@@ -275,6 +275,8 @@ def with_lists(row: dict[str, Any]) -> dict[str, Any]:
             try:
                 row[key] = foreign.parse_json(text)
             except ValueError as error:
+                if key not in LIST_KEYS:
+                    continue
                 raise ValueError(f"the cell of {key} is not JSON: {error}") from None
     return row
 

@@ -23,7 +23,8 @@ COLUMNS = {
     "output": ("output", "response"),
     "completion": ("completion", "response", "answer"),
 }
-BESIDE_QUESTIONS = ("context", "input", "choices", "options")  # with one of these a question is not the whole prompt
+# With one of these a question is not the whole prompt.
+BESIDE_QUESTIONS = ("context", "input", "choices", "options", "passage", "article", "document", "text")
 ROLES = {
     "system": ("system", "developer"),
     "user": ("user", "human"),
@@ -82,7 +83,7 @@ def parse(value: Any, form: str, where: str, default_id: str) -> Row:
             return row
         row.messages = messages_of(value, form_here)
         row.tools = _tools(value.get("tools"))
-        row.template_args = _template_args(value.get(TEMPLATE_ARGS))
+        row.template_args = template_args(value.get(TEMPLATE_ARGS))
         check_text([row.messages, row.tools, row.template_args])
     except KeyError as error:
         raise UserError(f"{where}: data.format={form_here} needs the key {error.args[0]!r}") from None
@@ -118,6 +119,11 @@ def cell(value: dict[str, Any], name: str) -> Any:
     return next(filter(None, given), given[0] if given else None)
 
 
+def _text_of(value: dict[str, Any], name: str) -> str | None:
+    """A column under another of its names, which may mean something else elsewhere, as far as it is text."""
+    return answer if isinstance(answer := cell(value, name), str) else None
+
+
 def _needed(value: dict[str, Any], name: str) -> Any:
     if not any(key in value for key in COLUMNS[name]):
         raise KeyError(name)
@@ -151,7 +157,7 @@ def messages_of(value: dict[str, Any], form: str) -> list[Message]:
         if not all(isinstance(part, str) for part in parts):
             raise Refused("an instruction or input without text")
         messages = [_message("user", "\n\n".join(part for part in parts if part), {})]
-        if answer := cell(value, "output"):
+        if answer := value.get("output") or _text_of(value, "output"):
             messages.append(_message("assistant", answer, {}))
     elif form == "prompt":
         messages = _prompt_and_answer(_needed(value, "prompt"), cell(value, "completion"))
@@ -159,7 +165,7 @@ def messages_of(value: dict[str, Any], form: str) -> list[Message]:
         if not isinstance(value["turns"], list):
             raise Refused("turns is no list")
         messages = [_message("user", turn, {}) for turn in value["turns"]]
-    if (system := cell(value, "system")) and messages and messages[0]["role"] != "system":
+    if (system := value.get("system") or _text_of(value, "system")) and messages and messages[0]["role"] != "system":
         messages.insert(0, _message("system", system, {}))
     return messages
 
@@ -171,8 +177,8 @@ def _prompt_and_answer(prompt: Any, answer: Any) -> list[Message]:
         return messages
     if isinstance(answer, str) and answer:
         return [*messages, _message("assistant", answer, {})]
-    is_list = isinstance(answer, list) and all(isinstance(turn, dict) and "role" in turn for turn in answer)
-    return messages + (_from_list(answer, "completion") if is_list else [])
+    is_answer = isinstance(answer, list) and all(isinstance(t, dict) and t.get("role") == "assistant" for t in answer)
+    return messages + (_from_list(answer, "completion") if is_answer else [])
 
 
 def _from_list(turns: Any, key: str) -> list[Message]:
@@ -297,13 +303,17 @@ def _tools(value: Any) -> list[Tool] | None:
     return value
 
 
-def _template_args(value: Any) -> dict[str, Any]:
+def template_args(value: Any) -> dict[str, Any]:
     try:
         value = foreign.parse_json(value) if isinstance(value, str) and value.strip() else value
     except ValueError:
         raise Refused(f"{TEMPLATE_ARGS} is no JSON") from None
     if value and not isinstance(value, dict):
         raise Refused(f"{TEMPLATE_ARGS} is no object")
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):  # a date of Parquet's, say
+        raise Refused(f"{TEMPLATE_ARGS} is no JSON") from None
     return {name: one for name, one in (value or {}).items() if one is not None}  # Parquet's have all rows' names
 
 

@@ -19,6 +19,7 @@ from eagle31_train.targets.markup import CLOSE, EMPTY_THOUGHT, OPEN, apart
 from eagle31_train.targets.pretrained import end_ids, load_tokenizer
 
 NOT_FOR_TEMPLATES = {"finish_reason", "tokens", "token_ids", "weight"}
+VARIANTS = 64  # most of them kept, each with its own view of the tokenizer
 MARK = "the-{}-says"  # what stands in for a message, to see what the template puts around it
 
 
@@ -75,23 +76,30 @@ class ChatTemplate:
             logging.getLogger(type(tokenizer).__module__).setLevel(logging.ERROR)
         named = templates_of(target, tokenizer)
         template, with_tools = named["default"], named.get("tool_use")
-        loaded = cls(tokenizer, end_ids(tokenizer, target), template, {}, with_tools, target.name)
-        try:
-            return loaded.under(target.template_args)
-        except Refused as error:
-            raise UserError(f"target.template_args.{error}: leave it out") from None
+        loaded = cls(tokenizer, end_ids(tokenizer, target), template, target.template_args, with_tools, target.name)
+        if unread := loaded.unread(target.template_args):  # recorded, it would change nothing
+            raise UserError(f"target.template_args.{unread[0]} is not read by the target's chat template: leave it out")
+        return loaded
+
+    @cached_property
+    def _words(self) -> set[str]:
+        return set(re.findall(r"[A-Za-z_]\w*", self.template + (self.tools_template or "")))
+
+    def unread(self, args: dict[str, Any]) -> list[str]:
+        """Variables that the template does not know."""
+        return [name for name in args if name not in self._words]
 
     def under(self, args: dict[str, Any]) -> "ChatTemplate":
-        """The same with these variables, too, as a row may have its own; Refused where the template reads none of that
-        name: recorded, it would change nothing."""
-        if not args:
+        """The same with these variables, too, as a row may have its own; those that the template does not know, it
+        passes over."""
+        known = {name: value for name, value in args.items() if name in self._words}
+        if not known:
             return self
-        key = json.dumps(args, sort_keys=True)
+        key = json.dumps(known, sort_keys=True)
         if key not in self._variants:
-            words = set(re.findall(r"[A-Za-z_]\w*", self.template + (self.tools_template or "")))
-            if unread := [name for name in args if name not in words]:
-                raise Refused(f"{unread[0]} is not read by the target's chat template")
-            self._variants[key] = replace(self, template_args={**self.template_args, **args})
+            if len(self._variants) == VARIANTS:  # a date of each row's own, say
+                self._variants.clear()
+            self._variants[key] = replace(self, template_args={**self.template_args, **known})
         return self._variants[key]
 
     # ------------------------------------------------------------ text

@@ -346,7 +346,8 @@ def doubts(config: Config) -> dict[str, str]:
             f"transformers reads {method} weights with {lacking}: install it, or let vLLM run the target: {remedy}"
         )
     engines = {"extract.engine_args": config.extract.engine_args, "evaluate.vllm_args": config.evaluate.vllm_args}
-    if changed := " and ".join(name for name, given in engines.items() if "hf_overrides" in given):
+    overriding = {"hf_overrides", "hf-overrides"}
+    if changed := " and ".join(name for name, given in engines.items() if overriding & given.keys()):
         doubts["CONFIG"] = (
             f"{changed}.hf_overrides are vLLM's alone, and the drafter's RoPE and positions follow from config.json: "
             "write them into a copy of it"

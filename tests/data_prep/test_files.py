@@ -90,7 +90,7 @@ def test_a_cell_of_conversation_is_json_or_a_text_of_no_meaning(tmp_path):
     asked = [{"role": "user", "content": "hi"}]
     for cells, messages in [
         ({"conversation": json.dumps(CHAT)}, CHAT),
-        ({"conversation": "a b", "prompt": "hi"}, asked),
+        ({"conversation": "[INST] a b", "prompt": "hi"}, asked),
     ]:
         (row,) = rows_of(write_csv(tmp_path / "a.csv", [cells]))
         assert row.messages == messages

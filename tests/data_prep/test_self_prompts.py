@@ -152,7 +152,7 @@ def test_prompts_of_several_turns_are_one_source_of_several(tiny_target, tmp_pat
     config.data.generate.top_k = 5  # of the answers between its turns
     assert "prompts.jsonl was made from other inputs (answers" in message_of(prepare, config)
     config.data.generate.top_k, config.regenerate = None, False
-    with pytest.raises(UserError, match=r"data\.sources\.own\.path=self: .* answered: leave out regenerate=false"):
+    with pytest.raises(UserError, match=r"data\.sources\.own\.path=self: .* answered: set regenerate=null"):
         prepare(config)
 
 

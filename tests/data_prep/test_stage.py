@@ -223,11 +223,11 @@ def test_a_file_in_the_wrong_place_says_what_to_set(config, tmp_path):
     asked = write_rows(tmp_path / "asked.jsonl", [{"prompt": f"question {i}"} for i in range(3)])
     given = config.data.conversations
     for regenerate, options, words in [
-        (False, {"prompts": asked}, f"data.prompts={asked} is to be answered: leave out regenerate=false"),
+        (False, {"prompts": asked}, f"data.prompts={asked} is to be answered: set regenerate=null"),
         (False, {"conversations": asked}, f"3 × no assistant turn; give data.prompts={asked} instead of data.conv"),
         (False, {"sources": {"en": {"path": given}, "zh": {"path": asked}}}, "zh: no conversation of it is left"),
         (True, {"conversations": given}, "regenerate=true answers data.prompts, not data.conversations="),
-        (False, {}, "no conversations: set data.conversations or data.sources"),
+        (False, {}, "no conversations: set data.prompts, data.conversations or data.sources"),
         (False, {"conversations": given, "heldout": 0.9999}, "data.heldout=0.9999 holds out every prompt"),
         (False, {"conversations": given, "heldout": 1e-9}, "data.heldout=1e-09 holds out none of 60 prompts"),
         (False, {"conversations": given, "stream_rows": 3}, "stream_rows=3 is of hub data sets, and data.conv"),
@@ -326,7 +326,7 @@ def test_rows_of_tokens_are_the_samples_that_they_are(config, tmp_path, name):
     reasons = {entry["id"]: entry["reason"] for entry in manifest["refused"]}
     assert reasons == {"beyond": masks.BEYOND, "no row": "token 448, for which the target has no row"}
     config.regenerate, config.data.prompts, config.run_dir = True, config.data.conversations, str(tmp_path / "answered")
-    assert "input_ids are no prompt to answer: data.format=sharegpt reads" in message_of(prepare, config)
+    assert "input_ids are no prompt to answer: give data.format of" in message_of(prepare, config)
 
 
 def test_rows_of_tokens_are_held_out_by_the_ids_before_the_first_that_is_learnt(chatml):

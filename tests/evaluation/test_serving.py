@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from eagle31_train.common.errors import UserError
 from eagle31_train.evaluation.prompts import Prompt
 from eagle31_train.evaluation.serving import measure_serving, report, server
-from eagle31_train.evaluation.serving.engine import Installation, check, server_arguments
+from eagle31_train.evaluation.serving.engine import Installation, answering_arguments, check, server_arguments
 from eagle31_train.evaluation.serving.server import Answer
 from eagle31_train.reporting.recipe import serve_command, sglang_command
 
@@ -81,6 +81,22 @@ def test_a_target_whose_own_class_takes_no_draft_is_served_by_transformers(confi
     assert words[3:-2] == told
     given = server_arguments(config(f"target.path={tmp_path}", "evaluate.vllm_args={model-impl: vllm}"), None, 0, 1)
     assert given["model_impl"] == "vllm", "what the user asks for"
+
+
+@pytest.mark.parametrize(
+    ("devices", "given", "copies"),
+    [
+        (1, "{}", None),
+        (8, "{}", 8),
+        (8, "{tensor-parallel-size: 4}", 2),
+        (8, "{tensor_parallel_size: 8}", None),
+        (8, "{data-parallel-size: 2}", 2),
+        (8, "{data_parallel_size_local: 4}", None),
+    ],
+)
+def test_stage_1_has_copies_of_the_target_on_all_devices(config, devices, given, copies):
+    arguments = answering_arguments(config(f"evaluate.vllm_args={given}"), devices, 1)
+    assert arguments.get("data_parallel_size") == copies
 
 
 def test_the_target_is_served_with_the_chat_template_that_the_drafter_knows(config):

@@ -124,7 +124,6 @@ SYSTEM, USER = {"role": "system", "content": "be brief"}, {"role": "user", "cont
     "row",
     [
         {"prompt": "hello", "system": "be brief"},
-        {"prompt": "hello", "system_prompt": "be brief"},
         {"turns": ["hello", "world"], "system": "be brief"},
         {"messages": [USER, {"role": "assistant", "content": "hi"}], "system": "be brief"},
         {"messages": [SYSTEM, USER], "system": "be long"},

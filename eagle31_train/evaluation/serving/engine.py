@@ -75,12 +75,13 @@ def server_arguments(config: Config, drafter: Path | None, draft_tokens: int, po
 
 
 def answering_arguments(config: Config, devices: int, port: int) -> dict[str, Any]:
-    """Of the server of the target alone that answers in stage 1: on each of these devices a copy of the target, unless
-    evaluate.vllm_args say how devices share one."""
+    """Of the server of the target alone that answers in stage 1: on these devices as many copies as there is room for,
+    of as many devices each as the options say, unless evaluate.vllm_args say how many copies."""
     arguments = server_arguments(config, None, 0, port)
     arguments |= {"enable_prefix_caching": None, "served_model_name": None}  # as vLLM has them
-    shared = any(arguments.get(name) for name in PARALLEL)
-    return arguments if shared or devices < 2 else {**arguments, "data_parallel_size": devices}
+    told = any(name.startswith("data_parallel") for name in arguments)
+    copies = devices // devices_of(arguments)
+    return arguments if told or copies < 2 else {**arguments, "data_parallel_size": copies}
 
 
 def max_model_len(config: Config) -> int | None:
