@@ -10,7 +10,7 @@ from eagle31_train.common.console import say
 from eagle31_train.common.errors import Interrupted, Stopped
 
 CTRL_C = "Ctrl-C"
-SAME = 1.0  # seconds: a second interrupt within them is the first one, which a launcher has passed on, too
+SAME = 1.0  # seconds: another interrupt within them is the same one, which a launcher has passed on, too
 
 
 class Deadline:
@@ -63,11 +63,12 @@ class Deadline:
 
     def _note_interrupt(self, number: int, frame: Any) -> None:
         now, before = time.monotonic(), self._interrupted_at
+        if before is not None and now - before <= SAME:
+            return
         self._interrupted_at = now
-        if self._saves and before is None:
-            self._signal = self._signal or CTRL_C
-            # From a thread: what the signal has interrupted may be printing.
-            text = "train: stops and saves after the next step; another Ctrl-C ends it at once, without saving"
-            threading.Thread(target=say, args=(text, True)).start()
-        elif before is None or now - before > SAME:
+        if before is not None or not self._saves:
             signal.default_int_handler(number, frame)
+        self._signal = self._signal or CTRL_C
+        # From a thread: what the signal has interrupted may be printing.
+        text = "train: stops and saves after the next step; another Ctrl-C ends it at once, without saving"
+        threading.Thread(target=say, args=(text, True)).start()
