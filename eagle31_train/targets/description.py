@@ -129,8 +129,8 @@ def read_raw(target: TargetConfig) -> dict[str, Any]:
     found_by, where, folder = source(target), f"target.path={target.path}", Path(target.path)
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").exists():
         raise UserError(
-            f"{where} is a LoRA adapter: give its base, whose drafter serves the adapter, too, with fewer accepted "
-            "drafts, or the two merged (peft's merge_and_unload)"
+            f"{where} is a LoRA adapter: give its base, whose drafter serves the adapter, too, perhaps with fewer "
+            "accepted drafts, or the two merged (peft's merge_and_unload)"
         )
     try:
         _look_into(folder / "config.json")

@@ -128,7 +128,7 @@ def test_ctrl_c_before_the_first_step_ends_training_at_once(new_run):
     assert run.saved() == []
 
 
-def test_a_stopped_run_ends_at_its_checkpoint_where_that_is_asked(new_run, capsys):
+def test_a_stopped_run_ends_at_its_checkpoint_where_that_is_asked(new_run, by_one, capsys):
     run, finish = new_run(), "train.finish=true"
     assert "has no whole checkpoint to end with" in message_of(run.fit, *SHORT, finish)
     with calling("train.trainer.accumulate", tell, "before", 5), pytest.raises(Stopped):
@@ -140,6 +140,8 @@ def test_a_stopped_run_ends_at_its_checkpoint_where_that_is_asked(new_run, capsy
     assert_close(run.fit(*SHORT).weights(), weights, 0)
     assert "train: up to date" in capsys.readouterr().out
     assert not cli.load_config([], run.train / "config.yaml").train.finish
+    (run.train / "manifest.json").unlink()  # to train on after all
+    assert_close(run.fit(*SHORT).weights(), by_one(*SHORT).weights(), 0)
 
 
 FOLLOW = ["store.follow=true", "train.window_tokens=40", "train.max_steps=20"]
