@@ -1,5 +1,5 @@
-"""Reading a store: complete, or while it is still being written. What is read is checked first: of a shard on a disk
-those samples, of one elsewhere the whole; else every process of a training would read the whole store."""
+"""Reading a store: complete, or while it is still being written. The samples that are read are checked first, and not
+the whole shard: else every process of a training would read the whole store."""
 
 import threading
 import time
@@ -68,7 +68,6 @@ class Store:
         self.states: dict[str, Any] = head.provenance["states"]  # what they mean
         self._lines = head.lines
         self._bound: int | None = None
-        self._verified: dict[str, tuple[int, int]] = {}  # shards whose checksums were compared → inode, time
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._open: OrderedDict[str, ShardFile] = OrderedDict()
@@ -144,14 +143,7 @@ class Store:
     def _map(self, shard: PlannedShard, whole: bool) -> ShardFile:
         line = self._lines[shard.name]
         try:
-            status = self.storage.opened(shard.name, Path.stat)
-            version = status.st_ino, status.st_mtime_ns  # others, if it was replaced or fetched anew since
-            if not whole and line.checksums and not self.storage.remote:
-                return open_shard(self.storage, self.plan, shard, line, self.states, "parts")
-            known = not whole and self._verified.get(shard.name) == version
-            file = open_shard(self.storage, self.plan, shard, line, self.states, "nothing" if known else "whole")
-            self._verified[shard.name] = version
-            return file
+            return open_shard(self.storage, self.plan, shard, line, self.states, whole or not line.checksums)
         except DamagedError as error:
             raise UserError(f"{error}: see `eagle31 store verify {self.location}`") from None
         except FileNotFoundError:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -134,21 +134,16 @@ def _states(tensors: Mapping[str, Tensor], name: str, codec: str, row: tuple[int
 
 
 def open_shard(
-    storage: Storage,
-    plan: Plan,
-    shard: PlannedShard,
-    line: Line,
-    states: Mapping[str, Any],
-    compare: Literal["whole", "parts", "nothing"] = "whole",
+    storage: Storage, plan: Plan, shard: PlannedShard, line: Line, states: Mapping[str, Any], whole: bool = True
 ) -> ShardFile:
-    """A shard's file, if it is what the plan, its line and the store's states say; see `open_checked`. `compare`: with
-    its checksum now, with those of its parts when each is first read, or with none."""
+    """A shard's file, if it is what the plan, its line and the store's states say; see `open_checked`. `whole`: it is
+    compared with its checksum now; else its parts are with theirs, when each is first read."""
     lengths, shape = plan.lengths[shard.split][shard.first : shard.end], shape_of(states)
-    checksums = line.checksums if compare == "parts" else None
+    checksums = None if whole else line.checksums
     return open_checked(
         storage,
         line,
         lambda path: ShardFile(path, lengths, shape, states["vocab_size"], checksums),
         f" ({shard.samples()})",
-        verified=compare != "whole",
+        verified=not whole,
     )

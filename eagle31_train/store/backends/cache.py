@@ -234,9 +234,9 @@ def _holds(path: Path, size: int) -> bool:
 
 
 def _touch(path: Path) -> None:
-    """Note that a file is used. Its time of change stays: by it readers know a copy that they have checked."""
-    # Not utime's own "now": that is the kernel's coarse clock, too coarse to tell two uses apart.
-    os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
+    """Note that a file is used."""
+    now = time.time_ns()  # not utime's own: that is the kernel's coarse clock, too coarse to tell two uses apart
+    os.utime(path, ns=(now, now))
 
 
 def _abandoned(part: Path) -> bool:
