@@ -2,7 +2,6 @@
 
 import errno
 import os
-import shutil
 import stat
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -149,7 +148,8 @@ class LocalStorage(Storage):
 
     def lock(self, name: str) -> Path:
         artifacts.refuse_dead_link(self.folder)  # before anything is made where it leads
-        beside = self._beside(name)
+        folder = Path(os.path.realpath(self.folder))
+        beside = folder.with_name(f".{folder.name}.{name}")
         with self._explained("write", ""):
             artifacts.make_folder(beside.parent)
         # Where nothing can be made beside the folder, as beside a mount, `discard` cannot rename it either.
@@ -192,12 +192,7 @@ class LocalStorage(Storage):
 
     def clean(self, names: Sequence[str]) -> None:
         super().clean(names)
-        shutil.rmtree(self._beside("old"), ignore_errors=True)  # of a killed `discard`
-
-    def _beside(self, end: str) -> Path:
-        """A hidden name beside the folder, wherever a link leads."""
-        folder = Path(os.path.realpath(self.folder))
-        return folder.with_name(f".{folder.name}.{end}")
+        artifacts.remove_backup(self.folder)  # of a killed `discard`
 
     def _explained(self, what: str, name: str) -> AbstractContextManager[None]:
         remedy = "mend that or choose another store_dir, then run the same command again"
