@@ -62,16 +62,14 @@ class ShardFile:
     ) -> None:
         tensors = load_file(path)  # maps it
         self.tokens, self.loss_mask, self.top1 = tensors["tokens"], tensors["loss_mask"], tensors["top1"]
+        total = sum(lengths)
         for tensor, dtype in ((self.tokens, torch.int32), (self.loss_mask, torch.bool), (self.top1, torch.int32)):
-            if tensor.dim() != 1 or tensor.dtype != dtype:
-                raise DamagedError(f"holds {list(tensor.shape)} {tensor.dtype} for a list of {dtype}")
+            if (*tensor.shape, tensor.dtype) != (total, dtype):
+                raise DamagedError(f"holds {list(tensor.shape)} {tensor.dtype}, not [{total}] {dtype}")
         whole, *of_samples = re.findall(r".{16}", checksums) if checksums else [None]
         if whole and checksum([self.tokens, self.loss_mask, self.top1]) != whole:
             raise DamagedError("is not as it was written (a checksum differs)")
         self._unread = dict(enumerate(of_samples))  # samples → what their states must be
-        total = sum(lengths)
-        if not len(self.tokens) == len(self.loss_mask) == len(self.top1) == total:
-            raise DamagedError(f"holds {len(self.tokens)} tokens, not {total}")
         # Where each of S samples begins, and the last ends: [S + 1] each.
         supervised = [supervised_positions(mask) for mask in self.loss_mask.split(list(lengths))]
         self._edges, self._aux_edges, self._last_edges = _find_rows(lengths, supervised)
