@@ -171,7 +171,7 @@ def _rows(name: str, suite: Suite, option: str) -> Iterator[tuple[str, str, str,
     given = None if _is_saved(suite.path) else suite.subset
     subsets = given if isinstance(given, list) else [given]
     for subset in subsets:
-        source = str(subset) if len(subsets) > 1 else name
+        source = str(subset) if len(subsets) > 1 else name or Path(suite.path).name
         for number, row in enumerate(_dataset(suite, subset, option), 1):
             yield f"{suite.path} ({suite.split}), row {number}", f"{source}-{number}", source, dict(row)
 

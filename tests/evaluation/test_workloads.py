@@ -97,6 +97,7 @@ def test_prompts_may_be_a_saved_data_set_whose_only_split_is_taken(place, splits
     DatasetDict({name: Dataset.from_list([{"prompt": name}]) for name in splits}).save_to_disk(str(saved))
     (found,) = place.workloads(f"evaluate.prompts={saved}")
     assert place.texts(found) == [asked]
+    assert [(prompt.id, prompt.source) for prompt in found.prompts] == [("saved-1", "saved")]
 
 
 def test_prompts_may_be_a_folder_and_further_turns_are_told(place):
