@@ -311,56 +311,35 @@ def memory(
     whole, frozen, bucket = FP32 * state.trained, FP32 * state.frozen, FP32 * bucket
     gathered, part, largest = whole + frozen, whole / devices, FP32 * max(map(max, state.groups))
     flat = largest if largest > bucket else min(bucket, whole)  # flattened once more to be sent
-    step, moments = batch + micro.peak, FP32 * state.moments
+    weights, moments, host, step = float(gathered), float(FP32 * state.moments), 0.0, batch + micro.peak
     if not profile.stage:
         gradients = 0 if profile.several else whole  # DDP's are in its buckets, among the copies
-        return Memory(
-            weights=gathered,
-            moments=moments,
-            copies=whole - gradients,
-            target=target,
-            step=step + accumulates * gradients,
-            exchange=state.iterated(devices) + gradients,
-        )
-    if not profile.deepspeed:
+        copies = float(whole - gradients)
+        step += accumulates * gradients
+        exchange = state.iterated(devices) + gradients
+    elif not profile.deepspeed:
         # FSDP2 gathers in one buffer, which lives as long as the tensors that it is copied into; gradients likewise.
+        weights, moments, copies = gathered / devices, moments / devices, 0.0
         step += 2 * gathered + accumulates * part
         exchange = max(gathered + whole, 2 * whole + part, part + state.iterated(devices))
-        held = {"weights": gathered / devices, "moments": moments / devices, "copies": 0}
-        return Memory(**held, target=target, step=step, exchange=exchange)
-    sharded = 0.0 if profile.offload else 2 * part
-    if profile.stage == 3:
+    elif profile.stage == 3:
         # Gathered in one buffer, then copied into tensors; gradients go bucket by bucket. DeepSpeed means to update
         # fp32 weights where they are, but compares a device with its name, and so has a copy.
+        weights, moments = gathered / devices, 0.0 if profile.offload else 2 * part
+        copies = bucket + moments
         step = batch + max(micro.after_forward + 2 * gathered, micro.peak + gathered)
         exchange = max(gathered + largest + flat, min(FP32 * GROUP, part))
-        host = 5 * part if profile.offload else 0  # moments, weights, and gradients twice
-        return Memory(
-            weights=gathered / devices,
-            moments=sharded,
-            copies=bucket + sharded,
-            target=target,
-            step=step,
-            exchange=exchange,
-            host=host,
-        )
-    # ZeRO-1 and 2: all weights in one flat tensor, and the part that is updated once more.
-    host, partial = 0.0, float(FP32 * state.touched(devices))
-    if profile.stage == 1:  # all gradients, moved into the bucket one after another
-        waiting, between = whole + max(0, flat - bucket), float(whole)
-    else:
-        waiting, between = largest + flat, partial
-    if profile.offload:
-        # On the host: moments, weights, a buffer to send them, gradients; and one gradient on its way.
-        host, partial, between = 5 * part + largest + accumulates * partial, 0.0, 0.0
-    step += accumulates * between
-    exchange = max(partial + waiting + bucket * (1 + overlap), partial + part)
-    return Memory(
-        weights=gathered,
-        moments=sharded,
-        copies=largest if profile.offload else part,
-        target=target,
-        step=step,
-        exchange=exchange,
-        host=host,
-    )
+        host = 5 * part if profile.offload else 0.0  # moments, weights, and gradients twice
+    else:  # ZeRO-1 and 2: all weights in one flat tensor, and the part that is updated once more
+        moments, copies, partial = 2 * part, part, float(FP32 * state.touched(devices))
+        if profile.stage == 1:  # all gradients, moved into the bucket one after another
+            waiting, between = whole + max(0, flat - bucket), float(whole)
+        else:
+            waiting, between = largest + flat, partial
+        if profile.offload:
+            # On the host: moments, weights, a buffer to send them, gradients; and one gradient on its way.
+            host, partial, between = 5 * part + largest + accumulates * partial, 0.0, 0.0
+            moments, copies = 0.0, largest
+        step += accumulates * between
+        exchange = max(partial + waiting + bucket * (1 + overlap), partial + part)
+    return Memory(weights, moments, copies, target, step, exchange, host)
