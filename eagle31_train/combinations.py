@@ -1,7 +1,5 @@
 """Which options go together: a stage that needs to know, and whoever looks before any stage runs, ask the same."""
 
-import importlib.util
-
 from eagle31_train.common.errors import UserError
 from eagle31_train.config import Config, TrainConfig, byte_count, parse_limit
 
@@ -35,12 +33,6 @@ def check_options(config: Config) -> None:
             raise UserError(f"evaluate.{name}=[] measures nothing: give one number or more")
     if most < headline:
         raise UserError(f"evaluate.max_speculative_tokens={most} must be num_speculative_tokens={headline} or more")
-
-
-def check_wandb(t: TrainConfig) -> None:
-    """UserError where Weights & Biases is asked for and not installed."""
-    if t.wandb != "disabled" and importlib.util.find_spec("wandb") is None:
-        raise UserError("train.wandb needs Weights & Biases: run `pip install wandb`, or give train.wandb=disabled")
 
 
 def check_zero(t: TrainConfig) -> None:

@@ -29,7 +29,6 @@ from accelerate.tracking import GeneralTracker, TensorBoardTracker
 
 from eagle31_train import cli
 from eagle31_train.checkpoint.run_folder import CONFIG
-from eagle31_train.combinations import check_wandb
 from eagle31_train.common import artifacts, locations, machine
 from eagle31_train.common.console import note
 from eagle31_train.common.errors import UserError
@@ -42,8 +41,7 @@ PACKAGES = ("eagle31", "torch", "accelerate", "deepspeed", "transformers", "data
 
 
 def loggers(config: Config) -> list[str | GeneralTracker]:
-    """The trackers that are asked for, as `Accelerator(log_with=…)` takes them; a UserError without their packages."""
-    check_wandb(config.train)
+    """The trackers that are asked for, as `Accelerator(log_with=…)` takes them; a UserError without TensorBoard."""
     trackers: list[str | GeneralTracker] = [] if config.train.wandb == "disabled" else ["wandb"]
     if config.train.tensorboard:
         if importlib.util.find_spec("tensorboard") is None:  # accelerate would leave it out without a word
