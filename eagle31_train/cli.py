@@ -94,7 +94,7 @@ def load_config(
 
 def is_run(word: str) -> bool:
     """Whether a word of a command line is the folder of a run, which has its options."""
-    return "=" not in word and os.path.isfile(Path(word, *SAVED))  # noqa: PTH113 (Path's raises for a long word)
+    return os.path.isfile(Path(word, *SAVED))  # noqa: PTH113 (Path's raises for a long word)
 
 
 def _key(override: str) -> str:
@@ -156,9 +156,6 @@ def _composed(groups: Sequence[str], saved: Path | None, folders: list[Path]) ->
     ConfigStore.instance().store(name="schema", node=_schema())
     root = "config"
     if saved is not None:
-        if not saved.is_file():
-            remedy = "give a run's folder, a recipe with +experiment=NAME, or the target as target.path=…"
-            raise UserError(f"{saved.parents[1]} is no run (there is no {saved}): {remedy}")
         # Options that were added since have their defaults.
         whole = typing.cast(DictConfig, OmegaConf.merge(_schema(), OmegaConf.load(saved)))
         if not groups:
@@ -307,7 +304,6 @@ def run(
     stage: Callable[[Config], None],
     description: str,
     argv: list[str] | None = None,
-    saved: Path | None = None,
     before: str = "",
     resolve: bool = True,
     tells: str = "target.dtype",
@@ -315,7 +311,7 @@ def run(
     """Parse the command line, compose the configuration, run the stage; exits as `console.explained` says.
 
     Args:
-        saved, resolve: see `load_config`.
+        resolve: see `load_config`.
         tells: the option of precision that the stage uses, of which a line says how it was resolved.
         before: what the usage line has before the options; the caller reads it.
     """
@@ -329,8 +325,8 @@ def run(
     with explained(), tidy():
         arguments = options.parse_intermixed_args(argv)
         given = arguments.overrides
-        words = given if saved else with_recipe(given)
-        config = load_config(words, saved, arguments.config_dir, resolve=False)
+        words = with_recipe(given)
+        config = load_config(words, None, arguments.config_dir, resolve=False)
         resolved = precision.resolve(config) if resolve else {}
         if arguments.cfg:
             note(to_yaml(config).rstrip("\n"))

@@ -61,17 +61,12 @@ def main(argv: list[str] | None = None) -> None:
     if not given and not {"-h", "--help", "--cfg"} & set(words):  # which want none
         note("error: give drafters: eagle31 compare runs/a runs/b", error=True)
         raise SystemExit(2)
-    saved = None
     if given and not any(word.lstrip("+").startswith("experiment=") for word in options):
         firsts = [trainings[0] for _, trainings in map(parted, given)]
-        first = next((one for one in firsts if Path(one, "train", "config.yaml").is_file()), None)
-        if first is None and any(word.startswith("target.path=") for word in options):
-            options = [cli.ANY, *options]
-        else:
-            first = first or firsts[0]  # which is refused
-            # That a training may replace its outputs does not let its comparisons do so.
-            options, saved = [f"run_dir={first}", "overwrite=false", *options], Path(first, "train", "config.yaml")
-    cli.run(lambda config: compare(named(given), config), __doc__ or "", options, saved, SLOW["compare"])
+        runs = [first for first in firsts if cli.is_run(first)]
+        if runs or not any(word.startswith("target.path=") for word in options):
+            options = [(runs or firsts)[0], *options]  # one that is no run is refused
+    cli.run(lambda config: compare(named(given), config), __doc__ or "", options, before=SLOW["compare"])
 
 
 def compare(trainings: Named, config: Config) -> None:

@@ -339,5 +339,7 @@ def test_a_runs_folder_stands_for_its_options(tmp_path, monkeypatch):
     assert not config.overwrite, "of the command that began the run alone"
     assert load_config([*words, "overwrite=true"]).overwrite
     assert load_config([*words, "name=b"]).run_dir == "runs/b"
+    shutil.copytree("moved/qwen", "lr=1")
+    assert load_config(["lr=1"]).run_dir == "lr=1"
     shutil.copytree("moved/qwen", "other")
     assert message_of(*words, "other") == "moved/qwen and other are two runs: give one"
