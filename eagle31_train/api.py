@@ -156,8 +156,7 @@ class Speculator:
 
     @torch.inference_mode()
     def draft(self, prompt: Prompt, count: int = 3) -> list[int]:
-        """The `count` tokens that the drafter proposes after the target's first token of an answer; UserError as
-        `generate`."""
+        """The `count` tokens that the drafter proposes after the target's first one; UserError as `generate`."""
         ids, _ = self._ids_and_room(prompt, count)
         self.target.reset()
         aux, logits = self.target.read([ids], 1)
@@ -207,8 +206,7 @@ class Speculator:
         }
 
     def ids(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt; words and messages through the target's chat template. An array or a tensor of ids may
-        be a batch of one."""
+        """Token ids of a prompt, by the target's chat template. An array or a tensor of ids may be a batch of one."""
         given: Any = prompt.tolist() if hasattr(prompt, "tolist") else prompt
         if isinstance(given, str):
             given = [{"role": "user", "content": given}]

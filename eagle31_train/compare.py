@@ -124,8 +124,7 @@ def parted(word: str) -> tuple[str | None, list[str]]:
 
 
 def named(words: Sequence[str]) -> Named:
-    """Drafters by name: as NAME:… says, else the last part of the path, or as many as tell it from the others; of a
-    run's export at least two."""
+    """Drafters by name: as NAME:… says, else as many last parts of the path as tell it apart; of an export two."""
     arguments = [parted(word) for word in words]
     # Never all of an absolute path: names stand in pictures and on public cards.
     paths = [Path(trainings[0]).absolute().parts[1:] for _, trainings in arguments]

@@ -24,8 +24,7 @@ EXPORTS = ("vllm", "speculators", "sglang")
 
 
 def opt(default: Any, help: str, choices: tuple[str, ...] | None = None, finite: bool = True, **bounds: float) -> Any:
-    """A configuration field: default, help, and which values it takes, alone or in a list. bounds: above, at_least,
-    at_most, below."""
+    """A configuration field. choices, bounds (above, at_least, at_most, below): of its value, or of each in a list."""
     metadata = {"help": help, "choices": choices, "bounds": bounds, "finite": finite}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: default.copy(), metadata=metadata)

@@ -22,8 +22,7 @@ from eagle31_train.store import read_manifest
 
 
 def summarise(config: Config) -> None:
-    """Print the table; UserError if a stage has not been run, or not on what was trained last, or the
-    drafter is not whole."""
+    """Print the table; UserError if a stage has not run, or not on what was trained last, or the drafter is damaged."""
     run_dir = Path(config.run_dir)
     by_vllm = config.evaluate.backend == "vllm"
     evaluation = run_dir / ("serving" if by_vllm else "evaluate")
@@ -92,8 +91,7 @@ def _cautions(measured: dict[str, Any]) -> dict[str, str]:
 
 
 def _served(config: Config, manifest: dict[str, Any]) -> dict[str, str]:
-    """What stage 4 measured in vLLM, at the least load, with the most draft tokens that were tried up to the
-    headline's."""
+    """What stage 4 measured in vLLM at the least load, with the most draft tokens tried up to the headline's."""
     serving, headline = manifest["serving"], config.evaluate.num_speculative_tokens
     users = min(row["concurrency"] for row in serving["rows"])
     least = [row for row in serving["rows"] if row["concurrency"] == users]

@@ -126,8 +126,7 @@ def find_vocab(train: Path, inputs: dict[str, Any], shape: DrafterShape, data_fo
 
 
 def read_export(run: Path) -> dict[str, Any]:
-    """The exporter's record of a run. A UserError if nothing was exported, or it is damaged, or has other weights than
-    train/, where that is there."""
+    """The exporter's record of a run. UserError: there is none, it is damaged, or of other weights than train/ has."""
     record = artifacts.read_json(run / EXPORTED, EXPORT)
     served = {name: file for name, file in record["files"].items() if not name.startswith(CARD)}
     if damage := artifacts.first_damaged(run, served):

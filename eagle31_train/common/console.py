@@ -164,8 +164,7 @@ def _say_once(line: str) -> None:
 
 @contextmanager
 def tidy() -> Iterator[None]:
-    """Around a command: its lines come in order, and `| head`, which has read enough, ends it without a traceback. In a
-    log libraries draw no bars."""
+    """Around a command: its lines come in order, `| head` ends it without a traceback, no bars in logs."""
     logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
     for module, (off, variable) in BARS.items():
         if module.startswith("datasets") or not sys.stderr.isatty():

@@ -38,8 +38,7 @@ def users_of(file: IO[Any]) -> list[int]:
 
 @contextmanager
 def alone(path: Path, who: str, instead: str = "name=… or run_dir=…") -> Iterator[None]:
-    """While this lasts, no other process holds `path`, a file for this alone, which is gone afterwards; UserError as
-    `hold`."""
+    """While this lasts, no other process holds `path`, a file for this alone, gone afterwards; UserError as `hold`."""
     make_folder(path.parent)
     mine = False
     while not mine:
@@ -54,7 +53,6 @@ def alone(path: Path, who: str, instead: str = "name=… or run_dir=…") -> Ite
 
 
 def writing(folder: Path, instead: str = "name=… or run_dir=…") -> AbstractContextManager[None]:
-    """`alone`, among those who ask so, in writing this folder. Two would build it in one temporary folder, each
-    removing what the other has there."""
+    """`alone` in writing this folder: two would build it in one temporary folder, each removing the other's files."""
     whole = folder.absolute()  # `.` has no name
     return alone(whole.with_name(f".{whole.name}.lock"), f"another process writes {folder} now", instead)

@@ -194,8 +194,7 @@ def profiles(plan: Planned) -> list[str]:
 
 
 def which(plan: Planned) -> list[str]:
-    """The simplest profile that fits; if none does, with smaller micro-batches, then with recomputation, then with
-    devices that share them."""
+    """The simplest profile that fits; else with smaller micro-batches, then recomputation, then devices that share."""
     p = plan.config.plan
     simplest = [profile for profile in plan.profiles() if profile.several == (p.devices > 1)]
     peaks: list[float] = []

@@ -25,8 +25,7 @@ _NOT_THE_RECIPE = ("overwrite", "push", "repo", "private", "license", "compariso
 
 
 def serve_command(config: Config, drafter: str | None, published: bool = False) -> str:
-    """The shell command with which vLLM serves the target, with this drafter or without; `published`: with paths as
-    others may see them."""
+    """vLLM's command for the target, with this drafter or without; `published`: with paths as others may see them."""
     path = public(config.target.path) if published else config.target.path
     options: dict[str, Any] | None = None
     if drafter and config.export_format == "speculators":  # whose config.json names the target, and the rest
@@ -58,8 +57,7 @@ def sglang_command(config: Config, drafter: str, window: int | None, published: 
 
 
 def chat_arguments(config: Config, published: bool) -> dict[str, Any]:
-    """The chat template and its variables, as vLLM and SGLang call them, where target.* gives others than the target's
-    own: the drafter was trained with them."""
+    """Chat template and its variables, as vLLM and SGLang call them, where target.* gives others than its own."""
     template, values = config.target.chat_template, config.target.template_args
     shown = public(template) if template and published else template
     return {"chat_template": shown, "default_chat_template_kwargs": values or None}
