@@ -34,11 +34,10 @@ from eagle31_train.reporting.tables import aligned
 from eagle31_train.rows.files import open_files
 from eagle31_train.rows.formats import Message
 from eagle31_train.targets.chat import ChatTemplate
-from eagle31_train.targets.derive import planned_drafter
+from eagle31_train.targets.derive import THOUGHT, WITH_THOUGHT, planned_drafter
 from eagle31_train.targets.description import TargetDescription, changed_since, describe_target, doubts
 from eagle31_train.targets.pretrained import served_sampling, vocabulary_fingerprint
 
-THOUGHT = 4096  # tokens that an answer with a thought may want
 # The variable that switches thinking off: Qwen's name, which most have, or that of Kimi, DeepSeek and Granite.
 SWITCH = r"\benable_thinking\b|(?<!\.)\bthinking(?= is (?:not )?defined)|(?<=if )thinking\b"
 NAMED = 5  # refused conversations that the summary names; the manifest names all
@@ -159,13 +158,15 @@ def check_ends(template: ChatTemplate) -> None:
 def _tell_of_thoughts(template: ChatTemplate, data: DataConfig) -> None:
     """Say it before hours of answers if these may think, and have little room for it."""
     most = min(data.generate.max_new_tokens, data.max_length)
-    if template.thinks and most < THOUGHT:
-        switch = re.search(SWITCH, template.template)
-        off = f", or switch thinking off: target.template_args.{switch[0]}=false" if switch else ""
-        note(
-            f"data: THOUGHTS: {template.name} may think, and answers are cut after {most} tokens: give "
-            f"data.generate.max_new_tokens={THOUGHT} data.max_length={THOUGHT + 2048}{off}"
-        )
+    if not template.thinks:
+        return
+    switch = re.search(SWITCH, template.template)
+    remedies = [f"switch thinking off: target.template_args.{switch[0]}=false"] if switch else []
+    if most < THOUGHT:
+        remedies.insert(0, f"give {' '.join(WITH_THOUGHT)}")
+    if remedies:
+        cut = f"answers are cut after {most} tokens: {', or '.join(remedies)}"
+        note(f"data: THOUGHTS: {template.name} may think, and {cut}")
 
 
 def _tell_of_other_sampling(config: Config) -> None:

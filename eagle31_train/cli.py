@@ -327,12 +327,18 @@ def run(
         given = arguments.overrides
         words = with_recipe(given)
         config = load_config(words, None, arguments.config_dir, resolve=False)
+        if words != given:
+            words = with_recipe(given, config.target)
+            config = load_config(words, None, arguments.config_dir, resolve=False)
         resolved = precision.resolve(config) if resolve else {}
         if arguments.cfg:
             note(to_yaml(config).rstrip("\n"))
             return
         if words != given:
-            say(f"no recipe is named: {ANY} (configs/experiment/any.yaml); {_better_recipes(config.target.path)}")
+            lengths = " ".join(words[1 : len(words) - len(given)])
+            also = f" and, as this target may think, {lengths}" if lengths else ""
+            better = _better_recipes(config.target.path)
+            say(f"no recipe is named: {ANY} (configs/experiment/any.yaml){also}; {better}")
         if tells in resolved:
             say(resolved[tells])
         keep_freed_memory()
@@ -347,10 +353,16 @@ def _program() -> str:
     return f"python -m {spec.name.removesuffix('.__main__')}"
 
 
-def with_recipe(words: list[str]) -> list[str]:
-    """The words of a command line; with the recipe ANY in front where it names none, and no run."""
-    named = any(word.lstrip("+").startswith("experiment=") or is_run(word) for word in words)
-    return words if named else [ANY, *words]
+def with_recipe(words: list[str], target: TargetConfig | None = None) -> list[str]:
+    """The words of a command line; with the recipe ANY in front where it names none, and no run, and with room for the
+    thoughts of a `target` that has them, unless the words say how long answers may be."""
+    if any(word.lstrip("+").startswith("experiment=") or is_run(word) for word in words):
+        return words
+    if target is None or {"data.generate.max_new_tokens", "data.max_length"} & set(map(_key, words)):
+        return [ANY, *words]
+    from eagle31_train.targets.derive import answer_lengths  # imports transformers
+
+    return [ANY, *answer_lengths(target), *words]
 
 
 def _better_recipes(target: str) -> str:

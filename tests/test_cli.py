@@ -1,6 +1,7 @@
 """The command line: recipes and options compose, and every mistake is one line that says what to do."""
 
 import errno
+import json
 import operator
 import shutil
 import subprocess
@@ -10,6 +11,8 @@ from unittest.mock import Mock
 
 import made
 import pytest
+from families import FAMILIES, make_tokenizer
+from published_targets import FOLDER
 
 from eagle31_train import __main__ as console_script
 from eagle31_train import cli, completion
@@ -33,6 +36,28 @@ def test_a_recipe_and_options_compose():
     config = load_config([RECIPE, "train.lr=3e-4", "name=mine"])
     assert (config.name, config.run_dir, config.train.lr) == ("mine", "runs/mine", 3e-4)
     assert config.target.path == str(ROOT / "models" / "SmolLM2-135M-Instruct")
+
+
+def test_a_target_that_thinks_has_room_for_it_where_no_recipe_is_named(tmp_path, capsys):
+    """Its positions and template say so; one's own lengths, a recipe and a switch for thoughts count for more."""
+    target, taken = tmp_path / "target", []
+    target.mkdir()
+    described = json.loads((FOLDER / "qwen3_8b" / "config.json").read_text())
+    make_tokenizer(FAMILIES["qwen3"]).save_pretrained(target)
+
+    def lengths(*words, positions=40960):
+        (target / "config.json").write_text(json.dumps({**described, "max_position_embeddings": positions}))
+        run(taken.append, "", [f"target.path={target}", "name=x", *words])
+        return taken[-1].data.generate.max_new_tokens, taken[-1].data.max_length
+
+    assert lengths() == (4096, 6144)
+    assert "as this target may think, data.generate.max_new_tokens=4096 data.max_length=6144" in capsys.readouterr().out
+    assert lengths("data.max_length=3000") == (320, 3000)
+    assert lengths("target.template_args.enable_thinking=false") == lengths(positions=6143) == (320, 2048)
+    assert "may think" not in capsys.readouterr().out
+    assert lengths(cli.ANY) == (320, 2048)
+    make_tokenizer(FAMILIES["smollm2"]).save_pretrained(target)
+    assert lengths() == (320, 2048)
 
 
 NAMES = ["/tmp/ü (1)/a=b.jsonl", "天空/😀", "~x", "a~b", "[x]", "[1] x", "{a}", "{a: 1}", "it's", 'say "hi"', "'a'b"]

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from eagle31_train.checkpoint.contract import REQUIRED, drafter_shape, window_caveat
-from eagle31_train.config import MLA_WIDTHS, Config, DrafterConfig, DrafterShape
+from eagle31_train.common.errors import Refused, UserError
+from eagle31_train.config import MLA_WIDTHS, Config, DrafterConfig, DrafterShape, TargetConfig
 from eagle31_train.model.rope import SCALINGS, target_positions
 from eagle31_train.targets.description import TargetDescription, describe_target, kinds, pick_layers, read_raw
 
@@ -18,6 +19,8 @@ ADAMW_LR, MUON_LR, MUON_WIDTH = 1e-4, 3e-3, 576  # the drafter's width at which 
 SHRINKAGE, SHORT = 1.62, 540
 # Small steps teach more than large ones while they are few; more of them than any training here took are not tried.
 STEP_TOKENS, MOST_STEPS, STEP_UNIT = 2048, 15_000, 256
+THOUGHT, PROMPT = 4096, 2048  # tokens that an answer with a thought may want, and those before it
+WITH_THOUGHT = [f"data.generate.max_new_tokens={THOUGHT}", f"data.max_length={PROMPT + THOUGHT}"]
 
 
 def complete(config: Config, described: Mapping[str, Any] | None, recorded: Mapping[str, Any] | None = None) -> Config:
@@ -68,6 +71,18 @@ def default_weight_decay(optimizer: str, width: int, steps: int) -> float:
     return float(f"{SHRINKAGE / (peak_learning_rate(optimizer, width) * max(steps, SHORT)):.2g}")
 
 
+def answer_lengths(target: TargetConfig) -> list[str]:
+    """Options with which the answers of a target that may think are whole, if it has positions for them; none for
+    others, and where its files are not at hand, or are none: the stage that needs them says what is wrong."""
+    from eagle31_train.targets.chat import ChatTemplate  # its tokenizer, of which a shape needs nothing
+
+    try:
+        positions = _positions(describe_target(target)) or math.inf
+        return WITH_THOUGHT if positions >= PROMPT + THOUGHT and ChatTemplate.load(target).thinks else []
+    except (UserError, Refused):
+        return []
+
+
 def planned_drafter(config: Config, target: TargetDescription, draft_vocab_size: int) -> tuple[DrafterShape, list[str]]:
     """The drafter that a configuration makes for a target, and the table of where its options are from; UserError for
     auxiliary layers that the target does not have, or a drafter that vLLM could not serve."""
@@ -75,7 +90,7 @@ def planned_drafter(config: Config, target: TargetDescription, draft_vocab_size:
     layers = pick_layers(config.target.aux_layers, target.num_hidden_layers, kinds(read_raw(config.target)))
     shape = drafter_shape(options, target.hidden_size, target.vocab_size, draft_vocab_size, layers)
     source = f"of {target.num_hidden_layers}" + ("" if config.target.aux_layers else ", by default")
-    positions = target_positions(target.max_position_embeddings, target.model_type, [target.rope_scaling])
+    positions = _positions(target)
     window = window_caveat(shape, target.sliding_window, positions)
     first = row("aux_layers", ", ".join(map(str, layers)), source)
     if config.train.lr is None:
@@ -83,6 +98,10 @@ def planned_drafter(config: Config, target: TargetDescription, draft_vocab_size:
         of_width = f" for a drafter {width:,} wide" if optimizer == "muon" else ""
         rows.append(row("train.lr", peak_learning_rate(optimizer, width), f"{optimizer}'s default{of_width}"))
     return shape, [first, *rows, *(f"  {caveat}" for caveat in window)]
+
+
+def _positions(target: TargetDescription) -> int | None:
+    return target_positions(target.max_position_embeddings, target.model_type, [target.rope_scaling])
 
 
 def derive(options: DrafterConfig, target: TargetDescription) -> tuple[DrafterConfig, list[str]]:

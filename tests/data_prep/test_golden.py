@@ -42,9 +42,9 @@ THINK = {"gpt_oss", "kimi", "qwen3"}
 def test_targets_that_may_think_are_told_of_short_answers(capsys):
     assert not any(load(FAMILIES[family], {}).thinks for family in FAMILIES.keys() - THINK)
 
-    def told(family: str, args: dict[str, object], **generate: int) -> str:
+    def told(family: str, args: dict[str, object], max_length: int = 2048, **generate: int) -> str:
         template = load(FAMILIES[family], args)
-        stage._tell_of_thoughts(template, DataConfig(generate=GenerateConfig(**generate)))
+        stage._tell_of_thoughts(template, DataConfig(max_length=max_length, generate=GenerateConfig(**generate)))
         return capsys.readouterr().out
 
     texts = {family: text for family in FAMILIES if (text := told(family, {}))}
@@ -53,7 +53,9 @@ def test_targets_that_may_think_are_told_of_short_answers(capsys):
     switches = {family: text.partition("target.template_args.")[2].strip() for family, text in texts.items()}
     assert switches == {"gpt_oss": "", "kimi": "thinking=false", "qwen3": "enable_thinking=false"}
     assert not told("qwen3", {"enable_thinking": False})
-    assert "cut after 2048 tokens" in told("qwen3", {}, max_new_tokens=4096)  # data.max_length
+    assert "cut after 2048 tokens: give data" in told("qwen3", {}, max_new_tokens=4096)  # data.max_length
+    assert "cut after 4096 tokens: switch thinking off" in told("qwen3", {}, 6144, max_new_tokens=4096)
+    assert not told("gpt_oss", {}, 6144, max_new_tokens=4096)
     qwen3 = load(FAMILIES["qwen3"], {})
     for end in ("</think>", "<|channel>thought\n<channel|>"):  # DeepSeek V4's, Gemma 4's
         text = qwen3.template.replace("<|im_start|>assistant\\n", f"<|im_start|>assistant\\n{end}")
