@@ -29,7 +29,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from benchmarks import machine, run_main
-from eagle31_train import cli
+from eagle31_train import compose
 from eagle31_train.common import artifacts
 from eagle31_train.common.allocator import keep_freed_memory
 from eagle31_train.common.errors import UserError
@@ -164,7 +164,7 @@ def options() -> argparse.Namespace:
 def main() -> None:
     chosen = options()
     keep_freed_memory()  # as every stage does
-    config = cli.load_config([f"+experiment={chosen.experiment}", *chosen.options])
+    config = compose.load_config([f"+experiment={chosen.experiment}", *chosen.options])
     here = machine.describe()
     chosen.out.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=chosen.out.parent) as folder:  # for the stores

@@ -7,7 +7,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from eagle31_train.cli import ANY, CONFIGS, OPTIONS
+from eagle31_train.common.locations import CONFIGS
+from eagle31_train.compose import ANY, OPTIONS
 
 PAGE = Path(__file__).with_suffix(".md")
 COLUMNS = ["| option | default | `any` | what it is |", "| --- | --- | --- | --- |"]

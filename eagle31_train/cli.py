@@ -1,303 +1,23 @@
-"""The one way every stage is called: Hydra's configuration from `configs/`, checked, then the stage.
+"""The one way every stage is called: its options composed and checked, then the stage.
 
     eagle31 extract +experiment=smollm2 target.dtype=float32
 
-`+experiment=NAME` picks a whole recipe from `configs/experiment/`; `key=value` changes one option.
 A mistake by the user ends with one line on standard error and exit status 2.
 """
 
-import copy
 import dataclasses
-import difflib
-import functools
-import operator
-import os
-import re
 import sys
-import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Quote, QuotedString
-from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+from omegaconf import OmegaConf
 
 from eagle31_train import precision
-from eagle31_train.combinations import check_options
 from eagle31_train.common.allocator import keep_freed_memory
 from eagle31_train.common.console import explained, note, parser, say, tidy
-from eagle31_train.common.errors import UserError
-from eagle31_train.common.locations import CONFIGS, project
-from eagle31_train.config import Config, TargetConfig, check_value
-from eagle31_train.earlier import REMOVED, RENAMED, UNSET
-
-ANY = "+experiment=any"  # the recipe of a command line that names none
-SAVED = ("train", "config.yaml")  # a run's options, in its folder
-GIVEN = "experiment=given"  # the recipe that was given as a file
-GROUPS = [folder.name for folder in CONFIGS.iterdir() if folder.is_dir()]
-
-GIVES_DATA = ("data.prompts", "data.conversations", "data.sources")
-
-
-def load_config(
-    overrides: list[str], saved: Path | None = None, config_dir: Path | None = None, resolve: bool = True
-) -> Config:
-    """Compose `configs/config.yaml` with the overrides and check it against the schema.
-
-    Args:
-        overrides: `key=value`, `+experiment=NAME`, `+experiment=FILE.yaml` of a recipe of one's own, or a run's folder,
-            for all of its options.
-        saved: a resolved configuration, as runs keep it, to begin with instead.
-        config_dir: a folder with groups of one's own, like `configs/`: experiment/, target/, …
-        resolve: give options that say `auto` of a precision the value that this machine, or a record, decides.
-
-    Raises:
-        UserError: an unknown key or group, a value of the wrong type, or a mandatory option that is missing or empty.
-    """
-    if config_dir is not None and not config_dir.is_dir():
-        raise UserError(f"--config-dir {config_dir} is no folder")
-    if saved is None and (runs := [word for word in overrides if is_run(word)]):
-        if len(runs) > 1:
-            raise UserError(f"{' and '.join(runs)} are two runs: give one")
-        saved = Path(runs[0], *SAVED)
-        rest = [word for word in overrides if word not in runs]
-        anew = any(_key(word) == "name" for word in rest)  # another run, with its options
-        overrides = ["run_dir=runs/${name}" if anew else f"run_dir={runs[0]}", "overwrite=false", *rest]
-    if saved is not None and any(_key(word).startswith(GIVES_DATA) for word in overrides):
-        overrides = ["regenerate=null", *overrides]  # as it follows from these, unless they say it, too
-    folders = [CONFIGS, *([config_dir.resolve()] if config_dir else [])]
-    keys = {_key(word) for word in overrides}
-    if twice := [f"{old} is called {new} now" for old, new in RENAMED.items() if {old, new} <= keys]:
-        raise UserError(f"{twice[0]}: give it once")
-    groups = [word for word in overrides if _key(word) in GROUPS]
-    recipe = next((word.partition("=")[2] for word in groups if _key(word) == "experiment"), "")
-    try:
-        checked = tuple(_checked_group(word, folders) for word in groups)
-        shipped = saved is None and config_dir is None and GIVEN not in checked
-        composed = copy.deepcopy(_shipped(checked)) if shipped else _composed(checked, saved, folders)
-        for word in overrides:
-            if word not in groups:
-                _set(composed, word)
-        config = _to_config(composed, recipe)
-    except (HydraException, OmegaConfBaseException, YAMLError) as error:
-        raise UserError(_explain(error).replace("'experiment/given'", recipe)) from None
-    if resolve:
-        precision.resolve(config)
-    return config
-
-
-def is_run(word: str) -> bool:
-    """Whether a word of a command line is the folder of a run, which has its options."""
-    return os.path.isfile(Path(word, *SAVED))  # noqa: PTH113 (Path's raises for a long word)
-
-
-def _key(override: str) -> str:
-    return override.partition("=")[0].lstrip("+~")
-
-
-def _store_recipe(file: Path) -> None:
-    """Let Hydra know a recipe by the name in GIVEN, wherever its file lies."""
-    if not file.is_file():
-        raise UserError(f"+experiment={file}: there is no file {file}")
-    try:
-        recipe = OmegaConf.load(file)
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"+experiment={file} cannot be read ({error}): write one as `eagle31 new` does") from None
-    ConfigStore.instance().store("given", recipe, "experiment", package="_global_")
-
-
-def _checked_group(override: str, folders: list[Path]) -> str:
-    """`group=name` or `group=[name,…]` in Hydra's grammar, if there are such files."""
-    group, value = _key(override), override.partition("=")[2]
-    if group == "experiment" and value.endswith((".yaml", ".yml")):
-        _store_recipe(Path(_at_home(value)))
-        return GIVEN
-    listed = (value[:1], value[-1:]) == ("[", "]")
-    names = [name.strip() for name in value[1:-1].split(",")] if listed else [value]
-    for name in names:
-        if name not in (known := choices(group, folders)):
-            own = f"{name}.yaml"
-            meant = group == "experiment" and Path(own).is_file()
-            hint = f": for the file here give +experiment={own}" if meant else _nearest(name, known)
-            hint = f": did you mean target.path={name}?" if group == "target" and "/" in name else hint
-            raise UserError(f"no configs/{group}/{name}.yaml{hint}")
-        files = [file for folder in folders if (file := folder / group / f"{name}.yaml").is_file()]
-        if len(files) > 1:
-            raise UserError(f"{files[-1]} has the name of one that comes with eagle31, which Hydra takes: rename it")
-    quoted = ",".join(map(_quoted, names))
-    return f"{group}=[{quoted}]" if listed else f"{group}={quoted}"
-
-
-@functools.cache
-def _schema() -> DictConfig:
-    """The options with types and defaults, and the old names, empty: recipes may still have them."""
-    schema = OmegaConf.structured(Config)
-    with open_dict(schema):
-        for old in (*RENAMED, *REMOVED):
-            OmegaConf.update(schema, old, None, force_add=True)
-    return schema
-
-
-@functools.cache
-def _shipped(groups: tuple[str, ...]) -> DictConfig:
-    """The root with groups of `configs/` alone, for which Hydra takes a tenth of a second."""
-    return _composed(groups, None, [CONFIGS])
-
-
-def _composed(groups: Sequence[str], saved: Path | None, folders: list[Path]) -> DictConfig:
-    """The root with groups: one that the recipe has already is replaced, others are added."""
-    OmegaConf.register_new_resolver("project", project, replace=True)
-    ConfigStore.instance().store(name="schema", node=_schema())
-    root = "config"
-    if saved is not None:
-        # Options that were added since have their defaults.
-        whole = typing.cast(DictConfig, OmegaConf.merge(_schema(), OmegaConf.load(saved)))
-        if not groups:
-            return _with_new_names(whole, tell=False)  # Hydra would take a tenth of a second for the same
-        root = "saved"
-        ConfigStore.instance().store(name=root, node=whole)
-    searched = f"hydra.searchpath=[{','.join(_quoted(f'file://{folder}') for folder in folders[1:])}]"
-    recipe = [searched, *(f"+{word}" for word in groups if _key(word) == "experiment")]
-    others = [word for word in groups if _key(word) != "experiment"]
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        if others:  # Hydra takes a group that the recipe does not name only with the plus
-            named = compose(root, recipe, return_hydra_config=True).hydra.runtime.choices
-            recipe += [word if _key(word) in named else f"+{word}" for word in others]
-        return _with_new_names(compose(root, recipe), tell=saved is None)
-
-
-def _with_new_names(composed: DictConfig, tell: bool) -> DictConfig:
-    """The configuration with values of old names given to the options that they mean; `tell`: which is said, of
-    a recipe that someone wrote and can correct, and not of what a run recorded; what is gone is always said."""
-    values: Any = _at_home(OmegaConf.to_container(composed))
-    for old in (*RENAMED, *REMOVED):
-        section, _, key = old.rpartition(".")
-        value = (values[section] if section else values).pop(key)
-        if value is None or (old in REMOVED and (not value or value == UNSET.get(old))):
-            continue
-        if tell or old in REMOVED:
-            _say_new_name(old)
-        if old in RENAMED:
-            values[section][RENAMED[old].partition(".")[2]] = value
-    return typing.cast(DictConfig, OmegaConf.merge(OmegaConf.structured(Config), values))
-
-
-def _at_home(value: Any) -> Any:
-    """The value with each `~/…` in it as a path in the user's home: bash and YAML leave it as it stands."""
-    if isinstance(value, dict):
-        return {key: _at_home(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_at_home(one) for one in value]
-    return str(Path(value).expanduser()) if isinstance(value, str) and value.startswith("~/") else value
-
-
-def _say_new_name(old: str) -> None:
-    now = f"called {RENAMED[old]} now" if old in RENAMED else f"{REMOVED[old]}: leave it out"
-    say(f"{old} is {now}", error=True)
-
-
-def _to_config(composed: DictConfig, recipe: str) -> Config:
-    if OmegaConf.is_missing(composed, "name"):  # OmegaConf stumbles over run_dir, which is made of it
-        unknown = OmegaConf.is_missing(composed.target, "path")
-        composed.name = "unnamed" if unknown else TargetConfig(composed.target.path).name.rpartition("/")[2].lower()
-    if missing := sorted(OmegaConf.missing_keys(composed)):
-        recipes = ", ".join(name for name in choices("experiment") if not ANY.endswith(f"={name}"))
-        remedy = f"give {missing[0]}=…, or a recipe that has it, +experiment=NAME of {recipes}"
-        if is_run(composed.run_dir):
-            remedy = f"give the run itself, {composed.run_dir}, for its options"
-        elif Path(recipe).is_file():
-            remedy = f"set {missing[0]} in {recipe}"
-        raise UserError(f"no value for {', '.join(missing)}: {remedy}")
-    config = OmegaConf.to_object(composed)
-    assert isinstance(config, Config)
-    for option in ("name", "run_dir"):
-        _refuse_empty(option, getattr(config, option))
-    for name, (kind, field) in OPTIONS.items():
-        value = operator.attrgetter(name)(config)
-        # OmegaConf looks neither at the type of what ${…} leads to nor into lists in lists.
-        if name in FREE and not isinstance(value, dict):
-            raise UserError(f"{name}={value} is no mapping")
-        listed = isinstance(value, list) and not any(isinstance(item, list | dict) for item in value)
-        if "list[" in str(kind) and value is not None and not listed:
-            raise UserError(f"{name}={value} is no list of single values")
-        check_value(name, value, field.metadata)
-    check_options(config)
-    if config.regenerate is None:
-        config.regenerate = config.data.wants_answers
-    return config
-
-
-def _refuse_empty(option: str, value: Any) -> None:
-    """UserError for an empty text: of a path or a name it would mean another one, or none, in silence."""
-    if isinstance(value, str) and not value.strip():
-        raise UserError(f"{option}= is empty: give {option}=… a value (is a variable of the shell not set?)")
-
-
-def _set(config: DictConfig, override: str) -> None:
-    """Change one option as `key=value` says, or remove the free-form one of `~key`; UserError where it is none."""
-    key, (_, equals, value) = _key(override), override.partition("=")
-    if not equals and "/" in override:
-        saved = Path(override, *SAVED)
-        raise UserError(
-            f"{override} is no run that has been trained (there is no {saved}): give the options themselves"
-        )
-    if not key or (not equals and not override.startswith("~")):
-        raise UserError(f"{override!r} is not of the form key=value, such as target.path=Qwen/Qwen3-8B")
-    if key in RENAMED or key in REMOVED:
-        _say_new_name(key)
-        if key in REMOVED:
-            return
-        key = RENAMED[key]
-    free = any(key == name or key.startswith(f"{name}.") for name in FREE)
-    if not free and key not in OPTIONS:
-        raise UserError(f"no option {key!r}{_nearest(key, [*OPTIONS, *GROUPS])}")
-    if override.startswith("~"):
-        parent, _, last = key.rpartition(".")
-        holder = OmegaConf.select(config, parent)
-        if not free or key in FREE or last not in (holder or ()):
-            raise UserError(f"{override}: there is no such entry of a free-form option")
-        with open_dict(config):
-            del holder[last]
-        return
-    parsed = _at_home(_parsed(override, value, Any if free else OPTIONS[key][0]))
-    if not free:
-        _refuse_empty(key, parsed)
-    try:  # `{}` empties a free-form option; other mappings are merged
-        OmegaConf.update(config, key, parsed, merge=parsed != {}, force_add=True)
-    except OmegaConfBaseException as error:
-        if not free and "list[" in str(OPTIONS[key][0]) and not isinstance(parsed, list):
-            raise UserError(f"{key} is a list: write '{key}=[{value}]'") from None
-        raise UserError(f"{override}: {str(error).splitlines()[0]}") from None
-
-
-def _parsed(override: str, value: str, kind: Any) -> Any:
-    """A value as Hydra's grammar reads it for an option of type `kind` (Any: text is what nothing else can be). Text
-    that the grammar refuses, or takes for something else, is as it stands."""
-    try:
-        read = OverridesParser.create().parse_override(f"key={value}")
-        parsed, unread = (None, "it is a sweep") if read.is_sweep_override() else (read.value(), "")
-    except HydraException as error:
-        parsed, unread = None, " ".join(str(error).split())
-    brackets = (value[:1], value[-1:])
-    if kind in (str, str | None):
-        return parsed if not unread and isinstance(parsed, str | None) and value == value.strip() else value
-    if not unread:
-        return parsed
-    if kind is Any and brackets not in (("{", "}"), ("[", "]")):
-        return value
-    if kind == list[str] and brackets == ("[", "]"):
-        return [_parsed(override, item.strip(), str) for item in value[1:-1].split(",")]
-    raise UserError(f"{override!r} cannot be read: {unread}")
-
-
-def _quoted(text: str) -> str:
-    return QuotedString(text=text, quote=Quote.single).with_quotes()
+from eagle31_train.common.locations import CONFIGS
+from eagle31_train.compose import ANY, OPTIONS, choices, is_run, key_of, load_config, to_yaml
+from eagle31_train.config import Config, TargetConfig
 
 
 def run(
@@ -358,7 +78,7 @@ def with_recipe(words: list[str], target: TargetConfig | None = None) -> list[st
     thoughts of a `target` that has them, unless the words say how long answers may be."""
     if any(word.lstrip("+").startswith("experiment=") or is_run(word) for word in words):
         return words
-    if target is None or {"data.generate.max_new_tokens", "data.max_length"} & set(map(_key, words)):
+    if target is None or {"data.generate.max_new_tokens", "data.max_length"} & set(map(key_of, words)):
         return [ANY, *words]
     from eagle31_train.targets.derive import answer_lengths  # imports transformers
 
@@ -370,33 +90,6 @@ def _better_recipes(target: str) -> str:
     made = [f for f in sorted((CONFIGS / "target").glob("*.yaml")) if (CONFIGS / "experiment" / f.name).is_file()]
     own = [f"+experiment={file.stem}" for file in made if OmegaConf.select(OmegaConf.load(file), "path") == target]
     return f"for this target there is {', '.join(own)}" if own else "write your own by `eagle31 new NAME`"
-
-
-def to_yaml(config: Config) -> str:
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
-
-
-def choices(group: str, folders: Sequence[Path] = (CONFIGS,)) -> list[str]:
-    return sorted(file.stem for folder in folders for file in (folder / group).glob("*.yaml"))
-
-
-def _nearest(name: str, names: list[str]) -> str:
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
-    close = close or [n for n in names if n.split(".")[-1] == name.split(".")[-1]]
-    section = name.rpartition(".")[0]
-    alike = sorted(n for n in names if section and n.startswith(f"{section}."))
-    listed = ", ".join(alike) or f"{', '.join(sorted(names)[:12])}, …"
-    return f": did you mean {close[0]!r}?" if close else f" (there are {listed})"
-
-
-def _options(cls: type, prefix: str = "") -> Iterator[tuple[str, tuple[Any, dataclasses.Field]]]:
-    hints = typing.get_type_hints(cls)
-    for field in dataclasses.fields(cls):
-        kind = hints[field.name]
-        if dataclasses.is_dataclass(kind):
-            yield from _options(typing.cast(type, kind), f"{prefix}{field.name}.")
-        else:
-            yield f"{prefix}{field.name}", (kind, field)
 
 
 def _options_help() -> str:
@@ -413,23 +106,3 @@ def _options_help() -> str:
         shown = "the target's" if name == "name" else shown
         lines.append(f"  {name:<32} {field.metadata['help']} [{shown}]")
     return "\n".join(lines)
-
-
-def _explain(error: BaseException) -> str:
-    """One line for an error of Hydra's or OmegaConf's: what it says, and its first cause."""
-    cause = error
-    while cause.__cause__ is not None:
-        cause = cause.__cause__
-    text = " ".join((str(error) if str(cause) in str(error) else f"{error}: {cause}").split())
-    found = re.fullmatch(r"(In .+?): (\w+) raised while composing config: (.*?) full_key:( [\w.]+)? .*", text)
-    if found is None:
-        return text
-    file, kind, what, key = found[1], found[2], found[3], (found[4] or "").strip()
-    if kind == "ConfigKeyError":
-        sections = {name.partition(".")[0] for name in OPTIONS}
-        return f"{file}: no option {key!r}{_nearest(key, [*OPTIONS, *sections])}"
-    return f"{file}: {key + ': ' if key else ''}{what}"
-
-
-OPTIONS = dict(_options(Config))  # name → type and field
-FREE = [name for name, (kind, _) in OPTIONS.items() if typing.get_origin(kind) is dict]  # their keys are the user's

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from eagle31_train import cli, provenance
+from eagle31_train import cli, compose, provenance
 from eagle31_train.__main__ import SLOW
 from eagle31_train.checkpoint import hub, published
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint, split_name
@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit(2)
     if given and not any(word.lstrip("+").startswith("experiment=") for word in options):
         firsts = [trainings[0] for _, trainings in map(parted, given)]
-        runs = [first for first in firsts if cli.is_run(first)]
+        runs = [first for first in firsts if compose.is_run(first)]
         if runs or not any(word.startswith("target.path=") for word in options):
             options = [(runs or firsts)[0], *options]  # one that is no run is refused
     cli.run(lambda config: compare(named(given), config), __doc__ or "", options, before=SLOW["compare"])

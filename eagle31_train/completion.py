@@ -3,7 +3,7 @@
 eval "$(eagle31 completion bash)"          in ~/.bashrc; zsh likewise
 """
 
-from eagle31_train import cli
+from eagle31_train import compose
 from eagle31_train.__main__ import COMMANDS
 from eagle31_train.common.console import note, parser, tidy
 from eagle31_train.run import PROFILES, STAGES
@@ -38,8 +38,8 @@ def main(argv: list[str] | None = None) -> None:
     options = parser(__doc__, prog="eagle31 completion")
     options.add_argument("shell", choices=("bash", "zsh"))
     zsh = "autoload -U bashcompinit && bashcompinit\n" if options.parse_args(argv).shell == "zsh" else ""
-    words = [f"{name}=" for name in cli.OPTIONS]
-    words += [f"+{group}={name}" for group in ("experiment", "suite") for name in cli.choices(group)]
+    words = [f"{name}=" for name in compose.OPTIONS]
+    words += [f"+{group}={name}" for group in ("experiment", "suite") for name in compose.choices(group)]
     recipe = " ".join([COMMON, *words])
     by_pattern = {**WORDS, "run *": f"--from --until --profile {recipe}"}
     cases = [(pattern.replace(" ", "\\ "), some) for pattern, some in by_pattern.items()]  # for `case` of the shell

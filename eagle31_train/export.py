@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from eagle31_train import cli, provenance
+from eagle31_train import cli, compose, provenance
 from eagle31_train.checkpoint import config_json, contract, hub, published_config, run_folder
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.checkpoint.run_folder import CARD, EXPORT, EXPORTED, MODEL, TRAIN
@@ -126,7 +126,7 @@ def trained_by(config: Config, data: Mapping[str, Any] | None) -> Config:
     run = Path(config.run_dir)
     if not (saved := run / "train" / run_folder.CONFIG).is_file():
         return config
-    then = cli.load_config([f"run_dir={run}"], saved)
+    then = compose.load_config([f"run_dir={run}"], saved)
     names = ("data", "extract", "store", "train", "seed", "regenerate")
     target = dataclasses.replace(config.target, aux_layers=then.target.aux_layers)
     trained = dataclasses.replace(config, target=target, **{name: getattr(then, name) for name in names})

@@ -1,6 +1,6 @@
 """The recipe smollm2, with options as on a command line."""
 
-from eagle31_train.cli import load_config
+from eagle31_train.compose import load_config
 
 
 def configured(*options):

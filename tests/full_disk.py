@@ -21,7 +21,7 @@ import transformers  # noqa: F401
 
 import data_prep.stage  # noqa: F401
 import train.prepare  # noqa: F401
-from eagle31_train import __main__, cli, compare, evaluate, export, extract, plan, report  # noqa: F401
+from eagle31_train import __main__, compare, compose, evaluate, export, extract, plan, report  # noqa: F401
 from eagle31_train.reporting.figures import Picture
 from eagle31_train.targets import toy
 
@@ -65,7 +65,7 @@ def started(job: dict) -> int:
 
 
 def main() -> None:
-    cli.load_config([cli.ANY, "target.path=any"])  # what is composed once
+    compose.load_config([compose.ANY, "target.path=any"])  # what is composed once
     Picture.png = lambda picture: picture.name.encode()  # to draw takes most of a command's time, and writes nothing
     gc.freeze()  # else every fork looks through all imports, and so copies them
     for line in sys.stdin:

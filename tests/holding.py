@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from plan_cases import objective_and_batch, shape_of
 
-from eagle31_train.cli import load_config
+from eagle31_train.compose import load_config
 from train.launch import make_accelerator
 from train.loader import StepTotals
 from train.parallel import parallelise

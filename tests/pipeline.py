@@ -11,9 +11,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 from data_prep.dataset import FEATURES
-from eagle31_train.cli import load_config
 from eagle31_train.common import artifacts
 from eagle31_train.common.artifacts import checksum
+from eagle31_train.compose import load_config
 from eagle31_train.model import vocab
 from eagle31_train.store.format import SHARDS, TARGET_LINE, TRAJECTORIES_LINE
 from eagle31_train.store.sealed import seal, unseal

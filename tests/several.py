@@ -21,7 +21,7 @@ from forking import print_to, served
 from planting import instead_of, replaced
 from torch.nn import functional
 
-from eagle31_train import cli
+from eagle31_train import cli, compose
 from eagle31_train.common import order
 from eagle31_train.common.errors import Stopped, UserError
 from eagle31_train.model.loss import Objective
@@ -112,7 +112,7 @@ def come_to(one):
         patches.setattr(functional, "linear", functional.linear)  # ZeRO-3 puts its own there
         disturb(patches, **one["how"])
         try:
-            loop.train(cli.load_config(one["options"]))
+            loop.train(compose.load_config(one["options"]))
         except UserError as error:
             return ["refused", str(error)]
         except Stopped as stopped:

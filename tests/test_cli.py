@@ -15,10 +15,12 @@ from families import FAMILIES, make_tokenizer
 from published_targets import FOLDER
 
 from eagle31_train import __main__ as console_script
-from eagle31_train import cli, completion
+from eagle31_train import cli, completion, compose
 from eagle31_train import run as stages
-from eagle31_train.cli import load_config, run
+from eagle31_train.cli import run
 from eagle31_train.common.errors import Stopped, UserError
+from eagle31_train.common.locations import CONFIGS
+from eagle31_train.compose import load_config
 from eagle31_train.earlier import RENAMED
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -55,7 +57,7 @@ def test_a_target_that_thinks_has_room_for_it_where_no_recipe_is_named(tmp_path,
     assert lengths("data.max_length=3000") == (320, 3000)
     assert lengths("target.template_args.enable_thinking=false") == lengths(positions=6143) == (320, 2048)
     assert "may think" not in capsys.readouterr().out
-    assert lengths(cli.ANY) == (320, 2048)
+    assert lengths(compose.ANY) == (320, 2048)
     make_tokenizer(FAMILIES["smollm2"]).save_pretrained(target)
     assert lengths() == (320, 2048)
 
@@ -69,14 +71,14 @@ def test_a_command_without_a_recipe_takes_any_and_says_so(capsys):
     run(taken.append, "", ["target.path=Qwen/Qwen3-8B", "name=x"])
     said = capsys.readouterr().out
     assert "no recipe is named: +experiment=any (configs/experiment/any.yaml); for this target there is +exp" in said
-    run(taken.append, "", [cli.ANY, "target.path=Qwen/Qwen3-8B", "name=x"])
+    run(taken.append, "", [compose.ANY, "target.path=Qwen/Qwen3-8B", "name=x"])
     assert "no recipe" not in capsys.readouterr().out
     assert taken[0] == taken[1] != load_config(["target.path=Qwen/Qwen3-8B", "name=x"])
 
 
 def test_any_name_is_taken_as_it_is_without_quotes():
     read = ("train.time_limit", "store.cache_bytes", "store.max_bytes")  # as times and sizes
-    options = [(name, option) for name, option in cli.OPTIONS.items() if name not in read]
+    options = [(name, option) for name, option in compose.OPTIONS.items() if name not in read]
     text = [name for name, (kind, at) in options if kind in (str, str | None) and not at.metadata["choices"]]
     assert {"name", "run_dir", "data.prompts", "target.path", "store.cache_dir"} <= set(text)
     given = dict(zip(text, [*NAMES, *NAMES], strict=False))
@@ -112,7 +114,7 @@ def test_quotes_and_other_values_of_hydras_grammar():
 
 
 def test_recipes_are_found_in_files_and_folders_of_any_name(tmp_path):
-    text = (cli.CONFIGS / "experiment" / "smollm2.yaml").read_text().replace("name: smollm2", "name: mine")
+    text = (CONFIGS / "experiment" / "smollm2.yaml").read_text().replace("name: smollm2", "name: mine")
     folder = tmp_path / "ü, (1)=[2]"
     (folder / "experiment").mkdir(parents=True)
     for name in ("smollm2", "it's a=b"):  # one is named as one of ours
@@ -172,21 +174,21 @@ def test_the_same_group_given_twice_is_an_error(twice):
     ],
 )
 def test_prompts_alone_are_answered(given, answers):
-    assert cli.load_config(["target.path=x", *given]).regenerate is answers
+    assert compose.load_config(["target.path=x", *given]).regenerate is answers
 
 
 def test_what_a_run_is_given_anew_is_answered_or_not_as_if_it_had_no_answers_before(tmp_path):
     saved = tmp_path / "train" / "config.yaml"
     saved.parent.mkdir()
     for before in ("data.prompts=p.jsonl", "data.conversations=c.jsonl"):
-        saved.write_text(cli.to_yaml(cli.load_config(["target.path=x", before])))
+        saved.write_text(compose.to_yaml(compose.load_config(["target.path=x", before])))
         for given, answers in [
             (["data.prompts=q.jsonl", "data.conversations=null"], True),
             (["data.conversations=d.jsonl", "data.prompts=null"], False),
             (["data.prompts=q.jsonl", "data.conversations=null", "regenerate=false"], False),
             (["seed=3"], before.startswith("data.prompts")),
         ]:
-            assert cli.load_config([str(tmp_path), *given]).regenerate is answers
+            assert compose.load_config([str(tmp_path), *given]).regenerate is answers
 
 
 def test_a_free_form_option_is_emptied():
@@ -249,14 +251,14 @@ def test_a_run_in_its_targets_folder_has_its_name(tmp_path, monkeypatch):
 def test_an_old_name_is_understood_and_says_the_new_one(monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(RENAMED, "train.rate", "train.lr")
     for name in ("_schema", "_shipped"):  # which are worked out once
-        monkeypatch.setattr(cli, name, getattr(cli, name).__wrapped__)
+        monkeypatch.setattr(compose, name, getattr(compose, name).__wrapped__)
     config = load_config([RECIPE, "train.rate=0.5"])
     assert config.train.lr == 0.5
     assert capsys.readouterr().err == "train.rate is called train.lr now\n"
-    (tmp_path / "saved.yaml").write_text(cli.to_yaml(config).replace("  lr:", "  rate:"))
+    (tmp_path / "saved.yaml").write_text(compose.to_yaml(config).replace("  lr:", "  rate:"))
     assert load_config([], tmp_path / "saved.yaml") == config
     capsys.readouterr()
-    recipe = (cli.CONFIGS / "experiment" / "smollm2.yaml").read_text()
+    recipe = (CONFIGS / "experiment" / "smollm2.yaml").read_text()
     assert "  lr: " in recipe
     (tmp_path / "old.yaml").write_text(recipe.replace("  lr: ", "  rate: ") + "plan: {layers: 3}\n")
     assert load_config([f"+experiment={tmp_path / 'old.yaml'}"]).train == load_config([RECIPE]).train
@@ -278,7 +280,7 @@ def test_an_old_name_is_understood_and_says_the_new_one(monkeypatch, capsys, tmp
 def test_an_option_that_is_gone_is_told_of_where_it_was_set(unset, given, name, tmp_path, capsys):
     config, saved = load_config([RECIPE]), tmp_path / "saved.yaml"
     for text, said in ((unset, 0), (given, 1)):
-        saved.write_text(cli.to_yaml(config).replace("\nevaluate:", f"\n{text}"))
+        saved.write_text(compose.to_yaml(config).replace("\nevaluate:", f"\n{text}"))
         assert load_config([], saved) == config
         assert capsys.readouterr().err.count(f"{name} is gone: ") == said
 
@@ -347,7 +349,7 @@ def test_a_recipe_or_run_that_is_here_is_named(tmp_path, monkeypatch):
     assert message_of("+experiment=mine.yaml") == "no value for target.path: set target.path in mine.yaml"
     saved = Path("runs/qwen/train/config.yaml")
     saved.parent.mkdir(parents=True)
-    saved.write_text(cli.to_yaml(load_config(["target.path=x", "name=qwen"])))
+    saved.write_text(compose.to_yaml(load_config(["target.path=x", "name=qwen"])))
     assert message_of("name=qwen").endswith("give the run itself, runs/qwen, for its options")
     assert load_config([f"+experiment={saved}"]).target.path == "x"
 
@@ -356,7 +358,7 @@ def test_a_runs_folder_stands_for_its_options(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     saved = Path("moved/qwen/train/config.yaml")
     saved.parent.mkdir(parents=True)
-    saved.write_text(cli.to_yaml(load_config(["target.path=x", "name=qwen", "train.lr=0.5", "overwrite=true"])))
+    saved.write_text(compose.to_yaml(load_config(["target.path=x", "name=qwen", "train.lr=0.5", "overwrite=true"])))
     words = ["moved/qwen", "train.epochs=7"]
     assert cli.with_recipe(words) == words
     config = load_config(words)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from eagle31_train import cli, new
+from eagle31_train import compose, new
 from eagle31_train.__main__ import COMMANDS
 from eagle31_train.common.errors import UserError
 from eagle31_train.compare import is_drafter
@@ -29,7 +29,7 @@ BUILT = [*PAGES_ELSEWHERE, "CITATION.cff", "LICENSE", "docs"]
 PAGES = [ROOT / name for name in PAGES_ELSEWHERE]
 PAGES += sorted(ROOT.glob("docs/*.md"))
 TEXTS = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES if page.name != "log.md"}
-SECTIONS = {name.partition(".")[0] for name in cli.OPTIONS if "." in name}
+SECTIONS = {name.partition(".")[0] for name in compose.OPTIONS if "." in name}
 
 
 def test_the_page_of_options_is_what_the_options_say():
@@ -175,7 +175,7 @@ def check_options(words):
     load(tuple(words))
 
 
-load = functools.cache(lambda words: cli.load_config(list(words)))
+load = functools.cache(lambda words: compose.load_config(list(words)))
 
 
 def check_launch(program, words):
@@ -215,7 +215,7 @@ def test_commands_are_taken_by_their_programs(tmp_path, monkeypatch):
 
 
 def test_options_and_paths_exist():
-    names, wrong = cli.OPTIONS, []
+    names, wrong = compose.OPTIONS, []
     option = re.compile(rf"(?<![\w./-])(?:{'|'.join(SECTIONS)})\.(?!py|json|safetensors)[a-z_0-9.]+(?=[=\s]|$)")
     path = re.compile(
         r"(eagle31_train|train|data_prep|configs|docs|tests|benchmarks)/[\w/.-]+(/|\.(py|yaml|md|sh|svg))"

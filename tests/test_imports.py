@@ -15,7 +15,7 @@ LAYERS = [
     ["eagle31_train.earlier"],
     ["eagle31_train.config"],
     ["eagle31_train.precision", "eagle31_train.combinations"],
-    ["eagle31_train.provenance", "eagle31_train.cli"],
+    ["eagle31_train.provenance", "eagle31_train.compose"],
     ["eagle31_train.rows"],
     ["eagle31_train.store"],
     ["eagle31_train.kernels"],

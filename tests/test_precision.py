@@ -9,7 +9,7 @@ from made import message_of
 from pipeline import save_quietly, tiny_llama
 
 from eagle31_train import cli, precision
-from eagle31_train.cli import load_config
+from eagle31_train.compose import load_config
 from eagle31_train.config import TargetConfig
 from eagle31_train.targets.hf import load_model
 from train import launch

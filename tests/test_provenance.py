@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from eagle31_train import provenance
-from eagle31_train.cli import load_config
 from eagle31_train.common import artifacts
 from eagle31_train.common.errors import UserError
+from eagle31_train.compose import load_config
 from eagle31_train.config import Config, EvaluateConfig, GenerateConfig
 from eagle31_train.evaluation.workloads import Workload
 from eagle31_train.provenance import Provenance

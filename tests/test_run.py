@@ -18,8 +18,9 @@ from made import status_of
 from published_targets import FOLDER
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from eagle31_train import cli, launcher, new, run
+from eagle31_train import compose, launcher, new, run
 from eagle31_train.common.console import STOPPED
+from eagle31_train.common.locations import CONFIGS
 
 OLD = ROOT / "tests" / "fixtures" / "v68c343f"
 
@@ -55,7 +56,7 @@ def test_without_a_recipe_and_prompts_it_says_what_it_takes(started, capsys):
     assert len(commands) == len(run.STAGES)
     for words in commands:
         assert words[-4:] == ["+experiment=any", qwen, "name=x", "data.prompts=self"]
-    config = cli.load_config(commands[0][-4:])
+    config = compose.load_config(commands[0][-4:])
     assert (config.train.optimizer, config.train.ttt_length, config.data.prompts) == ("muon", 3, "self")
 
     commands = started("+experiment=smollm2", "train.lr=1", "--until", "data")
@@ -183,8 +184,8 @@ def test_a_stage_is_launched_on_all_gpus_that_it_can_use(started, monkeypatch, s
     assert ("eagle31_train.launcher" in words) == ("--num_processes" in words) == (profile is not None)
     if profile:
         assert words[words.index("--num_processes") + 1] == "4"
-        assert words[words.index("--config_file") + 1] == str(cli.CONFIGS / "accelerate" / f"{profile}.yaml")
-    assert all((cli.CONFIGS / "accelerate" / f"{name}.yaml").is_file() for name in run.PROFILES)
+        assert words[words.index("--config_file") + 1] == str(CONFIGS / "accelerate" / f"{profile}.yaml")
+    assert all((CONFIGS / "accelerate" / f"{name}.yaml").is_file() for name in run.PROFILES)
 
 
 @pytest.fixture
@@ -230,7 +231,7 @@ def test_a_sigterm_between_stages_stops_the_run(started, handlers, monkeypatch, 
 
 def test_a_killed_stage_is_said_and_its_status_is_a_shells(monkeypatch, capsys):
     monkeypatch.setattr(run, "command", lambda *_: ([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], 1))
-    config = cli.load_config(["target.path=target", "data.prompts=self"])
+    config = compose.load_config(["target.path=target", "data.prompts=self"])
     assert status_of(run.run, config, [], "extract", "train") == 137
     assert "run: stopped at extract: it was killed, perhaps for want of memory" in capsys.readouterr().err
 
@@ -282,8 +283,8 @@ def test_the_launcher_ends_as_the_training_that_failed_first(monkeypatch, capsys
 def test_a_recipe_of_ones_own_begins_as_the_recipe_for_any_target(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     new.main(["007"])
-    assert cli.load_config(["+experiment=007.yaml", "target.path=x"]).name == "007", "no number of YAML's"
+    assert compose.load_config(["+experiment=007.yaml", "target.path=x"]).name == "007", "no number of YAML's"
     new.main(["mine"])
-    mine, other = (cli.load_config([f"+experiment={recipe}", "target.path=x"]) for recipe in ("mine.yaml", "any"))
+    mine, other = (compose.load_config([f"+experiment={recipe}", "target.path=x"]) for recipe in ("mine.yaml", "any"))
     assert (mine.train, mine.store) == (other.train, other.store)
     assert mine.data.draft_vocab_size == other.data.draft_vocab_size

@@ -16,9 +16,9 @@ from benchmarks.speedrun import job as jobs
 from benchmarks.speedrun import measure, peer_store, worker
 from benchmarks.speedrun.job import Clock, EnoughError, Job
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
-from eagle31_train.cli import load_config
 from eagle31_train.common import artifacts
 from eagle31_train.common.errors import UserError
+from eagle31_train.compose import load_config
 from eagle31_train.evaluation.intervals import Estimate
 from eagle31_train.extract import extract
 

@@ -27,7 +27,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker, TensorBoardTracker
 
-from eagle31_train import cli
+from eagle31_train import compose
 from eagle31_train.checkpoint.run_folder import CONFIG
 from eagle31_train.common import artifacts, locations, machine
 from eagle31_train.common.console import note
@@ -94,7 +94,7 @@ def record_launch(config: Config, facts: Mapping[str, Any]) -> None:
     """Save the resolved configuration and add a line on this launch; the main process calls it, once. `facts`: as JSON;
     reports show all of it, and draw `after_step` (0 for the first launch) and `steps` of the run."""
     folder = config.train_folder
-    artifacts.write_text(folder / CONFIG, cli.to_yaml(replace(config, train=replace(config.train, finish=False))))
+    artifacts.write_text(folder / CONFIG, compose.to_yaml(replace(config, train=replace(config.train, finish=False))))
     cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
     launch = {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),

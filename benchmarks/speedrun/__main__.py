@@ -25,7 +25,7 @@ from benchmarks import run_main
 from benchmarks.pictures import draw_speedrun
 from benchmarks.speedrun import measure
 from benchmarks.speedrun.job import JOB, RESULT, Job
-from eagle31_train import cli
+from eagle31_train import compose
 from eagle31_train.common import artifacts
 from eagle31_train.common.errors import UserError
 from eagle31_train.model import vocab
@@ -88,7 +88,7 @@ def trainings(words: Sequence[str], sweep: bool) -> list[tuple[str, list[str]]]:
 def make_job(chosen: argparse.Namespace, contender: str, options: list[str]) -> Job:
     """The training, without its number of steps."""
     words = recipe(chosen)
-    config = complete_drafter(cli.load_config([*words, f"run_dir={chosen.out}"]), None)
+    config = complete_drafter(compose.load_config([*words, f"run_dir={chosen.out}"]), None)
     store, kept = Store(Path(str(config.store_dir))), vocab.read(config.data_folder / "vocab.safetensors")
     slug = re.sub(r"[^\w.=-]+", "-", ",".join([contender, *options]))
     return Job(

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.speedrun.job import DRAFTS, JOB, MADE_BY, RESULT, Job
-from eagle31_train import cli, provenance
+from eagle31_train import compose, provenance
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.common import artifacts
 from eagle31_train.common.errors import UserError
@@ -76,7 +76,7 @@ def accepted(trainings: Sequence[Training], options: Sequence[str], out: Path) -
     """The acceptance length of every draft of all trainings, in order, on each kind of prompts; and of how many draft
     tokens that is. options: key=value of evaluation; at least one of evaluate.suites. out: keeps what was decoded."""
     recipe = trainings[0].job.recipe
-    config = cli.load_config([*recipe, f"run_dir={out}", "evaluate.drift=false", "evaluate.warmup=false", *options])
+    config = compose.load_config([*recipe, f"run_dir={out}", "evaluate.drift=false", "evaluate.warmup=false", *options])
     data, draft_tokens = provenance.read_data(config, whole=True), config.evaluate.num_speculative_tokens
     checkpoints, verified = {}, {}
     for training in trainings:

@@ -4,7 +4,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from benchmarks.speedrun.job import Clock, Job, write_draft
-from eagle31_train import cli
+from eagle31_train import compose
 from eagle31_train.common.errors import UserError
 from train.prepare import prepare
 
@@ -13,7 +13,7 @@ def train(job: Job, clock: Clock) -> None:
     never = 1_000_000_000
     ours = [f"run_dir={job.out}/run", f"train.max_steps={job.steps}"]
     ours += [f"train.epochs={never}", f"train.checkpoint_every={never}"]
-    config = cli.load_config([*job.recipe, "train.wandb=disabled", *job.options, *ours])
+    config = compose.load_config([*job.recipe, "train.wandb=disabled", *job.options, *ours])
     with ExitStack() as resources:
         trainer = prepare(config, resources)
         if trainer is None:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from eagle31_train import cli
+from eagle31_train import compose
 from eagle31_train.checkpoint import contract, hub, published, run_folder
 from eagle31_train.checkpoint.published_config import COUNTED
 from eagle31_train.checkpoint.run_folder import CHECKPOINTS, MODEL, RECORD, SHAPE, TRAIN
@@ -226,7 +226,7 @@ class DrafterCheckpoint:
         if (train := self.options_folder) is None:
             return {}
         saved, theirs = train / run_folder.CONFIG, (self.inputs or {}).get("store")
-        trained = cli.load_config([f"run_dir={train.parent}"], saved)
+        trained = compose.load_config([f"run_dir={train.parent}"], saved)
         if store is None or store["fingerprint"] != theirs:
             try:
                 store = read_manifest(trained)

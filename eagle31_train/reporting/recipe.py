@@ -10,7 +10,7 @@ from typing import Any
 
 from hydra.core.override_parser.types import Quote, QuotedString
 
-from eagle31_train import cli
+from eagle31_train import compose
 from eagle31_train.common.errors import UserError
 from eagle31_train.config import Config
 from eagle31_train.evaluation.serving.engine import flags, speculation, target_arguments
@@ -75,7 +75,7 @@ def commands(config: Config) -> list[str]:
 
 def overrides(config: Config) -> list[str]:
     """The fewest `key=value` options that give this configuration, starting from a recipe."""
-    recipes = cli.choices("experiment")
+    recipes = compose.choices("experiment")
     starts = [config.name] if config.name in recipes else recipes
     return min((_from(recipe, config) for recipe in starts), key=len)
 
@@ -99,14 +99,14 @@ def _base(recipe: str) -> dict[str, Any]:
     """The options of a recipe; a target or a name that it leaves open is none."""
     start = [f"+experiment={recipe}"]
     try:
-        config = cli.load_config(start, resolve=False)
+        config = compose.load_config(start, resolve=False)
     except UserError:
-        config = cli.load_config([*start, "target.path=none", "name=none"], resolve=False)
+        config = compose.load_config([*start, "target.path=none", "name=none"], resolve=False)
     return _values(config)
 
 
 def _values(config: Config) -> dict[str, Any]:
-    return {name: attrgetter(name)(config) for name in cli.OPTIONS}
+    return {name: attrgetter(name)(config) for name in compose.OPTIONS}
 
 
 def _hydra(value: Any) -> str:

@@ -15,7 +15,7 @@ from made import message_of
 from data_prep import client
 from data_prep.own_server import LOG, OwnServer
 from data_prep.stage import prepare
-from eagle31_train.cli import load_config
+from eagle31_train.compose import load_config
 from eagle31_train.targets.chat import ChatTemplate
 
 TURNS = [["hello"], ["the fox", "and?"], ["how are you"], ["world"]]

@@ -11,8 +11,8 @@ from planting import interrupt, watched
 from data_prep.journal import Journal
 from data_prep.self_prompts import user_stop, write_prompts
 from data_prep.stage import prepare
-from eagle31_train.cli import load_config
 from eagle31_train.common.errors import UserError
+from eagle31_train.compose import load_config
 from eagle31_train.config import SELF_WRITTEN
 from eagle31_train.targets.chat import ChatTemplate
 from eagle31_train.targets.generate import Generator

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from talking import whole_words
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eagle31_train import cli
+from eagle31_train import compose
 from eagle31_train.common import artifacts
 from eagle31_train.evaluation.decoding import Limits, decode_plain
 from eagle31_train.evaluation.measuring import Candidate
@@ -162,7 +162,7 @@ class TinyRun:
             "files": artifacts.list_files(folder, self.weights.parent.iterdir()),
         }
         artifacts.write_json(folder / "manifest.json", manifest | more)
-        (folder / "config.yaml").write_text(cli.to_yaml(self.config()), encoding="utf-8")
+        (folder / "config.yaml").write_text(compose.to_yaml(self.config()), encoding="utf-8")
 
     def another(self, name, seed=0, learnt=None):
         """One more training on the same data; one that has learnt prompts is good."""

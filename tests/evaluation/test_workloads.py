@@ -8,8 +8,9 @@ from families import write_rows
 from talking import make_tokenizer
 from transformers import LlamaConfig
 
-from eagle31_train.cli import CONFIGS, load_config
 from eagle31_train.common.errors import UserError
+from eagle31_train.common.locations import CONFIGS
+from eagle31_train.compose import load_config
 from eagle31_train.config import is_hub_set
 from eagle31_train.evaluation import evaluating
 from eagle31_train.evaluation.prompts import Prompt, choose, from_heldout, suite_of

@@ -15,8 +15,8 @@ from spelling import random_tensors
 
 from eagle31_train import export
 from eagle31_train.checkpoint import run_folder
-from eagle31_train.cli import load_config
 from eagle31_train.common import artifacts
+from eagle31_train.compose import load_config
 from eagle31_train.config import Config, DrafterShape
 from eagle31_train.model import vocab
 from eagle31_train.reporting.evaluation_page import pictures

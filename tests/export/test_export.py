@@ -17,7 +17,7 @@ from planting import interrupt, replaced
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from eagle31_train import cli, export
+from eagle31_train import compose, export
 from eagle31_train.checkpoint import config_json
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.checkpoint.run_folder import CONFIG, training_of_export
@@ -84,7 +84,7 @@ def test_the_card_repeats_the_training_and_not_the_exports_options(run):
     bounded = ["store.max_bytes=1GB", "store.follow=true"]  # which `eagle31 run` refuses
     then = complete(run.config(*left_open, *others, *bounded, "data.heldout=0.4"), described)
     then = replace(then, train=replace(then.train, lr=None))  # as training records what was left open
-    (run.folder / "train" / CONFIG).write_text(cli.to_yaml(then))
+    (run.folder / "train" / CONFIG).write_text(compose.to_yaml(then))
     export.export(run.config(*left_open, "drafter.train_lm_head=false", "evaluate.num_speculative_tokens=2"))
     repeat = run.exported()[2].split("eagle31 run ")[1].splitlines()[0].split()
     drafter = {f"drafter.{one}" for one in ("train_lm_head=true", "norm_before_residual=true", "rms_norm_eps=1e-06")}

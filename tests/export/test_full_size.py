@@ -4,7 +4,7 @@ import torch
 from published_targets import recipe
 
 from eagle31_train.checkpoint import contract
-from eagle31_train.cli import load_config
+from eagle31_train.compose import load_config
 from eagle31_train.model.drafter import Drafter
 from eagle31_train.targets.derive import planned_drafter
 from eagle31_train.targets.description import describe_target

@@ -10,7 +10,7 @@ from made import message_of
 from pipeline import contents, make_run, options, timeless
 from planting import interrupt, replaced, watched
 
-from eagle31_train.cli import load_config
+from eagle31_train.compose import load_config
 from eagle31_train.extract import extract
 from eagle31_train.store import StoreWriter, shard, stream, writer
 from eagle31_train.store.backends import LocalStorage

@@ -14,8 +14,8 @@ from mutating import UNREADABLE, Acting, cases, documents, outcome, spoil, texts
 from published_targets import FOLDER
 from talking import make_tokenizer
 
-from eagle31_train.cli import load_config
 from eagle31_train.common.errors import Refused, UserError
+from eagle31_train.compose import load_config
 from eagle31_train.config import TargetConfig
 from eagle31_train.targets import chat_template
 from eagle31_train.targets.chat import ChatTemplate

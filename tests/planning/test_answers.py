@@ -10,7 +10,7 @@ import pytest
 from published_targets import FOLDER
 
 from data_prep.sources import quotas
-from eagle31_train import cli
+from eagle31_train import compose
 from eagle31_train.planning import inputs, sections
 from eagle31_train.planning.planned import reckon
 
@@ -18,7 +18,7 @@ QWEN = ["name=x", f"target.path={FOLDER / 'qwen3_8b'}", "run_dir=/nowhere/at/all
 
 
 def planned(*words):
-    return reckon(cli.load_config([*QWEN, *words], resolve=False))[0]
+    return reckon(compose.load_config([*QWEN, *words], resolve=False))[0]
 
 
 def section(*words):
@@ -129,7 +129,7 @@ def test_rows_are_counted_as_stage_1_reads_them(tmp_path):
     (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "one"}\n\n{"prompt": "two"}'))
     (tmp_path / "d.json").write_text('[{"prompt": "one"}, {"prompt": "two"}]')
     (tmp_path / "_notes").write_text("none of it")
-    config = cli.load_config([*QWEN, f"data.conversations={tmp_path}"])
+    config = compose.load_config([*QWEN, f"data.conversations={tmp_path}"])
     assert inputs.prompts_at_hand(config) == 8
     (tmp_path / "d.json").write_text("no JSON")
     assert inputs.prompts_at_hand(config) is None
@@ -141,7 +141,7 @@ def test_of_a_mixture_as_many_as_its_weights_allow_are_at_hand(tmp_path):
 
     def at_hand(weight, *words):
         sources = [f"data.sources.{name}.path={tmp_path / name}" for name in "ab"]
-        return inputs.prompts_at_hand(cli.load_config([*QWEN, *sources, f"data.sources.a.weight={weight}", *words]))
+        return inputs.prompts_at_hand(compose.load_config([*QWEN, *sources, f"data.sources.a.weight={weight}", *words]))
 
     assert at_hand(3) == 3 * 24 + 24
     weights, rows = {"a": Fraction("0.3"), "b": Fraction(1)}, {"a": 420, "b": 24}

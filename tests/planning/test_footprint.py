@@ -11,7 +11,7 @@ from plan_cases import LOGITS, SMALL_MLA, measure, objective_and_batch, shape_of
 
 from benchmarks.shapes import turns
 from eagle31_train.checkpoint.contract import weight_shapes
-from eagle31_train.cli import CONFIGS
+from eagle31_train.common.locations import CONFIGS
 from eagle31_train.model import linear
 from eagle31_train.planning.footprint import PROFILES, Activations, State, Step, activations, memory
 from eagle31_train.planning.planned import read_bucket

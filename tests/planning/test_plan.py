@@ -18,7 +18,7 @@ from published_targets import recipe
 from safetensors.torch import load_file
 from talking import make_tokenizer
 
-from eagle31_train import cli
+from eagle31_train import compose
 from eagle31_train.common import order
 from eagle31_train.config import TrainConfig
 from eagle31_train.model.drafter import Drafter
@@ -41,11 +41,11 @@ CHECKPOINTING = "train.activation_checkpointing=true"
 
 @functools.cache
 def planned(*overrides):
-    return reckon(cli.load_config(list(overrides)))[0]
+    return reckon(compose.load_config(list(overrides)))[0]
 
 
 def printed(capsys, *overrides):
-    plan(cli.load_config(list(overrides)))
+    plan(compose.load_config(list(overrides)))
     return capsys.readouterr().out
 
 
@@ -91,7 +91,7 @@ def test_open_steps_are_as_training_would_take_them(capsys, counted):
     small, large = (planned(*ANY_8B, f"plan.tokens={tokens}") for tokens in (1e6, 3e8))
     assert [(one.batch_tokens, one.steps) for one in (small, large)] == [(2048, 2930), (120_064, 14_993)]
     assert "train.batch_tokens       120064" in printed(capsys, *ANY_8B, "plan.tokens=3e8")
-    config = cli.load_config([*options(counted), "train.batch_tokens=null", "train.epochs=1000000"])
+    config = compose.load_config([*options(counted), "train.batch_tokens=null", "train.epochs=1000000"])
     split = Store(storage_of(config)).split("train")
     assert reckon(config)[0].batch_tokens == tokens_of_a_step(split, config.train) > STEP_TOKENS
     assert config.train.batch_tokens is None

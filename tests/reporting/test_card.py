@@ -8,8 +8,8 @@ from huggingface_hub import ModelCardData
 from plan_cases import shape_of
 from sample_results import alone, comparison, serving
 
-from eagle31_train.cli import load_config
 from eagle31_train.common.locations import ROOT
+from eagle31_train.compose import load_config
 from eagle31_train.evaluation.intervals import bracket
 from eagle31_train.reporting import card, markdown, recipe
 from eagle31_train.reporting.card import CardResult, CardResults

@@ -12,7 +12,7 @@ import pytest
 from plan_cases import shape_of
 from sample_results import DEPTHS, comparison, measured, result, sheet
 
-from eagle31_train.cli import load_config
+from eagle31_train.compose import load_config
 from eagle31_train.evaluation.intervals import bracket
 from eagle31_train.evaluation.measurement import Counts, Measurement
 from eagle31_train.evaluation.results import summarise

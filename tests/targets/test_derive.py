@@ -12,8 +12,8 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from eagle31_train.cli import load_config
 from eagle31_train.common.errors import UserError
+from eagle31_train.compose import load_config
 from eagle31_train.config import Config, DataConfig, DrafterConfig, EvaluateConfig, ExtractConfig, TargetConfig
 from eagle31_train.planning.inputs import count_parameters, weight_bytes
 from eagle31_train.targets import description

@@ -12,7 +12,7 @@ from pipeline import assert_equal, contents, flip_bit
 from planting import watched
 from surviving import timeless
 
-from eagle31_train import cli
+from eagle31_train import compose
 from eagle31_train.common import artifacts, locks
 from eagle31_train.common.errors import UserError
 from eagle31_train.store import Store, storage_of
@@ -180,7 +180,7 @@ def test_a_run_stays_until_what_replaces_it_has_a_checkpoint(new_run, monkeypatc
 def test_a_run_is_a_recipe_for_the_other_version(new_run):
     """What was left open is decided anew, as if nobody had trained."""
     run = new_run().fit(*SHORT)
-    saved = cli.load_config([], run.train / "config.yaml").train
+    saved = compose.load_config([], run.train / "config.yaml").train
     assert (saved.fc_input_scale, saved.fc_init_scale) == (None, None)
     assert "was made from other inputs (drafter.fc_norm: True there, False here" in message_of(run.fit, *SHORT, *EAGLE3)
     run.fit(*SHORT, *EAGLE3, "overwrite=true")

@@ -10,7 +10,7 @@ from accelerate.utils import DistributedType
 from conftest import kept_mask
 from made import message_of
 
-from eagle31_train.cli import load_config
+from eagle31_train.compose import load_config
 from eagle31_train.config import TrainConfig
 from eagle31_train.model.batch import build_batch
 from eagle31_train.targets.extraction import rank_of

@@ -16,7 +16,7 @@ from planting import replaced
 from surviving import calling, launched, lines, tell, wait_until, working
 from watching import updates_of
 
-from eagle31_train import cli
+from eagle31_train import compose
 from eagle31_train.common.console import STOPPED
 from eagle31_train.common.errors import Interrupted, Stopped
 from eagle31_train.extract import extract
@@ -139,7 +139,7 @@ def test_a_stopped_run_ends_at_its_checkpoint_where_that_is_asked(new_run, by_on
     assert lines(run.train / "metrics.jsonl") == 7, "six steps, and the evaluation of the last"
     assert_close(run.fit(*SHORT).weights(), weights, 0)
     assert "train: up to date" in capsys.readouterr().out
-    assert not cli.load_config([], run.train / "config.yaml").train.finish
+    assert not compose.load_config([], run.train / "config.yaml").train.finish
     (run.train / "manifest.json").unlink()  # to train on after all
     assert_close(run.fit(*SHORT).weights(), by_one(*SHORT).weights(), 0)
 

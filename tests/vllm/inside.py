@@ -136,8 +136,8 @@ def states(options, conversations, too_long, file, exchange=False):
     import torch
     from safetensors.torch import save_file
 
-    from eagle31_train.cli import load_config
     from eagle31_train.common.errors import UserError
+    from eagle31_train.compose import load_config
     from eagle31_train.targets.extraction import make_engine
 
     spare_numba()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from data_prep import client
-from eagle31_train.cli import load_config
+from eagle31_train.compose import load_config
 from eagle31_train.evaluation.prompts import Prompt
 from eagle31_train.evaluation.serving import measure_serving
 from eagle31_train.evaluation.serving.engine import check
