@@ -78,14 +78,6 @@ class Split:
 
     rows: list[tuple[str, str, Sample]] = field(default_factory=list)
 
-    def token_counts(self, vocab_size: int) -> NDArray[np.int64]:
-        """[V] int64: how often the assistant wrote each token."""
-        counts = np.zeros(vocab_size, dtype=np.int64)
-        for _, _, sample in self.rows:
-            # Not bincount with minlength=V: that would add up V numbers for every sample.
-            np.add.at(counts, sample.input_ids[sample.loss_mask], 1)
-        return counts
-
     def coverage(self, draft_tokens: NDArray[np.bool_]) -> tuple[float | None, dict[str, float]]:
         """Share of the assistant's tokens that are in the draft vocabulary ([V] bool): of all, and by source."""
         inside, counted = Counter[str](), Counter[str]()

@@ -251,7 +251,8 @@ def _write(
     folder: Path, collected: Collected, template: ChatTemplate, vocab_size: int, data: DataConfig
 ) -> dict[str, Any]:
     """Write the draft vocabulary and the data set; what the manifest says of them."""
-    counts = collected.splits["train"].token_counts(vocab_size)
+    learnt = ((sample.input_ids, sample.loss_mask) for _, _, sample in collected.splits["train"].rows)
+    counts = vocab.count(learnt, vocab_size)
     draft = vocab.choose(counts, template.kept_ids(), data.draft_vocab_size)
     vocab.write(folder / "vocab.safetensors", draft)
     datasets = DatasetDict({name: split.dataset(name) for name, split in collected.splits.items()})

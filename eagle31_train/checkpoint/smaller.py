@@ -8,9 +8,7 @@ here, so what the card tells was measured of what is served. The trained weights
 import dataclasses
 from pathlib import Path
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from eagle31_train.checkpoint import contract
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
@@ -18,7 +16,7 @@ from eagle31_train.common import artifacts
 from eagle31_train.common.console import note
 from eagle31_train.common.errors import UserError
 from eagle31_train.config import Config
-from eagle31_train.model.vocab import DraftVocab, choose
+from eagle31_train.model import vocab
 from eagle31_train.rows import samples
 
 
@@ -52,13 +50,13 @@ def pruned(checkpoint: DrafterCheckpoint, size: int, data: Path) -> DrafterCheck
     before = checkpoint.vocab
     if size >= len(before):
         raise UserError(f"export_vocab_size={size}: the drafter has {len(before)} draft tokens: give less, or none")
-    counts = assistant_counts(data / "dataset", before.target_size)
+    counts = vocab.count(samples.masked(data / "dataset", "train"), before.target_size)
     ends = [rank for rank, token in enumerate(before.target_ids.tolist()) if token in manifest["end_ids"]]
     if size <= len(ends):
         raise UserError(f"export_vocab_size={size} leaves no token but those that end an answer: give more")
-    rows = choose(counts[before.target_ids], ends, size).target_ids
-    kept = DraftVocab(before.target_ids[rows], before.target_size)
-    written, reached = (int(counts[vocab.target_ids].sum()) for vocab in (before, kept))
+    rows = vocab.choose(counts[before.target_ids], ends, size).target_ids
+    kept = vocab.DraftVocab(before.target_ids[rows], before.target_size)
+    written, reached = (int(counts[one.target_ids].sum()) for one in (before, kept))
     note(
         f"{size:,} of {len(before):,} draft tokens are kept: {reached / max(written, 1):.2%} of their uses in training"
     )
@@ -70,11 +68,3 @@ def pruned(checkpoint: DrafterCheckpoint, size: int, data: Path) -> DrafterCheck
         smaller={**(checkpoint.smaller or {}), "vocab": artifacts.fingerprint(kept.target_ids.tolist())},
         _mapped={**checkpoint.tensors, "lm_head.weight": head},
     )
-
-
-def assistant_counts(dataset: Path, vocab_size: int) -> NDArray[np.int64]:
-    """[V]: how often the assistant wrote each token in the training split."""
-    counts = np.zeros(vocab_size, dtype=np.int64)
-    for ids, mask in samples.masked(dataset, "train"):
-        np.add.at(counts, ids[mask], 1)
-    return counts

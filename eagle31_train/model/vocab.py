@@ -2,8 +2,10 @@
 id = k + d2t[k]. `t2d` says of each target id whether the draft vocabulary holds it. Draft ids are in the order of the
 target's, so each map follows from the other. Only NumPy: the data stage imports this without torch."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +47,15 @@ class DraftVocab:
         mask = np.zeros(self.target_size, dtype=np.bool_)
         mask[self.target_ids] = True
         return mask
+
+
+def count(samples: Iterable[tuple[NDArray[Any], NDArray[Any]]], size: int) -> NDArray[np.int64]:
+    """[size] int64: how often the assistant wrote each token; samples: token ids and loss mask, [T] each."""
+    counts = np.zeros(size, dtype=np.int64)
+    for ids, mask in samples:
+        # Not bincount with minlength=size: that would add up as many numbers for every sample.
+        np.add.at(counts, ids[mask], 1)
+    return counts
 
 
 def choose(counts: NDArray[np.int64], always: list[int], size: int | None = None) -> DraftVocab:
