@@ -35,6 +35,7 @@ from eagle31_train.common.allocator import keep_freed_memory
 from eagle31_train.common.errors import UserError
 from eagle31_train.config import Config
 from eagle31_train.reporting.markdown import grid
+from eagle31_train.rows import samples
 from eagle31_train.store import PlannedShard, StoreWriter, make_plan, shape_of
 from eagle31_train.store.backends import open_storage
 from eagle31_train.targets import extraction
@@ -98,7 +99,7 @@ def measure(config: Config, pairs: Sequence[str], tokens: int, folder: Path) -> 
     """Every contender on the first shards, of at least so many tokens together where there are as many; the first shard
     once more before, to warm up, and on a GPU every shard."""
     splits = DatasetDict.load_from_disk(str((config.data_folder / "dataset").absolute()))
-    masks = {split: list(extraction.loss_masks(splits[split])) for split in splits}
+    masks = {split: list(samples.column(splits[split], "loss_mask")) for split in splits}
     engine = extraction.make_engine(config)
     if not isinstance(engine, TransformersEngine):
         raise UserError("this measures extract.engine=transformers")

@@ -23,11 +23,11 @@ from benchmarks import machine, run_main
 from benchmarks.worker import status
 from eagle31_train.common import artifacts, order
 from eagle31_train.config import TrainConfig
+from eagle31_train.rows import samples
 from eagle31_train.store import Store, StoreSplit, StoreWriter, shard_plan
 from eagle31_train.store.backends import LocalStorage
 from eagle31_train.store.format import PLAN, TARGET, Line
 from eagle31_train.store.shard_plan import HEADER, Plan, PlannedShard, Shape, plan_shards
-from eagle31_train.targets.extraction import loss_masks
 from train import build, windows
 
 RANKS = 1024
@@ -87,7 +87,7 @@ def plan_from_masks(watch: Stopwatch, lengths: list[int], folder: Path) -> None:
     """Plan a store of MASKS samples, as extraction does, from a data set on disk."""
     some, random = lengths[:: max(1, len(lengths) // MASKS)], np.random.default_rng(0)
     Dataset.from_dict({"loss_mask": [random.random(length) < 0.5 for length in some]}).save_to_disk(folder)
-    rows = {"train": loss_masks(Dataset.load_from_disk(folder)), "heldout": []}
+    rows = {"train": samples.column(Dataset.load_from_disk(folder), "loss_mask"), "heldout": []}
     shape = Shape(8, 1, "fp8", "fp8")
     plan = watch(f"extraction reads {len(some):,} loss masks", lambda: shard_plan.make_plan(rows, LONGEST * 16, shape))
     assert plan.lengths["train"] == some

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
@@ -19,6 +20,14 @@ def load(dataset: Path, split: str) -> "Dataset":
 
 def masked(dataset: Path, split: str) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
     """Token ids and loss mask, [T] each, of every sample of a split."""
-    columns = ["input_ids", "loss_mask"]
-    for batch in load(dataset, split).select_columns(columns).with_format("numpy").iter(1_000):
-        yield from zip(*(batch[column] for column in columns), strict=True)
+    rows = load(dataset, split)
+    yield from zip(column(rows, "input_ids"), column(rows, "loss_mask"), strict=True)
+
+
+def column(rows: "Dataset", name: str) -> Iterator[NDArray[Any]]:
+    """[T] of every row: input_ids, or loss_mask. Straight from Arrow: through Python's lists it takes twenty times as
+    long, through the "numpy" format of `datasets` nine times."""
+    for batch in rows.select_columns([name]).with_format("arrow").iter(1000):
+        lists = batch[name].combine_chunks()
+        ends = lists.offsets.to_numpy()
+        yield from np.split(lists.flatten().to_numpy(zero_copy_only=False), ends[1:-1] - ends[0])

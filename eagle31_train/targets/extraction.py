@@ -9,7 +9,7 @@ Shapes: T tokens of one conversation; A auxiliary layers; H hidden.
 import importlib.util
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -92,7 +92,7 @@ def _extract(
             f"extract: WARNING: {config.data_folder} is of a target with another config.json, of which the drafter "
             f"will be derived ({change}): run `eagle31 data` for this one"
         )
-    masks = {split: loss_masks(splits[split]) for split in SPLITS}
+    masks = {split: samples.column(splits[split], "loss_mask") for split in SPLITS}
     plan = make_plan(masks, config.extract.shard_tokens, shape_of(states))
     check_length(engine, max((length for lengths in plan.lengths.values() for length in lengths), default=0))
     writer = StoreWriter(
@@ -134,14 +134,6 @@ def _finish(writer: StoreWriter, lines: Sequence[Line], draft_tokens: NDArray, b
         compared = f"fidelity: top-1 {top1:.2%}, KL {kl:.2g} over {fidelity['positions']} positions"
     size = f"{manifest['tokens']:,} tokens, {manifest['bytes_per_token']:,.0f} bytes each"
     note("\n".join([f"extract: {size}, in {writer.storage.location}; {compared}", *agreement.lines(drafted)]))
-
-
-def loss_masks(rows: "Dataset") -> Iterator[NDArray]:
-    """[T] bool of every row. Every process looks at all of them, and lists of Python's take twenty times as long."""
-    for batch in rows.select_columns(["loss_mask"]).with_format("arrow").iter(1000):
-        masks = batch["loss_mask"].combine_chunks()
-        ends = masks.offsets.to_numpy()
-        yield from np.split(masks.flatten().to_numpy(zero_copy_only=False), ends[1:-1] - ends[0])
 
 
 def rank_of(config: Config) -> tuple[int, int]:
