@@ -114,12 +114,10 @@ class Engine(ABC):
                 yield key, refused
         sampling = Sampling(generate.max_new_tokens, generate.top_p, self.template.end_ids, top_k=generate.top_k)
         for key, completion in self.complete(asked, sampling):
-            outcome: Answer | Refused
             try:
                 if isinstance(completion, Refused):
-                    outcome = completion
-                else:
-                    outcome = self._answer(jobs[key], asked[key].ids, *completion)
+                    raise completion
+                outcome: Answer | Refused = self._answer(jobs[key], asked[key].ids, *completion)
             except Refused as refused:
                 outcome = refused
             yield key, outcome
@@ -142,11 +140,10 @@ class Engine(ABC):
     def write(self, how: SelfPromptsConfig, end_ids: list[int], end_text: str | None, asked: Requests) -> Outcomes:
         """What a user says next: text that goes on from token ids up to one of `end_ids`, or to `end_text`."""
         for key, completion in self.complete(asked, Sampling(how.max_new_tokens, how.top_p, end_ids, end_text)):
-            if isinstance(completion, Refused):
-                yield key, completion
-                continue
-            ids, reason = completion
             try:
+                if isinstance(completion, Refused):
+                    raise completion
+                ids, reason = completion
                 text = self.template.decode(ids[:-1] if ids and ids[-1] in end_ids else ids)
             except Refused as refused:
                 yield key, refused
