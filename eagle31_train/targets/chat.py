@@ -148,12 +148,10 @@ class ChatTemplate:
             raise Refused(f"token {max(ids)}, for which the target has no row")
         return ids
 
-    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+    def decode(self, ids: list[int]) -> str:
         """Text exactly as the tokens spell it; Refused where the tokenizer, unlike the target, lacks one."""
         try:
-            text = self.tokenizer.decode(
-                ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-            )
+            text = self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
         except (KeyError, IndexError):  # fast tokenizers make nothing of it
             raise Refused("a token that the tokenizer lacks") from None
         assert isinstance(text, str)

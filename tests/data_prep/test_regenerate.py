@@ -118,7 +118,7 @@ def test_greedy_answers_are_those_of_the_model_step_by_step(config, tiny_target)
                 if token in template.end_ids:
                     break
                 answer.append(token)
-            assert row["messages"][i]["content"] == template.decode(answer, skip_special_tokens=True)
+            assert row["messages"][i]["content"] == template.tokenizer.decode(answer, skip_special_tokens=True)
 
 
 def test_samples_first_greedy_then_sampled_and_reproducible(config, tmp_path):
