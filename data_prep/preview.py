@@ -3,11 +3,9 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import groupby
-from pathlib import Path
 
 from data_prep.dataset import Split
 from data_prep.masks import Sample
-from eagle31_train.common import artifacts
 from eagle31_train.common.errors import Refused
 from eagle31_train.reporting import html
 from eagle31_train.targets.chat import ChatTemplate
@@ -17,12 +15,8 @@ EACH = 5  # samples of every split and source
 MOST = 4096  # tokens of each that are shown
 
 
-def write(folder: Path, splits: Mapping[str, Split], template: ChatTemplate) -> None:
-    """Write PAGE with the first samples of every split and source, as the target's tokens spell them."""
-    artifacts.write_text(folder / PAGE, page(splits, template))
-
-
 def page(splits: Mapping[str, Split], template: ChatTemplate) -> str:
+    """The first samples of every split and source, as the target's tokens spell them."""
     marked = []
     for name, split in splits.items():
         numbers = Counter[str]()

@@ -259,7 +259,7 @@ def _write(
     # An empty split would be given no file, and then not load: one file at least.
     shards = {name: None if len(split) else 1 for name, split in datasets.items()}
     datasets.save_to_disk(str(folder / "dataset"), num_shards=shards)
-    preview.write(folder, collected.splits, template)
+    artifacts.write_text(folder / preview.PAGE, preview.page(collected.splits, template))
     splits = {name: split.summary() for name, split in collected.splits.items()}
     coverage = {name: split.coverage(draft.t2d) for name, split in collected.splits.items()}
     not_held_out = sorted(splits["train"]["by_source"].keys() - splits["heldout"]["by_source"])
