@@ -11,20 +11,14 @@ from eagle31_train.config import Config
 LOG = "answers-vllm.log"  # in the run's folder
 
 
-class OwnServer:
+class OwnServer(ExitStack):
     """A server of the target on loopback, for as long as the `with` block lasts; started by the first `url()`."""
 
     def __init__(self, config: Config) -> None:
-        self.config, self._running = config, ExitStack()
-        self._url = ""
+        super().__init__()
+        self.config, self._url = config, ""
         if config.data.generate.model:
             raise UserError("data.generate.model is for a server of yours, and data.generate.server=vllm starts one")
-
-    def __enter__(self) -> "OwnServer":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._running.close()
 
     def url(self) -> str:
         """Where it answers; UserError where vLLM does not start."""
@@ -42,7 +36,7 @@ class OwnServer:
             note(f"answers: vLLM starts ({log})")
             server = Server(command, port, log, offline=out_of_reach(self.config.target) is not None)
             try:
-                self._server = self._running.enter_context(server)
+                self._server = self.enter_context(server)
             except (UserError, OSError) as error:
                 raise UserError(f"{error}; it is started with evaluate.vllm_python={python}") from None
             self._url = f"http://127.0.0.1:{port}/v1"
