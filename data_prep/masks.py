@@ -261,7 +261,8 @@ def read_turn(template: ChatTemplate, messages: list[Message], tools: Tools = No
         whole, inserted = template.render([*history, message], tools=tools), False
         answer = re.sub(rf"^\s*{OPEN}\n?", "", words) if opened else words  # the prompt holds it already
     text = prompt + answer + _end_of_turn(template, whole, "tool" if message.get("tool_calls") else "user")
-    return RenderedTurn(number, text, Span(len(prompt), len(text), answer, cut), inserted)
+    content = answer if words != words.rstrip() else answer.rstrip()  # without what the template puts behind it
+    return RenderedTurn(number, text, Span(len(prompt), len(text), content, cut), inserted)
 
 
 def _check(message: Message, prompt: str, cut: bool) -> None:
