@@ -338,7 +338,7 @@ class FakeStep:
         flash = patch.object(context_attention, "replaced", lambda: self.options.kernels.partition("+")[2])
         with self.mode, count, flash:
             count.phase = "forward"
-            accumulate(parallel, [MicroBatch(self.batch, [], True)], self.totals, GAMMA)
+            accumulate(parallel, [MicroBatch(self.batch, True)], self.totals, GAMMA)
             count.phase = "update"
             torch.nn.utils.clip_grad_norm_(drafter.parameters(), 0.5)
             self.optimizer.step()

@@ -102,7 +102,7 @@ class Trainer:
     def step(self, batch: Batch) -> float:
         """One optimizer step, the moving of the batch included; the host waits once, for the loss."""
         totals = StepTotals(torch.cat([batch.population, batch.population.new_zeros(1)]))
-        sums, totals = accumulate(self.parallel, [MicroBatch(batch, [], True)], totals, GAMMA)
+        sums, totals = accumulate(self.parallel, [MicroBatch(batch, True)], totals, GAMMA)
         norm, totals, sums = self.parallel.update(1e-5, totals, sums)
         if not torch.isfinite(norm):
             raise FloatingPointError("the gradient is not finite")

@@ -27,13 +27,12 @@ GRACE = 10.0  # seconds that a process which is to stop still waits for shards t
 class MicroBatch:
     """What a rank runs the model on at once.
 
-    batch: the documents of `samples`, packed; with train.context_parallel this rank's part of them. real: False for a
-    stand-in: where a global batch has fewer samples than there are parts, a rank takes part in the gradient exchange
-    with a sample that counts for nothing.
+    batch: packed documents; with train.context_parallel this rank's part of them. real: False for a stand-in: where a
+    global batch has fewer samples than there are parts, a rank takes part in the gradient exchange with a sample that
+    counts for nothing.
     """
 
     batch: Batch
-    samples: list[int]
     real: bool
 
 
@@ -120,7 +119,7 @@ def load(
             mine = order.longest_first(part, split.lengths) or [min(samples, key=split.lengths.__getitem__)]
             chosen = None if subset is None else subset.of([samples.index(i) for i in mine])
             batch = build_batch(split.read_all(mine), t.ttt_length, keep_mask, t.oov, chosen, mesh.part)
-            micro_batches.append(MicroBatch(batch.pinned() if pin else batch, mine, bool(part)))
+            micro_batches.append(MicroBatch(batch.pinned() if pin else batch, bool(part)))
         split.passed(step)
         pairs = torch.stack([micro.batch.population * micro.real for micro in micro_batches]).sum(0)
         packed = torch.cat([pairs, pairs.new_zeros(1)])

@@ -147,7 +147,7 @@ def one_step(precision, kernels="plain", optimizer="adamw"):
     for batch in batches:
         assert_pinned(batch)
     packed = torch.cat([sum(batch.population for batch in batches), torch.zeros(1, dtype=torch.int64)]).pin_memory()
-    micro_batches = [MicroBatch(batch, [], True) for batch in batches]
+    micro_batches = [MicroBatch(batch, True) for batch in batches]
 
     def step():
         sums, totals = arithmetic.accumulate(spread, micro_batches, StepTotals(packed), 0.8)
