@@ -1,7 +1,10 @@
-"""The one layer of a drafter as transformers describes it, which both peers build theirs from."""
+"""What both peers share: the one layer of a drafter, as transformers describes it, and how their logits are read."""
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from eagle31_train.config import DrafterShape
@@ -23,3 +26,17 @@ def llama_config(shape: DrafterShape, **more: Any) -> LlamaConfig:
         pad_token_id=None,
         **more,
     )
+
+
+def logits_of(head: nn.Module, step: Callable[[], Tensor], length: int) -> Tensor:
+    """[K, T, Vd]: what a peer's lm_head gives in a step on a document of `length` = T tokens. Row i is slot i; NaN in
+    the last rows, which read padding."""
+    found: list[Tensor] = []
+    hook = head.register_forward_hook(lambda _module, _inputs, output: found.append(output[0]))
+    with torch.no_grad():
+        step()
+    hook.remove()
+    logits = found[0].new_full((len(found), length, found[0].shape[-1]), float("nan"))
+    for k, rows in enumerate(found):
+        logits[k, : length - 1 - k] = rows[: length - 1 - k]
+    return logits

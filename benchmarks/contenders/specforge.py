@@ -17,7 +17,7 @@ with warnings.catch_warnings():  # that flash-attn is missing
 
 from specforge.utils import padding
 
-from benchmarks.contenders.llama import llama_config
+from benchmarks.contenders.llama import llama_config, logits_of
 from benchmarks.shapes import GAMMA, Material
 
 
@@ -54,7 +54,6 @@ class SpecForge:
         )
         draft.freeze_embedding()
         self.model = eagle3.OnlineEagle3Model(draft, length=unroll, attention_backend="sdpa")
-        self.unroll = unroll
 
         taught = material.teacher_logits()
         if shape.draft_vocab_size < shape.vocab_size:  # it wants all columns; what it does not keep must not win
@@ -79,15 +78,4 @@ class SpecForge:
         return {name: p for name, p in self.model.draft_model.named_parameters() if p.requires_grad}
 
     def logits(self) -> Tensor:
-        """[K, T, Vd]: row i is slot i."""
-        found: list[Tensor] = []
-        head = self.model.draft_model.lm_head
-        hook = head.register_forward_hook(lambda _module, _inputs, output: found.append(output[0]))
-        with torch.no_grad():
-            self.loss()
-        hook.remove()
-        rows = len(found[0])
-        logits = found[0].new_full((self.unroll, rows, found[0].shape[-1]), float("nan"))
-        for k, step in enumerate(found):
-            logits[k, : rows - 1 - k] = step[: rows - 1 - k]  # the last rows read padding
-        return logits
+        return logits_of(self.model.draft_model.lm_head, self.loss, self.batch["input_ids"].shape[1])

@@ -12,7 +12,7 @@ from speculators.models.eagle3.data import shift_batch
 from speculators.proposals.greedy import GreedyTokenProposalConfig
 from torch import Tensor
 
-from benchmarks.contenders.llama import llama_config
+from benchmarks.contenders.llama import llama_config, logits_of
 from benchmarks.shapes import GAMMA, Material
 
 
@@ -80,14 +80,4 @@ class Speculators:
         return {name.replace("layers.0.", "midlayer."): p for name, p in named if p.requires_grad}
 
     def logits(self) -> Tensor:
-        """[K, T, Vd]: row i is slot i."""
-        found: list[Tensor] = []
-        hook = self.model.lm_head.register_forward_hook(lambda _module, _inputs, output: found.append(output[0]))
-        with torch.no_grad():
-            self.loss()
-        hook.remove()
-        rows = len(found[0])
-        logits = found[0].new_full((self.unroll, rows + 1, found[0].shape[-1]), float("nan"))
-        for k, step in enumerate(found):
-            logits[k, : rows - k] = step[: rows - k]  # the last k rows read padding
-        return logits
+        return logits_of(self.model.lm_head, self.loss, self.batch["input_ids"].shape[1] + 1)
