@@ -1,7 +1,8 @@
 """Which options go together: a stage that needs to know, and whoever looks before any stage runs, ask the same."""
 
 from eagle31_train.common.errors import UserError
-from eagle31_train.config import Config, TrainConfig, byte_count, parse_limit
+from eagle31_train.common.units import byte_count, parse_limit
+from eagle31_train.config import Config, TrainConfig
 
 
 def check_options(config: Config) -> None:

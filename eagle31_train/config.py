@@ -24,7 +24,7 @@ EXPORTS = ("vllm", "speculators", "sglang")
 
 
 def opt(default: Any, help: str, choices: tuple[str, ...] | None = None, finite: bool = True, **bounds: float) -> Any:
-    """A configuration field. choices, bounds (above, at_least, at_most, below): of its value, or of each in a list."""
+    """A configuration field. choices and bounds (above, at_least, at_most, below) hold for each value in a list, too."""
     metadata = {"help": help, "choices": choices, "bounds": bounds, "finite": finite}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: default.copy(), metadata=metadata)
@@ -427,27 +427,6 @@ class DrafterShape:
 def default_aux_layers(layers: int) -> list[int]:
     """vLLM's choice for a target of N layers: 2, N//2, N-3."""
     return [2, layers // 2, layers - 3]
-
-
-def byte_count(text: str, option: str) -> int:
-    """Bytes from "200GB", "64GiB", "1.5TB" or a plain number; `option` is where it was asked for."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
-    if match is None or float(match[1]) <= 0:
-        raise UserError(f"{option}={text} is no number of bytes: write it like 200GB, 64GiB or 1000000")
-    power = " KMGT".index(match[2].upper() or " ")
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
-
-
-def parse_limit(text: str | None) -> float | None:
-    """Seconds from "3h50m", "90m", "30s" or "2d"; None for no limit. A UserError if it is no such time."""
-    if text is None:
-        return None
-    parts = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", text.replace(" ", ""))
-    days, hours, minutes, seconds = (int(part or 0) for part in parts.groups()) if parts else (0, 0, 0, 0)
-    total = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
-    if not total:
-        raise UserError(f"train.time_limit={text} is no time: write it like 3h50m, 90m or 30s")
-    return float(total)
 
 
 MLA_WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # and q_lora_rank, or none

@@ -20,7 +20,8 @@ from eagle31_train.checkpoint.run_folder import CHECKPOINTS, RECORD, in_order, l
 from eagle31_train.common import artifacts, locks, order
 from eagle31_train.common.console import note, say
 from eagle31_train.common.errors import UserError
-from eagle31_train.config import Config, DrafterShape, TrainConfig, byte_count, parse_limit
+from eagle31_train.common.units import byte_count, parse_limit
+from eagle31_train.config import Config, DrafterShape, TrainConfig
 from eagle31_train.evaluation import trajectories
 from eagle31_train.evaluation.trajectories import Trajectory, digest
 from eagle31_train.model import vocab

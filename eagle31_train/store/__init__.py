@@ -8,7 +8,8 @@ from typing import Any
 
 from eagle31_train.common import artifacts
 from eagle31_train.common.errors import UserError
-from eagle31_train.config import Config, byte_count
+from eagle31_train.common.units import byte_count
+from eagle31_train.config import Config
 from eagle31_train.store.backends import Storage, open_storage
 from eagle31_train.store.format import REMAKE, read_record
 from eagle31_train.store.head import finished

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from eagle31_train.common import artifacts
 from eagle31_train.common.console import Progress, note, parser, tidy
 from eagle31_train.common.errors import UserError
-from eagle31_train.config import byte_count
+from eagle31_train.common.units import byte_count
 from eagle31_train.store import format as files
 from eagle31_train.store.backends import Storage, Use, open_storage
 from eagle31_train.store.head import Head, Problem, big_files, near, read_head, read_tensors

@@ -24,7 +24,8 @@ from eagle31_train.common.console import Progress, is_main, note, rank, ranks, r
 from eagle31_train.common.errors import UserError
 from eagle31_train.common.locks import alone
 from eagle31_train.common.transfers import each_tensor, to_device, to_host
-from eagle31_train.config import Config, byte_count
+from eagle31_train.common.units import byte_count
+from eagle31_train.config import Config
 from eagle31_train.model import vocab
 from eagle31_train.provenance import Provenance
 from eagle31_train.rows import samples
