@@ -135,7 +135,9 @@ def _in_folder(folder: Path, option: str) -> list[tuple[str, Path]]:
     if not names:
         raise UserError(f"{option}={folder} is a folder without data files: it takes {kinds}")
     if unknown := [name for name in names if kind_of(name) not in READERS]:
-        raise UserError(f"{option}={folder} holds {unknown[0]}, which is no data file ({kinds}): use a glob")
+        saved = unknown[0].suffix == ".arrow"  # by `datasets`
+        remedy = "write the data set to Parquet (load_from_disk(…).to_parquet(FILE))" if saved else "use a glob"
+        raise UserError(f"{option}={folder} holds {unknown[0]}, which is no data file ({kinds}): {remedy}")
     if lost := [name for name in names if not (folder / name).is_file()]:
         raise UserError(f"{option}={folder} holds {lost[0]}, a link to nothing: mend or remove it")
     return [(name.as_posix(), folder / name) for name in names]

@@ -143,8 +143,10 @@ def test_a_folder_is_all_its_files_in_order_and_nothing_else(tmp_path):
     (tmp_path / "gone" / "moved.jsonl").symlink_to(tmp_path / "elsewhere.jsonl")
     (folder / "sub" / "notes.md").touch()
     (tmp_path / "none" / "below").mkdir(parents=True)
+    datasets.Dataset.from_list([{"prompt": "hello"}]).save_to_disk(str(tmp_path / "saved"))
     for spec, words in [
         (folder, "holds sub/notes.md, which is no data file"),
+        (tmp_path / "saved", "write the data set to Parquet (load_from_disk(…).to_parquet(FILE))"),
         (tmp_path / "gone", "holds moved.jsonl, a link to nothing"),
         (tmp_path / "none", "none is a folder without data files"),
         (folder / "*.txt", "matches no file"),
