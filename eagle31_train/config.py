@@ -24,7 +24,7 @@ EXPORTS = ("vllm", "speculators", "sglang")
 
 
 def opt(default: Any, help: str, choices: tuple[str, ...] | None = None, finite: bool = True, **bounds: float) -> Any:
-    """A configuration field. choices and bounds (above, at_least, at_most, below) hold for each value in a list, too."""
+    """A configuration field. choices and bounds (above, at_least, at_most, below) hold for a list's values, too."""
     metadata = {"help": help, "choices": choices, "bounds": bounds, "finite": finite}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: default.copy(), metadata=metadata)
