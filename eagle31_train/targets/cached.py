@@ -1,7 +1,7 @@
 """A target that decodes: transformers' key/value cache, and the taps of `hf.py` on the new tokens only.
 
-Several sequences are read together. Their keys stand flush right in the cache: a shorter sequence is padded on its
-left, as when transformers generates. Tokens that a sequence forgets are the last of its row, which moves right over
+Several sequences are read together. Their keys are right-aligned in the cache: a shorter sequence is padded on its
+left, as when transformers generates. When a sequence forgets its last tokens, the rest of its row shifts right over
 them.
 
 Shapes: B sequences; n new tokens; A auxiliary layers; H hidden; V vocabulary.
@@ -22,12 +22,12 @@ from eagle31_train.common.errors import UserError
 from eagle31_train.targets.description import RECURRENT, layer_types
 from eagle31_train.targets.hf import HiddenStateTarget, rope_by_length
 
-TOGETHER = {"full_attention", "sliding_attention"}  # types of layers of which rows of unequal length are tested
-FEW = 32  # queries of a head: more fill the kernel's blocks by themselves
+TOGETHER = {"full_attention", "sliding_attention"}  # layer types tested with rows of unequal length
+FEW = 32  # queries per head; more of them fill the kernel's blocks by themselves
 
 
 class CachedTarget(HiddenStateTarget):
-    """Some sequences at a time: `reset`, then `read` new tokens, and `forget` those that were rejected."""
+    """A target that decodes a batch of sequences: `reset`, then `read` new tokens and `forget` the rejected ones."""
 
     def __init__(self, model: Any, aux_layers: Sequence[int] | None) -> None:
         super().__init__(model, aux_layers)
@@ -35,32 +35,32 @@ class CachedTarget(HiddenStateTarget):
 
     @cached_property
     def _cache_argument(self) -> str:
-        """What the forward pass calls its cache: another name since transformers 5.24, but in code of older models."""
+        """The name of the forward pass's cache argument. transformers 5.24 changed it; code of older models did not."""
         return "cache" if "cache" in inspect.signature(self.model.forward).parameters else "past_key_values"
 
     def reset(self, rows: int = 1) -> None:
-        """Forget everything; `rows` sequences come. UserError for a target that decodes alone, or cannot forget."""
+        """Empty the cache for `rows` new sequences. UserError if the target cannot forget, or take several."""
         if states := layer_types(self.model.config.get_text_config()) & RECURRENT:
             kinds = ", ".join(sorted(states))
             raise UserError(f"layers of type {kinds} cannot forget rejected tokens: set evaluate.backend=vllm")
         if rows > 1 and (why := why_alone(self.model)):
             raise UserError(f"the target has {why}, and decodes alone: set evaluate.batch_size=1")
-        # Without a config every layer keeps all its positions: a sliding window's layer that had
-        # dropped the oldest could not go back. Which keys are seen is the mask's business either way.
+        # Without a config every layer keeps all its positions: a sliding-window layer that had dropped the oldest
+        # could not go back. Either way, the mask decides which keys are seen.
         self._cache = DynamicCache()
         self.lengths = [0] * rows
 
     @torch.no_grad()
     def read(self, rows: Sequence[Sequence[int]], logit_rows: int) -> tuple[Tensor, Tensor]:
-        """Read new tokens of every sequence, as many of each, but for the first time: aux [B, n, A, H] of them, and
-        logits [B, logit_rows, V] fp32 of the last. A row with fewer tokens than others is meaningless on its left."""
+        """Read the new tokens of every sequence. Return their aux [B, n, A, H], and logits [B, logit_rows, V] fp32 of
+        the last ones. Rows have equal length, except in the first call: the left of a shorter one is meaningless."""
         with self._tapped(self._taps) as caught:
             logits = self._forward(rows, logit_rows)
         return self._stacked(caught), logits
 
     @torch.no_grad()
     def read_plain(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """As `read`, without taps: logits [B, 1, V] fp32 of the last token."""
+        """Like `read` without taps: return logits [B, 1, V] fp32 of the last token."""
         return self._forward(rows, 1)
 
     def forget(self, counts: Sequence[int]) -> None:
@@ -77,13 +77,13 @@ class CachedTarget(HiddenStateTarget):
         self._narrow()
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep these sequences alone, in this order."""
+        """Keep only these sequences, in this order."""
         self.lengths = [self.lengths[row] for row in rows]
         self._cache.batch_select_indices(torch.tensor(list(rows)))
         self._narrow()
 
     def join(self, other: "CachedTarget") -> None:
-        """Put the sequences of another one of the same model behind those of this one."""
+        """Append the sequences of `other`, which has the same model."""
         if more := max(self.lengths) - max(other.lengths):
             narrow = other if more > 0 else self
             for layer in narrow._filled():
@@ -93,13 +93,13 @@ class CachedTarget(HiddenStateTarget):
         self.lengths += other.lengths
 
     def _narrow(self) -> None:
-        """Drop what is padding in every row."""
+        """Drop the columns that are padding in every row."""
         width = max(self.lengths)
         for layer in self._filled():
             layer.keys, layer.values = layer.keys[..., -width:, :], layer.values[..., -width:, :]
 
     def _filled(self) -> list[Any]:
-        """The cache's layers; one that shares another's keys stays empty."""
+        """Return the cache's layers that hold keys; a layer that shares another's keys stays empty."""
         layers: list[Any] = self._cache.layers
         return [layer for layer in layers if layer.is_initialized]
 
@@ -119,7 +119,7 @@ class CachedTarget(HiddenStateTarget):
 
 
 def why_alone(model: Any) -> str | None:
-    """Why a target reads one sequence at a time; None if it reads several."""
+    """Return why a target can only read one sequence at a time; None if it can read several."""
     if others := layer_types(model.config.get_text_config()) - TOGETHER:
         return f"layers of type {', '.join(sorted(others))}"
     if rope_by_length(model.config.get_text_config()):
@@ -131,7 +131,7 @@ def why_alone(model: Any) -> str | None:
 
 @contextmanager
 def shared_keys() -> Iterator[None]:
-    """While it lasts, attention with keys that heads share reads them once (`_attend`)."""
+    """Within this context, attention reads keys that heads share once, not once per head (see `_attend`)."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface  # takes seconds
 
     usual = ALL_ATTENTION_FUNCTIONS["sdpa"]
@@ -151,16 +151,16 @@ def _attend(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers has it (`usual`), without copies of the keys that heads share.
+    """Compute attention as transformers does (`usual`), without copying the keys that heads share.
 
-    Torch's kernel for CPUs takes as long for one query as for 32. So queries of heads with the same keys become the
-    queries of one head, where they are few.
+    Torch's CPU kernel takes as long for one query as for 32. So where queries are few, those of all heads with the
+    same keys become the queries of one head.
 
     Args:
         query: [B, heads, n, D]. key, value: [B, shared heads, T, D].
-        attention_mask: [B, 1, n, T], true where a query sees a key; or none.
+        attention_mask: [B, 1, n, T], true where a query sees a key; or None.
 
-    Returns: [B, n, heads, D], and no weights.
+    Returns: [B, n, heads, D], and None in place of the weights.
     """
     B, heads, n, _ = query.shape
     share = heads // key.shape[1]

@@ -1,5 +1,5 @@
-"""A target's tokenizer and chat template: conversations become text and token ids as a server would make them, and
-messages again."""
+"""A target's tokenizer and chat template: they turn conversations into text and token ids as a server would, and
+back into messages."""
 
 import json
 import logging
@@ -19,14 +19,14 @@ from eagle31_train.targets.markup import CLOSE, EMPTY_THOUGHT, OPEN, apart
 from eagle31_train.targets.pretrained import end_ids, load_tokenizer
 
 NOT_FOR_TEMPLATES = {"finish_reason", "tokens", "token_ids", "weight"}
-VARIANTS = 64  # most of them kept, each with its own view of the tokenizer
-MARK = "the-{}-says"  # what stands in for a message, to see what the template puts around it
+VARIANTS = 64  # how many are cached at most, each with its own view of the tokenizer
+MARK = "the-{}-says"  # placeholder for a message, to see what the template puts around it
 
 
 @dataclass(eq=False)
 class ChatTemplate:
-    """A target's tokenizer and chat template. `end_ids`: where the target stops. `tools_template`: another template,
-    for conversations with tools."""
+    """A target's tokenizer and chat template. `end_ids`: tokens at which the target stops. `tools_template`: a
+    separate template for conversations with tools, if it has one."""
 
     tokenizer: PreTrainedTokenizerBase
     end_ids: list[int]
@@ -34,18 +34,18 @@ class ChatTemplate:
     template_args: dict[str, Any] = field(default_factory=dict)
     tools_template: str | None = None
     name: str = "the target"
-    rows: int | None = None  # of the target's embedding, once `check_rows` knows it
+    rows: int | None = None  # of the target's embedding; set by `check_rows`
     _variants: dict[str, "ChatTemplate"] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def reads_thoughts(self) -> bool:
-        """Whether it reads thoughts from a field of their own, under one of the names in use."""
+        """Whether the template reads thoughts from a separate field, under any of the names in use."""
         thoughts = r"\b(reasoning_content|reasoning)\b|\w\.thinking\b|[\"']thinking"
         return bool(re.search(thoughts, self.template + (self.tools_template or "")))
 
     @property
     def thinks(self) -> bool:
-        """Whether answers may begin with a thought: it knows of them, and its generation prompt ends no empty one."""
+        """Whether answers may begin with a thought: the template knows them, and its generation prompt closes none."""
         prompt = self.render([{"role": "user", "content": "Hello"}], add_generation_prompt=True).rstrip()
         closed = prompt.endswith(CLOSE) or re.search(rf"{EMPTY_THOUGHT}$", prompt)
         return (self.reads_thoughts or OPEN in self.template) and not closed
@@ -55,12 +55,12 @@ class ChatTemplate:
         return self.tools_template is not None or re.search(r"\btools\b", self.template) is not None
 
     def text(self, tools: list[Tool] | None) -> str:
-        """The template's text for a conversation, chosen as transformers and vLLM choose it."""
+        """Return the template's text for a conversation, chosen as transformers and vLLM choose it."""
         return self.tools_template if tools and self.tools_template is not None else self.template
 
     @cached_property
     def added(self) -> dict[int, str]:
-        """Added tokens, special or not: id and spelling. Tokenizers cut the text at them first."""
+        """Added tokens, special or not: id → spelling. Tokenizers split the text at them first."""
         return {i: token.content for i, token in self.tokenizer.added_tokens_decoder.items()}
 
     @cached_property
@@ -70,14 +70,14 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, target: TargetConfig) -> "ChatTemplate":
-        """The tokenizer and template of a target; a UserError where one of them is missing, or an argument unknown."""
+        """Load a target's tokenizer and template; UserError if one is missing, or the template ignores an argument."""
         tokenizer = load_tokenizer(target)
-        if not tokenizer.is_fast:  # Kimi's warns at each call that it is called with options
+        if not tokenizer.is_fast:  # Kimi's warns about options at every call
             logging.getLogger(type(tokenizer).__module__).setLevel(logging.ERROR)
         named = templates_of(target, tokenizer)
         template, with_tools = named["default"], named.get("tool_use")
         loaded = cls(tokenizer, end_ids(tokenizer, target), template, target.template_args, with_tools, target.name)
-        if unread := loaded.unread(target.template_args):  # recorded, it would change nothing
+        if unread := loaded.unread(target.template_args):  # it would be recorded, but change nothing
             raise UserError(f"target.template_args.{unread[0]} is not read by the target's chat template: leave it out")
         return loaded
 
@@ -86,18 +86,18 @@ class ChatTemplate:
         return set(re.findall(r"[A-Za-z_]\w*", self.template + (self.tools_template or "")))
 
     def unread(self, args: dict[str, Any]) -> list[str]:
-        """Variables that the template does not know."""
+        """Return the variables that the template does not read."""
         return [name for name in args if name not in self._words]
 
     def under(self, args: dict[str, Any]) -> "ChatTemplate":
-        """The same with these variables, too, as a row may have its own; those that the template does not know, it
-        passes over."""
+        """Return this template with further variables, which a row may set for itself. Variables that the template
+        does not read are ignored."""
         known = {name: value for name, value in args.items() if name in self._words}
         if not known:
             return self
         key = json.dumps(known, sort_keys=True)
         if key not in self._variants:
-            if len(self._variants) == VARIANTS:  # a date of each row's own, say
+            if len(self._variants) == VARIANTS:  # e.g. every row has its own date
                 self._variants.clear()
             self._variants[key] = replace(self, template_args={**self.template_args, **known})
         return self._variants[key]
@@ -112,9 +112,9 @@ class ChatTemplate:
         verbatim: bool = False,
         template: str | None = None,
     ) -> str:
-        """The conversation as text, as servers render it, with the arguments of tool calls as objects (`verbatim`:
-        those of the last message as they are), or in another `template`; Refused where that does not accept it."""
-        if not messages:  # what a conversation that begins with an answer has before it
+        """Render a conversation as servers do, or with another `template`; Refused if the template does not accept it.
+        Arguments of tool calls are passed as objects; `verbatim`: those of the last message as they are."""
+        if not messages:  # the history of an answer that begins its conversation
             raise Refused("no turn before the answer")
         try:
             text: Any = self.tokenizer.apply_chat_template(
@@ -125,40 +125,40 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **(self.template_args if template is None else {}),
             )
-            text.encode()  # half a surrogate pair, which JSON can spell, is none
-        except Exception as error:  # a template is a program: say, "+" between text and none
+            text.encode()  # fails for half a surrogate pair, which JSON can spell
+        except Exception as error:  # a template is a program, and may, e.g., add None to a text
             raise Refused(f"the template refuses it: {first_line(error)}") from None
         return str(text)
 
     def prompt_ids(self, messages: list[Message], tools: list[Tool] | None = None) -> list[int]:
-        """Token ids up to and with the generation prompt."""
+        """Return the token ids up to and including the generation prompt."""
         return self.encode(self.render(self.history(messages), add_generation_prompt=True, tools=tools))
 
     def history(self, messages: list[Message]) -> list[Message]:
-        """Earlier turns as a prompt has them: thoughts where the template looks for them, to keep or to drop."""
+        """Return earlier turns as a prompt has them: with thoughts where the template reads them, to keep or drop."""
         return [apart(message) for message in messages] if self.reads_thoughts else messages
 
     def encode(self, text: str, begin: bool = False) -> list[int]:
-        """Token ids of rendered text; `begin`: of plain text, with what the tokenizer puts around it, if anything."""
+        """Return the token ids of rendered text; `begin`: of plain text, with what the tokenizer puts around it."""
         return self.with_rows(list(self.tokenizer.encode(text, add_special_tokens=begin)))
 
     def with_rows(self, ids: list[int]) -> list[int]:
-        """These ids; Refused if the target has no row for one of them."""
+        """Return `ids` unchanged; Refused if the target has no embedding row for one of them."""
         if self.rows is not None and ids and max(ids) >= self.rows:
             raise Refused(f"token {max(ids)}, for which the target has no row")
         return ids
 
     def decode(self, ids: list[int]) -> str:
-        """Text exactly as the tokens spell it; Refused where the tokenizer, unlike the target, lacks one."""
+        """Return the text exactly as the tokens spell it; Refused if the tokenizer, unlike the target, lacks one."""
         try:
             text = self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-        except (KeyError, IndexError):  # fast tokenizers make nothing of it
+        except (KeyError, IndexError):  # from slow tokenizers; fast ones return no text for it
             raise Refused("a token that the tokenizer lacks") from None
         assert isinstance(text, str)
         return text
 
     def decode_after(self, prompt: list[int], ids: list[int]) -> str:
-        """What `ids` add to the text of a prompt: some tokenizers spell a token differently at the start of a text."""
+        """Return the text that `ids` add to a prompt. Some tokenizers spell a token differently at a text's start."""
         tail = prompt[max((i for i, token in enumerate(prompt) if token in self.added), default=0) :]
         before, whole = self.decode(tail), self.decode([*tail, *ids])
         return whole[len(before) :] if whole.startswith(before) else self.decode(ids)
@@ -166,15 +166,15 @@ class ChatTemplate:
     # ------------------------------------------------------------ prompts
 
     def as_text(self, text: str) -> str:
-        """`text` with a space after the first character of all in it that would be one of the tokenizer's added tokens,
-        special or not. White space and single characters cannot be broken so."""
+        """Return `text` with a space after the first character of everything that would be read as an added token,
+        special or not. Tokens of white space or of a single character cannot be broken this way."""
         added = {*self.special, *self.added.values()}
         broken = [f"{re.escape(t[0])}(?={re.escape(t[1:])})" for t in sorted(added) if len(t) > 1 and not t.isspace()]
         return re.sub("|".join(broken), r"\g<0> ", text) if broken else text
 
     def messages_of(self, ids: list[int]) -> list[Message] | None:
-        """The messages that a prompt was rendered from: the user's, perhaps after a system message, which render to the
-        very same ids; None if it is no such prompt."""
+        """Return the messages that a prompt was rendered from: the user's, perhaps after a system message. They render
+        to exactly `ids`. None if the prompt has another form."""
         text = self.decode(ids)
         for roles in (("user",), ("system", "user")):
             marks = [MARK.format(role) for role in roles]
@@ -195,22 +195,22 @@ class ChatTemplate:
         return None
 
     def without_system(self, messages: list[Message], tools: list[Tool] | None = None) -> str:
-        """The conversation without any system turn, be it its own or one that the template puts in by itself; Refused
-        where a user's turn cannot be told from what stands before it."""
+        """Render the conversation without any system turn, its own or one that the template inserts. Refused if the
+        user's turn cannot be told from what precedes it."""
         said = [message for message in messages if message["role"] != "system"]
         text = self.render(said, add_generation_prompt=True, tools=tools)
         mark = {"role": "user", "content": MARK.format("user")}
         before, _, _ = self.render([mark]).partition(mark["content"])
-        # What begins a turn is what one adds after an answer: templates may put a system message into the first turn.
+        # A turn's header is what a user turn adds after an answer: templates may put a system message into the first.
         earlier = [{"role": role, "content": f"an-earlier-{role}"} for role in ("user", "assistant")]
         so_far = self.render(earlier)
         whole, _, _ = self.render([*earlier, mark]).partition(mark["content"])
         header = whole.removeprefix(so_far)
-        if header == whole:  # it writes a last answer otherwise than an earlier one: what follows that one's end
+        if header == whole:  # it writes a last answer differently: take what follows the end of the earlier one
             after = whole.partition("an-earlier-assistant")[2]
             end = max((token for token in self.added.values() if after.startswith(token)), key=len, default="")
             header = after.removeprefix(end).lstrip() if end else ""
-        if header in ("", whole) or not text.startswith(before):  # templates may rewrite what is over
+        if header in ("", whole) or not text.startswith(before):  # templates may rewrite earlier turns
             raise Refused("the user's words cannot be told from what the chat template puts before them")
         bos = self.tokenizer.bos_token or ""
         begin = bos if before.startswith(bos) and not header.startswith(bos) else ""
@@ -219,7 +219,7 @@ class ChatTemplate:
     # ------------------------------------------------------------ identity
 
     def check_fits(self, target: TargetConfig, vocab_size: int) -> None:
-        """Refuse a tokenizer without an end of answers, or one that `check_rows` refuses."""
+        """UserError for a tokenizer without an end-of-sequence token, or one that `check_rows` refuses."""
         if not self.end_ids:
             raise UserError(
                 f"{target.path} names no end-of-sequence token: set eos_token_id in its generation_config.json"
@@ -227,8 +227,8 @@ class ChatTemplate:
         self.check_rows(target, vocab_size)
 
     def check_rows(self, target: TargetConfig, vocab_size: int) -> None:
-        """Refuse a tokenizer with a token that the target's embedding has no row for. Special ones that nothing names
-        are let be, as Gemma 3's for images: texts that have one are refused from now on."""
+        """UserError for a tokenizer with a token that the target's embedding has no row for. Special tokens that
+        nothing names are tolerated (Gemma 3's for images), but texts that contain one are refused from now on."""
         beyond = {i: token for token, i in self.tokenizer.get_vocab().items() if i >= vocab_size}
         if wanted := set(beyond) & set(self.kept_ids()) | {
             i for i, token in beyond.items() if token not in self.special
@@ -238,15 +238,15 @@ class ChatTemplate:
         self.rows = vocab_size
 
     def kept_ids(self) -> list[int]:
-        """Ids that every draft vocabulary holds, ascending: where the target stops, and the special tokens that the
-        template names. A tokenizer may reserve thousands of others (Gemma 3 has 6,242), which no target writes."""
+        """Return the ids that every draft vocabulary must hold, ascending: the end tokens, and the special tokens that
+        the template names. A tokenizer may reserve thousands of others (Gemma 3: 6,242) that no target writes."""
         text, ids = self.template + (self.tools_template or ""), self.tokenizer.get_vocab()
         named = {ids[token] for token in self.special if token in text}
         return sorted(named | set(self.end_ids))
 
     @cached_property
     def identity(self) -> str:
-        """A hash of the template and its arguments: under another one a target has other prompts."""
+        """A hash of the template and its arguments, which together decide the prompts."""
         return artifacts.fingerprint([self.template, self.tools_template, self.template_args])
 
     def fingerprints(self) -> dict[str, Any]:
@@ -261,13 +261,14 @@ class ChatTemplate:
             "tokenizer": artifacts.fingerprint([serial, special, self.end_ids]),
             "template": artifacts.fingerprint(self.template),
             **({"tools_template": artifacts.fingerprint(self.tools_template)} if self.tools_template else {}),
-            # Beside the hash and in words: the first thing to differ between two runs of one target.
+            # In plain text beside the hash: it is the likeliest difference between two runs of one target.
             **({"template_args": self.template_args} if self.template_args else {}),
         }
 
 
 def _plain(messages: list[Message], verbatim: bool = False) -> list[Message]:
-    """As templates expect them: without our own bookkeeping, arguments as objects, thoughts under each usual name."""
+    """Return messages as templates expect them: without our own fields, arguments as objects, thoughts under each
+    usual name."""
     result = []
     for message in messages:
         plain = {key: value for key, value in message.items() if key not in NOT_FOR_TEMPLATES}

@@ -1,7 +1,7 @@
-"""A chat template is a program of its author's: how it is read, and that it ends.
+"""Read a target's chat template, which is its author's program, and check that it terminates.
 
-Jinja's sandbox, in which transformers renders it, keeps it from files and from Python; nothing keeps it from a loop
-without end or a product of gigabytes. So it is tried once in a process of its own, with bounds, before any other use.
+transformers renders it in Jinja's sandbox, which denies it files and Python, but does not stop an endless loop or a
+product of gigabytes. So before any other use, it is tried once in a separate process with limits.
 """
 
 import re
@@ -22,8 +22,8 @@ from eagle31_train.config import TargetConfig
 from eagle31_train.targets.pretrained import source
 
 OBJECT = re.compile(r'\s*\{\s*"')  # how a JSON object begins, and no Jinja
-MOST = 1 << 20  # bytes of a template: the longest in use have some 30,000
-SECONDS, MEMORY = 10, 1 << 30  # of one rendering of TRIED: bounds a thousand times what templates take
+MOST = 1 << 20  # bytes of a template; the longest in use have about 30,000
+SECONDS, MEMORY = 10, 1 << 30  # limits (s, bytes) for rendering TRIED, a thousand times what templates take
 TRIED: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": "Hello"}],
     [{"role": role, "content": "Hello"} for role in ("system", "user", "assistant", "user")],
@@ -35,8 +35,8 @@ class _Processor(TypedDict):
 
 
 def templates_of(target: TargetConfig, tokenizer: Any) -> dict[str, str]:
-    """A target's templates by name, `default` and perhaps `tool_use`: target.chat_template, or its tokenizer's own.
-    UserError if there is none, it is no template, or it takes too much to render a word."""
+    """Return a target's templates by name, `default` and perhaps `tool_use`: target.chat_template, or the tokenizer's.
+    UserError if there is none, it cannot be read, or a few words take too much to render."""
     try:
         if target.chat_template is not None:
             where = f"target.chat_template={target.chat_template}"
@@ -59,14 +59,14 @@ def templates_of(target: TargetConfig, tokenizer: Any) -> dict[str, str]:
 
 
 def _read(file: Path) -> str:
-    """The template in a file of Jinja, or in a processor's chat_template.json."""
+    """Read a template from a Jinja file, or from a processor's chat_template.json."""
     foreign.check_file(file, MOST)
     text = file.read_text(encoding="utf-8")
     return foreign.typed(_Processor, foreign.read_object(file))["chat_template"] if OBJECT.match(text) else text
 
 
 def _of_processor(target: TargetConfig) -> str | None:
-    """The template of a multimodal target whose files keep it apart from its tokenizer's, for the processor alone."""
+    """Read the template of a multimodal target that stores it for its processor only, apart from the tokenizer."""
     try:
         found = cached_file(target.path, "chat_template.json", **source(target))
     except OSError:
@@ -75,17 +75,17 @@ def _of_processor(target: TargetConfig) -> str | None:
 
 
 def _check_ends(render: Callable[[Any], object], size: int, where: str) -> None:
-    """Refuse a rendering that is killed at a bound; what it raises, real conversations will raise where they are.
+    """UserError if a rendering is killed at a limit. What it raises is ignored: real conversations will raise it again.
 
-    In a fork, since another Python would take seconds, and could not be given a tokenizer of foreign code. Python 3.12
-    warns that what other threads hold stays held there: but it renders text alone, and is killed if it waits for them.
+    It runs in a fork: a new Python would take seconds, and could not be given a tokenizer of foreign code. Python 3.12
+    warns that locks of other threads stay held in a fork, but this one only renders text, and is killed if it waits.
     """
     if size > MOST:
         raise UserError(f"{where} has {size:,} letters, and at most {MOST:,} are read: give another")
     child = get_context("fork").Process(target=_try, args=(render,))
     child.start()
     child.join(20 * SECONDS)
-    child.kill()  # where it waits
+    child.kill()  # in case it waits for a lock
     child.join()
     if child.exitcode:
         bound = f"{SECONDS} s or {MEMORY >> 20:,} MiB"
@@ -93,11 +93,11 @@ def _check_ends(render: Callable[[Any], object], size: int, where: str) -> None:
 
 
 def _try(render: Callable[[Any], object]) -> None:
-    """The process of its own. The kernel ends it, even amid a product that Python does not leave."""
+    """Render in the separate process. The kernel can end it even inside a product that Python does not interrupt."""
     there = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     limits = {resource.RLIMIT_CPU: SECONDS, resource.RLIMIT_AS: there + MEMORY, resource.RLIMIT_CORE: 0}
     for what, limit in limits.items():
-        most = resource.getrlimit(what)[1]  # as by `ulimit -v`
+        most = resource.getrlimit(what)[1]  # e.g. set by `ulimit -v`
         resource.setrlimit(what, (limit if most == resource.RLIM_INFINITY else min(limit, most), most))
     try:
         for messages in TRIED:

@@ -1,11 +1,11 @@
-"""What a target is asked for where it writes: to go on from token ids. The same of a model in this process and of a
-server (`targets/generate.py`, `data_prep/client.py`)."""
+"""Requests for completions of token ids, the same for a model in this process (`targets/generate.py`) and for a server
+(`data_prep/client.py`)."""
 
 from typing import NamedTuple
 
 
 class Request(NamedTuple):
-    """A prompt's token ids, a temperature (0 is greedy) and the seed of its own draws."""
+    """A prompt's token ids, its temperature (0 is greedy) and the seed of its draws."""
 
     ids: list[int]
     temperature: float
@@ -13,8 +13,8 @@ class Request(NamedTuple):
 
 
 class Sampling(NamedTuple):
-    """How many tokens at most, of which nucleus, and up to where: a token of `end_ids`, which is written too, or a
-    text. top_k: drawn from so many of the likeliest; None: from all."""
+    """The length limit, the nucleus, and where to stop: at a token of `end_ids`, which is part of the completion, or at
+    `end_text`. top_k: how many of the likeliest tokens to draw from; None for all."""
 
     max_new_tokens: int
     top_p: float
@@ -23,7 +23,7 @@ class Sampling(NamedTuple):
     top_k: int | None = None
 
 
-# All that a server would else take from the target's generation_config.json, even at temperature 0.
+# Everything that a server would otherwise take from the target's generation_config.json, even at temperature 0.
 WHOLE_DISTRIBUTION = {
     "top_k": -1,
     "min_p": 0.0,
@@ -31,4 +31,4 @@ WHOLE_DISTRIBUTION = {
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
 }
-Completion = tuple[list[int], str]  # token ids, with the one that ends them, and why they end: "stop" or "length"
+Completion = tuple[list[int], str]  # token ids, including the end token, and why they end: "stop" or "length"

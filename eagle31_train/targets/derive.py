@@ -1,4 +1,4 @@
-"""A drafter's options from its target: what is left open is the target's own."""
+"""Derive a drafter's options from its target: an option that is not given takes the target's value."""
 
 import math
 from collections.abc import Mapping
@@ -11,15 +11,15 @@ from eagle31_train.config import MLA_WIDTHS, Config, DrafterConfig, DrafterShape
 from eagle31_train.model.rope import SCALINGS, target_positions
 from eagle31_train.targets.description import TargetDescription, describe_target, kinds, pick_layers, read_raw
 
-# Options of which another value than the target's makes a drafter that reads its states at a loss.
+# Options for which any value but the target's makes a drafter that reads the target's states poorly.
 CONTRADICTIONS = {*REQUIRED, "num_key_value_heads", "head_dim", "rope_scaling"} - {"intermediate_size"}
 ADAMW_LR, MUON_LR, MUON_WIDTH = 1e-4, 3e-3, 576  # the drafter's width at which Muon's rate was measured
-# Muon's rate · weight decay · steps that suited trainings of 540 and 1,334 steps. Shorter ones decay as that of 540:
-# docs/launch.md.
+# Muon's rate · weight decay · steps, as it suited trainings of 540 and 1,334 steps. Shorter trainings use the decay of
+# 540 steps: docs/launch.md.
 SHRINKAGE, SHORT = 1.62, 540
-# Small steps teach more than large ones while they are few; more of them than any training here took are not tried.
+# Small steps teach more than large ones while they are few. No training here took more than MOST_STEPS of them.
 STEP_TOKENS, MOST_STEPS, STEP_UNIT = 2048, 15_000, 256
-THOUGHT, PROMPT = 4096, 2048  # tokens that an answer with a thought may want, and those before it
+THOUGHT, PROMPT = 4096, 2048  # tokens that an answer with a thought may need, and tokens of its prompt
 WITH_THOUGHT = [f"data.generate.max_new_tokens={THOUGHT}", f"data.max_length={PROMPT + THOUGHT}"]
 
 
@@ -27,13 +27,13 @@ def complete(config: Config, described: Mapping[str, Any] | None, recorded: Mapp
     """Fill in every option that the target decides: the drafter's shape and, if null, the learning rate.
 
     Args:
-        described: the target, as stage 1's manifest has it; without it its config.json is read.
-        recorded: the drafter's options of a run that training goes on with.
+        described: the target as recorded in stage 1's manifest; without it, its config.json is read.
+        recorded: the drafter's options of the run that training continues.
     """
     options = config.drafter
     if recorded is not None:
         values = {name: value for name, value in recorded.items() if getattr(options, name, 0) is None}
-        if "rope_theta" in values:  # what is given of a scaling goes over the one that it was begun with
+        if "rope_theta" in values:  # given scaling options override those that the run began with
             values["rope_scaling"] = {**(recorded.get("rope_scaling") or {}), **options.rope_scaling}
         options = replace(options, **values)
     train = config.train
@@ -46,25 +46,26 @@ def complete(config: Config, described: Mapping[str, Any] | None, recorded: Mapp
 
 
 def peak_learning_rate(optimizer: str, width: int) -> float:
-    """The default of a drafter of hidden size `width`, in two digits. The spectral norm of Muon's update is 0.2 · lr ·
-    √(longer side), so its rate falls with √width; AdamW's is the same for all."""
+    """Return the default learning rate for a drafter of hidden size `width`, to two digits. The spectral norm of Muon's
+    update is 0.2 · lr · √(longer side), so its rate falls with √width; AdamW's is the same for all widths."""
     rate = MUON_LR * math.sqrt(MUON_WIDTH / max(width, MUON_WIDTH)) if optimizer == "muon" else ADAMW_LR
     return float(f"{rate:.2g}")
 
 
 def default_batch_tokens(tokens: float, epochs: int, longest: int) -> int:
-    """The default for `epochs` of a training split of so many tokens whose longest conversation has `longest`: small
-    steps, or as large as makes MOST_STEPS of them. It does not depend on the devices, on any number of which a training
-    may go on."""
+    """Return the default tokens per step for `epochs` of a split of `tokens` whose longest conversation has `longest`.
+
+    Steps are small, or just large enough that there are MOST_STEPS of them. Their size does not depend on the number of
+    devices, since a training may continue on any number."""
     needed = max(STEP_TOKENS, longest, tokens * epochs / MOST_STEPS)
     return STEP_UNIT * math.ceil(needed / STEP_UNIT)
 
 
 def default_weight_decay(optimizer: str, width: int, steps: int) -> float:
-    """The default for a training of `steps`, to two digits; AdamW's is 0.
+    """Return the default weight decay for a training of `steps`, to two digits; 0 for AdamW.
 
-    At Muon's default rate it shrinks weights by the same factor in trainings of any length but short ones, and by less
-    at a lower rate.
+    At Muon's default rate, it shrinks weights by the same factor in trainings of any length except short ones; at a
+    lower rate it shrinks them less.
     """
     if optimizer != "muon":
         return 0.0
@@ -72,9 +73,9 @@ def default_weight_decay(optimizer: str, width: int, steps: int) -> float:
 
 
 def answer_lengths(target: TargetConfig) -> list[str]:
-    """Options with which the answers of a target that may think are whole, if it has positions for them; none for
-    others, and where its files are not at hand, or are none: the stage that needs them says what is wrong."""
-    from eagle31_train.targets.chat import ChatTemplate  # its tokenizer, of which a shape needs nothing
+    """Return the options that leave room for the answers of a target that may think, if it has enough positions. Empty
+    for other targets, and if the target's files cannot be read: the stage that needs them reports why."""
+    from eagle31_train.targets.chat import ChatTemplate  # for the tokenizer, which a shape does not need
 
     try:
         positions = _positions(describe_target(target)) or math.inf
@@ -84,8 +85,8 @@ def answer_lengths(target: TargetConfig) -> list[str]:
 
 
 def planned_drafter(config: Config, target: TargetDescription, draft_vocab_size: int) -> tuple[DrafterShape, list[str]]:
-    """The drafter that a configuration makes for a target, and the table of where its options are from; UserError for
-    auxiliary layers that the target does not have, or a drafter that vLLM could not serve."""
+    """Return the drafter that a configuration makes for a target, and a table of where its options come from.
+    UserError for auxiliary layers that the target lacks, or a drafter that vLLM could not serve."""
     options, rows = derive(config.drafter, target)
     layers = pick_layers(config.target.aux_layers, target.num_hidden_layers, kinds(read_raw(config.target)))
     shape = drafter_shape(options, target.hidden_size, target.vocab_size, draft_vocab_size, layers)
@@ -105,8 +106,9 @@ def _positions(target: TargetDescription) -> int | None:
 
 
 def derive(options: DrafterConfig, target: TargetDescription) -> tuple[DrafterConfig, list[str]]:
-    """The options with nothing left open that the target decides, and of each such option a row for people: its value
-    and where that is from. Given values stay; heads given alone have as many keys, and share `hidden_size`."""
+    """Fill in every option that the target decides. Return the options, and for each such option a printable row: its
+    value and where that comes from. Given values stay. If of the attention only the number of heads is given, there are
+    as many key/value heads, and they share `hidden_size`."""
     mla = options.architecture == "mla"
     names = list(REQUIRED)
     if options.num_attention_heads is None and not mla:
@@ -115,10 +117,10 @@ def derive(options: DrafterConfig, target: TargetDescription) -> tuple[DrafterCo
     values["rope_scaling"] = _scaling(options.architecture, target)
     if mla and target.mla:
         widths = [*MLA_WIDTHS]
-        if all(getattr(options, name) is None for name in MLA_WIDTHS):  # else null may mean queries of full rank
+        if all(getattr(options, name) is None for name in MLA_WIDTHS):  # otherwise null may mean full-rank queries
             widths.append("q_lora_rank")
         values |= {name: (target.mla[name], name) for name in widths}
-    # One who gives a base or a type of RoPE of their own gives the whole scaling too, or wants none.
+    # Whoever gives their own RoPE base or type gives the whole scaling too, or wants none.
     kind = values["rope_scaling"][0].get("rope_type")
     completes = options.rope_theta is None and options.rope_scaling.get("rope_type", kind) == kind
     rows, filled = [], {}
@@ -138,7 +140,7 @@ def derive(options: DrafterConfig, target: TargetDescription) -> tuple[DrafterCo
 
 
 def _scaling(architecture: str, target: TargetDescription) -> tuple[dict[str, Any], str]:
-    """The target's RoPE scaling, as far as a drafter can be served with it, and where it is from."""
+    """Return the part of the target's RoPE scaling that a drafter can be served with, and where it comes from."""
     scaling = target.rope_scaling
     kind = scaling.get("rope_type", "default")
     if kind == "default":

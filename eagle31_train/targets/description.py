@@ -20,9 +20,9 @@ from eagle31_train.common.foreign import Count, Number, Positions, Theta, Width
 from eagle31_train.config import MLA_WIDTHS, Config, TargetConfig, default_aux_layers
 from eagle31_train.targets.pretrained import not_loaded, source
 
-# Kinds whose configuration is another's, under a name that transformers does not know.
+# Kinds that transformers does not know, but whose configuration is that of another kind.
 KNOWN_AS = {"kimi_k2": "deepseek_v3"}
-# Kinds of targets whose classes in vLLM 0.32 lack SupportsEagle3: it starts with no EAGLE 3 draft for them.
+# Kinds of targets whose classes in vLLM 0.32 lack SupportsEagle3: vLLM does not start with an EAGLE 3 draft for them.
 NO_EAGLE3 = {
     "aria", "axk1", "cohere2_vision", "ernie4_5_moe", "ernie4_5_vl_moe", "exaone", "exaone4", "exaone_moe", "gemma",
     "gemma2", "gemma3", "gemma3_text", "gemma3n", "gemma3n_text", "glm4", "glm4_moe", "glm4_moe_lite", "glm4v",
@@ -31,23 +31,23 @@ NO_EAGLE3 = {
     "llava_onevision", "longcat_flash", "mixtral", "molmo2", "olmo_hybrid", "olmoe", "paddleocr_vl", "paligemma",
     "qianfan_ocr", "qwen2_moe", "qwen2_vl", "shieldgemma2", "smolvlm", "step3p7",
 }  # fmt: skip
-# Kinds for which vLLM 0.32 has no class of its own: it serves them by the class that wraps transformers', unasked.
+# Kinds for which vLLM 0.32 has no class of its own: it serves them by its wrapper of transformers' classes, unasked.
 WRAPPED = {
     "arcee", "cwm", "flex_olmo", "glm", "hunyuan_v1_dense", "hunyuan_v1_moe", "mellum", "olmo2", "olmo3", "seed_oss",
     "smollm3", "vaultgemma",
 }  # fmt: skip
-# Kinds of targets of which vLLM has no input of layer 0: it fails where a drafter asks for it.
+# Kinds for which vLLM cannot provide the input of layer 0: it fails if a drafter asks for it.
 NO_EMBEDDINGS = {"deepseek_v2", "deepseek_v3", "kimi_k2", *NO_EAGLE3, *WRAPPED}
-# Kinds without the parts that EAGLE reads (`.layers`, an RMSNorm `.norm` with a weight), of which an eps does not tell.
+# Kinds without the parts that EAGLE reads (`.layers`, an RMSNorm `.norm` with a weight), though some name an eps.
 NO_PARTS = {
     "bamba", "falcon_h1", "hrm_text", "jamba", "lfm2", "lfm2_moe", "lfm3", "modernbert-decoder",
     "nanochat", "nemotron", "phimoe", "recurrent_gemma", "xlstm", "zamba", "zamba2",
 }  # fmt: skip
-# Kinds whose layers (dense and of experts in turn, attention in chunks or to images) nothing here was tried with.
+# Kinds with untested layers: alternating dense and expert layers, attention in chunks or to images.
 NOT_DERIVED = {"llama4", "llama4_text", "mllama", "mllama_text_model"}
-# Types of layers that keep a state, not keys of each token, which cannot go back over tokens that were rejected.
+# Layer types that keep a state instead of keys for each token: they cannot go back over rejected tokens.
 RECURRENT = {"linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding"}
-# What transformers reads quantized weights with: `quant_method` → packages.
+# Packages that transformers needs to read quantized weights: `quant_method` → packages.
 PACKAGES = {
     "auto-round": ["auto_round"], "awq": ["gptqmodel"], "bitsandbytes": ["bitsandbytes"],
     "compressed-tensors": ["compressed_tensors"], "gptq": ["optimum", "gptqmodel"], "quark": ["quark"],
@@ -56,11 +56,11 @@ PACKAGES = {
 EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
 CHOSEN = ("num_experts_per_tok", "experts_per_token", "moe_topk")
 EXPERT_WIDTH = ("moe_intermediate_size", "intermediate_size")
-# Shared experts: each as wide as the others, or one of a width of its own.
+# Shared experts: some number of them, each as wide as the others, or one with a width of its own.
 SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert")
 SHARED_WIDTH = ("shared_expert_intermediate_size", "shared_intermediate_size")
-DENSE = ("first_k_dense_replace", "mlp_only_layers", "num_dense_layers", "moe_layer_start_index")  # layers without any
-# Of what transformers makes a list, or a module, for each; and more than any model has.
+DENSE = ("first_k_dense_replace", "mlp_only_layers", "num_dense_layers", "moe_layer_start_index")  # without experts
+# Counts of which transformers makes as many list items or modules, each with a limit beyond any model's.
 MOST = {
     re.compile(r"^(n|num)_\w*(layer|expert|head|block|group)|layers$|depth$"): 4096,
     re.compile("num_labels"): 1 << 16,
@@ -77,10 +77,10 @@ class _Raw(TypedDict, total=False):
 COUNTS = ["num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", *EXPERTS]
 COUNTS += ["decoder_sparse_step", "first_k_dense_replace", "num_dense_layers"]
 WIDTHS = ["hidden_size", "vocab_size", "q_lora_rank", *MLA_WIDTHS, *SHARED_WIDTH]
-TYPES: dict[str, Any] = {  # of what is read of transformers' configuration
+TYPES: dict[str, Any] = {  # of the fields that are read from transformers' configuration
     **dict.fromkeys(COUNTS, Count),
     **dict.fromkeys(WIDTHS, Width),
-    **dict.fromkeys(EXPERT_WIDTH, Width | list[Width]),  # lists are of each layer (Hunyuan-A13B)
+    **dict.fromkeys(EXPERT_WIDTH, Width | list[Width]),  # a list has a value for each layer (Hunyuan-A13B)
     **dict.fromkeys([*CHOSEN, *SHARED], Count | list[Count]),
     **dict.fromkeys(["rms_norm_eps", "norm_eps"], Number),
     **dict.fromkeys(["rope_scaling", "rope_parameters"], dict[str, Any]),
@@ -95,15 +95,15 @@ TYPES: dict[str, Any] = {  # of what is read of transformers' configuration
 
 @dataclass(frozen=True)
 class TargetDescription:
-    """A target by its config.json; of a multimodal one, its text model.
+    """A target as its config.json describes it; for a multimodal target, its text model.
 
     Attributes:
-        intermediate_size: width of the MLP that a drafter's follows: the dense layers', or what a token sees of the
-            experts (see `_mlp_width`).
+        intermediate_size: the MLP width that a drafter takes over: that of the dense layers, or of all experts that one
+            token uses (see `_mlp_width`).
         rope_scaling: as config.json has it, without theta; {} for none.
         mla: the widths of latent attention (`q_lora_rank` and `MLA_WIDTHS`); {} for other attention.
-        sources: field → the key of config.json that it is from, where that is not the field's name.
-        sliding_window: tokens that every layer's attention reaches back; None where a layer sees all.
+        sources: field → the config.json key that it comes from, where that is not the field's name.
+        sliding_window: the window of every layer's attention, in tokens; None if any layer sees all.
     """
 
     model_type: str
@@ -124,8 +124,8 @@ class TargetDescription:
 
 
 def read_raw(target: TargetConfig) -> dict[str, Any]:
-    """The target's config.json; of a hub id this one file is downloaded, or found in the hub's cache. UserError if
-    there is none at target.path, or one of impossible sizes, or a drafter's."""
+    """Return the target's config.json; for a hub id, this one file is downloaded or found in the hub's cache. UserError
+    if target.path has none, or one with impossible sizes, or is a drafter."""
     found_by, where, folder = source(target), f"target.path={target.path}", Path(target.path)
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").exists():
         raise UserError(
@@ -152,7 +152,7 @@ def read_raw(target: TargetConfig) -> dict[str, Any]:
 
 
 def _look_into(file: Path) -> None:
-    """ValueError, naming the file, unless it is absent or holds a JSON object: transformers reads what lies there."""
+    """Raise a ValueError that names `file` if it is there and is no JSON object: transformers reads it unchecked."""
     try:
         if file.exists():
             foreign.read_object(file)
@@ -161,7 +161,7 @@ def _look_into(file: Path) -> None:
 
 
 def _check_counts(value: Any, name: str = "config.json") -> None:
-    """Raise a ValueError for a number of layers, experts, … of which transformers would make a list without end."""
+    """Raise a ValueError for a number of layers, experts, … for which transformers would make an endless list."""
     if isinstance(value, dict):
         for key, inner in value.items():
             _check_counts(inner, str(key))
@@ -170,8 +170,8 @@ def _check_counts(value: Any, name: str = "config.json") -> None:
 
 
 def text_config(raw: dict[str, Any]) -> Any:
-    """transformers' configuration of the text model, with its defaults, and without any code of the target's own; of a
-    kind that transformers does not know, what config.json says. UserError if transformers refuses it."""
+    """Return transformers' configuration of the text model, with its defaults, running none of the target's own code.
+    For a kind that transformers does not know: what config.json says. UserError if transformers refuses it."""
     text = raw.get("text_config", raw)
     try:
         known = whole_config(raw) or whole_config(text)
@@ -182,7 +182,7 @@ def text_config(raw: dict[str, Any]) -> Any:
 
 
 def whole_config(raw: dict[str, Any]) -> Any:
-    """transformers' configuration of all of the target; None of a kind that it does not know."""
+    """Return transformers' configuration of the whole target; None for a kind that transformers does not know."""
     name = raw.get("model_type", "")
     kind = KNOWN_AS.get(name, name)
     return CONFIG_MAPPING[kind].from_dict({**raw, "model_type": kind}) if kind in CONFIG_MAPPING else None
@@ -195,13 +195,14 @@ def describe_target(target: TargetConfig) -> TargetDescription:
 
 
 def changed_since(recorded: Mapping[str, Any], target: TargetDescription) -> str:
-    """How a target differs from stage 1's record of it, as `artifacts.describe_change` says it; "" if it does not."""
+    """Return how a target differs from stage 1's record, as `artifacts.describe_change` says it, or ""."""
     now = {name: value for name, value in asdict(target).items() if name in recorded and name != "sources"}
     return artifacts.describe_change({name: recorded[name] for name in now}, now)
 
 
 def description_of(raw: dict[str, Any], text: Any, where: str) -> TargetDescription:
-    """From config.json and transformers' reading of it; UserError, naming `where`, where a size is missing or none."""
+    """Describe a target by config.json and transformers' reading of it. UserError that names `where` if a size is
+    missing or below 1, or no drafter can be made for the target."""
     if NOT_DERIVED.intersection(kinds(raw)):
         raise UserError(f"{where} is a {raw['model_type']}, for which no drafter is made here: nothing of it was tried")
     if (streams := getattr(text, "hc_mult", None)) not in (None, 1):
@@ -253,19 +254,19 @@ def description_of(raw: dict[str, Any], text: Any, where: str) -> TargetDescript
         max_position_embeddings=size("max_position_embeddings"),
         mla=mla,
         sources=sources,
-        # As vLLM tells targets all of whose layers have a window.
+        # vLLM's own test for targets whose layers all have a window.
         sliding_window=getattr(text, "sliding_window", None) if attentions == {"sliding_attention"} else None,
     )
 
 
 def _checked(text: Any, where: str) -> SimpleNamespace:
-    """What is read of transformers' configuration, as far as it is there; ValueError for a value of another type, and
+    """Return those fields of TYPES that transformers' configuration has. ValueError for a value of the wrong type;
     UserError, naming `where`, for one that differs among the layers (Gemma 4's head_dim)."""
     checked = SimpleNamespace()
     for name, kind in TYPES.items():
         try:
             value = getattr(text, name, None)
-        except RuntimeError:  # transformers', which has no one value then
+        except RuntimeError:  # raised by transformers where there is no single value
             raise UserError(f"{where}: its layers differ in {name}, and no drafter is made here for such") from None
         if value is not None:
             try:
@@ -276,13 +277,13 @@ def _checked(text: Any, where: str) -> SimpleNamespace:
 
 
 def most(value: Any) -> Any:
-    """The greatest of what a configuration gives layer by layer; any other value as it is."""
+    """Return the greatest value of a list with one for each layer; any other value as it is."""
     return max(value) if isinstance(value, list) and value else value
 
 
 def _mlp_width(text: Any, size: Any) -> tuple[int, str]:
-    """The MLP width that a drafter takes over, and where it is from: dense layers' own if there are any (DeepSeek,
-    Kimi: the first), else an expert's times those of a token, shared ones included."""
+    """Return the MLP width that a drafter takes over, and where it comes from: the dense layers if there are any
+    (DeepSeek, Kimi: the first), else one expert's width times the experts of a token, shared ones included."""
 
     def first(keys: Sequence[str]) -> str | None:
         return next((key for key in keys if getattr(text, key, None)), None)
@@ -299,7 +300,7 @@ def _mlp_width(text: Any, size: Any) -> tuple[int, str]:
 
 
 def _rope(text: Any) -> tuple[float, dict[str, Any]]:
-    """theta and scaling; where layers differ, those of full attention. transformers 5 keeps both in rope_parameters."""
+    """Return theta and scaling; if layers differ, those of full attention. transformers 5: both in rope_parameters."""
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     rope = dict(foreign.typed(foreign.Scaling, rope.get("full_attention", rope)))
     theta = rope.pop("rope_theta", None) or getattr(text, "rope_theta", None) or 10000.0
@@ -310,19 +311,19 @@ def _rope(text: Any) -> tuple[float, dict[str, Any]]:
 
 
 def kinds(raw: dict[str, Any]) -> list[str]:
-    """A target's kind, and its text model's where that is another: of a multimodal one vLLM serves the whole."""
+    """Return the target's kind, and its text model's if that differs: vLLM serves a multimodal target as a whole."""
     text = (raw.get("text_config") or raw).get("model_type") or raw["model_type"]
     return [raw["model_type"]] + [text] * (text != raw["model_type"])
 
 
 def layer_types(text: Any) -> set[str]:
-    """The types of its layers by transformers' configuration, of any release; none where there is but one."""
+    """Return the layer types of transformers' configuration, in any release; empty if it lists none (all are alike)."""
     return set(getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ())
 
 
 def doubts(config: Config) -> dict[str, str]:
-    """What is to be known before hours are spent on a drafter for this target: of SERVING, of LOADING its weights here,
-    of its CONFIG, and of EVALUATION by `evaluate.backend`."""
+    """Return warnings to read before hours are spent on a drafter for this target, by topic: SERVING, LOADING of its
+    weights here, its CONFIG, and EVALUATION by `evaluate.backend`."""
     target = config.target
     doubts, raw = {}, read_raw(target)
     if kind := class_without_eagle3(target):
@@ -359,12 +360,12 @@ def doubts(config: Config) -> dict[str, str]:
 
 
 def quantization(raw: dict[str, Any]) -> dict[str, Any]:
-    """How its weights are quantized, as config.json says; empty if they are not."""
+    """Return how the weights are quantized according to config.json; empty if they are not."""
     return raw.get("quantization_config") or (raw.get("text_config") or {}).get("quantization_config") or {}
 
 
 def class_without_eagle3(target: TargetConfig) -> str | None:
-    """The target's kind, if vLLM 0.32's own class for it takes no EAGLE 3 draft.
+    """Return the target's kind if vLLM 0.32's own class for it takes no EAGLE 3 draft.
 
     None if that class takes one, or if config.json cannot be read.
     """
@@ -375,8 +376,8 @@ def class_without_eagle3(target: TargetConfig) -> str | None:
 
 
 def pick_layers(aux_layers: Sequence[int] | None, depth: int, kinds: Iterable[str] = ()) -> list[int]:
-    """The auxiliary layers of a target of N layers and of these `kinds`; by default `default_layers`. UserError for
-    layers that it does not have or that vLLM could not give, or not in ascending order."""
+    """Return the auxiliary layers of a target of `depth` layers and these `kinds`; by default `default_layers`.
+    UserError for layers that it lacks, that vLLM could not provide, or that do not ascend."""
     layers = list(aux_layers) if aux_layers is not None else default_layers(depth)
     if layers != sorted(set(layers)) or not layers:
         raise UserError(f"target.aux_layers={layers} must ascend without repeats: set target.aux_layers=[…]")
@@ -390,7 +391,7 @@ def pick_layers(aux_layers: Sequence[int] | None, depth: int, kinds: Iterable[st
 
 
 def default_layers(depth: int) -> list[int]:
-    """vLLM's choice for a target of N layers, 2, N//2, N-3; of fewer than seven, as far apart as they go."""
+    """Return vLLM's choice for a target of N layers: 2, N//2, N-3; of fewer than seven, as far apart as possible."""
     if depth >= 7:
         return default_aux_layers(depth)
     return sorted({1, (depth + 1) // 2, depth - 1 if depth > 3 else depth})

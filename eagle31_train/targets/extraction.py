@@ -1,7 +1,7 @@
 """Stage 2, extraction: conversations → the target's hidden states in a store (`eagle31_train/extract.py`).
 
 `top1`, the target's arg-max over the full vocabulary, is computed once, at the supervised positions, from the states
-before the codec rounds them: training needs no product with the whole lm_head.
+before the codec rounds them. So training needs no product with the whole lm_head.
 
 Shapes: T tokens of one conversation; A auxiliary layers; H hidden.
 """
@@ -45,9 +45,9 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 LOGIT_ROWS = 512  # rows of [rows, V] logits alive at once
-FOREIGN = 0.5  # share of the answers' tokens that the target would write itself, below which it hardly wrote them
+FOREIGN = 0.5  # if the target would itself write a smaller share of the answer tokens, they are hardly its own
 NOT_FINITE = "the target's hidden states are not finite (NaN, infinite or next to it): check target.dtype"
-OUTSIDE = 0.2  # share of its choices outside the draft vocabulary, above which that was counted on other words
+OUTSIDE = 0.2  # if a larger share of its choices is outside the draft vocabulary, that was counted on other words
 
 # What the first process does with the target before it stores states.
 Prelude = Callable[[Config, Engine, StoreWriter, dict[str, "Dataset"]], None]
@@ -57,7 +57,7 @@ def extract(config: Config, prelude: Prelude | None = None) -> None:
     """Run the stage, as one of `WORLD_SIZE` processes of one of `extract.parts` launches.
 
     UserError for missing or damaged input, or input for another target; output of other inputs; a failed fidelity gate;
-    a full disk; no such part; another process at this one's shards.
+    a full disk; no such part; another process that extracts the same shards.
     """
     rank, ranks = rank_of(config)
     made_from = provenance.of_store(config, provenance.read_data(config))
@@ -74,14 +74,14 @@ def extract(config: Config, prelude: Prelude | None = None) -> None:
 def _extract(
     config: Config, rank: int, ranks: int, storage: Storage, made_from: Provenance, prelude: Prelude | None
 ) -> None:
-    """This process's part of a store that is not finished."""
+    """Extract this process's part of an unfinished store."""
     began = time.perf_counter()
     data = provenance.read_data(config, whole=True)
     splits = {split: samples.load(config.data_folder / "dataset", split) for split in SPLITS}
     other = f"{config.data_folder} was not made for target.path={config.target.path} but for one with another"
     remedy = "correct data_dir or target.path, or run `eagle31 data` for this target"
-    vocabulary = data.get("vocabulary")  # None of an earlier version
-    # To another target the ids are other words, and the gate cannot tell.
+    vocabulary = data.get("vocabulary")  # None in data of an earlier version
+    # For another target the ids mean other words, which the gate cannot notice.
     if vocabulary and vocabulary_fingerprint(load_tokenizer(config.target)) != vocabulary:
         raise UserError(f"{other} tokenizer: {remedy}")
     engine = make_engine(config)
@@ -123,7 +123,7 @@ def _extract(
 
 
 def _finish(writer: StoreWriter, lines: Sequence[Line], draft_tokens: NDArray, began: float) -> None:
-    """Complete the store whose shards are all there, and say what it holds."""
+    """Complete a store that has all its shards, and report what it holds."""
     counts = [line.agreement for line in lines if line.agreement is not None]
     agreement = Agreement.of_all(count[:MEASURES] for count in counts)
     drafted = Agreement.of_all(count[:MEASURES] for count in counts if count[MEASURES:] == [checksum(draft_tokens)])
@@ -138,7 +138,7 @@ def _finish(writer: StoreWriter, lines: Sequence[Line], draft_tokens: NDArray, b
 
 
 def rank_of(config: Config) -> tuple[int, int]:
-    """Which of how many processes that share the shards this is, by the launcher's environment and the part."""
+    """Return (rank, ranks) among all processes that share the shards, by the launcher's environment and the part."""
     refuse_lone_process()
     part, parts = config.extract.part, config.extract.parts
     if part >= parts:
@@ -147,7 +147,7 @@ def rank_of(config: Config) -> tuple[int, int]:
 
 
 def make_engine(config: Config) -> Engine:
-    """The engine that `extract.engine` names; UserError if it is not installed, or cannot load the target."""
+    """Return the engine that `extract.engine` names; UserError if it is not installed, or cannot load the target."""
     arguments = config.extract.engine_args
     if config.extract.engine == "transformers":
         if arguments:
@@ -162,7 +162,7 @@ def make_engine(config: Config) -> Engine:
 
 
 def describe(engine: Engine, config: Config) -> dict[str, Any]:
-    """What the stored states mean."""
+    """Describe the stored states, for the store's records."""
     readout = engine.readout
     return {
         "aux_layers": engine.layers,
@@ -179,9 +179,9 @@ def describe(engine: Engine, config: Config) -> dict[str, Any]:
 
 
 class Agreement(NamedTuple):
-    """How far answers are the target's own, and its choices in the draft vocabulary, where supervised.
+    """Counts of supervised positions where the answer is the target's own, or the target's choice cannot be drafted.
 
-    own: positions whose next token is the target's arg-max. outside: those whose arg-max no draft can be. bare:
+    own: positions whose next token is the target's arg-max. outside: those whose arg-max cannot be drafted. bare:
     conversations with nothing to train: no arg-max can be drafted, or no answer is supervised.
     """
 
@@ -193,7 +193,7 @@ class Agreement(NamedTuple):
 
     @classmethod
     def of(cls, document: Document, draft_tokens: NDArray) -> "Agreement":
-        """Of one conversation; draft_tokens: [V] bool."""
+        """Count one conversation; draft_tokens: [V] bool."""
         where = document.supervised
         top1 = document.top1[where]
         inside = draft_tokens[top1.numpy()]
@@ -202,12 +202,12 @@ class Agreement(NamedTuple):
 
     @classmethod
     def of_all(cls, counts: Iterable[Sequence[int]]) -> "Agreement":
-        """The sum of some, each as numbers in this order."""
+        """Sum several, each given as its numbers in this order."""
         return cls(*map(sum, zip(*counts, strict=True)))
 
     def lines(self, drafted: "Agreement") -> list[str]:
-        """What is to be said of it; nothing where nothing was counted. drafted: of the shards that were compared with
-        the draft vocabulary as it is now."""
+        """Return the lines to print; none if nothing was counted. drafted: the counts of those shards that were
+        compared with the current draft vocabulary."""
         lines = []
         own, outside = self.own / max(self.positions, 1), drafted.outside / max(drafted.positions, 1)
         if self.positions:
@@ -236,24 +236,24 @@ MEASURES = len(Agreement._fields)
 
 
 def checksum(draft_tokens: NDArray) -> int:
-    """Of a draft vocabulary, [V] bool: a line has it behind the counts, since stage 1 may choose another one later."""
+    """Return a checksum of a draft vocabulary, [V] bool. Each shard's counts end with it: the vocabulary may change."""
     return zlib.crc32(np.packbits(draft_tokens).tobytes())
 
 
 class Arriving:
-    """States of a shard on their way from where the target runs into this machine's memory, while the target runs on.
+    """States of a shard on their way from the target's devices to host memory, while the target runs on.
 
-    A GPU is never waited for: each sample's states are encoded there and their copies queued, and nobody looks at a
-    value, not even at whether all are finite, before the whole shard has arrived.
+    Nothing waits for a GPU: each sample's states are encoded there and their copies queued. No value is looked at, not
+    even to see whether all are finite, before the whole shard has arrived.
     """
 
     def __init__(self, shape: Shape, shard: PlannedShard) -> None:
         self._shape, self._shard = shape, shard
-        self._documents: dict[int, tuple[Document, list[Tensor]]] = {}  # with whether their states are finite
+        self._documents: dict[int, tuple[Document, list[Tensor]]] = {}  # each with flags: are its states finite?
         self._queued: dict[torch.device, torch.cuda.Event] = {}  # the last copy from each device
 
     def add(self, index: int, document: Document) -> None:
-        """Encode the states of the shard's sample `index`, on any device, where they are, and queue their copies."""
+        """Encode the states of the shard's sample `index` on the device where they are, and queue their copies."""
         aux, aux_finite = encode(document.aux.values, self._shape.aux_codec)
         last, last_finite = encode(document.last.values, self._shape.last_codec)
         aux, last, top1 = each_tensor(aux, to_host), each_tensor(last, to_host), to_host(document.top1)
@@ -264,7 +264,7 @@ class Arriving:
                 self._queued[device] = torch.cuda.current_stream(device).record_event()
 
     def wait(self) -> list[Document]:
-        """The documents, in order, once all are here; UserError with the number of a sample that is not finite."""
+        """Wait for all documents and return them in order; UserError that names a sample that is not finite."""
         for event in self._queued.values():
             event.synchronize()
         order = sorted(self._documents)
@@ -277,12 +277,12 @@ class Arriving:
 def extract_shards(
     engine: Engine, splits: dict[str, "Dataset"], writer: StoreWriter, gate: Gate, draft_tokens: NDArray
 ) -> bool:
-    """Commit this process's shards; false if a training that follows the store wants no more before the last.
+    """Commit this process's shards. Return False if a training that follows the store needs no more before the last.
     draft_tokens: [V] bool, the tokens of the draft vocabulary."""
     shards = writer.mine()
     total = sum(shard.tokens for shard in shards)
     shards = [shard for shard in shards if not writer.has(shard)]
-    committed = total - sum(shard.tokens for shard in shards)  # in an earlier run: part of the total, not of the rate
+    committed = total - sum(shard.tokens for shard in shards)  # by an earlier run: part of the total, not of the rate
     options: dict[str, Any] = {"unit": "tok", "unit_scale": True, "smoothing": 0.05}
     with (
         Progress(desc="extract", total=total, initial=committed, disable=not is_main(), **options) as progress,
@@ -300,7 +300,7 @@ def extract_shards(
             recorded = shard.number in gate.sampled
             active_gate = gate if recorded or not gate.passed else None
             arriving, figures = run_shard(engine, rows, writer.shape, shard, active_gate, passed)
-            # Written while the target runs over the next one: two shards are in memory, never more.
+            # Written while the target runs over the next shard: at most two are in memory.
             background.start(commit, writer, shard, arriving, draft_tokens, figures if recorded else None)
     return True
 
@@ -308,7 +308,7 @@ def extract_shards(
 def commit(
     writer: StoreWriter, shard: PlannedShard, arriving: Arriving, draft_tokens: NDArray, figures: Figures | None
 ) -> None:
-    """Write a shard once its states are here."""
+    """Write a shard once its states have arrived."""
     documents = arriving.wait()
     counts = Agreement.of_all(Agreement.of(document, draft_tokens) for document in documents)
     writer.write(shard, documents, figures, [*counts, checksum(draft_tokens)])
@@ -322,23 +322,23 @@ def run_shard(
     gate: Gate | None,
     passed: Callable[[int], None] = lambda _: None,
 ) -> tuple[Arriving, Figures | None]:
-    """The documents of a shard, made of its rows of the data, and the gate's figures.
+    """Run the target over a shard's rows of the data. Return the documents, and the gate's figures.
 
-    passed: called with the tokens of each sample that the target has run over, or on a GPU is to run over.
+    passed: called with the number of tokens of each sample that the target has run over (on a GPU: that is queued).
     """
     tokens = [torch.tensor(row) for row in rows["input_ids"]]
     masks = [torch.tensor(row, dtype=torch.bool) for row in rows["loss_mask"]]
     arriving = Arriving(shape, shard)
     for index, aux, last in engine.run(tokens):
         top1 = top1_of(engine.readout, last, masks[index])
-        # Encoded at once, a GPU holds the states of one batch at a time, not those of a shard.
+        # Encode right away: a GPU then holds the states of one batch, not those of a whole shard.
         arriving.add(index, Document.of(tokens[index], masks[index], top1, aux, last))
         passed(len(tokens[index]))
     return arriving, gate.check(arriving.wait()) if gate else None
 
 
 def top1_of(readout: Readout, last: Tensor, loss_mask: Tensor) -> Tensor:
-    """[T] int64 on the device of `last`: the target's arg-max where the next token is the assistant's, else -1."""
+    """Return [T] int64 on the device of `last`: the target's arg-max where the next token is the assistant's, or -1."""
     where = to_device(loss_mask[1:].nonzero()[:, 0], last.device)
     top1 = torch.full((len(last),), -1, dtype=torch.int64, device=last.device)
     for rows in where.split(LOGIT_ROWS):

@@ -1,10 +1,9 @@
-"""The fidelity gate: does what the store keeps rebuild the target's own distribution?
+"""The fidelity gate: do the stored states rebuild the target's own distribution?
 
-Every silent error of an extraction (a state taken after the final norm, a norm of the form 1+w read as w, soft-capped
-logits, a wrong mask, mixed-up conversations, rows of other positions) shows here, before hours are spent on it:
-finished documents are compared, as they go into a shard. `top1` is taken before the codec rounds, and must be the
-target's choice; the distribution of the stored states must stay what it was, though a rounding may swap two near-equal
-tokens.
+It compares finished documents as they go into a shard. So every silent error of an extraction (a state taken after the
+final norm, a norm of the form 1+w read as w, soft-capped logits, a wrong mask, mixed-up conversations, rows of other
+positions) shows here, before hours are spent on it. `top1` is taken before the codec rounds, and must be the target's
+choice. The distribution of the stored states must stay the same, though rounding may swap two near-equal tokens.
 """
 
 from collections.abc import Sequence
@@ -20,17 +19,18 @@ from eagle31_train.targets.hf import Engine, Reference
 
 COMPARED = 4  # conversations compared per shard, from the shortest to the longest
 ROWS = 256  # positions compared per shard
-AGAIN = 4  # times as many, before a shard is refused: of 256 a target in bf16 may well have three near ties
-MOSTLY = 0.5  # a codec blurs states: they still choose most tokens rightly, which those of other positions do not
+AGAIN = 4  # times as many are compared before a shard is refused: 256 positions in bf16 may well have three near ties
+MOSTLY = 0.5  # agreement that states blurred by a codec still reach, and states of other positions do not
 
 Figures = Sequence[float]  # of one shard: top-1 agreement, mean KL in nats, positions compared
 
 
 class Gate:
-    """Compares what is stored with the target's own logits: in a sample of the shards, and where a run begins.
+    """Compares stored states with the target's own logits, in a sample of the shards and where a run begins.
 
-    sampled: numbers of the shards whose comparison the store records, spread over all of it. They follow from the plan
-    alone: a continued extraction records what an uninterrupted one does. passed: whether this run has compared any yet.
+    sampled: numbers of the shards whose comparison the store records, spread over the store. They follow from the plan
+    alone, so a resumed extraction records what an uninterrupted one does. passed: whether any shard of this run has
+    passed, or none is to be compared.
     """
 
     def __init__(self, engine: Engine, config: ExtractConfig, shards: int) -> None:
@@ -40,8 +40,8 @@ class Gate:
         self.sampled = {k * shards // config.gate_batches for k in range(config.gate_batches)}
 
     def check(self, documents: Sequence[Document]) -> Figures:
-        """Agreement, KL in nats and number of some supervised positions, in some of a shard's documents, as they are
-        stored; UserError if they are not what the target says there."""
+        """Compare some supervised positions of some of a shard's documents, as they are stored. Return agreement, KL in
+        nats and the number of positions; UserError if they do not match what the target says there."""
         for more in (1, AGAIN):
             own, states, top1 = [], [], []
             chosen = choose(documents, more * COMPARED)
@@ -63,7 +63,7 @@ class Gate:
     def _compare(
         self, own: Sequence[Reference], states: Sequence[Tensor], top1: Sequence[Tensor] | None = None
     ) -> tuple[float, float]:
-        """Agreement and KL over all positions, one conversation's logits in memory at a time."""
+        """Return agreement and KL over all positions, with one conversation's logits in memory at a time."""
         total = sum(len(rows) for rows in states)
         agreement = kl = 0.0
         for index, (reference, rows) in enumerate(zip(own, states, strict=True)):
@@ -75,7 +75,7 @@ class Gate:
     def _failure(
         self, own: Sequence[Reference], states: Sequence[Tensor], agreement: float, kl: float, codec: str
     ) -> UserError:
-        """What to say of states that do not pass: whether it is the codec."""
+        """Return the error for states that do not pass; it tells whether the codec is to blame."""
         right = agreement >= self.config.gate_top1
         if right and codec != "bf16" and self._compare(own, states)[0] >= MOSTLY:
             finer = "bf16" if codec == "int8_channel" else "int8_channel or bf16"
@@ -88,7 +88,7 @@ class Gate:
 
 
 def report(figures: Sequence[Figures]) -> dict[str, Any]:
-    """All comparisons of a store, for its manifest: the worst agreement and the worst KL."""
+    """Summarize a store's comparisons for its manifest: the worst agreement and the worst KL."""
     return {
         "batches": len(figures),
         "positions": sum(n for _, _, n in figures),
@@ -98,14 +98,14 @@ def report(figures: Sequence[Figures]) -> dict[str, Any]:
 
 
 def compare(reference: Reference, rebuilt: Tensor, top1: Tensor | None = None) -> tuple[float, float]:
-    """Agreement of choices top1 [n] and mean KL(own || rebuilt) with rebuilt logits [n, V] fp32.
+    """Return the agreement of choices top1 [n], and the mean KL(own || rebuilt) of rebuilt logits [n, V] fp32.
 
-    Without top1 the choices are those of the rebuilt logits; -1 is none, and agrees with nothing.
-    Targets work in bf16 mostly, and its rounding ties or swaps logits at the maximum; a choice
-    agrees if the target's own logits put it within one rounding step of bf16 of their maximum.
+    Without top1 the choices are those of the rebuilt logits; -1 is no choice, and agrees with nothing. Targets mostly
+    run in bf16, whose rounding ties or swaps logits at the maximum. So a choice agrees if the target's own logit for it
+    is within one bf16 rounding step of the maximum.
 
-    Where only the likeliest tokens' probabilities are known, the KL is that of the partition into
-    each of these and all the others together: a lower bound of the whole, and nearly equal to it.
+    Where only the likeliest tokens' probabilities are known, all other tokens count as one. That KL is a lower bound of
+    the whole, and nearly equal to it.
     """
     own = reference.own.to(rebuilt.device)
     chose = (rebuilt.argmax(-1) if top1 is None else top1.to(rebuilt.device))[:, None]
@@ -127,13 +127,13 @@ def compare(reference: Reference, rebuilt: Tensor, top1: Tensor | None = None) -
 
 
 def _with_rest(logs: Tensor) -> Tensor:
-    """[n, k] log-probabilities → [n, k + 1], the last one of all tokens that are not among them."""
+    """[n, k] log-probabilities → [n, k + 1]: the last is that of all other tokens together."""
     rest = (1 - logs.exp().sum(-1, keepdim=True)).clamp_min(1e-6)  # below that it is rounding
     return torch.cat([logs, rest.log()], -1)
 
 
 def choose(documents: Sequence[Document], count: int) -> list[Document]:
-    """So many documents of a shard, evenly from the shortest to the longest; of those with a supervised position."""
+    """Return up to `count` documents with a supervised position, spread evenly from the shortest to the longest."""
     order = sorted((document for document in documents if len(document.supervised)), key=len)
     if len(order) <= count:
         return order

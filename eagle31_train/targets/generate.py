@@ -1,4 +1,4 @@
-"""In-process answers of a target, greedy and sampled rows side by side; where some have ended, others take over.
+"""Answers of a target in this process: greedy and sampled rows side by side; new rows take the places of ended ones.
 
 Shape suffixes: B rows, V vocabulary.
 """
@@ -17,14 +17,14 @@ from eagle31_train.targets.cached import CachedTarget, why_alone
 from eagle31_train.targets.completions import Completion, Request, Sampling
 from eagle31_train.targets.hf import load_model, positions, rope_by_length
 
-NUCLEUS = 512  # candidates looked at before a full sort; nearly every nucleus is smaller
+NUCLEUS = 512  # candidates to try before a full sort; nearly every nucleus is smaller
 PADDING_COUNTS = {"minimax"}  # models whose recurrent layers read padding on the left as text (transformers 5.23)
-REFILL = 0.25  # of the places are free before others come: each time the keys of all are copied
+REFILL = 0.25  # share of the places that must be free before new rows join: each time, the keys of all are copied
 
 
 @dataclass
 class Row:
-    """An answer on its way: which request's, and its tokens so far."""
+    """An answer in progress: its request, that request's index, and the tokens so far."""
 
     index: int
     request: Request
@@ -32,7 +32,7 @@ class Row:
 
     @cached_property
     def random(self) -> torch.Generator:
-        """What decides its draws."""
+        """The random generator of this row's draws."""
         return torch.Generator().manual_seed(self.request.seed)
 
 
@@ -43,7 +43,7 @@ class Generator:
         self.limit = positions(self.model.config)
 
     def refusal(self, prompt_length: int, max_new_tokens: int) -> str | None:
-        """Why a prompt of so many tokens cannot be answered; None if it can."""
+        """Return why a prompt of so many tokens cannot be answered; None if it can."""
         if self.limit is None or prompt_length + max_new_tokens <= self.limit:
             return None
         return f"the prompt and {max_new_tokens} tokens of answer exceed the target's {self.limit} positions"
@@ -52,8 +52,8 @@ class Generator:
     def complete(
         self, requests: Sequence[Request], at_once: int, sampling: Sampling
     ) -> Iterator[tuple[int, Completion]]:
-        """Go on from prompts that `refusal` does not refuse, at most `at_once` together; as soon as one has ended, with
-        its index. A row's draws come from its own seed, whichever rows are beside it."""
+        """Complete prompts that `refusal` does not refuse, at most `at_once` together; yield each, with its index, as
+        soon as it ends. A row's draws come from its own seed, whichever rows are beside it."""
         waiting = deque(Row(i, one) for i, one in enumerate(requests))
         ended = self._by_transformers if why_alone(self.model) else self._decode
         for row in ended(waiting, at_once, sampling):
@@ -61,7 +61,7 @@ class Generator:
             yield row.index, (row.ids, "length") if end is None else (row.ids[: end + 1], "stop")
 
     def _decode(self, waiting: deque[Row], at_once: int, sampling: Sampling) -> Iterator[Row]:
-        """The rows, as they end."""
+        """Yield the rows as they end."""
         target, rows = CachedTarget(self.model, None), list[Row]()
         most, end_ids = sampling.max_new_tokens, set(sampling.end_ids)
         while waiting or rows:
@@ -86,7 +86,7 @@ class Generator:
                 rows = [rows[at] for at in going]
 
     def _by_transformers(self, waiting: deque[Row], at_once: int, sampling: Sampling) -> Iterator[Row]:
-        """As `_decode`, for targets whose cache we cannot handle: a batch ends with its last row."""
+        """Like `_decode`, for targets whose cache we cannot handle: a batch runs until its last row ends."""
         pad, config = min(sampling.end_ids), self.model.config.get_text_config()
         if rope_by_length(config) or config.model_type in PADDING_COUNTS:  # neighbours would change an answer
             at_once = 1
@@ -111,8 +111,8 @@ class Generator:
 
 
 class Extending(LogitsProcessor):
-    """Chooses the tokens of rows under transformers' greedy search: only the chosen one stays finite. `generate` has
-    one global random state, with which a row's answer would depend on the rows beside it."""
+    """Chooses the tokens of rows within transformers' greedy search: only the chosen one stays finite. `generate`'s own
+    sampling has one global random state, so a row's answer would depend on the rows beside it."""
 
     def __init__(self, rows: list[Row], sampling: Sampling) -> None:
         self.rows, self.sampling = rows, sampling
@@ -125,7 +125,7 @@ class Extending(LogitsProcessor):
 
 
 def extend(rows: Sequence[Row], logits_BV: Tensor, sampling: Sampling) -> None:
-    """Add to each row its next token, the most likely or a drawn one; logits_BV [B, V] float."""
+    """Append the next token to each row, the most likely or a drawn one; logits_BV [B, V] float."""
     chosen = logits_BV.argmax(-1)
     sampled = [at for at, row in enumerate(rows) if row.request.temperature]
     if sampled:
@@ -139,7 +139,7 @@ def extend(rows: Sequence[Row], logits_BV: Tensor, sampling: Sampling) -> None:
 
 
 def draw(logits_BV: Tensor, uniform_B: Tensor, top_p: float, top_k: int | None = None) -> Tensor:
-    """Token ids [B] int64, sampled by inverse CDF over the nucleus: the fewest most likely tokens of mass `top_p`, of
+    """Sample token ids [B] int64 by inverse CDF over the nucleus: the fewest most likely tokens of mass `top_p`, among
     the `top_k` likeliest if set. logits_BV: [B, V] float32, temperature applied. uniform_B: [B] float32 in [0, 1)."""
     V, logits_BV = logits_BV.shape[1], likeliest(logits_BV, top_k)
     if top_p == 1.0:  # all tokens, in any order: nothing is sorted
@@ -155,8 +155,8 @@ def draw(logits_BV: Tensor, uniform_B: Tensor, top_p: float, top_k: int | None =
 
 
 def likeliest(logits_BV: Tensor, top_k: int | None) -> Tensor:
-    """logits_BV [B, V] with -inf for all but the `top_k` greatest of each row and those equal to the last of them, as
-    vLLM cuts them before the nucleus; None: as they are."""
+    """Return logits_BV [B, V] with -inf for all but the `top_k` greatest of each row and ties with the last of them, as
+    vLLM cuts them before the nucleus; unchanged for None."""
     if top_k is None or top_k >= logits_BV.shape[1]:
         return logits_BV
     least_B1 = logits_BV.topk(top_k, dim=-1).values[:, -1:]
@@ -164,7 +164,7 @@ def likeliest(logits_BV: Tensor, top_k: int | None) -> Tensor:
 
 
 def _draw_from_top(logits_BV: Tensor, uniform_B: Tensor, top_p: float, size: int) -> tuple[Tensor, Tensor]:
-    """As `draw`, from the `size` most likely tokens; also [B] bool: whether they hold the nucleus."""
+    """Like `draw`, but from the `size` most likely tokens; also return [B] bool: whether they hold the nucleus."""
     top_BK, index_BK = logits_BV.topk(size, dim=-1)
     mass_BK = (top_BK - logits_BV.logsumexp(-1, keepdim=True)).exp().cumsum(-1)
     whole_B = (mass_BK[:, -1] >= top_p) | torch.tensor(size == logits_BV.shape[1], device=logits_BV.device)

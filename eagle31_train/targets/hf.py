@@ -1,8 +1,8 @@
-"""Targets as transformers has them: loading, and hidden states from hooks on the wanted layers.
+"""Targets in transformers: loading them, and taking hidden states from hooks on the wanted layers.
 
 Auxiliary layer i means the **input of layer i** (0 = embeddings, N = output of the last layer, before the final
 norm), which is vLLM's convention. The last hidden state is the input of the final norm. Both come from forward
-pre-hooks, since `hidden_states[N]` of transformers is after that norm.
+pre-hooks, since transformers takes `hidden_states[N]` after that norm.
 
 Shapes: B sequences padded to T; A auxiliary layers; H hidden; V vocabulary.
 """
@@ -35,28 +35,28 @@ from eagle31_train.targets.packed_linear import pack_linears
 from eagle31_train.targets.pretrained import from_pretrained
 from eagle31_train.targets.readout import Readout, find_parts, readout_from_checkpoint, readout_of
 
-LENGTH_ROPES = {"longrope", "dynamic", "su"}  # that follow the length of a batch
+LENGTH_ROPES = {"longrope", "dynamic", "su"}  # RoPE types that depend on the length of a batch
 BATCH_COST = 128  # padded tokens that one more batch must save; chosen, not measured
-PADS = 8  # padding that makes the gate's own forward pass take the model's masked path
+PADS = 8  # padding tokens that make the gate's own forward pass take the model's masked path
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of a config: `auto` is CUDA where there is one; of several processes, each takes its own.
+    """Return the device that target.device names. `auto` is CUDA if available; each of several processes takes its own.
 
-    UserError if there is no such device here, or the same one for several processes.
+    UserError if there is no such device here, or several processes would share it.
     """
     count = 0 if name == "cpu" else gpus()
     try:
         device = torch.device(name if name != "auto" else "cuda" if count else "cpu")
         if device.type != "cuda":
-            torch.empty(0, device=device)  # of other kinds only torch knows whether they are here
+            torch.empty(0, device=device)  # only torch knows whether a device of another kind is here
             return device
     except (RuntimeError, AssertionError, NotImplementedError):
         raise UserError(f"target.device={name} is no device here: use cpu, cuda, cuda:N or auto") from None
     if not count:
         raise UserError(f"target.device={name}: there is no CUDA device here: use cpu or auto")
-    # A launcher may show each process one device, its own: then all may name the same.
+    # A launcher may show each process only its own device: then all may give the same name.
     shared = device.index is not None and ranks() > 1 and count > 1
     if device.index is None and ranks() > 1:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -67,25 +67,25 @@ def pick_device(name: str) -> torch.device:
 
 
 def load_model(config: TargetConfig, dtype: str | None = None) -> Any:
-    """The target as a transformers causal LM in eval mode, on its device or spread over several.
+    """Load the target as a transformers causal LM in eval mode, on its device or spread over several.
 
-    UserError if there is none at target.path, some of its weights are not, or it cannot be placed as asked.
+    UserError if target.path holds none, some of its weights are missing, or it cannot be placed as asked.
     """
     if config.device_map and (ranks() > 1 or config.device != "auto"):
         raise UserError("target.device_map spreads one target: start one process, and leave target.device=auto")
     whole_float32()
     device = None if config.device_map else pick_device(config.device)
     if device is not None and device.type == "cuda":
-        # Quantized weights are unpacked, and some kernels run, on the current device. Straight to it: not each process
-        # of a machine has the whole target in host memory first.
+        # Quantized weights are unpacked, and some kernels run, on the current device. Loading goes straight to it, so
+        # that no process of a machine holds the whole target in host memory first.
         torch.cuda.set_device(device)
     _spare_scores()
     options: dict[str, Any] = {"device_map": config.device_map or {"": device}}
-    # Tensors of another size than the model's are refused below, by name.
+    # Tensors whose size is not the model's are refused below, by name.
     options |= {"dtype": DTYPES[dtype or config.dtype], "output_loading_info": True, "ignore_mismatched_sizes": True}
     model, info = from_pretrained(model_class(from_pretrained(AutoConfig, config)), config, **options)
-    # transformers makes up what is missing, and nothing later could notice: states, fidelity gate and evaluation would
-    # all be of the same wrong target.
+    # transformers makes up missing weights, and nothing later could notice: states, fidelity gate and evaluation would
+    # all use the same wrong target.
     if wrong := sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}):
         lacks = f"{len(wrong)} of its weights are missing or of another size, such as {wrong[0]}"
         raise UserError(f"target.path={config.path}: {lacks}: is it whole, and of the architecture in its config.json?")
@@ -96,12 +96,13 @@ def load_model(config: TargetConfig, dtype: str | None = None) -> Any:
 
 @cache
 def _spare_scores() -> None:
-    """Have transformers repeat keys that heads share where CUDA's flash kernel does not run, in float32 and before
-    Ampere: the other kernel that keeps no scores takes no shared ones, and all scores of a conversation would be there
-    at once, 8.6 GB of 8,192 tokens and 32 heads."""
+    """Make transformers repeat shared keys where CUDA's flash kernel does not run: in float32 and before Ampere.
+
+    The other kernel that stores no scores takes no shared keys. Without it, all scores of a conversation would be in
+    memory at once: 8.6 GB for 8,192 tokens and 32 heads."""
     from transformers.integrations import sdpa_attention
 
-    name = "use_gqa_in_sdpa"  # not of its public interface
+    name = "use_gqa_in_sdpa"  # not part of its public interface
     if usual := getattr(sdpa_attention, name, None):
         setattr(
             sdpa_attention,
@@ -111,30 +112,30 @@ def _spare_scores() -> None:
 
 
 def has_causal_class(config: Any) -> bool:
-    """Whether transformers has a causal LM for a configuration, by its own table, which not every version need have."""
+    """Return whether transformers has a causal LM for a configuration, by its private table (some versions lack it)."""
     return type(config) in getattr(AutoModelForCausalLM, "_model_mapping", ())
 
 
 def model_class(config: Any) -> Any:
-    """Which of transformers' classes loads a target: of some multimodal ones (Mistral 3) it has no causal LM."""
+    """Return the transformers class that loads a target: for some multimodal ones (Mistral 3) it has no causal LM."""
     multimodal = type(config) in getattr(AutoModelForImageTextToText, "_model_mapping", ())
-    # The first class may know code of the target's own, or says itself what it does not know.
+    # The causal LM class may find the target's own code; otherwise it raises its own error for an unknown kind.
     return AutoModelForImageTextToText if multimodal and not has_causal_class(config) else AutoModelForCausalLM
 
 
 def read_config(config: TargetConfig) -> Any:
-    """transformers' configuration of the target's text model; UserError if there is none at target.path."""
+    """Return transformers' configuration of the target's text model; UserError if target.path holds none."""
     return from_pretrained(AutoConfig, config).get_text_config()
 
 
 def positions(config: Any) -> int | None:
-    """How many positions a target has, by its configuration and in vLLM; None where it sets no bound."""
+    """Return how many positions a target has, by its configuration and in vLLM; None if it sets no limit."""
     config = config.get_text_config()
     return target_positions(getattr(config, "max_position_embeddings", None), config.model_type, _ropes(config))
 
 
 def served_positions(config: Any) -> int | None:
-    """As `positions`, where vLLM is told no max_model_len: of a longrope it then takes the short contexts alone."""
+    """Like `positions`, for vLLM without max_model_len: with a longrope, it then takes only the short contexts."""
     config = config.get_text_config()
     longropes = [rope for rope in _ropes(config) if rope.get("rope_type") == "longrope"]
     shorts: list[int] = [getattr(config, ORIGINAL, None) or rope.get(ORIGINAL) or 0 for rope in longropes]
@@ -144,7 +145,7 @@ def served_positions(config: Any) -> int | None:
 class HiddenStateTarget:
     """A transformers model with taps on its residual stream.
 
-    UserError for layer ids that the model does not have, no RMSNorm before lm_head, or a biased lm_head.
+    UserError for layer ids that the model lacks, no RMSNorm before lm_head, or a biased lm_head.
     """
 
     def __init__(self, model: Any, aux_layers: Sequence[int] | None) -> None:
@@ -158,7 +159,7 @@ class HiddenStateTarget:
 
     @property
     def device(self) -> torch.device:
-        """Where tokens go in: the embedding's device, or another part's where a device map left that on the disk."""
+        """The device for input tokens: the embedding's, or another part's if a device map left that on disk."""
         parameters = (self.embedding.weight, *self.model.parameters())
         return next((p.device for p in parameters if not p.is_meta), torch.device("cpu"))
 
@@ -169,10 +170,10 @@ class HiddenStateTarget:
 
     @torch.no_grad()
     def states(self, tokens: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Run the decoder, without lm_head, on tokens [B, T] int64, padded at the end by mask 0: aux [B, T, A, H] and
-        last [B, T, H], in the target's dtype, meaningless where it is padded.
+        """Run the decoder, without lm_head, on tokens [B, T] int64, padded at the end where the mask is 0. Return aux
+        [B, T, A, H] and last [B, T, H] in the target's dtype, meaningless at padding.
 
-        Without a mask, which is faster, rows padded at the end are right all the same in a causal decoder.
+        No mask is faster, and gives the same states in a causal decoder, whose tokens do not see padding behind them.
         """
         with self._tapped([*self._taps, self.final_norm]) as caught, unpacked_rows():
             self.decoder(input_ids=tokens, attention_mask=attention_mask, use_cache=False)
@@ -185,14 +186,14 @@ class HiddenStateTarget:
         return self._stacked(caught), caught[len(self._taps)]
 
     def _stacked(self, caught: dict[int, Tensor]) -> Tensor:
-        """What the auxiliary taps caught, [B, T, A, H], on the device of the newest."""
-        # Layers of one target may lie on several devices (target.device_map).
+        """Stack what the auxiliary taps caught, [B, T, A, H], on the device of the last one."""
+        # The layers of one target may be on several devices (target.device_map).
         device = caught[max(caught)].device
         return torch.stack([caught[i].to(device) for i in range(len(self._taps))], dim=2)
 
     @contextmanager
     def _tapped(self, taps: Sequence[nn.Module]) -> Iterator[dict[int, Tensor]]:
-        """While it lasts, the input of taps[i] of the newest forward pass is caught under i."""
+        """Within this context, each forward pass stores the input of taps[i] under key i."""
         caught: dict[int, Tensor] = {}
         handles = [
             module.register_forward_pre_hook(partial(_catch, caught, index), with_kwargs=True)
@@ -206,12 +207,12 @@ class HiddenStateTarget:
 
 
 _UNPACKED: ContextVar[bool] = ContextVar("unpacked", default=False)
-_PACKED = "find_packed_sequence_indices"  # of transformers, not of its public interface
+_PACKED = "find_packed_sequence_indices"  # in transformers, but not part of its public interface
 
 
 @cache
 def _patch_packing() -> None:
-    from transformers import masking_utils  # takes seconds, which a stage that is up to date need not wait for
+    from transformers import masking_utils  # slow to import: a stage that is up to date does without
 
     if find := getattr(masking_utils, _PACKED, None):
         setattr(masking_utils, _PACKED, lambda position_ids: None if _UNPACKED.get() else find(position_ids))
@@ -219,8 +220,8 @@ def _patch_packing() -> None:
 
 @contextmanager
 def unpacked_rows() -> Iterator[None]:
-    """While it lasts, transformers does not ask in this thread whether a row without a mask is several sequences packed
-    into one: the answer is no, and a GPU's host would wait for it in every forward pass."""
+    """Within this context, transformers does not check in this thread whether a row without a mask holds several packed
+    sequences. None here does, and the check makes the host wait for the GPU in every forward pass."""
     _patch_packing()
     token = _UNPACKED.set(True)
     try:
@@ -235,21 +236,21 @@ def _catch(caught: dict[int, Tensor], index: int, _module: nn.Module, args: tupl
 
 # ---------------------------------------------------------------- engines of extraction
 #
-# They run the target over conversations: transformers here, vLLM in `vllm_engine.py`. Both give the same states within
-# the target's own rounding.
+# An engine runs the target over conversations: transformers here, vLLM in `vllm_engine.py`. Both give the same states
+# up to the target's own rounding.
 
 
 @dataclass(frozen=True)
 class Reference:
-    """The target's own next-token distribution at n positions: [n, V] fp32 logits `own`; or, with `ids` [n, k] int64,
-    the most likely tokens among others, [n, k] fp32 log-probabilities of those."""
+    """The target's own next-token distribution at n positions. `own`: [n, V] fp32 logits or, with `ids` [n, k] int64
+    (the most likely tokens among others), [n, k] fp32 log-probabilities of those."""
 
     own: Tensor
     ids: Tensor | None = None
 
 
 class Engine(Protocol):
-    """What extraction asks of an engine; `longest`: tokens that a conversation may have, None for any number."""
+    """What extraction needs of an engine. `longest`: how many tokens a conversation may have; None for no limit."""
 
     name: str
     readout: Readout
@@ -259,26 +260,26 @@ class Engine(Protocol):
     def longest(self) -> int | None: ...
 
     def run(self, tokens: Sequence[Tensor]) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Conversations [T] int64 → (index, aux [T, A, H], last [T, H]) of each, in any order, in the target's dtype,
-        on any device. UserError for one that the engine cannot take."""
+        """Run the target over conversations [T] int64. Yield (index, aux [T, A, H], last [T, H]) of each, in any order,
+        in the target's dtype, on any device. UserError for a conversation that the engine cannot take."""
         ...
 
     def reference(self, tokens: Tensor, positions: Tensor) -> Reference:
-        """What the target itself says at some positions, none of them the last, of a conversation [T]."""
+        """Return the target's own distribution at some positions of a conversation [T], none of them the last."""
         ...
 
 
 def check_length(engine: Engine, length: int) -> None:
-    """Refuse a conversation of so many tokens where the engine does not take it."""
+    """UserError if the engine does not take a conversation of `length` tokens."""
     if engine.longest is not None and length > engine.longest:
         advice = f"set data.max_length={engine.longest}, or for vLLM extract.engine_args.max_model_len"
         raise UserError(f"a conversation of {length} tokens is too long for extract.engine={engine.name}: {advice}")
 
 
 class TransformersEngine:
-    """A transformers model in this process, in batches of conversations of similar length; see `Engine`.
+    """A transformers model in this process, run on batches of conversations of similar length; see `Engine`.
 
-    batch_tokens: padded tokens in one forward pass. readout: read off the model where it is not given.
+    batch_tokens: padded tokens in one forward pass. readout: taken from the model if not given.
     """
 
     name = "transformers"
@@ -288,7 +289,7 @@ class TransformersEngine:
         self.readout = target.readout if readout is None else readout
         self.layers = target.layers
         self.batch_tokens = batch_tokens
-        # Beyond its positions a model still computes something, which no serving engine would.
+        # Beyond its positions a model still computes something, but no serving engine would.
         self.longest = positions(target.model.config)
         config = target.model.config.get_text_config()
         # A causal decoder's tokens see no padding at the end: without a mask attention takes its fast path.
@@ -311,19 +312,19 @@ class TransformersEngine:
 
     @torch.no_grad()
     def reference(self, tokens: Tensor, positions: Tensor) -> Reference:
-        """See `Engine.reference`. The model's ordinary call, norm, lm_head and attention mask included."""
+        """See `Engine.reference`. Calls the whole model in the ordinary way, with norm, lm_head and attention mask."""
         model, device = self.target.model, self.target.device
         self._forget_lengths()
         padded = torch.nn.functional.pad(tokens, (0, 0 if self._alone else PADS))[None].to(device)
         mask = (torch.arange(padded.shape[1], device=device) < len(tokens)).long()[None]
         inputs = {"input_ids": padded, "attention_mask": mask, "use_cache": False}
         if "logits_to_keep" in inspect.signature(model.forward).parameters:
-            # On the CPU, which indexes on any device: of a target that is spread the last part is on another.
+            # CPU positions index a tensor on any device: a spread target's last part is on another one.
             return Reference(model(**inputs, logits_to_keep=positions.cpu()).logits[0].float())
-        return Reference(model(**inputs).logits[0, positions].float())  # code that came with an older target
+        return Reference(model(**inputs).logits[0, positions].float())  # own code of an older target
 
     def _forget_lengths(self) -> None:
-        """Reset a RoPE that depends on the length, which keeps the longest seen, before each conversation."""
+        """Before each conversation, reset a RoPE that depends on length: it remembers the longest one seen."""
         if not self._alone:
             return
         for module in self.target.model.modules():
@@ -332,7 +333,7 @@ class TransformersEngine:
 
 
 def load_engine(config: TargetConfig, batch_tokens: int) -> TransformersEngine:
-    """The target, loaded; weights that a device map left on the disk are read from its checkpoint."""
+    """Load the target as an engine. Readout weights that a device map left on disk are read from the checkpoint."""
     target = HiddenStateTarget(load_model(config), config.aux_layers)
     offloaded = any(module.weight.is_meta for module in (target.embedding, target.final_norm, target.head))
     readout = readout_from_checkpoint(config, DTYPES[config.dtype]) if offloaded else target.readout
@@ -341,25 +342,25 @@ def load_engine(config: TargetConfig, batch_tokens: int) -> TransformersEngine:
 
 
 def rope_by_length(config: Any) -> bool:
-    """Whether a target's RoPE follows the length of a batch, padding included: such conversations run alone."""
+    """Return whether a target's RoPE depends on a batch's length, padding included: its conversations run alone."""
     return any(each.get(key) in LENGTH_ROPES for each in _ropes(config) for key in ("rope_type", "type"))
 
 
 def _ropes(config: Any) -> list[dict[str, Any]]:
-    """Wherever a target's configuration may have its RoPE; where layers differ, that of each type too."""
+    """Return the RoPE settings from wherever a configuration may have them; where layers differ, also those by type."""
     config = config.get_text_config()
     ropes = [getattr(config, name, None) or {} for name in ("rope_parameters", "rope_scaling")]
     return ropes + [value for each in ropes for value in each.values() if isinstance(value, dict)]
 
 
 def batches_by_length(lengths: Sequence[int], batch_tokens: int, batch_cost: int = BATCH_COST) -> list[list[int]]:
-    """Group samples of similar length, so that batches stay under `batch_tokens` with padding, and take the least time.
+    """Group samples of similar length into batches of at most `batch_tokens`, padding included, in the least time.
 
     Time is counted in tokens: padded ones, and `batch_cost` for every batch. A sample beyond `batch_tokens` runs alone.
     """
     order = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
     count = len(order)
-    # For the first samples, up to each end: the least time, and where their last batch begins.
+    # For the samples before each end: their least time, and where their last batch begins.
     least, begin = np.zeros(count + 1, np.int64), np.zeros(count + 1, np.int64)
     for end in range(1, count + 1):
         longest = lengths[order[end - 1]]  # sets the padded width

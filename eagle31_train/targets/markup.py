@@ -1,8 +1,8 @@
-"""What a target writes after the generation prompt, read back: its thought, its text and its tool calls.
+"""Read back what a target writes after the generation prompt: its thought, its text and its tool calls.
 
-So no text is trained on that says something else than its message did. The markup tells which form it is in:
+This ensures that no text is trained on that differs from its message. The markup tells which form it has:
 
-    thoughts      <think>…</think>, of which the prompt may hold the beginning
+    thoughts      <think>…</think>; the prompt may hold the beginning
     Kimi          <|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{…}…
     Qwen, Hermes  <tool_call>{"name": …, "arguments": {…}}</tool_call>, one or more
     Llama 3       {"name": …, "parameters": {…}}, perhaps after <|python_tag|>, several with ; between them
@@ -21,27 +21,27 @@ from eagle31_train.rows.formats import Message, arguments, check_text
 OPEN, CLOSE = "<think>", "</think>"
 KIMI, HERMES, PYTHON, CHANNEL = "<|tool_calls_section_begin|>", "<tool_call>", "<|python_tag|>", "<|channel|>"
 
-# A thought in front of an answer, whose beginning the prompt may have held.
+# A thought in front of an answer; its opening tag may be in the prompt.
 THOUGHT = re.compile(rf"\s*(?:{OPEN})?(.*?){CLOSE}\s*", re.DOTALL)
 
-# A thought that is none: <think></think>, Gemma's <|channel>thought<channel|>.
+# An empty thought: <think></think>, Gemma's <|channel>thought<channel|>.
 EMPTY_THOUGHT = r"<\|?([\w:]+)\|?>[\s\w]*<[/|]?\1\|?>"
 
 Call = tuple[str, dict[str, Any]]  # name and arguments
-CALLS_DEEP = 16  # how deep a file or a journal has them
+CALLS_DEEP = 16  # nesting levels reserved for the file or journal around them
 
 
 @dataclass(frozen=True)
 class Parts:
-    """An answer in its parts, without the white space around them."""
+    """The parts of an answer, without the white space around them."""
 
     reasoning: str = ""
     content: str = ""
     calls: list[Call] = field(default_factory=list)
-    thought: tuple[int, int] | None = None  # where the text's thought begins and ends, even an empty one
+    thought: tuple[int, int] | None = None  # start and end of the thought in the text, even of an empty one
 
     def difference(self, other: "Parts") -> str | None:
-        """Which part of the two is not the same; JSON values are compared, not their spelling."""
+        """Return the name of the first part that differs, or None. JSON is compared by value, not by spelling."""
         if self.reasoning != other.reasoning:
             return "thought"
         if self.content != other.content:
@@ -50,7 +50,7 @@ class Parts:
 
 
 def apart(message: Message) -> Message:
-    """A message with the thought in front of its answer in a field of its own, as servers hand it on."""
+    """Return a message with the thought in front of its answer moved to a separate field, as servers return it."""
     match = THOUGHT.match(message["content"]) if message["role"] == "assistant" else None
     if match is None or message.get("reasoning_content"):
         return message
@@ -58,13 +58,13 @@ def apart(message: Message) -> Message:
 
 
 def meant(message: Message) -> Parts:
-    """What a message says: the parts that its text must be read back as."""
+    """Return the parts of a message, which its rendered text must be read back as."""
     calls = [(c["function"]["name"], arguments(c["function"]["arguments"])) for c in message.get("tool_calls") or []]
     return Parts((message.get("reasoning_content") or "").strip(), message["content"].strip(), calls)
 
 
 def parse(text: str, opened: bool = False, calls: bool = False) -> Parts:
-    """An answer's text, without its end-of-turn token, in its parts; Refused for damaged or unknown tool calls.
+    """Parse an answer's text, without its end-of-turn token, into parts; Refused for damaged or unknown tool calls.
     `opened`: the prompt ends inside a thought. `calls`: look for tool calls; else they are part of the answer."""
     if text.lstrip().startswith((CHANNEL, "to=")) and "<|message|>" in text:
         return _harmony(text)
@@ -77,8 +77,8 @@ def parse(text: str, opened: bool = False, calls: bool = False) -> Parts:
 
 
 def take_apart(text: str, opened: bool, calls: bool) -> Message | None:
-    """A message of the parts of `text`; None where it has no tool calls (which are looked for with `calls`) and no
-    channels, or cannot be read."""
+    """Return a message with the parts of `text`; None if it has neither channels nor tool calls (looked for only with
+    `calls`), or cannot be parsed."""
     try:
         parts = parse(text, opened, calls)
         foreign.check_depth([given for _, given in parts.calls], foreign.DEEPEST - CALLS_DEEP)
@@ -100,7 +100,7 @@ def take_apart(text: str, opened: bool, calls: bool) -> Message | None:
 
 
 def _calls(text: str) -> tuple[str, list[Call]]:
-    """The text before the tool calls, and these."""
+    """Return the text before the tool calls, and the calls."""
     if KIMI in text:
         content, _, section = text.partition(KIMI)
         pattern = r"<\|tool_call_begin\|>(.*?)<\|tool_call_argument_begin\|>(.*?)<\|tool_call_end\|>"
@@ -137,7 +137,7 @@ def _llama(text: str) -> list[Call]:
 
 
 def _harmony(text: str) -> Parts:
-    """Messages in channels: analysis is thought, a recipient makes a tool call, the others are the answer."""
+    """Parse messages in channels: analysis is thought, one with a recipient is a tool call, others are the answer."""
     pattern = (
         r"(?:<\|start\|>assistant)?(?: ?to=([^\s<]+))?<\|channel\|>(\w+)(?: to=([^\s<]+))?"
         r"(?: ?<\|constrain\|>\w+| \w+)?<\|message\|>(.*?)(?:<\|end\|>|<\|call\|>|<\|return\|>|$)"
@@ -163,7 +163,7 @@ def _harmony(text: str) -> Parts:
 
 
 def _all_matches(pattern: str, text: str) -> list[tuple[str, ...]]:
-    """The groups of every match; nothing but white space may stand between them."""
+    """Return the groups of every match. Only white space may stand between matches, else Refused."""
     matches = [match.groups() for match in re.finditer(pattern, text, re.DOTALL)]
     if not matches or re.sub(pattern, "", text, flags=re.DOTALL).strip():
         raise Refused("a damaged tool call")
@@ -187,5 +187,5 @@ def _named(value: dict[str, Any], key: str) -> Call:
 
 
 def _spelt(calls: list[Call]) -> list[tuple[str, str]]:
-    # As text, since Python holds 1, 1.0 and True for equal.
+    # As text, since 1, 1.0 and True are equal in Python.
     return [(name, json.dumps(given, sort_keys=True)) for name, given in calls]

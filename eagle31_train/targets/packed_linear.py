@@ -1,4 +1,4 @@
-"""Linear layers of a target on a CPU, laid out once as oneDNN reads them: torch lays a weight out anew for every
+"""Linear layers of a target on a CPU, with weights laid out for oneDNN once. Torch repeats that layout for every
 product of more than one row, so that verifying four tokens costs half as much again as decoding one (docs/log.md)."""
 
 from typing import Any
@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-PACKED_ROWS = 48  # that the packed layout is meant for; as good for one row and for a thousand
-MOST_BYTES = 4 * 2**30  # of weights that are held twice
+PACKED_ROWS = 48  # rows that the packed layout is made for; it is as good for one row and for a thousand
+MOST_BYTES = 4 * 2**30  # larger weights are not held twice
 
 
 class PackedLinear(nn.Linear):
-    """A linear layer with a second copy of its weight; not for use where the weight changes."""
+    """A linear layer with a second, packed copy of its weight; the weight must not change."""
 
     def __init__(self, linear: nn.Linear) -> None:
         nn.Module.__init__(self)
@@ -21,13 +21,13 @@ class PackedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., inputs] → [..., outputs]."""
-        if x.requires_grad or x.dtype != self._packed.dtype:  # a model may have been converted since
+        if x.requires_grad or x.dtype != self._packed.dtype:  # the model may have been converted since
             return super().forward(x)
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
 
 
 def pack_linears(model: Any) -> None:
-    """Pack the linear layers of a model on a CPU, in place, where oneDNN has their dtype and memory is no matter."""
+    """Pack a model's linear layers in place, if all are on a CPU, oneDNN has their dtype and they are small enough."""
     linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
     if not all(_packable(linear.weight) for linear in linears.values()):
         return

@@ -1,4 +1,4 @@
-"""What transformers loads by `target.path`: how, and what is said where it cannot. Imports no torch."""
+"""Load things with transformers by `target.path`, and word the errors if that fails. Imports no torch."""
 
 import re
 from functools import cache
@@ -16,32 +16,32 @@ from eagle31_train.config import TargetConfig
 
 MADE_HERE = {"SmolLM2-135M-Instruct": "embedded", "kimi-toy": "toy"}  # name in models/ → the module that makes it
 ELSEWHERE = "give a local folder, or download it where there is a network and set HF_HOME to that cache"
-TRIES = 2  # more, a second or two apart, before the hub counts as out of reach
+TRIES = 2  # retries, a second or two apart, before the hub counts as out of reach
 NOT_WHOLE = "a file is cut short, or only git-lfs's pointer to one (`git lfs pull` fetches them): copy it again"
 
 
 def from_pretrained(kind: Any, target: TargetConfig, **options: Any) -> Any:
-    """`kind`, one of transformers' classes that load by a name, as the target has it; UserError if there is none at
-    target.path, or its code lacks a package or the permission to run."""
+    """Load the target's `kind`, one of transformers' classes with from_pretrained. UserError if target.path holds none,
+    or the target's code lacks a package or the permission to run."""
     where = {**source(target), "trust_remote_code": target.trust_remote_code}
     try:
         if Path(target.path).is_dir():
             foreign.check_folder(Path(target.path))
         return kind.from_pretrained(target.path, **where, **options)
-    except Exception as error:  # of files that others made, in which libraries stumble over anything
+    except Exception as error:  # libraries may raise anything for other people's files
         raise not_loaded(target, error) from None
 
 
 def load_tokenizer(target: TargetConfig) -> Any:
-    """The target's tokenizer; UserError if there is none, where transformers makes one up of special tokens alone, or
-    it does not encode and decode a word."""
+    """Load the target's tokenizer. UserError if there is none (transformers then makes one up of special tokens alone),
+    or it does not encode and decode a word."""
     tokenizer = from_pretrained(AutoTokenizer, target)
     try:
         for special in (False, True):
             tokenizer.decode(tokenizer.encode("Hello", add_special_tokens=special))
         tokenizer.convert_ids_to_tokens(tokenizer.all_special_ids)
         made_up = len(tokenizer) <= len(tokenizer.all_special_ids)
-    except Exception as error:  # settings that nobody looked at until now
+    except Exception as error:  # bad settings show only when the tokenizer is used
         raise not_loaded(target, error) from None
     if made_up:
         raise UserError(f"target.path={target.path} holds no tokenizer files: copy tokenizer.json and others there")
@@ -49,8 +49,8 @@ def load_tokenizer(target: TargetConfig) -> Any:
 
 
 def source(target: TargetConfig) -> dict[str, Any]:
-    """What transformers needs to find a file of target.path: of a hub id only what is in the hub's cache, where the hub
-    is out of reach. UserError for a file, and for a folder that is not there, before it is looked for on the hub."""
+    """Return the options with which transformers finds files of target.path; for a hub id, the hub's cache alone if the
+    hub is out of reach. UserError for a file, and for a missing folder before it is looked for on the hub."""
     if Path(target.path).is_file():
         raise UserError(f"target.path={target.path} is a file: give its folder")
     if not Path(target.path).exists() and target.path.startswith(("/", ".", "~", "models/")):
@@ -61,7 +61,7 @@ def source(target: TargetConfig) -> dict[str, Any]:
 
 
 def out_of_reach(target: TargetConfig) -> str | None:
-    """Why a hub id cannot be looked up; None if the hub answers, whatever it says, or target.path can be no hub id."""
+    """Return why a hub id cannot be looked up; None if the hub answers at all, or target.path cannot be a hub id."""
     if Path(target.path).exists():
         return None
     try:
@@ -73,14 +73,14 @@ def out_of_reach(target: TargetConfig) -> str | None:
 
 @cache
 def _asked(url: str, offline: bool) -> str | None:
-    """One request, before transformers asks for each file, and of each again for half a minute."""
+    """Ask once, since transformers would ask for each file, and retry each for half a minute."""
     if offline:
         return "HF_HUB_OFFLINE is set"
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
         http_backoff("HEAD", url, max_retries=TRIES, retry_on_status_codes=(), timeout=constants.HF_HUB_ETAG_TIMEOUT)
-    except Exception as error:  # of the HTTP client, which is another one in other versions
+    except Exception as error:  # raised by the HTTP client, which differs between versions
         return first_line(error)
     finally:
         logging.set_verbosity(verbosity)
@@ -88,15 +88,15 @@ def _asked(url: str, offline: bool) -> str | None:
 
 
 def not_loaded(target: TargetConfig, error: Exception) -> UserError:
-    """That a target cannot be loaded, why, and what to do, in one line."""
-    if type(error).__name__ == "OutOfMemoryError":  # torch's
+    """Return a one-line error: the target cannot be loaded, why, and what to do."""
+    if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported here
         half = "set target.dtype=float16, or evaluate.dtype in stage 4, or " if target.dtype == "float32" else ""
         advice = f"it does not fit: {half}use data.generate.server=vllm, extract.engine=vllm and evaluate.backend=vllm"
     elif isinstance(error, ImportError):
         advice = "it needs a package that is not here: install that, or let vLLM run the target"
     elif "trust_remote_code" in str(error):
         advice = "it comes with Python code of its own: read it, and allow it to run with target.trust_remote_code=true"
-    elif isinstance(error, SafetensorError):  # which tells neither the file nor what to do
+    elif isinstance(error, SafetensorError):  # its text names neither the file nor a remedy
         advice = NOT_WHOLE
     elif isinstance(error, OSError) and (why := out_of_reach(target)):
         return UserError(
@@ -112,13 +112,13 @@ def not_loaded(target: TargetConfig, error: Exception) -> UserError:
 
 
 def vocabulary_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """What tells two vocabularies apart, in any version of transformers: every token's spelling and id."""
+    """Return a fingerprint of every token's spelling and id, the same in any version of transformers."""
     return artifacts.fingerprint(tokenizer.get_vocab())
 
 
 def end_ids(tokenizer: PreTrainedTokenizerBase, target: TargetConfig) -> list[int]:
-    """The ids at which the target stops: the tokenizer's and those of generation_config.json or, where there is none,
-    of config.json, as transformers and vLLM do."""
+    """Return the ids at which the target stops: the tokenizer's, and those of generation_config.json or, without that
+    file, of config.json. transformers and vLLM do the same."""
     ids = [tokenizer.eos_token_id]
     try:
         eos = _generation_end(target)
@@ -129,11 +129,11 @@ def end_ids(tokenizer: PreTrainedTokenizerBase, target: TargetConfig) -> list[in
 
 
 def served_sampling(target: TargetConfig) -> dict[str, float]:
-    """temperature, top_p and top_k as the target's generation_config.json names them, if it does: a server's defaults.
-    top_k 0: all tokens."""
+    """Return temperature, top_p and top_k as far as the target's generation_config.json sets them: they are a server's
+    defaults. top_k 0: all tokens."""
     try:
         config: Any = GenerationConfig.from_pretrained(target.path, **source(target))
-    except OSError:  # it has none
+    except OSError:  # there is no such file
         return {}
     named: dict[str, Any] = {name: getattr(config, name, None) for name in ("temperature", "top_p", "top_k")}
     return {name: max(0.0, value) for name, value in named.items() if isinstance(value, int | float)}

@@ -1,6 +1,6 @@
-"""What turns a target's last hidden states into its logits: embedding, final norm and lm_head.
+"""The readout turns a target's last hidden states into its logits: embedding, final norm and lm_head.
 
-The store keeps them beside the states. They are read off a loaded model, or off its checkpoint alone where another
+The store keeps these weights beside the states. They are read from a loaded model, or from its checkpoint if another
 engine holds the model.
 
 Shapes: n rows; H hidden; V vocabulary.
@@ -26,9 +26,9 @@ from eagle31_train.targets.description import read_raw
 from eagle31_train.targets.packed_linear import PackedLinear
 from eagle31_train.targets.pretrained import NOT_WHOLE, not_loaded
 
-SOFT_CAP = "final_logit_softcapping"  # of a Gemma 2's logits
+SOFT_CAP = "final_logit_softcapping"  # caps Gemma 2's logits
 SCALE = "logit_scale"
-DIVISOR = "logits_scaling"  # by which a Granite divides its logits
+DIVISOR = "logits_scaling"  # divides Granite's logits
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 EMBEDDING = "embed_tokens.weight"
 SETTINGS = {"vocab_size": int, "hidden_size": int, "num_hidden_layers": int, "rms_norm_eps": float}  # see `_unknown`
@@ -46,17 +46,17 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True)
 class Readout:
-    """Last hidden states → logits, and the weights which that takes.
+    """Computes logits from last hidden states, and holds the weights for it.
 
     embedding: [V, H] in the target's dtype.
     norm: [H] fp32, the final RMSNorm's effective weight: w, or 1 + w as in Gemma.
     norm_kind: "w" or "1+w".
     eps: epsilon of that norm.
-    head: [V, H] lm_head; the embedding itself where the target ties them. One whose logits are divided by a
-        number is divided here: by a power of two that changes no bit of the logits, by another it rounds weights.
+    head: [V, H] lm_head; the embedding itself if the target ties them. If the target divides its logits by a number,
+        head is already divided. A power of two changes no bit of the logits; any other number rounds the weights.
     depth: N, the number of decoder layers.
-    soft_cap: c, where the target's logits x become c * tanh(x / c); or None.
-    packed: lm_head as a CPU multiplies by it soonest, in another order of sums; None where there is none.
+    soft_cap: c, if the target's logits x become c * tanh(x / c); else None.
+    packed: lm_head in the layout that is fastest on a CPU, which sums in another order; None if there is none.
     """
 
     embedding: Tensor
@@ -75,7 +75,7 @@ class Readout:
 
     @torch.no_grad()
     def logits(self, last: Tensor) -> Tensor:
-        """Last hidden states [n, H] of any float dtype → logits [n, V] fp32, the way training rebuilds them."""
+        """Last hidden states [n, H] of any float dtype → logits [n, V] fp32, computed as in training."""
         return self._product(last).float()
 
     @torch.no_grad()
@@ -89,7 +89,7 @@ class Readout:
         return tensors if self.tied else {**tensors, "lm_head": self.head}
 
     def to(self, device: torch.device) -> "Readout":
-        """With all that `logits` needs on a device; the embedding stays where it is, unless it is the head."""
+        """Move all that `logits` needs to a device; the embedding stays where it is, unless it is also the head."""
         head = self.head.to(device)
         embedding = head if self.tied else self.embedding
         packed = self.packed if head is self.head else None
@@ -102,29 +102,29 @@ class Readout:
 
 
 def readout_of(model: Any) -> Readout:
-    """The readout of a loaded causal LM."""
+    """Return the readout of a loaded causal LM."""
     parts = find_parts(model)
     embedding, head = parts.embedding.weight.detach(), parts.head.weight.detach()
     readout = _readout(parts.norm, len(parts.layers), model.config, embedding, head)
-    # In bf16 torch asks the same library with and without packing, in fp32 another one, which rounds otherwise.
+    # In bf16, torch uses the same library with and without packing; in fp32 another one, which rounds differently.
     same = type(parts.head) is PackedLinear and head.dtype == torch.bfloat16 and readout.head is head
     return replace(readout, packed=parts.head) if same else readout
 
 
 def readout_from_checkpoint(target: TargetConfig, dtype: torch.dtype) -> Readout:
-    """The same without loading the model, or running its code: its skeleton says which tensors to read.
+    """Read the readout without loading the model or running its code: its skeleton tells which tensors to read.
 
-    Of a model that transformers has no causal LM for (Kimi-K2.6: a wrapper around DeepSeek-V3), config.json must do.
-    UserError if there is no checkpoint, or it does not hold these tensors plainly (quantized, say).
+    If transformers has no causal LM for the model (Kimi-K2.6: a wrapper around DeepSeek-V3), config.json must do.
+    UserError if there is no checkpoint, or it does not hold these tensors plainly (e.g. quantized).
     """
-    raw = read_raw(target)  # refuses a folder that is not there, and sizes of which the skeleton would be huge
+    raw = read_raw(target)  # refuses a missing folder, and sizes that would make a huge skeleton
     folder = checkpoint_folder(target)
     try:
         foreign.check_folder(folder)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except Exception as error:  # of files that others made
+    except Exception as error:  # other people's files may raise anything
         settings = raw.get("text_config") or raw
         if all(isinstance(settings.get(name), kind) for name, kind in SETTINGS.items()):
             return _unknown(folder, settings, dtype)
@@ -132,7 +132,7 @@ def readout_from_checkpoint(target: TargetConfig, dtype: torch.dtype) -> Readout
     parts = find_parts(model)
     names = {id(p): name for name, p in model.named_parameters()}
     modules: tuple[Any, ...] = (parts.norm, parts.embedding, parts.head)
-    weights = {id(module.weight): module.weight for module in modules}  # two of them where the head is tied
+    weights = {id(module.weight): module.weight for module in modules}  # only two if the head is tied
     tensors = _read(folder, {names[key]: tuple(weight.shape) for key, weight in weights.items()}, dtype)
     norm = copy.deepcopy(parts.norm).to_empty(device="cpu")
     norm.weight = nn.Parameter(tensors[0], requires_grad=False)
@@ -148,37 +148,37 @@ def _readout(norm: nn.Module, depth: int, config: Any, embedding: Tensor, head: 
 
 
 def _refuse(settings: dict[str, Any]) -> None:
-    """Refuse settings that change the logits otherwise than an EAGLE 3 loss models it."""
+    """UserError for settings that change the logits in a way that EAGLE 3's loss does not model."""
     for name, value in settings.items():
         if value not in (None, 1, 1.0):
             raise UserError(f"the target's config has {name}={value}, which EAGLE 3's loss does not model")
 
 
 def _unknown(folder: Path, settings: dict[str, Any], dtype: torch.dtype) -> Readout:
-    """The readout of a model without a class, by the usual names, and with an ordinary RMSNorm.
+    """Read the readout of a model without a class, assuming the usual names and an ordinary RMSNorm.
 
-    Where the norm is another (1 + w), the fidelity gate refuses the store.
+    If the norm is another (1 + w), the fidelity gate refuses the store.
     """
     V, H = settings["vocab_size"], settings["hidden_size"]
     shapes: dict[str, tuple[int, ...]] = {"model.norm.weight": (H,), "model.embed_tokens.weight": (V, H)}
     if any(key.endswith("lm_head.weight") for key in _files(folder)):  # else it is the embedding
         shapes["lm_head.weight"] = (V, H)
     tensors = _read(folder, shapes, dtype)
-    # What such a model does with a number of this name, nobody here knows.
+    # Nobody here knows what such a model does with a number of this name.
     _refuse({name: settings.get(name) for name in (SOFT_CAP, SCALE, DIVISOR)})
     depth, eps = settings["num_hidden_layers"], settings["rms_norm_eps"]
     return Readout(tensors[1], tensors[0].float(), "w", eps, tensors[-1], depth)
 
 
 def checkpoint_folder(target: TargetConfig) -> Path:
-    """The folder of a target's checkpoint; a hub id is downloaded, or found in the hub's cache."""
+    """Return the folder of a target's checkpoint; a hub id is downloaded, or found in the hub's cache."""
     if Path(target.path).is_dir():
         return Path(target.path)
     from huggingface_hub import snapshot_download
 
     try:
         kinds = ["*.safetensors", "*.json", "*.py", "*.model", "*.txt", "*.jinja"]
-        again = ["original/*", "consolidated*"]  # the same weights, as their makers' own code reads them
+        again = ["original/*", "consolidated*"]  # the same weights in their makers' own format
         folder = snapshot_download(target.path, revision=target.revision, allow_patterns=kinds, ignore_patterns=again)
         return Path(folder)
     except (OSError, ValueError) as error:
@@ -186,7 +186,7 @@ def checkpoint_folder(target: TargetConfig) -> Path:
 
 
 def find_parts(model: Any) -> Parts:
-    """The parts of a causal LM; UserError if it has no .layers and .norm, or a biased lm_head."""
+    """Return the parts of a causal LM; UserError if it has no .layers and .norm, or a biased lm_head."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.model
     decoder = getattr(decoder, "language_model", decoder)
     layers, norm = getattr(decoder, "layers", None), getattr(decoder, "norm", None)
@@ -199,7 +199,7 @@ def find_parts(model: Any) -> Parts:
 
 
 def read_norm(norm: nn.Module) -> tuple[Tensor, str, float]:
-    """Of a final norm: effective weight [H] fp32, kind by its answer to ones ("w", or "1+w" as in Gemma), epsilon."""
+    """Return a final norm's effective weight [H] fp32, kind ("w", or "1+w" as in Gemma; tested on ones) and epsilon."""
     norms = f"the target's final norm ({type(norm).__name__})"
     epsilons = [getattr(norm, name, None) for name in ("variance_epsilon", "eps", "epsilon")]
     weight, eps = getattr(norm, "weight", None), next((one for one in epsilons if isinstance(one, float)), None)
@@ -215,7 +215,7 @@ def read_norm(norm: nn.Module) -> tuple[Tensor, str, float]:
 
 
 def _read(folder: Path, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> list[Tensor]:
-    """Tensors of a checkpoint by their names in the model."""
+    """Read tensors of a checkpoint by their names in the model."""
     files, tensors = _files(folder), []
     for name, shape in shapes.items():
         key = _key(name, files)
@@ -232,7 +232,7 @@ def _read(folder: Path, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) 
 
 
 def _files(folder: Path) -> dict[str, str]:
-    """Which file of a checkpoint holds which tensor."""
+    """Return the file of a checkpoint that holds each tensor."""
     try:
         if (folder / INDEX).is_file():
             weight_map = foreign.typed(dict[str, str], foreign.read_object(folder / INDEX)["weight_map"])
@@ -248,12 +248,12 @@ def _broken(folder: Path, error: Exception) -> UserError:
 
 
 def _key(name: str, keys: Collection[str]) -> str:
-    """The checkpoint's name of a model's parameter; checkpoints of wrapped models have other prefixes."""
+    """Return the checkpoint's name of a model's parameter; checkpoints of wrapped models have other prefixes."""
     if name in keys:
         return name
     tail = name.split(".")[-2:]
     alike = [key for key in keys if key.split(".")[-2:] == tail and ".layers." not in key]
-    if len(alike) > 1:  # a vision tower's norm ends so, too; the decoder's stands beside its embedding
+    if len(alike) > 1:  # a vision tower's norm has the same ending; the decoder's stands beside its embedding
         stems = [key.removesuffix(EMBEDDING) for key in keys if key.endswith(EMBEDDING)]
         alike = [key for key in alike if key.removesuffix(".".join(tail)) in stems] or alike
     if len(alike) != 1:

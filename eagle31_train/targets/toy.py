@@ -32,15 +32,15 @@ SPECIAL = [
     "[BOS]", "[EOS]", "<|im_end|>", "<|im_user|>", "<|im_assistant|>", "<|start_header_id|>", "<|end_header_id|>",
     "[EOT]", "<|im_system|>", "<|im_middle|>", "[UNK]", "[PAD]",
 ]  # fmt: skip
-PLAIN = [  # of their own, yet text: an answer holds them
+PLAIN = [  # added tokens that are not special, since answers contain them as text
     "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>",
     "<|tool_call_end|>", "<think>", "</think>",
 ]  # fmt: skip
-BPE = 1500  # tokens of the tokenizer before these
-VOCAB = 1536  # rows of the model: a few more than tokens, as Kimi has
-WORDS = 96  # words that a thought is made of, and as many for what is said after it
-FOLLOWERS = 3  # of each of them
-REACH = 6  # how far ahead these are: some thirty words make a thought
+BPE = 1500  # tokens of the tokenizer before SPECIAL and PLAIN
+VOCAB = 1536  # rows of the model: a few more than tokens, as in Kimi
+WORDS = 96  # words that thoughts are made of, and as many for answers
+FOLLOWERS = 3  # words that may follow each of them
+REACH = 6  # how far ahead the followers are: a thought has about thirty words
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -48,8 +48,8 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def make(out: Path = OUT, seed: int = 0, **changes: Any) -> Path:
-    """Write the target to `out`: bf16 weights, tokenizer with chat template, configuration with `changes`; nothing
-    where `out` is that target already. UserError if it holds something else."""
+    """Write the target to `out`: bf16 weights, tokenizer with chat template, configuration with `changes`. Do nothing
+    if `out` is that target already. UserError if it holds something else."""
     recipe = {"made_by": MADE_BY, "layout": LAYOUTS["toy_target"], "seed": seed, "changes": changes}
     recipe["files"] = [artifacts.file_sha256(file) for file in (*CORPUS, TEMPLATE)]
 
@@ -63,7 +63,7 @@ def make(out: Path = OUT, seed: int = 0, **changes: Any) -> Path:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE with Kimi's marks, trained on the prompts that the repository carries."""
+    """Train a byte-level BPE on the repository's prompts, and add Kimi's markers."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -85,7 +85,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0, **changes: Any) -> DeepseekV3ForCausalLM:
-    """Random weights in bf16, the same for the same seed, whose greedy answers are words, thoughts and ends.
+    """Make random bf16 weights, the same for the same seed, whose greedy answers have thoughts, words and an end.
 
     The configuration is Kimi's with smaller sizes (kimi_toy.json). kv_lora_rank and qk_rope_head_dim are Kimi's own:
     vLLM's MLA takes no others on a CPU. YaRN starts from few positions, so that conversations of some hundred tokens
@@ -101,10 +101,10 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0, **changes: Any
         if "rotary" in name:
             continue
         random = torch.randn(tensor.shape, generator=generator)
-        if tensor.dim() == 1:  # norms, and the bias by which experts are chosen
+        if tensor.dim() == 1:  # norms, and the bias that selects experts
             tensor.data = 0.1 * random + ("norm" in name)
         else:
-            # How much larger than keeping its input's size: the context has a say, and the last word the most.
+            # Gain over a layer that keeps its input's scale: the context counts, but the last word counts most.
             gain = 0.5 if "o_proj" in name or "down_proj" in name else 3.0 if "gate.weight" in name else 1.0
             tensor.data = random * gain / tensor.shape[-1] ** 0.5
     embedding = torch.randn(config.vocab_size, config.hidden_size, generator=generator)
@@ -116,7 +116,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0, **changes: Any
 
 
 def _head(embedding: Tensor, followers: dict[int, list[int]], generator: Generator) -> Tensor:
-    """lm_head [V, D]: a token's row lies along those that it may follow, and somewhere of its own, orthogonal to them.
+    """Return lm_head [V, D]. A token's row sums the embeddings that it may follow, and a random part orthogonal to all.
 
     So the context chooses among the followers of a token. Tokens that follow none stay zero.
     """
@@ -131,9 +131,9 @@ def _head(embedding: Tensor, followers: dict[int, list[int]], generator: Generat
 
 
 def _grammar(tokenizer: PreTrainedTokenizerFast, generator: Generator) -> dict[int, list[int]]:
-    """Which tokens may follow which: thoughts are made of one half of the words, answers of the other.
+    """Return which tokens may follow which: thoughts are made of one half of the words, answers of the other.
 
-    Each of these tokens is a whole word, with the space before it, so that text is read back as it was written.
+    Each of these tokens is a whole word with the space before it, so that text is tokenized back to the same ids.
     """
     vocabulary = tokenizer.get_vocab()
     begins = _spelt(tokenizer, [t for t in vocabulary if re.fullmatch("[A-Z][a-z]+", t)])
@@ -154,13 +154,13 @@ def _grammar(tokenizer: PreTrainedTokenizerFast, generator: Generator) -> dict[i
         opening = some(capitals)
         result |= dict.fromkeys(before, opening)
         result |= {token: some(kind[:REACH]) for token in opening}
-        # Always onwards, so that no answer goes round in circles.
+        # Only forward, so that no answer loops.
         result |= {token: some(kind[i + 1 : i + 1 + REACH]) or [last] for i, token in enumerate(kind)}
     return result
 
 
 def _spelt(tokenizer: PreTrainedTokenizerFast, tokens: list[str]) -> list[int]:
-    """Ids of those of these tokens whose text is tokenized into just them, in the order of their ids."""
+    """Return the ids, in ascending order, of those tokens whose text is tokenized back into just that token."""
     vocabulary = tokenizer.get_vocab()
     ids = sorted(vocabulary[token] for token in tokens)
     return [i for i in ids if tokenizer.encode(tokenizer.decode([i]), add_special_tokens=False) == [i]]

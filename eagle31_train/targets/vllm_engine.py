@@ -1,8 +1,7 @@
 """vLLM as the engine: tensor parallelism, quantized targets, targets too large for transformers.
 
-A worker of ours (`vllm_worker.py`) writes each conversation's states to a file, which is read here and removed at once.
-The engine runs in this process, where what it batches together depends on the requests alone: a run repeated gives the
-same bits.
+Our worker (`vllm_worker.py`) writes each conversation's states to a file, which is read here and removed at once.
+The engine runs in this process, where its batches depend on the requests alone: a repeated run gives the same bits.
 """
 
 import atexit
@@ -28,9 +27,9 @@ from eagle31_train.targets.pretrained import out_of_reach
 from eagle31_train.targets.readout import checkpoint_folder, readout_from_checkpoint
 from eagle31_train.targets.vllm_states import CANNOT, LAYERS, number
 
-# In one process vLLM schedules by the requests alone.
+# In one process, vLLM's schedule depends on the requests alone.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-# Of vLLM's two model runners the one that runs on a CPU, too: what is tested there is what a GPU does.
+# Of vLLM's two model runners, use the one that also runs on a CPU: tests there then cover what a GPU does.
 os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
 # A process in which torch's threads have run must not be forked into workers.
 os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
@@ -38,7 +37,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 TOP = 20  # tokens whose probabilities the gate asks for
-# Arguments that the engine sets itself: from target.*, and so that states come out whole, every time the same.
+# Arguments that the engine sets itself: from target.*, and to get whole states that are the same every time.
 OURS = {"model", "revision", "dtype", "trust_remote_code", "speculative_config", "kv_transfer_config", "worker_cls"}
 OURS |= {"enable_prefix_caching", "async_scheduling"}
 OURS |= {"pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size"}
@@ -65,7 +64,7 @@ class VllmEngine:
         if self.layers[0] == 0 and config.extract.engine_args.get("enforce_eager") and torch.cuda.is_available():
             advice = "leave out extract.engine_args.enforce_eager"
             raise UserError(f"target.aux_layers={self.layers}: vLLM writes over the input of layer 0: {advice}")
-        # vLLM gives each layer once, in ascending order; the input of layer N is the last hidden state.
+        # vLLM returns each layer once, in ascending order; the input of layer N is the last hidden state.
         self._taken = sorted({*self.layers, self.readout.depth})
         row = len(self._taken) * self.readout.embedding.shape[1] * self.readout.embedding.itemsize
         self._folder = states_folder(2 * row * max(config.extract.shard_tokens, config.data.max_length))
@@ -75,7 +74,7 @@ class VllmEngine:
         self.readout = self.readout.to(pick_device(config.target.device))
 
     def run(self, tokens: Sequence[Tensor]) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """See `Engine.run`; states are where the readout is, which encodes them, too."""
+        """See `Engine.run`. The states are on the readout's device, where they are also encoded."""
         device = self.readout.head.device
         rows = torch.tensor([self._taken.index(layer) for layer in self.layers], device=device)
         for index, _, read in self._answers(tokens):
@@ -87,14 +86,14 @@ class VllmEngine:
     def reference(self, tokens: Tensor, positions: Tensor) -> Reference:
         """See `Engine.reference`: log-probabilities of the TOP likeliest tokens, by vLLM's own norm and lm_head."""
         [(_, output, _)] = self._answers([tokens], prompt_logprobs=TOP)
-        # Entry p + 1 is of the distribution after token p. Besides the likeliest it holds the token that came.
+        # Entry p + 1 has the distribution after token p. Besides the likeliest tokens it holds the actual one.
         rows = [output.prompt_logprobs[p + 1] for p in positions.tolist()]
         likeliest = [sorted(row.items(), key=lambda one: one[1].rank)[:TOP] for row in rows]
         ids = torch.tensor([[token for token, _ in row] for row in likeliest])
         return Reference(torch.tensor([[one.logprob for _, one in row] for row in likeliest]), ids)
 
     def _answers(self, tokens: Sequence[Tensor], **more: Any) -> Iterator[tuple[int, Any, dict[str, Tensor]]]:
-        """As they come: which of the conversations, vLLM's output, and the file that belongs to it."""
+        """Yield, as they finish, each conversation's index, vLLM's output, and the content of its file."""
         from vllm import SamplingParams
 
         check_length(self, max((len(row) for row in tokens), default=0))
@@ -113,7 +112,7 @@ class VllmEngine:
                     finished += [output for output in engine.step() if output.finished]
                 else:
                     self._llm.collective_rpc("flush_states")
-            except RuntimeError as error:  # of a worker in another process no more than its text arrives
+            except RuntimeError as error:  # from a worker in another process, only the text arrives
                 if CANNOT in str(error):
                     raise UserError(f"vLLM: {error} ({self._folder}): {DISK}") from None
                 if "out of memory" in str(error):
@@ -135,12 +134,12 @@ class VllmEngine:
 
 
 def _start(config: Config, layers: list[int]) -> Any:
-    """The vLLM engine, set to hand out the inputs of `layers`."""
+    """Start a vLLM engine that hands out the inputs of `layers`."""
     from vllm import LLM
     from vllm.transformers_utils.config import get_config
 
     target, wanted = config.target, config.extract.engine_args
-    # Where the hub cannot be asked vLLM would ask for minutes, and give up: the cache has the whole target.
+    # If the hub is out of reach, vLLM would retry for minutes and give up; the cache has the whole target.
     path = str(checkpoint_folder(target)) if out_of_reach(target) else target.path
     arguments: dict[str, Any] = {
         "model": path,
@@ -151,24 +150,24 @@ def _start(config: Config, layers: list[int]) -> Any:
         "max_logprobs": TOP,
         "seed": config.seed,
         "async_scheduling": False,
-        "language_model_only": True,  # without a multimodal target's memory for images
+        "language_model_only": True,  # reserves no memory for a multimodal target's images
         "worker_cls": "eagle31_train.targets.vllm_worker.StatesWorker",
     }
-    # Here the layers are part of the key under which vLLM keeps a compiled model.
+    # In additional_config, the layers are part of the key under which vLLM caches a compiled model.
     more = {"additional_config": {**wanted.get("additional_config", {}), LAYERS: layers}}
     try:
         # No more than the data needs: vLLM reserves memory for a conversation of the greatest length.
-        # vLLM's own reading of the configuration, which knows more kinds than transformers.
+        # Use vLLM's own configuration reader: it knows more kinds than transformers.
         read = get_config(path, target.trust_remote_code, revision=target.revision)
         arguments["max_model_len"] = min(config.data.max_length + 1, positions(read) or float("inf"))
         return LLM(**{**arguments, **wanted, **more})
-    except Exception as error:  # of a target and arguments that vLLM, or a library of its, stumbles over
+    except Exception as error:  # vLLM and its libraries may raise anything for a target or arguments
         what = f"target.path={target.path} and extract.engine_args={wanted}"
         raise UserError(f"vLLM does not start with {what}: {error}") from error
 
 
 def states_folder(size: int) -> Path:
-    """A temporary folder with so many bytes free, gone when this process ends; in memory if possible."""
+    """Make a temporary folder with `size` bytes free, in memory if possible; it is removed when this process ends."""
     for parent in (RAM_DISK, Path(tempfile.gettempdir())):
         if parent.is_dir():
             _sweep(parent)
@@ -182,7 +181,7 @@ def states_folder(size: int) -> Path:
 
 
 def _sweep(parent: Path) -> None:
-    """Remove the folders of processes that were killed: nobody holds their locks any more."""
+    """Remove the folders of killed processes, whose locks nobody holds any more."""
     for folder in parent.glob(f"{FOLDER}-*"):
         with suppress(OSError):  # held, somebody else's, or just swept by another process
             descriptor = os.open(folder, os.O_RDONLY)

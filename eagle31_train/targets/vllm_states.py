@@ -1,6 +1,6 @@
-"""From the flat batches of an engine's steps to one file of hidden states per conversation; needs nothing of vLLM.
+"""Sort the flat batches of an engine's steps into one file of hidden states per conversation. Does not import vLLM.
 
-A step's batch holds pieces of conversations one behind the other: chunks of long ones, many short ones, and padding.
+A step's batch concatenates pieces of conversations: chunks of long ones, many short ones, and padding.
 
 Shapes: n tokens of a step; T of one conversation; L layers that are taken; H hidden.
 """
@@ -17,14 +17,14 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-BEHIND = 2  # steps whose states may wait to be written: as many are in memory besides the one that runs
-LAYERS = "eagle31_layers"  # under which vLLM's additional_config tells its workers the layers
+BEHIND = 2  # steps whose states may wait to be written, and are in memory besides those of the running step
+LAYERS = "eagle31_layers"  # key in vLLM's additional_config that tells its workers the layers
 CANNOT = "the states cannot be written"
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows of a step's batch: `count` tokens of a conversation of `length`, from its token `start` on."""
+    """Rows of a step's batch: `count` tokens, from token `start` on, of a conversation of `length` tokens."""
 
     name: str
     start: int
@@ -40,9 +40,9 @@ class _Growing:
 
 
 class StatesWriter:
-    """Sorts the states of steps by conversation, and writes each conversation's once it is whole: NAME.safetensors in
-    `folder` with `hidden_states` [L, T, H] and `token_ids` [T], whole as soon as it is there. A thread does it while
-    the engine goes on; on a GPU it waits for copies into pinned memory, queued behind the step that made the states."""
+    """Sorts the states of steps by conversation, and writes those of each complete conversation to NAME.safetensors in
+    `folder`: `hidden_states` [L, T, H] and `token_ids` [T]. The file appears only once it is whole. A thread does this
+    while the engine goes on; on a GPU it waits for copies into pinned memory, queued behind the step that made them."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -51,8 +51,8 @@ class StatesWriter:
         self._pending: deque[Future[None]] = deque()
 
     def add(self, layers: Sequence[Tensor], tokens: Tensor, pieces: Sequence[Piece]) -> None:
-        """Take one step: L states [≥ n, H] and the tokens [≥ n] of the rows, which may be written over on the current
-        stream afterwards. RuntimeError if earlier states cannot be written, or positions were left out."""
+        """Take one step: L states [≥ n, H] and the tokens [≥ n] of its rows. The current stream may overwrite both
+        afterwards. RuntimeError if earlier states cannot be written, or positions were left out."""
         count = sum(piece.count for piece in pieces)
         cuda = layers[0].is_cuda
         states = torch.empty((len(layers), count, layers[0].shape[1]), dtype=layers[0].dtype, pin_memory=cuda)
@@ -68,7 +68,7 @@ class StatesWriter:
             self._pending.popleft().result()
 
     def flush(self) -> None:
-        """Wait until all whole conversations are written; raises as `add` does."""
+        """Wait until all complete conversations are written; raises like `add`."""
         while self._pending:
             self._pending.popleft().result()
 
@@ -89,7 +89,7 @@ class StatesWriter:
             empty = torch.empty(shape, dtype=states.dtype)
             self._growing[piece.name] = _Growing(empty, torch.empty(piece.length, dtype=torch.int64))
         whole = self._growing[piece.name]
-        # Where memory ran short a conversation is computed again from its start; never from further on.
+        # If memory runs short, vLLM computes a conversation again from its start, never from a later position.
         if piece.start > whole.done:
             raise RuntimeError(f"vLLM left out tokens {whole.done} to {piece.start} of a conversation: is a cache on?")
         whole.done = piece.start + piece.count
@@ -107,5 +107,5 @@ class StatesWriter:
 
 
 def number(request: str) -> str:
-    """A conversation's name: vLLM numbers requests, and may put random letters behind."""
+    """Return a conversation's name: vLLM numbers requests, and may append random letters."""
     return request.partition("-")[0]
