@@ -1,5 +1,5 @@
-"""Who answers: the target in this process, or in a server. Both go on from a prompt's token ids, and every request has
-an `Answer`, or the reason why it has none, which no journal keeps: asking again costs little, and may fare better."""
+"""Engines that answer: the target in this process, or on a server. Both continue a prompt's token ids. Every request
+gets an `Answer`, or the reason why it has none. No journal keeps reasons: asking again costs little, and may help."""
 
 import hashlib
 import json
@@ -34,7 +34,7 @@ Completions = Iterator[tuple[str, Completion | Refused]]  # by the keys of reque
 
 @dataclass
 class Job:
-    """One conversation on its way: a prompt's turns, and the messages so far."""
+    """One conversation in progress: a prompt's turns, and the messages so far."""
 
     row: Row
     sample: int
@@ -48,11 +48,11 @@ class Job:
 
     @property
     def suffix(self) -> str:
-        """What further samples of a prompt carry behind its id, as `formats.parse` would give it them."""
+        """The suffix that tells further samples of a prompt apart, the same that `formats.parse` appends to ids."""
         return f"#{self.sample}" if self.sample else ""
 
     def seed(self, base: int) -> int:
-        """The seed of the next answer: apart for each prompt, sample and turn."""
+        """Return the seed of the next answer, a different one for each prompt, sample and turn."""
         text = json.dumps([base, self.row.id, self.sample, len(self.messages)])
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
 
@@ -62,7 +62,7 @@ class Job:
         self.messages.append({**answer.message, "finish_reason": answer.finish_reason})
 
     def stop(self, reason: str) -> None:
-        """Give it no further answer; those that it has are the target's own, and stay."""
+        """End the conversation here. The answers that it has are the target's own, and stay."""
         if not self.answers:
             self.refusal = reason
             return
@@ -72,8 +72,8 @@ class Job:
 
 
 def engine(config: Config, template: ChatTemplate, own: OwnServer | None = None) -> "Engine":
-    """The servers that `data.generate.server` names, or our `own`; else the target in this process, which takes its
-    time to load."""
+    """Return an engine for the servers that `data.generate.server` names, or our `own`; else for the target in this
+    process, which is slow to load."""
     if config.data.generate.server:
         return Remote(config, template, own)
     from eagle31_train.targets.generate import Generator  # loads torch
@@ -82,7 +82,7 @@ def engine(config: Config, template: ChatTemplate, own: OwnServer | None = None)
 
 
 def target_inputs(config: Config, template: ChatTemplate, served: str) -> dict[str, Any]:
-    """What the target's words depend on. `served`: the key for a server's model, whose name is all that is known."""
+    """Return what the target's words depend on. `served`: the key for a server's model, known only by its name."""
     if config.data.generate.server not in (None, OWN_SERVER):
         weights = {served: config.data.generate.model or config.target.path}
     else:
@@ -91,18 +91,18 @@ def target_inputs(config: Config, template: ChatTemplate, served: str) -> dict[s
 
 
 class Engine(ABC):
-    """The target, wherever it runs: it goes on from token ids, for answers and for what a user says alike."""
+    """The target, wherever it runs: it continues token ids, both for answers and for what a user says."""
 
     def __init__(self, config: Config, template: ChatTemplate, at_once: int) -> None:
         self.config, self.template, self.at_once = config, template, at_once
-        self.started = lambda: None  # called once what takes its time to start has done so
+        self.started = lambda: None  # called when a slow start is over
 
     @abstractmethod
     def complete(self, asked: Requests, sampling: Sampling) -> Completions:
-        """What the target goes on with, as it ends."""
+        """Yield the target's completions as they end."""
 
     def answers(self, jobs: dict[str, Job], most: float = math.inf) -> Outcomes:
-        """The next answer of each conversation, refusals first: of prompts of `most` tokens or more, too."""
+        """Yield the next answer of each conversation, refusals first. Prompts of `most` tokens or more are refused."""
         generate, asked = self.config.data.generate, {}
         for key, job in jobs.items():
             try:
@@ -123,7 +123,7 @@ class Engine(ABC):
             yield key, outcome
 
     def _answer(self, job: Job, prompt: list[int], ids: list[int], finish_reason: str) -> Answer:
-        """These tokens after those of a prompt; UserError where they end otherwise than the target's answers do."""
+        """Return the answer that `ids` make after a prompt; UserError if they do not end as the target's answers do."""
         end_ids = self.template.end_ids
         if finish_reason == "stop" and not (ids and ids[-1] in end_ids):
             there = f"{self.template.decode(ids[-1:])!r} there" if ids else "no token there"
@@ -138,7 +138,7 @@ class Engine(ABC):
         return Answer({**message, "token_ids": ids}, finish_reason, len(ids))
 
     def write(self, how: SelfPromptsConfig, end_ids: list[int], end_text: str | None, asked: Requests) -> Outcomes:
-        """What a user says next: text that goes on from token ids up to one of `end_ids`, or to `end_text`."""
+        """Yield what a user says next: text that continues token ids up to one of `end_ids`, or up to `end_text`."""
         for key, completion in self.complete(asked, Sampling(how.max_new_tokens, how.top_p, end_ids, end_text)):
             try:
                 if isinstance(completion, Refused):
@@ -148,7 +148,7 @@ class Engine(ABC):
             except Refused as refused:
                 yield key, refused
                 continue
-            if end_text and end_text in text:  # in this process the target writes on after it
+            if end_text and end_text in text:  # in this process, generation does not stop there
                 text, reason = text.partition(end_text)[0], "stop"
             yield key, Answer({"role": "user", "content": text}, reason, 0)
 
@@ -161,7 +161,7 @@ class Local(Engine):
         self.generator = generator
 
     def complete(self, asked: Requests, sampling: Sampling) -> Completions:
-        """The longest prompts first: memory trouble shows at once."""
+        """Run the longest prompts first, so that a lack of memory shows at once."""
         order = []
         for key in sorted(asked, key=lambda key: (-len(asked[key].ids), key)):
             if problem := self.generator.refusal(len(asked[key].ids), sampling.max_new_tokens):
@@ -173,7 +173,7 @@ class Local(Engine):
 
 
 class Remote(Engine):
-    """The target of servers, many requests at once, in the order in which they finish them."""
+    """The target on servers: many requests at once, in the order in which they finish."""
 
     def __init__(self, config: Config, template: ChatTemplate, own: OwnServer | None = None) -> None:
         generate = config.data.generate
@@ -190,7 +190,7 @@ class Remote(Engine):
         self._tell_who_is_alone()
 
     def complete(self, asked: Requests, sampling: Sampling) -> Completions:
-        """After an error that ends the run no more is asked, but what was under way comes first."""
+        """Ask no more after an error that ends the run, but first yield the requests under way."""
         if not asked:
             return
         if self.own and not self.servers:
@@ -240,8 +240,8 @@ class Remote(Engine):
             server.alone = len(self.servers) == 1
 
     def _one(self, asked: Request, sampling: Sampling) -> Completion:
-        """Ask the server with the fewest requests under way; leave out one that gives no answer, but not the last. What
-        one fails on the others are asked, too."""
+        """Ask the server with the fewest requests under way. Drop a server that gives no answer, unless it is the last.
+        If one server fails on a request, ask the others, too."""
         failed: dict[Server, Failed] = {}
         while True:
             with self.lock:

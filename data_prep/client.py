@@ -1,7 +1,7 @@
-"""Token ids from a server of completions (vLLM, SGLang), over plain HTTP.
+"""Get token ids from a completions server (vLLM, SGLang) over plain HTTP.
 
-A server is sent the ids of a prompt, and gives those that its target goes on with: no chat template, parser or
-tokenizer of its own stands between what the target wrote and what a drafter learns.
+A request has the ids of a prompt, and the response has the ids with which the target continues. So no chat template,
+parser or tokenizer of the server's stands between what the target wrote and what a drafter learns.
 """
 
 import http.client
@@ -19,24 +19,24 @@ from eagle31_train.common.console import note
 from eagle31_train.common.errors import Refused, UserError
 from eagle31_train.targets.completions import WHOLE_DISTRIBUTION, Completion, Request, Sampling
 
-SLOWEST = 2  # tokens a second that a server is waited for
-TOKEN = 128  # bytes of an answer for each of its tokens, as text and as a number, and more than any takes as JSON
-TRIES = 8  # a minute and a half of waits
-LONGEST_WAIT = 300.0  # seconds, however long a server asks to be left alone
-BUSY = (408, 409, 424, 425, 429, 500, 502, 503, 504)  # asked again
-HANGS = 2  # times in a row without any answer, after which another server is asked
+SLOWEST = 2  # tokens per second, below which a server times out
+TOKEN = 128  # bytes of JSON allowed for each token of an answer, as text and as a number: more than any token takes
+TRIES = 8  # with waits of a minute and a half in all
+LONGEST_WAIT = 300.0  # seconds, even if a server asks for a longer pause
+BUSY = (408, 409, 424, 425, 429, 500, 502, 503, 504)  # worth asking again
+HANGS = 2  # timeouts in a row, after which another server is asked
 ABORTED = "an answer that it broke off"
-FAILS = ("HTTP 500", "HTTP 424", ABORTED)  # of a server that fails on some prompts, each time
-BROKEN_OFF = ("abort", "error", None)  # of an answer that a server which stops, or fails, did not end
+FAILS = ("HTTP 500", "HTTP 424", ABORTED)  # problems of a server that fails on certain prompts every time
+BROKEN_OFF = ("abort", "error", None)  # finish reasons of an answer that a stopping or failing server did not end
 REFUSED = (400, 413, 422)  # this request's fault: a prompt past the context, or a filter's objection
 FAILURES = 8  # requests in a row on which a server may fail, with all tries, before it counts as broken
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """What is sent, the key too, is for the server that was named, and for no other that it names."""
+    """Follows no redirects: a request and its key are for the named server alone."""
 
     def redirect_request(self, *_: Any) -> None:
-        """None: the answer is the error that it is."""
+        """Return None: a redirect is an HTTP error."""
 
 
 OPENER = urllib.request.build_opener(_NoRedirects)
@@ -44,20 +44,20 @@ DIRECT = urllib.request.build_opener(_NoRedirects, urllib.request.ProxyHandler({
 
 
 class NoAnswer(UserError):  # noqa: N818 (of one server: others may answer)
-    """A server gives no answer, though it was asked again."""
+    """A server gives no answer, even after retries."""
 
 
 class Failed(Refused):
-    """A server fails on one request, though it was asked again; another may not."""
+    """A server fails on one request, even after retries; another server may not."""
 
 
 class _Unreadable(Exception):  # noqa: N818 (another try may fare better)
-    """What came is no answer, but a page of a proxy, say."""
+    """The response is not a completion, but, e.g., a proxy's page."""
 
 
 class Server:
-    """A completions endpoint. url: ends with /v1. longest: tokens of any answer. own: where we started it on
-    this machine; to others a key is sent, from OPENAI_API_KEY, and through a proxy where there is one."""
+    """A completions endpoint. url: ends with /v1. longest: most tokens of an answer. own: set if we started the server
+    on this machine. Others are sent the key in OPENAI_API_KEY, through a proxy if there is one."""
 
     def __init__(self, url: str, model: str, longest: int, own: OwnServer | None = None) -> None:
         if not url.startswith(("http://", "https://")):
@@ -65,16 +65,16 @@ class Server:
         self.url = f"{url.rstrip('/')}/completions"
         self.model, self.longest, self.own = model, longest, own
         self.under_way = 0  # requests
-        self.given_up = False  # nothing is repeated any more
+        self.given_up = False  # no more retries
         self.alone = True  # no other server may answer in its place
         self.failures_left = 0  # requests that it may still fail on; none before its first answer
-        self.said: set[str] = set()  # of what is said once
-        # A server says nothing until an answer is whole, and a long thought at a busy one may take hours.
+        self.said: set[str] = set()  # kinds of messages that were already printed
+        # A server sends nothing until an answer is whole, and a long thought on a busy one may take hours.
         self.timeout = max(600.0, longest / SLOWEST)
 
     def complete(self, asked: Request, sampling: Sampling) -> Completion:
-        """What the target writes after the token ids of a prompt. UserError where no prompt will fare better (NoAnswer
-        where another server may give one), Refused where this one is refused."""
+        """Return what the target writes after a prompt's token ids. UserError if no prompt would succeed (NoAnswer if
+        another server may answer), Refused if this prompt is refused."""
         body = {
             "model": self.model,
             "prompt": asked.ids,
@@ -99,7 +99,7 @@ class Server:
             note(text, error=True)
 
     def _ask(self, body: dict[str, Any]) -> tuple[Completion, str]:
-        """Ask, and read what is answered; again, with back-off, where the server is busy or away, or broke off."""
+        """Ask and read the response. Retry, with back-off, if the server is busy or unreachable, or breaks off."""
         problem, wait, hung = "", 0.0, 0
         for attempt in range(TRIES):
             if attempt:
@@ -116,7 +116,7 @@ class Server:
                 return answer
             except _Unreadable as error:
                 problem, hung = str(error), 0
-                if not self.failures_left:  # it has not answered yet: perhaps it is no such server
+                if not self.failures_left:  # no answer yet: it may not be a completions server
                     break
             except urllib.error.HTTPError as error:
                 problem, hung = f"HTTP {error.code}", 0
@@ -138,7 +138,7 @@ class Server:
                     break
             except UserError:
                 raise
-            except ValueError:  # whose text would show the key
+            except ValueError:  # its text would show the key
                 problem = "HTTP cannot carry its address, or the key in OPENAI_API_KEY"
                 break
         if problem.startswith(FAILS) and self.failures_left:  # some servers fail on some prompts, each time
@@ -159,14 +159,14 @@ class Server:
                 content += part
                 if len(content) > most:
                     raise UserError(f"{self.url} answers without end (more than {most:,} bytes): see to the server")
-                if time.monotonic() > until:  # a byte now and then, and no timeout of the socket's
+                if time.monotonic() > until:  # a trickle of bytes evades the socket's timeout
                     raise TimeoutError("timed out")
-            if response.length:  # read1 takes the end of the connection for that of the answer
+            if response.length:  # read1 takes a closed connection for the end of the answer
                 raise http.client.IncompleteRead(bytes(content), response.length)
         return bytes(content)
 
     def _read(self, content: bytes) -> tuple[Completion, str]:
-        """The ids, why they end, and the model's name ("" if the server does not say)."""
+        """Return the ids, why they end, and the model's name ("" if the server does not give it)."""
         try:
             value = foreign.parse_json(content)
             choice = value["choices"][0]

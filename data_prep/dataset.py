@@ -1,7 +1,7 @@
-"""Rows become samples: masked, split and counted, with every refusal on record.
+"""Turn rows into samples: masked, split and counted, with every refusal on record.
 
-Which prompts are held out is a property of the prompt's text, so that it never moves: other rows, their order, the
-answers and the seed have no say, and all samples of a prompt fall on the same side.
+Whether a prompt is held out depends on its text alone, not on other rows, their order, the answers or the seed. So it
+never changes, and all samples of a prompt fall on the same side.
 """
 
 import hashlib
@@ -44,8 +44,8 @@ def _digest(messages: Iterable[Message]) -> bytes:
 
 
 def place(messages: list[Message]) -> float:
-    """[0, 1): where a conversation stands among all, by what comes before the first answer to a user (a greeting
-    answers nobody). It is held out if that is below `data.heldout`: raising this only adds prompts."""
+    """Return a conversation's place in [0, 1), a hash of what precedes the first answer to a user (a greeting answers
+    nobody). It is held out if its place is below `data.heldout`, so raising that only adds prompts."""
     asked = next((i for i, message in enumerate(messages) if message["role"] == "user"), 0)
     prompt = [*messages[:asked], *takewhile(lambda message: message["role"] != "assistant", messages[asked:])]
     return _place(_digest(prompt))
@@ -60,7 +60,7 @@ def _digest_of_ids(ids: list[int] | str) -> bytes:
 
 
 def check_shares(places: set[float], share: float) -> None:
-    """UserError if `share` holds out all of the prompts at these places, at least one, or none though it is above 0."""
+    """UserError if `share` holds out all prompts at these places (at least one), or none though it is above 0."""
     if max(places) < share:
         raise UserError(f"data.heldout={share} holds out every prompt: lower it or give more prompts")
     if 0 < share <= (first := min(places)):
@@ -79,7 +79,7 @@ class Split:
     rows: list[tuple[str, str, Sample]] = field(default_factory=list)
 
     def coverage(self, draft_tokens: NDArray[np.bool_]) -> tuple[float | None, dict[str, float]]:
-        """Share of the assistant's tokens that are in the draft vocabulary ([V] bool): of all, and by source."""
+        """Return the share of the assistant's tokens in the draft vocabulary ([V] bool), in all and by source."""
         inside, counted = Counter[str](), Counter[str]()
         for _, source, sample in self.rows:
             drafted = draft_tokens[sample.input_ids[sample.loss_mask]]
@@ -89,7 +89,7 @@ class Split:
         return whole, {source: inside[source] / counted[source] for source in sorted(counted) if counted[source]}
 
     def summary(self) -> dict[str, Any]:
-        """Conversations (a turn by itself counts as one), tokens and assistant tokens, in all and by source."""
+        """Count conversations (a turn by itself is one), tokens and assistant tokens, in all and by source."""
         by_source: dict[str, Counter[str]] = defaultdict(Counter)
         for _, source, sample in self.rows:
             counted = {"tokens": len(sample.input_ids), "assistant_tokens": int(sample.loss_mask.sum())}
@@ -101,7 +101,7 @@ class Split:
         }
 
     def dataset(self, name: str) -> Dataset:
-        """The split for `datasets`; the same samples give the same fingerprint and the same bytes."""
+        """Return the split as a `Dataset`; the same samples give the same fingerprint and the same bytes."""
         columns = {
             "id": [identity for identity, _, _ in self.rows],
             "source": [source for _, source, _ in self.rows],
@@ -109,7 +109,7 @@ class Split:
             "loss_mask": [sample.loss_mask for _, _, sample in self.rows],
         }
         dataset = Dataset.from_dict(columns, features=FEATURES)
-        rows = (  # one at a time: all of them as text are larger than the data
+        rows = (  # one at a time: as text, all together are larger than the data
             [i, source, sample.input_ids.tobytes().hex(), np.packbits(sample.loss_mask).tobytes().hex()]
             for i, source, sample in self.rows
         )
@@ -124,7 +124,7 @@ class Collected:
     splits: dict[str, Split] = field(default_factory=lambda: {name: Split() for name in SPLITS})
     refused: list[dict[str, str]] = field(default_factory=list)
     counts: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
-    places: set[float] = field(default_factory=set)  # of the conversations that are of use
+    places: set[float] = field(default_factory=set)  # of the usable conversations
 
 
 def collect(rows: Iterator[Row], template: ChatTemplate, max_length: int, heldout: float) -> Collected:
@@ -147,7 +147,7 @@ def collect(rows: Iterator[Row], template: ChatTemplate, max_length: int, heldou
             result.refused.append(refusal(row, str(error)))
             continue
         where, asked = _place_and_question(row)
-        result.places.add(where)  # of all its turns, which fall on the same side
+        result.places.add(where)  # all its turns fall on the same side
         split = result.splits["heldout" if where < heldout else "train"]
         split.rows += [(row.id + suffix, row.source, sample) for suffix, sample in found.samples]
         result.refused += [refusal(row, reason, suffix) for suffix, reason in found.refused]
@@ -167,21 +167,22 @@ def collect(rows: Iterator[Row], template: ChatTemplate, max_length: int, heldou
 
 
 def _place_and_question(row: Row) -> tuple[float, bytes]:
-    """Where a row stands among all, and a digest of all that it asks; of tokens by the ids that are not learnt,
-    or the conversation that they are of."""
+    """Return a row's place (see `place`), and a digest of all that it asks. For a row of tokens, the digest is of the
+    ids that are not learnt, and the place of its conversation's id or, if unknown, of the ids before the first answer.
+    """
     if row.tokens:
         ids, mask = row.tokens
         asked = [i for i, learnt in zip(ids, mask, strict=True) if not learnt]
         prompt = ids[: mask.index(True)] if row.conversation is None else row.conversation
         return _place(_digest_of_ids(prompt)), _digest_of_ids(asked)
     question = [message for message in row.messages if message["role"] != "assistant"]
-    if row.template_args:  # asked otherwise
+    if row.template_args:  # they change how it is asked
         question.append({"role": TEMPLATE_ARGS, "content": json.dumps(row.template_args, sort_keys=True)})
     return place(row.messages), _digest(question)
 
 
 def refusal(row: Row, reason: str, suffix: str = "") -> dict[str, str]:
-    """What the manifests say of a row, or a turn of it, that is not used."""
+    """Return the manifests' entry for a row, or a turn of it, that is not used."""
     return {"id": row.id + suffix, "source": row.source, "where": row.where, "reason": reason}
 
 

@@ -1,7 +1,7 @@
-"""A prompt as the turns that call for an answer, and which of them still fit once the target has answered.
+"""Split a prompt into turns that call for an answer, and tell which of them still fit once the target has answered.
 
-The recorded answers of a prompt are never kept: they are somebody else's words. Its tool results are, as long
-as the target's own answer calls the tools that they are results of.
+The recorded answers of a prompt are never kept: they are somebody else's words. Its tool results are kept as long as
+the target's own answer calls the tools that they are results of.
 """
 
 from dataclasses import dataclass
@@ -11,19 +11,20 @@ from eagle31_train.common.errors import Refused
 from eagle31_train.rows.formats import Message, Tool
 from eagle31_train.targets.markup import HERMES, KIMI, PYTHON
 
-CALLS = (KIMI, HERMES, PYTHON, "to=functions.")  # tool calls in plain text: the last is harmony's
+CALLS = (KIMI, HERMES, PYTHON, "to=functions.")  # signs of tool calls in plain text; the last is harmony's
 
 
 @dataclass(frozen=True)
 class PromptTurn:
     """Messages up to one that calls for an answer."""
 
-    results: list[tuple[str | None, Message]]  # of tools, at its beginning, each with the function's name if known
+    results: list[tuple[str | None, Message]]  # tool results that begin it, each with its function's name if known
     rest: list[Message]  # system and user messages after them
 
 
 def turns_of(messages: list[Message]) -> list[PromptTurn]:
-    """What is asked, answer by answer: each user message, and the results of each answer's tool calls; or Refused."""
+    """Return a prompt's turns: each user message, and the results of each answer's tool calls, call for an answer.
+    Refused for a prompt that cannot be asked."""
     turns: list[PromptTurn] = []
     results: list[tuple[str | None, Message]] = []
     rest: list[Message] = []
@@ -41,7 +42,7 @@ def turns_of(messages: list[Message]) -> list[PromptTurn]:
             if role == "user" and not message["content"].strip():
                 raise Refused("a blank user turn")
             rest.append(message)
-        # Of several results the last one calls for the answer; a system message calls for none.
+        # The last of several results calls for the answer; a system message calls for none.
         if role == "user" or (role == "tool" and after != "tool"):
             turns.append(PromptTurn(results, rest))
             results, rest = [], []
@@ -54,7 +55,7 @@ def turns_of(messages: list[Message]) -> list[PromptTurn]:
 
 
 def _name(result: Message, calls: list[dict[str, Any]], number: int) -> str | None:
-    """The function that a recorded result is of: by the id of its call, its own word, or its place."""
+    """Return the function that a recorded result is of, found by the id of its call, its own name, or its place."""
     by_id = {call["id"]: call for call in calls if call.get("id")}
     if (call := by_id.get(result.get("tool_call_id"))) is not None:
         return str(call["function"]["name"])
@@ -64,7 +65,7 @@ def _name(result: Message, calls: list[dict[str, Any]], number: int) -> str | No
 
 
 def following(turn: PromptTurn, answer: Message | None, tools: list[Tool] | None = None) -> list[Message]:
-    """The turn's messages behind the target's answer; Refused if it calls other tools than there are results of."""
+    """Return the turn's messages after the target's answer; Refused if that calls tools other than the results'."""
     answer = answer or {"content": ""}
     calls = answer.get("tool_calls") or []
     if tools and not calls and any(sign in answer["content"] for sign in CALLS):

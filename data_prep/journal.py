@@ -1,4 +1,4 @@
-"""The answers of a regeneration under way, on disk as soon as they exist."""
+"""A journal keeps the answers of a running regeneration on disk as soon as they exist."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,7 +18,7 @@ from eagle31_train.rows.formats import Message
 class Answer:
     message: Message  # role, content and token_ids, and perhaps reasoning_content and tool_calls
     finish_reason: str  # "stop" or "length"
-    tokens: int  # of the answer; 0 of what a user says
+    tokens: int  # of the answer; 0 for a user's turn
 
 
 Outcomes = Iterator[tuple[str, Answer | Refused]]  # by the keys of requests
@@ -26,8 +26,8 @@ Request = TypeVar("Request")
 
 
 class Journal:
-    """Answers so far, one JSON line each; of one run at a time. Stands beside the file that is made of them, X.jsonl,
-    as X.jsonl.partial; X.manifest.json is that file's record."""
+    """The answers so far, one JSON line each, held by one run at a time. The journal X.jsonl.partial is beside X.jsonl,
+    the file that is made from it; X.manifest.json is that file's record."""
 
     def __init__(self, output: Path) -> None:
         self.output, self.manifest = output, output.with_suffix(".manifest.json")
@@ -36,20 +36,20 @@ class Journal:
         self._tokens: dict[int, int] = {}
 
     def finished(self, made_from: Provenance, overwrite: bool) -> bool:
-        """Whether the output is there. Its manifest stays until a new one replaces it."""
+        """Return whether the output is there. Its manifest stays until a new one replaces it."""
         if self.manifest.is_file():
             done = provenance.whole(self.output, self.manifest, made_from, overwrite, "eagle31 data")
             journal = artifacts.read_json(self.manifest, "eagle31 data").get("journal", {}) if done else {}
             if journal and not artifacts.first_damaged(self.output.parent, journal):
-                self.path.unlink(missing_ok=True)  # its own, which a full disk left; another's answers are left alone
+                self.path.unlink(missing_ok=True)  # its own, left by a full disk; other answers stay
             return done
-        # Beside a journal it is ours: killed after it, and before its manifest.
+        # An output beside a journal is ours: its run was killed before it wrote the manifest.
         if self.output.exists() and not self.path.exists() and not overwrite:
             raise UserError(f"{self.output} was not finished by this command: move it away, or overwrite=true")
         return False
 
     def finish(self, rows: Iterable[str], made_from: Provenance, **facts: Any) -> dict[str, Any]:
-        """Write the output, of JSON a line, and its manifest, which is returned; the journal goes."""
+        """Write the output, one JSON row per line, and its manifest, which is returned; remove the journal."""
         artifacts.write_parts(self.output, (row.encode() + b"\n" for row in rows))
         folder = self.output.parent
         files = {
@@ -58,14 +58,14 @@ class Journal:
         }
         manifest = made_from.record(**files, **facts)
         artifacts.write_json(self.manifest, manifest)
-        self.path.unlink(missing_ok=True)  # while it is still ours alone
+        self.path.unlink(missing_ok=True)  # while the lock is still ours
         return manifest
 
     def __enter__(self) -> "Journal":
         artifacts.make_folder(self.path.parent)
         self.file = self.path.open("ab")
         try:
-            # Before it is read: another run's line half written would look like one that a kill left.
+            # Lock before reading: a line that another run is writing would look like one cut short by a kill.
             hold(self.file, f"{self.path} is being written by another run")
             self.file.truncate(self._read())
         except BaseException:
@@ -74,7 +74,7 @@ class Journal:
         return self
 
     def _read(self) -> int:
-        """Take up the answers that are there; how many bytes of whole lines they are."""
+        """Load the answers on disk; return how many bytes of whole lines there are."""
         whole = 0
         with self.path.open("rb") as file:
             for number, line in enumerate(file, start=1):
@@ -90,12 +90,12 @@ class Journal:
 
     def _keep(self, key: str, answer: Answer) -> None:
         if ids := answer.message.get("token_ids"):
-            # One object for each token of the vocabulary, not one for each token written: a third of the memory.
+            # One int object per token of the vocabulary, not per written token, takes a third of the memory.
             answer.message["token_ids"] = [self._tokens.setdefault(token, token) for token in ids]
         self.answers[key] = answer
 
     def check_wanted(self, wanted: Callable[[str], bool], overwrite: bool) -> None:
-        """UserError for answers of which none is wanted, and which `finish` would remove, unless it may overwrite."""
+        """UserError if there are answers, none is wanted, and `overwrite` is not set: `finish` would remove them."""
         if self.answers and not overwrite and not any(map(wanted, self.answers)):
             raise UserError(
                 f"{self.path} holds {len(self.answers):,} answers of other prompts, options, or another target, that "
@@ -111,10 +111,10 @@ class Journal:
         self.file.flush()
 
     def outcomes(self, requests: Mapping[str, Request], ask: Callable[[dict[str, Request]], Outcomes]) -> Outcomes:
-        """What becomes of every request: those answered before come first, the others are asked and written."""
+        """Yield the outcome of every request: first those answered before, then the others, asked and written now."""
         missing = {key: request for key, request in requests.items() if key not in self.answers}
         yield from [(key, self.answers[key]) for key in requests if key in self.answers]
-        for key, outcome in ask(missing) if missing else ():  # else a target would be loaded for nothing
+        for key, outcome in ask(missing) if missing else ():  # asking may load the target
             if isinstance(outcome, Answer):
                 self.add(key, outcome)
             yield key, self.answers.get(key, outcome)

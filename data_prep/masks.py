@@ -1,17 +1,17 @@
-"""Exact loss masks of conversations in words: the tokens that the target itself would generate. Of answers whose token
-ids are known: written.py.
+"""Exact loss masks of conversations given as text: the tokens that the target itself would generate. For answers whose
+token ids are known, see written.py.
 
-The mask is exact or the turn is refused. Where the answers stand comes from rendering prefixes of the
-conversation and comparing them; the masked tokens are decoded and compared with the answer.
+The mask is exact or the turn is refused. The answers are located by rendering prefixes of the conversation and
+comparing them; then the masked tokens are decoded and compared with the answer.
 
 Templates of thinking models rewrite earlier turns, so no single sequence holds what the target saw and wrote at every
-turn. Each turn by itself does: the prompt as it is rendered in serving, and the answer as the target writes it. Turns
-whose prompt goes on exactly where the turn before ended (a chain of tool calls, say) share one sample.
+turn. Each turn by itself does: the prompt as rendered in serving, and the answer as the target writes it. Turns whose
+prompt continues exactly where the previous turn ended (e.g. a chain of tool calls) share one sample.
 
-Supervised is what the target generates after the generation prompt: thought, answer, tool calls with all their
-markup, the end-of-turn token. An empty thought in the generation prompt (thinking switched off) is prompt. One that
-the template writes into a plain answer is supervised, and counted as `inserted`. The text of a turn must be read back
-as the message it was made from (markup.py), or the turn is refused by name.
+All that the target generates after the generation prompt is supervised: thought, answer, tool calls with all their
+markup, the end-of-turn token. An empty thought in the generation prompt (thinking switched off) belongs to the prompt.
+One that the template writes into a plain answer is supervised, and counted as `inserted`. A turn is refused by name if
+its text cannot be read back as the message that it was made from (markup.py).
 """
 
 import re
@@ -52,17 +52,17 @@ class Sample:
 
 @dataclass
 class Samples:
-    """What a conversation gives: samples and refused turns, each with the suffix of its id."""
+    """The result for a conversation: samples and refused turns, each with the suffix of its id."""
 
     samples: list[tuple[str, Sample]] = field(default_factory=list)
     refused: list[tuple[str, str]] = field(default_factory=list)
-    split: bool = False  # not one sample for the whole conversation
+    split: bool = False  # the conversation is not one whole sample
     inserted: int = 0  # answers before which the template put an empty thought
 
 
 def samples(template: ChatTemplate, messages: list[Message], max_length: int, tools: Tools = None) -> Samples:
-    """The conversation as one sample or, where the template rewrites it or a turn has no exact mask, as several;
-    Refused if no turn has one."""
+    """Return the conversation as one sample or, if the template rewrites it or a turn has no exact mask, as several;
+    Refused if no turn has an exact mask."""
     if not any(map(is_learnt, messages)):
         raise Refused(UNWEIGHTED if any(message["role"] == "assistant" for message in messages) else NO_ANSWER)
     try:
@@ -71,13 +71,13 @@ def samples(template: ChatTemplate, messages: list[Message], max_length: int, to
         try:
             return _by_turn(template, messages, max_length, tools)
         except Refused:
-            if str(error) == NO_END:  # what a turn by itself is refused for may be what comes of it
+            if str(error) == NO_END:  # the reason for refusing a turn by itself may just follow from this one
                 raise error from None
             raise
 
 
 def given(template: ChatTemplate, tokens: tuple[list[int], list[bool]], max_length: int) -> Samples:
-    """The sample of token ids and a loss mask that others made; Refused where the target lacks one, or none is left."""
+    """Return the sample of given token ids and loss mask; Refused if the target lacks an id, or no answer is left."""
     ids, mask = tokens
     template.with_rows(ids)
     if not any(mask[:max_length]):
@@ -94,14 +94,14 @@ def given(template: ChatTemplate, tokens: tuple[list[int], list[bool]], max_leng
 @dataclass(frozen=True)
 class Span:
     start: int  # the first character
-    end: int  # the one behind its end-of-turn token
+    end: int  # the first one after its end-of-turn token
     content: str
     cut: bool  # the end-of-turn token is not the target's
 
 
 def masked(template: ChatTemplate, text: str, spans: list[Span], max_length: int, keep_rest: bool) -> Sample:
-    """Token ids and loss mask of a text with answers in it; with `keep_rest` it goes on after the last answer. Refused
-    if the mask cannot be known exactly, or would be empty."""
+    """Return token ids and loss mask of a text with answers in it; without `keep_rest`, it ends with the last answer.
+    Refused if the mask cannot be known exactly, or would be empty."""
     tokens = Tokens(template, text)
     mask = np.zeros(len(tokens.ids), dtype=np.bool_)
     end = 0
@@ -124,17 +124,17 @@ def masked(template: ChatTemplate, text: str, spans: list[Span], max_length: int
 
 
 def supervised(template: ChatTemplate, tokens: Tokens, start: int, end: int, content: str) -> tuple[int, int]:
-    """Tokens [first, last) of an answer at characters [start, end); `last` is its end-of-turn token."""
+    """Return the tokens [first, last) of an answer at characters [start, end); `last` is its end-of-turn token."""
     first, stop = tokens.boundary(start), tokens.boundary(end)
     ends = [i for i in range(first, stop) if tokens.ids[i] in template.end_ids]
-    if not ends:  # it may be what begins the next turn (GLM): turn by turn that is known
+    if not ends:  # the next turn's first token may end it (GLM), which only `_by_turn` finds
         raise Refused(NO_END)
     last = ends[0]
     # A template may close the conversation with one more (Phi).
     if template.decode([i for i in tokens.ids[last + 1 : stop] if i not in template.end_ids]).strip():
         raise Refused(ENDED if len(ends) > 1 else "text of the turn after its end-of-turn token")
     body = tokens.text_between(first, last)
-    # Where the tokenizer tells: a text that it normalised has another length.
+    # Use offsets if the tokenizer has them: a text that it normalised has another length.
     before_end = start + len(body) if tokens.offsets is None else tokens.offsets[last][0]
     if not _same(tokens.text[start:before_end], body):
         raise Refused(INSIDE)
@@ -156,8 +156,8 @@ def _same(left: str, right: str) -> bool:
 
 
 def one_sample(template: ChatTemplate, messages: list[Message], max_length: int, tools: Tools = None) -> Sample:
-    """The whole conversation as it is rendered; Refused as by `masked`. Of an answer with `finish_reason` "length" the
-    end-of-turn token is not supervised; the sample ends with such an answer if it is the last message."""
+    """Return the whole conversation as it is rendered; Refused as by `masked`. The end-of-turn token of an answer with
+    `finish_reason` "length" is not supervised; if such an answer is the last message, the sample ends with it."""
     answers = [message for message in messages if message["role"] == "assistant"]
     if any(m.get("reasoning_content") or m.get("tool_calls") for m in template.history(answers)):
         raise Refused("answers of several parts are taken turn by turn")
@@ -168,7 +168,7 @@ def one_sample(template: ChatTemplate, messages: list[Message], max_length: int,
 
 
 def prefix_spans(template: ChatTemplate, messages: list[Message], text: str, tools: Tools) -> list[Span]:
-    """The answers to learn in `text`, from what each adds to the rendered conversation."""
+    """Find the answers to learn in `text` by what each adds to the rendered conversation."""
     spans = []
     for i, message in enumerate(messages):
         if not is_learnt(message):
@@ -178,7 +178,7 @@ def prefix_spans(template: ChatTemplate, messages: list[Message], text: str, too
         if not text.startswith(after) or not text.startswith(before):
             raise Refused("the template rewrites history")
         if before.rstrip().endswith(OPEN) and CLOSE not in message["content"]:
-            raise Refused(UNCLOSED)  # or cut inside its thought: turn by turn that is known
+            raise Refused(UNCLOSED)  # or it is cut inside its thought, which `_by_turn` can tell
         if len(after) < len(before):
             raise Refused("the generation prompt is longer than the turn")
         cut = message.get("finish_reason") == "length"
@@ -220,7 +220,7 @@ def _by_turn(template: ChatTemplate, messages: list[Message], max_length: int, t
         try:
             sample = masked(template, group[-1].text, [turn.span for turn in group], max_length, keep_rest=False)
         except Refused as error:
-            if len(group) > 1:  # each by itself tells which of them it is
+            if len(group) > 1:  # try each by itself to find the one to refuse
                 groups[:0] = [[turn] for turn in group]
                 result.split = True
             else:
@@ -236,7 +236,7 @@ def _by_turn(template: ChatTemplate, messages: list[Message], max_length: int, t
 
 
 def read_turn(template: ChatTemplate, messages: list[Message], tools: Tools = None, number: int = 1) -> RenderedTurn:
-    """The last message as the target writes it in serving; Refused if its text cannot be known exactly."""
+    """Return the last message as the target writes it in serving; Refused if its text cannot be known exactly."""
     history, message = template.history(messages[:-1]), messages[-1]
     prompt = template.render(history, add_generation_prompt=True, tools=tools)
     cut = message.get("finish_reason") == "length"
@@ -244,7 +244,7 @@ def read_turn(template: ChatTemplate, messages: list[Message], tools: Tools = No
     if message.get("tool_calls") and "tool_calls" not in template.text(tools):
         raise Refused(f"the chat template of {template.name} writes no tool calls")
     opened = prompt.rstrip().endswith(OPEN)
-    # Thoughts among the words of the answer: the target's own text, of which the template would only move parts.
+    # A thought within the answer's content is the target's own text: the template would only move parts of it.
     words = message["content"]
     thinks = opened and cut and not message.get("reasoning_content")
     if OPEN in words or CLOSE in words:
@@ -280,8 +280,8 @@ def _check(message: Message, prompt: str, cut: bool) -> None:
 def _written(
     template: ChatTemplate, history: list[Message], message: Message, prompt: str, tools: Tools
 ) -> tuple[str, str, bool]:
-    """The rendered conversation, the answer in it, and whether that begins with an empty thought. Arguments of tool
-    calls are in the target's own spelling where the template keeps it."""
+    """Return the rendered conversation, the answer in it, and whether that begins with an empty thought. Arguments of
+    tool calls keep the target's own spelling if the template does."""
     if message.get("tool_calls"):
         with suppress(Refused):
             return _written_as(template, history, message, prompt, tools, verbatim=True)
@@ -295,12 +295,12 @@ def _written_as(
     body = _body(template, history, prompt, whole, tools)
     if body is not None:
         return whole, *_read_back(message, prompt, _before_end(template, body))
-    # The template writes it elsewhere than behind its prompt.
+    # The template does not write the answer right after its generation prompt.
     if (message.get("reasoning_content") or "").strip() or message.get("tool_calls"):
         raise Refused("the template rewrites more of the turn than its text")
     if prompt.rstrip().endswith(OPEN):
         raise Refused(UNCLOSED)
-    written = "tokens" in message or "token_ids" in message  # by the target: it went on so
+    written = "tokens" in message or "token_ids" in message  # by the target, which did continue like that
     if not written and _begins(template):
         end = prompt.rstrip().splitlines()[-1][-40:]
         raise Refused(
@@ -311,13 +311,13 @@ def _written_as(
 
 
 def _read_back(message: Message, prompt: str, body: str) -> tuple[str, bool]:
-    """The answer that the template wrote as `body`, and whether it begins with an empty thought."""
+    """Return the answer that the template wrote as `body`, and whether it begins with an empty thought."""
     opened = prompt.rstrip().endswith(OPEN)
     reasoning, calls = message.get("reasoning_content") or "", bool(message.get("tool_calls"))
     parts = markup.parse(body, opened, calls)
     if reasoning.strip() and not parts.reasoning and parts.thought:
-        # Even a last answer has lost its thought to the template (Kimi's): it goes where the template left
-        # an empty one, half of the white space there before it unless the prompt has that.
+        # The template (Kimi's) drops the thought even of a last answer. Put it back where the template left an empty
+        # one: in the middle of the white space there or, if the prompt opens the thought, at its beginning.
         start, end = parts.thought
         middle = start if opened else (start + end) // 2
         body = body[:middle] + reasoning + body[middle:]
@@ -334,8 +334,8 @@ def _read_back(message: Message, prompt: str, body: str) -> tuple[str, bool]:
 
 
 def _body(template: ChatTemplate, history: list[Message], prompt: str, whole: str, tools: Tools) -> str | None:
-    """What `whole` has after the generation prompt; None if it does not go on as that does. A last answer may change
-    how earlier turns are written (Kimi's and harmony's templates): its place is found with a plain answer there."""
+    """Return what `whole` has after the generation prompt; None if it does not continue that prompt. A last answer may
+    change how earlier turns are written (Kimi's and harmony's templates): a plain answer then shows its place."""
     if whole.startswith(prompt):
         return whole[len(prompt) :]
     base = template.render(history, tools=tools)
@@ -351,14 +351,14 @@ def _body(template: ChatTemplate, history: list[Message], prompt: str, whole: st
 
 
 def _lead(template: ChatTemplate, history: list[Message], prompt: str, tools: Tools) -> str:
-    """What the template writes between the generation prompt and an answer's text, without white space around it."""
+    """Return what the template writes between generation prompt and answer, without white space around it."""
     whole = template.render([*history, {"role": "assistant", "content": "x"}], tools=tools)
     return (_body(template, history, prompt, whole, tools) or "").partition("x")[0].strip()
 
 
 def _begins(template: ChatTemplate) -> bool:
-    """Whether the generation prompt opens an answer (a thought, say) that the template itself does not write: after it
-    the target would not write a plain answer. White space and an empty thought do not count."""
+    """Return whether the generation prompt opens something (e.g. a thought) that the template does not write before an
+    answer: the target would not continue it with a plain answer. White space and an empty thought do not count."""
     ask: list[Message] = [{"role": "user", "content": "x"}]
     base, prompt = template.render(ask), template.render(ask, add_generation_prompt=True)
     whole = template.render([*ask, {"role": "assistant", "content": "x"}])
@@ -366,12 +366,12 @@ def _begins(template: ChatTemplate) -> bool:
         return False
     prompt, whole = "".join(prompt.split()), "".join(whole.split())  # some templates differ in white space alone
     shared = "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, whole, strict=False)))
-    shared = re.sub(r"<[^>]*$", "", shared)  # not half of a tag
+    shared = re.sub(r"<[^>]*$", "", shared)  # without half of a tag
     return re.sub(EMPTY_THOUGHT, "", prompt[len(shared) :]) != ""
 
 
 def _before_end(template: ChatTemplate, text: str) -> str:
-    """A text without the end-of-turn tokens behind it: one, two (Phi's at the end of a conversation) or none (GLM)."""
+    """Strip the end-of-turn tokens after a text: one, two (Phi's at the end of a conversation) or none (GLM)."""
     ends = [end for end in map(template.decode, ([token] for token in template.end_ids)) if end]
     while end := next((end for end in ends if text.rstrip().endswith(end)), ""):
         text = text.rstrip().removesuffix(end)
@@ -379,7 +379,7 @@ def _before_end(template: ChatTemplate, text: str) -> str:
 
 
 def _end_of_turn(template: ChatTemplate, whole: str, followed_by: str) -> str:
-    """The token that ends the answer or, where the template writes none (GLM), begins the next message."""
+    """Return the token that ends the answer or, if the template writes none (GLM), begins the next message."""
     rest = whole[len(_before_end(template, whole)) :]
     if not rest:
         chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]

@@ -1,5 +1,5 @@
-"""vLLM for the answers alone, `data.generate.server=vllm`: started when the first is asked for, gone after the last, so
-that the stages behind have its devices."""
+"""A vLLM server for the answers alone, `data.generate.server=vllm`. It starts when the first answer is asked for and
+ends after the last, so that later stages have its devices."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,7 +12,7 @@ LOG = "answers-vllm.log"  # in the run's folder
 
 
 class OwnServer(ExitStack):
-    """A server of the target on loopback, for as long as the `with` block lasts; started by the first `url()`."""
+    """A server of the target on loopback, started by the first `url()` and ended with the `with` block."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -21,9 +21,9 @@ class OwnServer(ExitStack):
             raise UserError("data.generate.model is for a server of yours, and data.generate.server=vllm starts one")
 
     def url(self) -> str:
-        """Where it answers; UserError where vLLM does not start."""
+        """Return its address; UserError if vLLM does not start."""
         if not self._url:
-            # Both load torch and transformers, for seconds that a stage that is up to date does without.
+            # Both load torch and transformers, which takes seconds: a stage that is up to date does without.
             import torch
 
             from eagle31_train.evaluation.serving.engine import answering_arguments, flags
@@ -43,5 +43,5 @@ class OwnServer(ExitStack):
         return self._url
 
     def check(self, dying: bool) -> None:
-        """UserError with its last words if it has ended; one that is dying is given the time for it."""
+        """UserError with its last output if it has ended; `dying`: give it time to end first."""
         self._server.check(dying)

@@ -1,4 +1,4 @@
-"""The first samples as a page on which what a drafter learns is marked: a wrong template or mask is seen at once."""
+"""A page of the first samples with marks on what a drafter learns: it shows a wrong template or mask at once."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -11,12 +11,12 @@ from eagle31_train.reporting import html
 from eagle31_train.targets.chat import ChatTemplate
 
 PAGE = "preview.html"
-EACH = 5  # samples of every split and source
-MOST = 4096  # tokens of each that are shown
+EACH = 5  # samples shown of every split and source
+MOST = 4096  # tokens shown of each sample
 
 
 def page(splits: Mapping[str, Split], template: ChatTemplate) -> str:
-    """The first samples of every split and source, as the target's tokens spell them."""
+    """Render the first samples of every split and source, as the target's tokens spell them."""
     marked = []
     for name, split in splits.items():
         numbers = Counter[str]()
@@ -29,7 +29,7 @@ def page(splits: Mapping[str, Split], template: ChatTemplate) -> str:
 
 
 def _runs(sample: Sample, template: ChatTemplate) -> Iterator[tuple[str, bool]]:
-    """The sample's text, run by run of learnt and other tokens."""
+    """Yield the sample's text in runs of learnt and other tokens, and whether each run is learnt."""
     ids, at = sample.input_ids[:MOST].tolist(), 0
     for learnt, run in groupby(sample.loss_mask[:MOST].tolist()):
         end = at + len(list(run))

@@ -1,8 +1,8 @@
 """The target answers the prompts itself: a drafter must learn the target's own words.
 
 Every answer goes to a journal as soon as it exists, under a key of all that it depends on. Conversations advance in
-rounds, one turn of all of them at a time, which makes full batches. One that has answers already ends with them where
-the next cannot be given (see `dialogue`).
+rounds, all of them by one turn at a time, which makes full batches. If a later answer cannot be given (see `dialogue`),
+the conversation ends with the answers that it has.
 """
 
 import json
@@ -34,7 +34,7 @@ OUTPUT = "conversations.jsonl"
 
 
 def regenerate(config: Config, template: ChatTemplate, own: OwnServer | None = None) -> tuple[Path, dict[str, Any]]:
-    """Answer `data.prompts`, or those of `data.sources`: `run_dir/conversations.jsonl` and its manifest."""
+    """Answer `data.prompts`, or those of `data.sources`. Return `run_dir/conversations.jsonl` and its manifest."""
     output = Path(config.run_dir) / OUTPUT
     generate = config.data.generate
     if generate.samples > 1 and not generate.temperature:
@@ -58,7 +58,7 @@ def regenerate(config: Config, template: ChatTemplate, own: OwnServer | None = N
     option = "data.sources" if corpus.mixed else f"data.prompts={config.data.prompts}"
     if not jobs:
         raise UserError(f"{option}: there is no prompt that can be answered ({most_common(refused)})")
-    # As the answered conversations will be split, and not after hours of answers.
+    # The answered conversations will be split in the same way: check it now, not after hours of answers.
     check_shares({place(job.turns[0].rest) for job in jobs}, config.data.heldout)
     if (count := sum(bool(job.row.tools) for job in jobs)) and not template.reads_tools:
         note(f"answers: {count} are asked for with tools, which the chat template of {template.name} does not write")
@@ -88,14 +88,14 @@ def regenerate(config: Config, template: ChatTemplate, own: OwnServer | None = N
 
 
 def of_answers(config: Config, template: ChatTemplate, corpus: Corpus) -> Provenance:
-    """What answers depend on. corpus: the prompts."""
+    """Return what answers depend on. corpus: the prompts."""
     inputs = corpus.inputs()
     prompts = {"prompts": inputs}
     if not corpus.mixed:
         files = dict(inputs["sources"])
         # By name, so that an error names the file that changed; as a list where two folders have a file of one name.
         prompts["prompts"] = files if len(files) == len(inputs["sources"]) else {"files": inputs["sources"]}
-        if inputs["format"] != "auto":  # which goes without saying, as it did when formats were not recorded
+        if inputs["format"] != "auto":  # the default is left out, as it was before formats were recorded
             prompts["format"] = inputs["format"]
     options = {name: f"data.generate.{name}" for name in SAMPLING}
     return Provenance({**_settings(config, template), **prompts}, options=options)
@@ -110,7 +110,7 @@ def _settings(config: Config, template: ChatTemplate) -> dict[str, Any]:
 
 
 def _jobs(corpus: Corpus, generate: GenerateConfig) -> tuple[list[Job], list[dict[str, str]]]:
-    """One job per prompt and sample; prompts that cannot be asked, with the reason."""
+    """Return one job per prompt and sample, and the prompts that cannot be asked, with reasons."""
     jobs: list[Job] = []
     refused: list[dict[str, str]] = []
     for row in corpus.read():
@@ -132,7 +132,7 @@ def _jobs(corpus: Corpus, generate: GenerateConfig) -> tuple[list[Job], list[dic
 def answer_all(
     jobs: list[Job], journal: Journal, settings: dict[str, Any], template: ChatTemplate, target: Engine
 ) -> None:
-    """Bring every job to its end, or to its refusal, turn by turn, taking from the journal what it has."""
+    """Answer every job turn by turn until it ends or is refused, taking the answers that the journal has from there."""
     new_tokens = 0
     total = sum(len(job.turns) for job in jobs)
     with Progress(total=total, desc="answers", unit="answer", smoothing=0) as bar:  # the journal's come all at once
@@ -150,7 +150,7 @@ def answer_all(
                     bar.total -= len(job.turns) - turn
             new = waiting.keys() - journal.answers.keys()
             bar.initial += len(waiting) - len(new)  # the rate is that of this run alone
-            # Of what is longer nothing would be learnt. Later turns are cut instead: those before them are of use.
+            # Nothing would be learnt after a longer first prompt. Later turns are cut instead: earlier ones are of use.
             most = math.inf if turn else target.config.data.max_length
             for key, outcome in journal.outcomes(waiting, partial(target.answers, most=most)):
                 if isinstance(outcome, Refused):
@@ -171,7 +171,7 @@ def _key(job: Job, settings: dict[str, Any]) -> str:
 
 
 def _first_keys(jobs: list[Job], settings: dict[str, Any]) -> Iterator[str]:
-    """The keys of every job's first answer."""
+    """Yield the key of every job's first answer."""
     for job in jobs:
         with suppress(Refused):
             asked = following(job.turns[0], None, job.row.tools)

@@ -1,8 +1,8 @@
-"""Prompts that the target writes itself: it goes on from its chat template where a user would speak (Magpie, arXiv
-2406.08464), and ends it with the token, or text, that ends a user's turn; later turns likewise, after an answer.
+"""Prompts that the target writes itself (Magpie, arXiv 2406.08464): it continues its chat template where a user would
+speak, up to the token, or text, that ends a user's turn. Later turns are written in the same way, after an answer.
 
-What is of use goes to `run_dir/prompts.jsonl`, a file of prompts like any other; refusals are counted. A journal has
-each text as soon as it exists, and every text has its own seed, so a killed run ends in the same file.
+Usable prompts go to `run_dir/prompts.jsonl`, a file of prompts like any other; refusals are counted. A journal gets
+each text as soon as it exists, and every text has its own seed, so a killed run ends in the same file when repeated.
 """
 
 import json
@@ -30,16 +30,16 @@ from eagle31_train.rows.formats import Message, Row
 from eagle31_train.targets.chat import ChatTemplate
 from eagle31_train.targets.completions import Request
 
-NO_CHARACTER = "\ufffd"  # what bytes that are no character are decoded to
-MARK = "\u2603 the user's words \u2603"  # put where a user speaks, to see what the template writes around it
-MOST_TRIES = 4  # for each prompt that is wanted
+NO_CHARACTER = "\ufffd"  # what bytes that are not a character decode to
+MARK = "\u2603 the user's words \u2603"  # placeholder for a user's words, to see what the template writes around them
+MOST_TRIES = 4  # per prompt that is wanted
 Stop = tuple[int | None, str | None]  # what ends a user's turn: a token, and a text
-REPETITIVE = 0.15  # zlib's size of a text of words that come again and again, as a share of the text's
+REPETITIVE = 0.15  # a text that zlib compresses to less than this share of its size repeats itself
 
 
 @dataclass
 class Attempt:
-    """A prompt on its way: what the target has written, turn by turn, and the messages that it goes on from."""
+    """A prompt in progress: what the target has written, turn by turn, and the messages that it continues."""
 
     number: int  # seeds its draws
     kind: str  # the name of its system prompt, "" without one
@@ -48,7 +48,7 @@ class Attempt:
 
 
 def write_prompts(config: Config, template: ChatTemplate, own: OwnServer | None = None) -> Path:
-    """Have the target write `data.self_prompts.count` prompts; returns `run_dir/prompts.jsonl`."""
+    """Have the target write `data.self_prompts.count` prompts. Return `run_dir/prompts.jsonl`."""
     output = Path(config.run_dir) / SELF_WRITTEN
     stop = user_stop(template)
     generate, options = config.data.generate, asdict(config.data.self_prompts)
@@ -62,7 +62,7 @@ def write_prompts(config: Config, template: ChatTemplate, own: OwnServer | None 
         note(f"prompts: {output} is up to date")
         return output
     with journal:
-        # How many are wanted changes none of them: the journal's texts serve another count, too.
+        # The count changes none of the prompts: the journal's texts serve another count, too.
         fingerprint = artifacts.fingerprint({**settings, "count": None})
         writer = Writer(config, template, stop, journal, fingerprint, engine(config, template, own))
         journal.check_wanted(lambda key: key.startswith(writer.fingerprint), config.overwrite)
@@ -80,8 +80,8 @@ def write_prompts(config: Config, template: ChatTemplate, own: OwnServer | None 
 
 
 def user_stop(template: ChatTemplate) -> Stop:
-    """What ends a user's turn: the first added token that the template writes after the user's words, and the text
-    before that token, such as "[/INST]". None for what it does not write."""
+    """Return what ends a user's turn: the first added token that the template writes after the user's words, and the
+    text before that token, such as "[/INST]". Each is None if the template does not write it."""
     after = template.render([{"role": "user", "content": MARK}], add_generation_prompt=True).partition(MARK)[2]
     if not after.strip():
         needs = "data.prompts=self needs a chat template that writes something after a user's words"
@@ -93,7 +93,7 @@ def user_stop(template: ChatTemplate) -> Stop:
 
 
 def problem_of(text: str, seen: set[str], special: Collection[str]) -> str:
-    """Why a text is no prompt, or "". `seen`: prompts before it, by `_alike`; `special`: tokens that no user types."""
+    """Return why a text is no prompt, or "". `seen`: earlier ones by `_alike`; `special`: tokens that no user types."""
     if not re.search(r"\w\W*\w", text):
         return "empty"
     if NO_CHARACTER in text:
@@ -107,7 +107,7 @@ def problem_of(text: str, seen: set[str], special: Collection[str]) -> str:
 
 
 def _alike(text: str) -> str:
-    """Two texts that differ in case, spaces and punctuation alone are one."""
+    """Return a form that is the same for texts that differ only in case, spaces and punctuation."""
     return " ".join(re.findall(r"\w+", text.casefold()))
 
 
@@ -135,16 +135,16 @@ class Writer:
         self.seen: set[str] = set()
 
     def write(self) -> list[Attempt]:
-        """As many conversations as are wanted; UserError if too many texts are of no use."""
+        """Write as many conversations as are wanted; UserError if too many texts are of no use."""
         wanted, tries = self.options.count, MOST_TRIES * self.options.count
         done: list[Attempt] = []
         numbers = iter(range(tries))
-        # The journal's come all at once, and count for no rate: `_turns`.
+        # The journal's texts come all at once, and do not count for the rate (see `_turns`).
         with Progress(total=wanted * self.options.turns, desc="prompts", unit="text", smoothing=0) as self.bar:
             self.engine.started = self.bar.unpause
             tried = 0
             while len(done) < wanted and tried < tries:
-                # All that are probably needed at once: each batch waits for its longest text.
+                # Try as many as are probably needed in one batch: each batch waits for its longest text.
                 probably = math.ceil((wanted - len(done)) * max(1, tried) / max(1, len(done)))
                 batch = list(islice(numbers, max(self.engine.at_once, probably)))
                 self.bar.total = self.bar.n + len(batch) * self.options.turns
@@ -164,7 +164,7 @@ class Writer:
         return Attempt(number, kind, [{"role": "system", "content": system}] if system else [])
 
     def _turns(self, tries: list[Attempt]) -> list[Attempt]:
-        """Write every turn of some tries; those whose first one is of use, in their order."""
+        """Write every turn of some tries. Return those whose first turn is of use, in their order."""
         going = tries
         for turn in range(self.options.turns):
             if turn:
@@ -181,11 +181,11 @@ class Writer:
         return [one for one in tries if one.turns]
 
     def _takes(self, one: Attempt, outcome: Answer | Refused) -> bool:
-        """Add what the target wrote to a try, or count why it is of no use; whether it goes on."""
+        """Add what the target wrote to a try, or count why it is of no use. Return whether the try goes on."""
         text, problem = "", str(outcome)
         if not isinstance(outcome, Refused):
             text = outcome.message["content"].strip()
-            # A later turn beside its own conversation alone: which others are there depends on the batch.
+            # Compare a later turn with its own conversation alone: which others are there depends on the batch.
             seen = {_alike(earlier) for earlier in one.turns} or self.seen
             cut = outcome.finish_reason == "length"
             problem = "not ended" if cut else problem_of(text, seen, self.template.special)
@@ -199,7 +199,7 @@ class Writer:
         return True
 
     def _request(self, one: Attempt) -> Request:
-        """Token ids up to where the user speaks. A space before that is the first word's."""
+        """Return the token ids up to where the user speaks. A space before that is left out: it is the first word's."""
         messages = [*self.template.history(one.messages), {"role": "user", "content": MARK}]
         try:
             text = self.template.render(messages)
@@ -212,7 +212,7 @@ class Writer:
         return Request(ids, self.options.temperature, seed)
 
     def _answered(self, going: list[Attempt]) -> list[Attempt]:
-        """The target's answers to what it wrote, before it writes what the user says next."""
+        """Have the target answer what it wrote, before it writes what the user says next. Return the answered tries."""
         temperature = self.config.data.generate.temperature
         keys = {f"{self.fingerprint}-{one.number}-{len(one.turns)}-answer": one for one in going}
         jobs = {

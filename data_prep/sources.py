@@ -1,7 +1,7 @@
 """The rows of a run: those of one option in their own order, or several of `data.sources` mixed by weight.
 
-A weight is a share of rows. A hash of the seed, the source's name and a row's id ranks the rows, and the first so many
-are taken: another source, or more rows, changes at most the number of the others' rows. Rows keep the order of their
+A weight is a share of rows. A hash of the seed, the source's name and a row's id ranks the rows, and the first ones are
+taken. So another source, or more rows, changes at most how many rows the others give. Rows keep the order of their
 source; the sources alternate so that every stretch of the mixture has its shares.
 """
 
@@ -39,7 +39,7 @@ class Source:
     weight: Fraction = Fraction(1)
 
     def read(self) -> Iterator[Row]:
-        """Its rows in order; of a named source with its name before their ids. UserError for damage, and for no row."""
+        """Yield its rows in order; a named source's ids begin with its name. UserError for damage, and for no row."""
         seen: dict[str, str] = {}
         for file in self.files:
             number = 0
@@ -54,13 +54,13 @@ class Source:
                 raise UserError(f"{self.given}: {file.name} is empty: it holds no row")
 
     def inputs(self, files: str) -> dict[str, Any]:
-        """All that its rows depend on; name and fingerprint of every file under the key `files`."""
+        """Return all that its rows depend on; name and fingerprint of every file under the key `files`."""
         return {files: [[file.name, file.fingerprint] for file in self.files], "format": self.format}
 
 
 @dataclass
 class Corpus:
-    """What a run reads. `counts`: of every source how many rows were read, and taken, which none with a problem is."""
+    """What a run reads. `counts`: how many rows of every source were read, and taken; none with a problem is taken."""
 
     sources: list[Source]
     mixed: bool = False
@@ -70,7 +70,7 @@ class Corpus:
 
     @classmethod
     def open(cls, config: Config, option: str) -> "Corpus":
-        """What `data.sources` names or else the option `conversations` or `prompts`; a UserError where it is wrong."""
+        """Open what `data.sources` names, or else the option `conversations` or `prompts`; UserError if it is wrong."""
         data, entries, spec = config.data, named(config.data), getattr(config.data, option)
         if entries and (data.conversations is not None or data.prompts is not None):
             raise UserError("data.sources replaces data.conversations and data.prompts: set both of these to null")
@@ -87,7 +87,7 @@ class Corpus:
         return {"sources": sources, "rows": self.rows, "mixed_by": self.seed}
 
     def read(self) -> Iterator[Row]:
-        """The rows; of a mixture, the rows of no use come last. Raises UserError: see `Source.read` and `quotas`."""
+        """Yield the rows; in a mixture, rows of no use come last. Raises UserError: see `Source.read` and `quotas`."""
         self.counts = {}
         if self.mixed:
             yield from self._mix()
@@ -99,7 +99,7 @@ class Corpus:
             yield row
 
     def _mix(self) -> Iterator[Row]:
-        """In two passes: the first holds ids alone, the second no more than it yields."""
+        """Mix in two passes: the first holds only ids and rows of no use, the second no more than it yields."""
         usable: dict[str, list[str]] = {}
         unusable: list[Row] = []
         for source in self.sources:
@@ -128,7 +128,7 @@ class Corpus:
         yield from unusable
 
     def _chosen(self, source: Source, ids: list[str], count: int) -> Iterator[tuple[float, str, Row]]:
-        """`count` of the source's rows of these ids in order, each with a place in [0, 1), evenly spread."""
+        """Yield `count` of the source's rows of these ids in order, each with a place in [0, 1), evenly spread."""
 
         def rank(identity: str) -> bytes:
             return hashlib.sha256(json.dumps([self.seed, source.name, identity]).encode()).digest()[:16]
@@ -139,8 +139,8 @@ class Corpus:
 
 
 def quotas(weights: Mapping[str, Fraction], have: Mapping[str, int], rows: int | None) -> dict[str, int]:
-    """How many rows of each source: its weight's share by largest remainder, ties by name; UserError where a source has
-    fewer, or its share is no row. `have`: usable rows. `rows`: of all; None for as many as fill each share."""
+    """Return how many rows each source gives: its weight's share by largest remainder, ties by name. UserError if one
+    has fewer, or its share is no row. `have`: usable rows. `rows`: in total; None for as many as fill each share."""
     whole = sum(weights.values())
     total = rows if rows is not None else min(have[name] * whole // weight for name, weight in weights.items())
     shares = {name: total * weight / whole for name, weight in weights.items()}
@@ -159,12 +159,12 @@ def quotas(weights: Mapping[str, Fraction], have: Mapping[str, int], rows: int |
 
 
 def named(data: DataConfig) -> dict[str, Any]:
-    """The entries of `data.sources` in the order of their names, without those that are null."""
+    """Return the entries of `data.sources` in the order of their names, without those that are null."""
     return {str(name): value for name, value in sorted(data.sources.items(), key=str) if value is not None}
 
 
 def _nothing_given(data: DataConfig, option: str) -> str:
-    """What to do where `data.{option}` is not set; the other of the two may be."""
+    """Return what to do if `data.{option}` is not set; the other of the two may be."""
     if option == "prompts" and data.conversations is not None:
         answers = f"regenerate=true answers data.prompts, not data.conversations={data.conversations}"
         return f"{answers}: set data.prompts, or regenerate=false to learn the conversations"
@@ -207,5 +207,5 @@ def _open_source(config: Config, where: str, value: Any, name: str = "") -> Sour
     for option in OF_HUB_SETS:
         if own.get(option) and not files[0].on_hub:
             raise UserError(f"{option}={own[option]} is of hub data sets, and {where}={path} is none")
-    # Through its decimal text: 0.7 and 0.3 are to be exactly that.
+    # Via decimal text, so that 0.7 and 0.3 are exact.
     return Source(files, form, f"{where}={path}", name, Fraction(str(options.weight)))

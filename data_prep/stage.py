@@ -1,4 +1,4 @@
-"""The stage: read, regenerate if asked, mask, split, count, and write `run_dir/data` whole or not at all."""
+"""Run the stage: read, regenerate if asked, mask, split, count, and write `run_dir/data` whole or not at all."""
 
 import json
 import os
@@ -41,7 +41,7 @@ from eagle31_train.targets.pretrained import served_sampling, vocabulary_fingerp
 # The variable that switches thinking off: Qwen's name, which most have, or that of Kimi, DeepSeek and Granite.
 SWITCH = r"\benable_thinking\b|(?<!\.)\bthinking(?= is (?:not )?defined)|(?<=if )thinking\b"
 NAMED = 5  # refused conversations that the summary names; the manifest names all
-COUNTS = {  # of the manifest; the summary has those that are not 0
+COUNTS = {  # in the manifest; the summary shows those that are not 0
     "repeated": "prompts that are asked twice, on one side of the split",
     "cut": "cut at max_length",
     "no_end_of_turn": "answers without end of turn",
@@ -56,7 +56,7 @@ COUNTS = {  # of the manifest; the summary has those that are not 0
 
 def prepare(config: Config) -> None:
     """Make `run_dir/data`: the data set, the draft vocabulary and the manifest. UserError: see `Corpus` and
-    `ChatTemplate.load`; also where a source or a split is left without conversations, or the folder is not ours."""
+    `ChatTemplate.load`; also if a source or a split is left without conversations, or the folder is not ours."""
     started = time.monotonic()
     data, folder = config.data, Path(os.path.realpath(config.data_folder))
     if ranks() > 1:
@@ -67,7 +67,7 @@ def prepare(config: Config) -> None:
     template.check_fits(config.target, vocab_size)
     if config.regenerate:
         check_ends(template)
-    # What no counts could fulfil, and no drafter could be made for, is refused here, and not after hours of answers.
+    # Refuse what no counts could satisfy, and no drafter could be made for, here and not after hours of answers.
     zeros = np.zeros(vocab_size, dtype=np.int64)
     draft = vocab.choose(zeros, template.kept_ids(), data.draft_vocab_size)
     _, rows = planned_drafter(config, target, len(draft))
@@ -80,7 +80,7 @@ def prepare(config: Config) -> None:
         # commit() replaces the folder, and without our manifest what it holds may be the user's own.
         raise UserError(f"{folder} exists and is no output of this stage: move it away or choose run_dir=…")
     if config.regenerate and ours and not answered and not config.overwrite:
-        # No hours of answers that would be refused in the end or, where another run has the data, thrown away.
+        # Spend no hours on answers that would be refused in the end or, if another run has the data, thrown away.
         made_from = provenance.of_data(config, _rows_of(folder, config, template), template.fingerprints(), vocab_size)
         if config.data_dir and _is_done(folder, made_from, config, target):
             return
@@ -112,7 +112,7 @@ def prepare(config: Config) -> None:
             "sources": _sources(answers.get("sources") or corpus.counts, collected),
             "vocabulary": vocabulary_fingerprint(template.tokenizer),  # extraction compares it with its target's
             "end_ids": template.end_ids,
-            "target": asdict(target),  # of which training derives the drafter, wherever the target's files are
+            "target": asdict(target),  # training derives the drafter from it, wherever the target's files are
             "files": artifacts.list_files(temporary, [file for file in temporary.rglob("*") if file.is_file()]),
             "seconds": round(time.monotonic() - started, 2),
         }
@@ -121,14 +121,14 @@ def prepare(config: Config) -> None:
 
 
 def _introduce(config: Config, rows: list[str]) -> None:
-    """Say what the drafter will be and what is doubtful of its target."""
+    """Print what the drafter will be, and what is doubtful about its target."""
     note("\n".join([f"data: the drafter for {config.target.name}, as its config.json has it", *rows]))
     for what, doubt in doubts(config).items():
         note(f"data: {what}: {doubt}")
 
 
 def _is_done(folder: Path, made_from: Provenance, config: Config, target: TargetDescription) -> bool:
-    """Whether the folder is up to date. Training derives the drafter of the target that its manifest describes: one
+    """Return whether the folder is up to date. Training derives the drafter from the target in its manifest, so one
     whose config.json was corrected since is recorded anew."""
     if not provenance.up_to_date(folder, made_from, config.overwrite):
         return False
@@ -142,10 +142,10 @@ def _is_done(folder: Path, made_from: Provenance, config: Config, target: Target
 
 
 def check_ends(template: ChatTemplate) -> None:
-    """UserError where the template ends an answer with a token at which the target does not stop: said before hours of
-    answers of which each goes on until it is cut."""
+    """UserError if the template ends an answer with a token at which the target does not stop. It is raised before
+    hours of answers that would each go on until they are cut."""
     chat: list[Message] = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Yes."}]
-    with suppress(Refused):  # some take no plain answer
+    with suppress(Refused):  # some templates take no plain answer
         after = template.render(chat).partition("Yes.")[2]
         ends = [token for token in template.encode(after) if token in template.added]
         if ends and not set(ends) & set(template.end_ids):
@@ -156,7 +156,7 @@ def check_ends(template: ChatTemplate) -> None:
 
 
 def _tell_of_thoughts(template: ChatTemplate, data: DataConfig) -> None:
-    """Say it before hours of answers if these may think, and have little room for it."""
+    """Warn, before hours of answers, that they may think: how to give them room, or to switch that off."""
     most = min(data.generate.max_new_tokens, data.max_length)
     if not template.thinks:
         return
@@ -170,7 +170,7 @@ def _tell_of_thoughts(template: ChatTemplate, data: DataConfig) -> None:
 
 
 def _tell_of_other_sampling(config: Config) -> None:
-    """Say it before hours of sampled answers if a server samples otherwise, unless its users say how."""
+    """Warn, before hours of sampled answers, if a server samples differently by default."""
     generate = config.data.generate
     served = served_sampling(config.target) if generate.temperature else {}
     other = {name: value for name, value in served.items() if value != (getattr(generate, name) or 0)}
@@ -183,11 +183,11 @@ def _tell_of_other_sampling(config: Config) -> None:
 
 
 def _rows_of(folder: Path, config: Config, template: ChatTemplate) -> dict[str, Any]:
-    """What a data set of another run was made of, if that was answers. UserError if that run's records lie beside it,
-    and are of other prompts or settings."""
+    """Return what another run's data set was made of, if that was answers. UserError if that run's records are beside
+    it, and are of other prompts or settings."""
     sources = provenance.read_data(config).get("inputs", {}).get("sources")
     beside = Journal(folder.parent / OUTPUT).manifest
-    if beside.is_file() and not config.data.writes_prompts:  # of which the file is not written yet
+    if beside.is_file() and not config.data.writes_prompts:  # their file is not written yet
         record = artifacts.read_json(beside, provenance.DATA)
         of_answers(config, template, Corpus.open(config, "prompts")).refuse_other(folder, record, False)
     answers = isinstance(sources, list) and [file for file, _ in sources] == [OUTPUT]
@@ -195,7 +195,7 @@ def _rows_of(folder: Path, config: Config, template: ChatTemplate) -> dict[str, 
 
 
 def _refuse_other_answers(config: Config) -> None:
-    """UserError where a run's answers are to given prompts: before the target writes others, and not after."""
+    """UserError if a run's answers are to given prompts. It is raised before the target writes others, not after."""
     run = Path(config.run_dir)
     answers, prompts = Journal(run / OUTPUT), Journal(run / SELF_WRITTEN)
     begun = answers.manifest.is_file() or answers.path.is_file()
@@ -207,7 +207,7 @@ def _refuse_other_answers(config: Config) -> None:
 
 
 def _open(config: Config, template: ChatTemplate) -> tuple[Corpus, dict[str, Any]]:
-    """The conversations; where the target answers first, also the manifest of its answers."""
+    """Open the conversations; if the target answers first, also return the manifest of its answers."""
     if not config.regenerate:
         return Corpus.open(config, "conversations"), {}
     data = config.data
@@ -241,7 +241,7 @@ def _check_positions(collected: Collected, target: TargetDescription) -> None:
 
 
 def _reasons(refused: list[dict[str, Any]], data: DataConfig) -> str:
-    """Why none of some rows is of use; where they are prompts, what to do with these."""
+    """Return why none of some rows is of use and, if they are prompts, what to do with them."""
     given = f"give data.prompts={data.conversations} instead of data.conversations"
     hint = f"; {given if data.conversations else 'set regenerate=true'} for the target to answer them"
     return most_common(refused) + hint * ({entry["reason"] for entry in refused} == {NO_ANSWER})
@@ -250,13 +250,13 @@ def _reasons(refused: list[dict[str, Any]], data: DataConfig) -> str:
 def _write(
     folder: Path, collected: Collected, template: ChatTemplate, vocab_size: int, data: DataConfig
 ) -> dict[str, Any]:
-    """Write the draft vocabulary and the data set; what the manifest says of them."""
+    """Write the draft vocabulary and the data set. Return what the manifest says of them."""
     learnt = ((sample.input_ids, sample.loss_mask) for _, _, sample in collected.splits["train"].rows)
     counts = vocab.count(learnt, vocab_size)
     draft = vocab.choose(counts, template.kept_ids(), data.draft_vocab_size)
     vocab.write(folder / "vocab.safetensors", draft)
     datasets = DatasetDict({name: split.dataset(name) for name, split in collected.splits.items()})
-    # An empty split would be given no file, and then not load: one file at least.
+    # Give an empty split one file: it would get none by default, and then not load.
     shards = {name: None if len(split) else 1 for name, split in datasets.items()}
     datasets.save_to_disk(str(folder / "dataset"), num_shards=shards)
     artifacts.write_text(folder / preview.PAGE, preview.page(collected.splits, template))
@@ -272,7 +272,7 @@ def _write(
             "target_size": vocab_size,
             "seen_in_train": int((counts > 0).sum()),
             "coverage": {name: whole for name, (whole, _) in coverage.items()},
-            # Of what the vocabulary was not counted on, where there is some.
+            # Of a source's held-out rows, if it has any: the vocabulary was not counted on them.
             "coverage_by_source": {**coverage["train"][1], **coverage["heldout"][1]},
         },
         "refused": collected.refused,
@@ -281,7 +281,7 @@ def _write(
 
 
 def _sources(counts: dict[str, dict[str, Any]], collected: Collected) -> dict[str, dict[str, Any]]:
-    """What became of every source's rows: read, taken, and of these refused, repeated and cut."""
+    """Return what became of every source's rows: read, taken, and of these refused, repeated and cut."""
     refused, counted = Counter(entry["source"] for entry in collected.refused), ("repeated", "cut", "no_end_of_turn")
     return {
         name: {**given, "refused": refused[name], **{what: collected.counts[name][what] for what in counted}}
@@ -293,7 +293,7 @@ def _sources(counts: dict[str, dict[str, Any]], collected: Collected) -> dict[st
 
 
 def summary(folder: Path, manifest: dict[str, Any], target: str) -> str:
-    """The manifest in words: the splits, the sources, and everything that was refused or cut; `target` is its name."""
+    """Return the manifest in words: the splits, the sources, all that was refused or cut. `target`: its name."""
     draft, refused = manifest["draft_vocab"], manifest["refused"]
     lines = [f"data: {folder} in {manifest['seconds']} s"]
     for name, split in manifest["splits"].items():
@@ -325,7 +325,7 @@ def summary(folder: Path, manifest: dict[str, Any], target: str) -> str:
 
 
 def _table(manifest: dict[str, Any]) -> list[str]:
-    """A line for each source: rows, then conversations and tokens that came of them."""
+    """Return a line for each source: its rows, then the conversations and tokens made from them."""
     head = ["source", "read", "taken", "refused", "cut", "train", "held out", "tokens", "assistant's", "in vocab"]
     rows = []
     for name, counts in manifest["sources"].items():

@@ -1,4 +1,4 @@
-"""From places in a rendered text to its tokens, for fast tokenizers and for those that report no offsets."""
+"""Map places in a rendered text to its tokens, for fast tokenizers and for those that report no offsets."""
 
 from bisect import bisect_left
 
@@ -9,11 +9,11 @@ INSIDE = "a boundary inside a token"
 
 
 class Tokens:
-    """Rendered text, its tokens, and the way from characters to tokens; Refused where the ids decode to another text.
+    """Rendered text, its tokens, and the map from characters to tokens; Refused if the ids decode to another text.
 
-    Fast tokenizers report where each token stands. For the others, added tokens (turn markers and the like) stand in
-    the text as they are spelt, what lies between two of them is decoded as one piece, and the pieces must add up to the
-    text. A place inside a piece is found by encoding that piece up to it.
+    Fast tokenizers report where each token is. With others, added tokens (turn markers and the like) are in the text as
+    they are spelt, the tokens between two of them are decoded as one piece, and the pieces must add up to the text. A
+    place inside a piece is found by encoding that piece up to it.
     """
 
     def __init__(self, template: ChatTemplate, text: str) -> None:
@@ -28,7 +28,7 @@ class Tokens:
             self.pieces = self._pieces()
 
     def _pieces(self) -> dict[int, int]:
-        """The first token and character of every added token and of every stretch between them."""
+        """Map first token to first character, for every added token and every stretch between two of them."""
         added, pieces, char, token = self.template.added, {}, 0, 0
         while token < len(self.ids):
             end = token + 1
@@ -47,7 +47,7 @@ class Tokens:
         return pieces
 
     def boundary(self, char: int) -> int:
-        """How many tokens lie before character `char`; Refused where one lies across it."""
+        """Return how many tokens lie before character `char`; Refused if one lies across it."""
         if char >= len(self.text):
             return len(self.ids)
         if self.offsets is not None:
@@ -64,8 +64,8 @@ class Tokens:
         return token + len(before)
 
     def text_between(self, first: int, last: int) -> str:
-        """What tokens [first, last) add to the text before them."""
-        # Some tokenizers spell a token differently at the start of a text: from the added token before them.
+        """Return what tokens [first, last) add to the text before them."""
+        # Decode from the added token before them: some tokenizers spell a token differently at the start of a text.
         start = self._marker_before(first)
         before = self.template.decode(self.ids[start:first])
         whole = self.template.decode(self.ids[start:last])
@@ -74,11 +74,11 @@ class Tokens:
         return whole[len(before) :]
 
     def is_prompt(self, first: int, char: int) -> bool:
-        """Whether tokens [0, first) are those of the first `char` characters by themselves, as serving has them."""
+        """Return whether tokens [0, first) are those of the first `char` characters alone, as in serving."""
         start = self._marker_before(first)
         begin = self.pieces[start] if self.offsets is None else self.offsets[start][0]
         return self.template.encode(self.text[begin:char]) == self.ids[start:first]
 
     def _marker_before(self, token: int) -> int:
-        """The last added token before `token`; 0 if there is none."""
+        """Return the index of the last added token before `token`; 0 if there is none."""
         return next((i for i in range(token - 1, 0, -1) if self.ids[i] in self.template.added), 0)

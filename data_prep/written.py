@@ -1,7 +1,7 @@
-"""Samples of answers whose token ids are known, as of every target that answers here: what it saw and what it wrote.
+"""Samples of answers whose token ids are known, as they are if the target answers here: what it saw and what it wrote.
 
-The ids decide what is learnt; the words beside them are for people, and for the prompt of the next turn. Answers of
-which the words alone are known: masks.py.
+The ids decide what is learnt; the text beside them is for people, and for the prompt of the next turn. For answers of
+which only the text is known, see masks.py.
 """
 
 from dataclasses import dataclass, field
@@ -18,9 +18,9 @@ from eagle31_train.targets.markup import OPEN, apart, meant
 
 @dataclass
 class Stretch:
-    """Turns in a row, each of whose prompts goes on exactly from what was written before."""
+    """Consecutive turns, each of whose prompts continues exactly what was written before."""
 
-    first: int  # of the conversation's answers, from 1
+    first: int  # number among the conversation's answers, from 1
     last: int = 0
     ids: list[int] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)
@@ -28,21 +28,21 @@ class Stretch:
 
 
 def known(messages: list[Message]) -> bool:
-    """Whether there are answers to learn, and the token ids of all are known."""
+    """Return whether there are answers to learn, and the token ids of all are known."""
     answers = [message for message in messages if is_learnt(message)]
     return bool(answers) and all("token_ids" in message for message in answers)
 
 
 def message_of(template: ChatTemplate, prompt: list[int], ids: list[int], tools: Tools) -> Message:
-    """What a target says with `ids`, which may end with an end token, after those of a prompt: in its parts where it
-    writes in channels, or calls `tools`. Special tokens stand in its words as they are spelt."""
+    """Return the message that a target writes with `ids` after a prompt; they may end with an end token. It is taken
+    apart if it has channels, or calls `tools`. Special tokens are in its text as they are spelt."""
     said = template.decode_after(prompt, ids[:-1] if ids and ids[-1] in template.end_ids else ids)
     opened = template.decode(prompt).rstrip().endswith(OPEN)
     return markup.take_apart(said, opened, calls=bool(tools)) or {"role": "assistant", "content": said}
 
 
 def check_goes_on(template: ChatTemplate, answer: Message, tools: Tools) -> None:
-    """Refused where no server would repeat an answer, of which these are the words, in the prompt of a next turn."""
+    """Refused if no server would repeat the text of an answer in the prompt of a next turn."""
     message = apart(answer)
     words = message["content"] + (message.get("reasoning_content") or "")
     if special := [token for token in template.special if token in words]:
@@ -52,8 +52,8 @@ def check_goes_on(template: ChatTemplate, answer: Message, tools: Tools) -> None
 
 
 def samples(template: ChatTemplate, messages: list[Message], max_length: int, tools: Tools) -> Samples:
-    """One sample of all turns or, where a later prompt is not what was seen and written before (a template drops
-    thoughts, or words are read as other tokens), several. Refused if no turn is of use."""
+    """Return one sample of all turns or, if a later prompt does not continue what was seen and written before (a
+    template drops thoughts, or text is tokenized differently), several. Refused if no turn is of use."""
     stretches, found, number = list[Stretch](), Samples(), 0
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
@@ -90,7 +90,7 @@ def samples(template: ChatTemplate, messages: list[Message], max_length: int, to
 
 
 def _check(template: ChatTemplate, prompt: list[int], message: Message, tools: Tools) -> None:
-    """Refuse an answer without words, and one of other words than its ids spell."""
+    """Refuse an empty answer, one with an end token inside, and one whose ids spell another text."""
     ids = template.with_rows(message["token_ids"])
     if not ids or ids[0] in template.end_ids:
         raise Refused(EMPTY)

@@ -1,1 +1,1 @@
-"""Rows of the user's files: whatever kind of file holds them, and in whatever format each is written."""
+"""Read the rows of the user's files, of every supported kind of file and conversation format."""

@@ -1,5 +1,5 @@
-"""The rows of files, of folders of them, and of hub data sets, one by one, each with its number from 1: of the line in
-text files (the row's first in CSV), else of the row. With the name of the file it makes the row's default id."""
+"""Iterate over the rows of files, folders and hub data sets. Each row comes with its number from 1: that of its line in
+text files (in CSV its first line), else that of the row. File name and number make the row's default id."""
 
 import codecs
 import csv
@@ -25,16 +25,16 @@ from eagle31_train.common.locations import matching
 from eagle31_train.config import ROW_FILES, is_hub_set
 from eagle31_train.rows.formats import LIST_KEYS, TOKEN_KEYS, detect
 
-ROWS_AT_ONCE = 1024  # of Parquet, decoded together
-LINE, LIST = 1 << 28, 1 << 32  # bytes of a line, and of a JSON list, once unpacked: what is read whole
-ENTRIES = 1 << 25  # of all lists of a Parquet column in a row group, which may be a single row's: messages have a text
-OBJECT = 64  # bytes of a Python object at least, with what refers to it
+ROWS_AT_ONCE = 1024  # Parquet rows decoded together
+LINE, LIST = 1 << 28, 1 << 32  # most unpacked bytes of a line, and of a JSON list: each is read whole
+ENTRIES = 1 << 25  # most list entries of a Parquet column in a row group: all may be one row's (a message has a text)
+OBJECT = 64  # least bytes of a Python object, references to it included
 DAMAGE = (ValueError, EOFError, OSError, ArithmeticError, csv.Error, zlib.error, pyarrow.ArrowException)
 
 
 @dataclass
 class Place:
-    """The number of the row that is being read."""
+    """The number of the row being read."""
 
     number: int = 1
 
@@ -43,20 +43,20 @@ class Place:
 class File:
     """A file, or a hub data set, with a fingerprint of its content."""
 
-    name: str  # as errors and records have it
+    name: str  # as shown in errors and records
     fingerprint: str
-    stem: str  # what the default ids of its rows begin with
-    values: Callable[[], Iterator[tuple[int, Any]]]  # as of `read`
+    stem: str  # prefix of its rows' default ids
+    values: Callable[[], Iterator[tuple[int, Any]]]  # like `read`
     on_hub: bool = False
 
 
 def read(path: Path) -> Iterator[tuple[int, Any]]:
-    """(number, JSON value) of every row of a file; a damaged one is a UserError that names its place."""
+    """Yield (number, JSON value) of every row of a file; UserError that names the place of a damaged row."""
     return _numbered(partial(READERS.get(kind_of(path), _json_lines), path), path, DAMAGE)
 
 
 def count(path: Path) -> int:
-    """How many rows a file has, decoded no further than that takes; raises one of DAMAGE where it is damaged."""
+    """Count the rows of a file, decoding no more than needed; raises one of DAMAGE if the file is damaged."""
     if kind_of(path) == ".parquet":
         return ParquetFile(path).metadata.num_rows
     rows = read(path) if kind_of(path) in (".json", ".csv") else filter(bytes.strip, _lines(path))
@@ -87,8 +87,8 @@ def open_files(
     subset: str | None = None,
     revision: str | None = None,
 ) -> list[File]:
-    """The files that `spec` names: a file, a folder, a glob, or a hub data set such as `org/name`, of which all but
-    `option` are. UserError, naming `option`, if there is nothing of that name, or a folder holds others too."""
+    """Return the files that `spec` names: a file, a folder, a glob, or a hub data set such as `org/name`, to which all
+    other arguments but `option` apply. UserError, naming `option`, if there is none, or a folder holds other files."""
     files = find_files(spec, option)
     if not files:
         return [_open_hub(spec, split, option, stream_rows, subset, revision)]
@@ -96,7 +96,7 @@ def open_files(
 
 
 def find_files(spec: str, option: str) -> list[tuple[str, Path]]:
-    """The files here that `spec` names, each after its name as records have it; none for a hub data set.
+    """Return (name in records, path) of the local files that `spec` names; none for a hub data set.
     UserError, naming `option`, if there is nothing of that name."""
     if Path(spec).is_file():
         return [(Path(spec).name, Path(spec))]
@@ -107,7 +107,7 @@ def find_files(spec: str, option: str) -> list[tuple[str, Path]]:
         if not files:
             raise UserError(f"{option}={spec} matches no file: check the pattern")
         names = [path.name for path in files]
-        if len(set(names)) < len(names):  # of several folders
+        if len(set(names)) < len(names):  # they are in several folders
             root = os.path.commonpath([path.parent for path in files])
             names = [path.relative_to(root).as_posix() for path in files]
         return list(zip(names, files, strict=True))
@@ -117,25 +117,25 @@ def find_files(spec: str, option: str) -> list[tuple[str, Path]]:
 
 
 def kind_of(path: Path) -> str:
-    """The suffix that tells how a file is read, without `.gz`."""
+    """Return the suffix, ignoring `.gz`, that decides how a file is read."""
     return Path(path.name.lower().removesuffix(".gz")).suffix
 
 
 def stem_of(name: str) -> str:
-    """A file's name (see `find_files`) without what tells its kind, the same before and after it is compressed."""
+    """Return a file's name (see `find_files`) without its suffixes; compressing the file does not change it."""
     stem = re.sub(r"\.gz$", "", name, flags=re.IGNORECASE)
     return stem.removesuffix(Path(stem).suffix)
 
 
 def _in_folder(folder: Path, option: str) -> list[tuple[str, Path]]:
-    """Every file in it and its subfolders, by name; as in pyarrow, names that begin with `.` or `_` are no data."""
+    """List all files in a folder, at any depth, by name. As in pyarrow, names with a leading `.` or `_` are no data."""
     names = [path.relative_to(folder) for path in _within(folder)]
     names = sorted(name for name in names if not any(part.startswith((".", "_")) for part in name.parts))
     kinds = ", ".join(READERS)
     if not names:
         raise UserError(f"{option}={folder} is a folder without data files: it takes {kinds}")
     if unknown := [name for name in names if kind_of(name) not in READERS]:
-        saved = unknown[0].suffix == ".arrow"  # by `datasets`
+        saved = unknown[0].suffix == ".arrow"  # written by `datasets`
         remedy = "write the data set to Parquet (load_from_disk(…).to_parquet(FILE))" if saved else "use a glob"
         raise UserError(f"{option}={folder} holds {unknown[0]}, which is no data file ({kinds}): {remedy}")
     if lost := [name for name in names if not (folder / name).is_file()]:
@@ -144,7 +144,7 @@ def _in_folder(folder: Path, option: str) -> list[tuple[str, Path]]:
 
 
 def _within(folder: Path) -> Iterator[Path]:
-    """All files in a folder and those in it, then in those that links lead to, of each folder once."""
+    """Yield all files in a folder and its subfolders, then in folders behind links; each folder is visited once."""
     waiting, seen = [folder], set[Path]()
     for top in waiting:
         for path, folders, files in os.walk(top):
@@ -165,7 +165,8 @@ def _opened(path: Path) -> Any:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """The lines of a file, which may be compressed; a few bytes of zip may be a line that no memory holds."""
+    """Yield the lines of a file, compressed or not. ValueError for one of LINE bytes: a few gzipped bytes may unpack to
+    a line that no memory holds."""
     with _opened(path) as file:
         while line := file.readline(LINE):
             if len(line) == LINE:
@@ -181,7 +182,7 @@ def _json_lines(path: Path, place: Place) -> Iterator[Any]:
 
 
 def _json(path: Path, place: Place) -> Iterator[Any]:
-    """A JSON list, or, as benchmarks often name them, JSON lines."""
+    """Read a JSON list, or JSON lines, which benchmarks often name .json."""
     with _opened(path) as file:
         is_list = file.read(1 << 12).removeprefix(codecs.BOM_UTF8).lstrip()[:1] in (b"[", b"")
     if not is_list:
@@ -192,7 +193,7 @@ def _json(path: Path, place: Place) -> Iterator[Any]:
         return
     text = bytearray()
     with _opened(path) as file:
-        while part := file.read(1 << 20):  # all at once, Python would allocate what may be read at most
+        while part := file.read(1 << 20):  # in parts: read(LIST) would allocate LIST bytes at once
             text += part
             if len(text) >= LIST:
                 raise ValueError(f"a list of {LIST:,} bytes or more is too large: write JSON lines, .jsonl")
@@ -203,11 +204,11 @@ def _json(path: Path, place: Place) -> Iterator[Any]:
 
 def _csv(path: Path, place: Place) -> Iterator[Any]:
     csv.field_size_limit(2**31 - 1)  # bytes of a cell; Python's own limit is smaller than some conversations
-    # Line by line, so that a byte that is no UTF-8 is found in its row; spreadsheets put a mark before the first.
+    # Decode line by line, so that errors name the row of a byte that is not UTF-8. Spreadsheets write a BOM first.
     text = (line.decode("utf-8" if number else "utf-8-sig") for number, line in enumerate(_lines(path)))
     rows = csv.reader(text, strict=True)
     header: list[str] = []
-    for cells in rows:  # an empty one is an empty line, which counts
+    for cells in rows:  # no cells: an empty line, which counts in line numbers
         if cells and not header:
             header = cells
             if len(set(header)) < len(header):
@@ -222,7 +223,7 @@ def _csv(path: Path, place: Place) -> Iterator[Any]:
 def _parquet(path: Path, place: Place) -> Iterator[Any]:
     with ParquetFile(path) as file:
         columns, metadata = [file.schema.column(number) for number in range(len(file.schema))], file.metadata
-    # Of a column of numbers alone, which nothing uses but tokens, a few bytes may unpack to more than memory holds.
+    # Skip lists of numbers: only token columns use them, and a few bytes may unpack to more than memory holds.
     used = {c.path.partition(".")[0] for c in columns if c.physical_type == "BYTE_ARRAY" or not c.max_repetition_level}
     if set(TOKEN_KEYS) <= {column.path.partition(".")[0] for column in columns}:
         used |= set(TOKEN_KEYS)
@@ -232,8 +233,8 @@ def _parquet(path: Path, place: Place) -> Iterator[Any]:
             raise ValueError(
                 f"{column.path} has more than {ENTRIES:,} entries in a row group: write smaller row groups"
             )
-    # Texts stay references to the different ones among them: one of a megabyte, in a thousand rows, is a file of 3 KB.
-    # Those in lists pyarrow unpacks to 2 GiB at most.
+    # Texts stay dictionary-encoded: a megabyte of text, repeated in a thousand rows, is a file of 3 KB. pyarrow unpacks
+    # texts in lists to 2 GiB at most.
     texts = [c.path for c in columns if c.physical_type == "BYTE_ARRAY" and not c.max_repetition_level]
     with ParquetFile(path, read_dictionary=texts) as file:
         for batch in file.iter_batches(ROWS_AT_ONCE, columns=sorted(used)):
@@ -243,7 +244,7 @@ def _parquet(path: Path, place: Place) -> Iterator[Any]:
 
 
 def _unpacked(batch: pyarrow.RecordBatch) -> Iterator[dict[str, Any]]:
-    """The rows of a batch, of which no more than LINE bytes are unpacked at once."""
+    """Yield the rows of a batch, unpacking no more than LINE bytes at once."""
     if sum(map(_unpacked_bytes, batch.columns)) <= LINE:
         yield from batch.to_pylist()
     elif len(batch) == 1:
@@ -255,7 +256,7 @@ def _unpacked(batch: pyarrow.RecordBatch) -> Iterator[dict[str, Any]]:
 
 
 def _unpacked_bytes(values: Any) -> int:
-    """What an array of any type takes as Python's objects, with its references followed."""
+    """Return how many bytes an array of any type takes as Python objects, dictionary references resolved."""
     kind = values.type
     if types.is_dictionary(kind):
         return pc.sum(pc.take(pc.binary_length(values.dictionary), values.indices)).as_py() or 0
@@ -271,8 +272,8 @@ READERS = dict(zip(ROW_FILES, (_json_lines, _json, _csv, _parquet), strict=True)
 
 
 def with_lists(row: dict[str, Any]) -> dict[str, Any]:
-    """A table's row; JSON text in cells that are to hold a list becomes the list."""
-    for key in (*LIST_KEYS, "conversation"):  # the last may be a plain text beside one of the others
+    """Return a table's row with JSON text parsed in cells that should hold a list."""
+    for key in (*LIST_KEYS, "conversation"):  # the last may also be plain text beside another of them
         if isinstance(text := row.get(key), str) and text.strip() and (key in LIST_KEYS or text.lstrip()[0] == "["):
             try:
                 row[key] = foreign.parse_json(text)
@@ -289,11 +290,11 @@ def _open_hub(spec: str, split: str, option: str, first: int | None, subset: str
     try:
         if first is None:
             dataset: Any = datasets.load_dataset(spec, subset, split=split, revision=revision)
-            content = f"{split}:{dataset._fingerprint}"  # of the subset and the commit, too
+            content = f"{split}:{dataset._fingerprint}"  # covers the subset and the commit, too
         else:
             builder = datasets.load_dataset_builder(spec, subset, revision=revision)
             dataset = builder.as_streaming_dataset(split)
-            content = f"{split}:{builder.config_id}:{builder.hash}:{first}"  # the hash is that of the hub's commit
+            content = f"{split}:{builder.config_id}:{builder.hash}:{first}"  # the hash is the hub's commit
     except Exception as error:  # the hub's client raises a dozen unrelated types
         remedy = "check its name, its split, and its subset and revision if it needs them"
         raise UserError(

@@ -1,5 +1,5 @@
-"""One row of a file as a conversation, of the formats in which people keep them. A row of no known format ends the run.
-One that is of no use for training has a `problem`, and is counted."""
+"""Parse one row of a file as a conversation, in any common format. A row of unknown format ends the run. A row that
+is of no use for training gets a `problem`, and is counted."""
 
 import json
 from dataclasses import dataclass, field
@@ -11,10 +11,10 @@ from eagle31_train.config import FORMATS
 
 LIST_KEYS = {"messages": "messages", "conversations": "sharegpt", "turns": "turns"}
 TEXT_KEYS = {"instruction": "alpaca", "prompt": "prompt"}
-TOKEN_KEYS = ("input_ids", "loss_mask")  # what beside them is in words is for people
-WHOLE = "primary_id"  # of the conversation that a row of tokens is a turn of, as speculators names it
-TEMPLATE_ARGS = "chat_template_kwargs"  # as vLLM's API names variables of the template
-# Columns by all names that public data sets have for them.
+TOKEN_KEYS = ("input_ids", "loss_mask")  # any text beside them is for people only
+WHOLE = "primary_id"  # speculators' name for the id of the conversation that a row of tokens is a turn of
+TEMPLATE_ARGS = "chat_template_kwargs"  # vLLM's API name for variables of the template
+# Columns under all names that public data sets use for them.
 COLUMNS = {
     "conversations": ("conversations", "conversation"),
     "prompt": ("prompt", "question"),
@@ -23,7 +23,7 @@ COLUMNS = {
     "output": ("output", "response"),
     "completion": ("completion", "response", "answer"),
 }
-# With one of these a question is not the whole prompt.
+# If a row has one of these, its question is not the whole prompt.
 BESIDE_QUESTIONS = ("context", "input", "choices", "options", "passage", "article", "document", "text")
 ROLES = {
     "system": ("system", "developer"),
@@ -32,11 +32,11 @@ ROLES = {
     "tool": ("tool", "function", "observation"),
 }
 ROLE_OF = {alias: role for role, aliases in ROLES.items() for alias in aliases}
-# Beside role and content: what chat templates may read, and what is known of an answer.
+# Besides role and content: fields that chat templates may read, and facts about an answer.
 PASSED_ON = {"name": str, "tool_call_id": str, "finish_reason": str, "tokens": int}
 TEXT_PARTS = ("text", "input_text", "output_text")
 TEMPLATE = "template_fingerprint"
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names in use for what was thought before an answer
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names in use for the thought before an answer
 
 Message = dict[str, Any]
 Tool = dict[str, Any]
@@ -51,14 +51,14 @@ class Row:
     problem: str | None = None  # why it is of no use
     tools: list[Tool] | None = None  # what the assistant may call, as OpenAI's API defines tools
     sample: int = 0  # which of several answers to one prompt
-    template: Any = None  # the `ChatTemplate.identity` under which its token ids were written, if that is known
-    tokens: tuple[list[int], list[bool]] | None = None  # ids and loss mask, of one length, in place of messages
+    template: Any = None  # the `ChatTemplate.identity` under which its token ids were written, if known
+    tokens: tuple[list[int], list[bool]] | None = None  # ids and loss mask, of equal length, in place of messages
     template_args: dict[str, Any] = field(default_factory=dict)  # variables of the chat template for this row alone
-    conversation: str | None = None  # which one tokens are a part of, if that is known
+    conversation: str | None = None  # the conversation that `tokens` are part of, if known
 
 
 def parse(value: Any, form: str, where: str, default_id: str) -> Row:
-    """One row of any known format; a UserError if it is of none, or not of the one that `form` names."""
+    """Parse one row of any known format; UserError if it has none, or not the one that `form` names."""
     form_here = detect(value) if form == "auto" else form
     if form_here is None or not isinstance(value, dict):
         keys = " ".join(", ".join(value).split()) if isinstance(value, dict) else type(value).__name__
@@ -74,7 +74,7 @@ def parse(value: Any, form: str, where: str, default_id: str) -> Row:
     given = value.get("id")
     identity = str(default_id if given in (None, "") else given) + (f"#{sample}" if sample else "")
     source = str(value.get("source") or value.get("category") or default_id.rsplit("-", 1)[0])
-    # Refusals name the row by these two, so they are mended, and not refused themselves.
+    # Refusals name the row by these two, so bad text in them is replaced, not refused.
     row = Row(_as_text(identity), _as_text(source), where, sample=sample, template=value.get(TEMPLATE))
     try:
         if form_here == "tokens":
@@ -98,7 +98,7 @@ def parse(value: Any, form: str, where: str, default_id: str) -> Row:
 
 
 def detect(value: Any) -> str | None:
-    """The format of one row, by its keys; None if it has none of them."""
+    """Return the format of one row, judged by its keys; None if it has none."""
     if not isinstance(value, dict):
         return None
     if all(isinstance(value.get(key), list) for key in TOKEN_KEYS):
@@ -114,13 +114,13 @@ def detect(value: Any) -> str | None:
 
 
 def cell(value: dict[str, Any], name: str) -> Any:
-    """A row's column under the first of its names that holds something, else that is there; None where none is."""
+    """Return a row's column under the first of its names that is not empty, else that is present; None if none is."""
     given = [value[key] for key in COLUMNS[name] if key in value]
     return next(filter(None, given), given[0] if given else None)
 
 
 def _text_of(value: dict[str, Any], name: str) -> str | None:
-    """A column under another of its names, which may mean something else elsewhere, as far as it is text."""
+    """Return a column under any of its names if it is text: elsewhere, such a name may mean something else."""
     return answer if isinstance(answer := cell(value, name), str) else None
 
 
@@ -131,7 +131,7 @@ def _needed(value: dict[str, Any], name: str) -> Any:
 
 
 def check_text(value: Any) -> None:
-    """Refuse half a surrogate pair: JSON can spell it (text cut by UTF-16 length has it), and no tokenizer takes it."""
+    """Refuse half a surrogate pair. JSON can spell it (e.g. text cut by UTF-16 length), but no tokenizer takes it."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     if text != _as_text(text):
         raise Refused("text with half of a surrogate pair, which is no Unicode")
@@ -145,8 +145,8 @@ def _as_text(text: str) -> str:
 
 
 def messages_of(value: dict[str, Any], form: str) -> list[Message]:
-    """A row's messages; its own `system` goes before them, unless they begin with one, and the answer to a prompt
-    behind them. Refused: it has none of use."""
+    """Return a row's messages. Its `system` goes first, unless they begin with a system message; the answer to a prompt
+    goes last. Refused if they are of no use."""
     if form == "messages":
         messages = _from_list(value["messages"], "messages")
     elif form == "sharegpt":
@@ -171,7 +171,7 @@ def messages_of(value: dict[str, Any], form: str) -> list[Message]:
 
 
 def _prompt_and_answer(prompt: Any, answer: Any) -> list[Message]:
-    """Both are text or messages; an answer that is neither (a number to compare with, say) is none to learn."""
+    """Both are text or messages. An answer that is neither (e.g. a number to compare with) is not learnt."""
     messages = _from_list(prompt, "prompt") if isinstance(prompt, list) else [_message("user", prompt, {})]
     if not messages or messages[-1]["role"] == "assistant":
         return messages
@@ -216,9 +216,9 @@ def _message(role: Any, content: Any, extra: dict[str, Any]) -> Message:
             raise Refused("a thought that is not text")
         parts = {"reasoning_content": thought, "tool_calls": tool_calls(extra.get("tool_calls"))}
         message |= {key: part for key, part in parts.items() if part}
-        if (ids := extra.get("token_ids")) is not None:  # all that it wrote, with the end of its turn
+        if (ids := extra.get("token_ids")) is not None:  # all that it wrote, including the end of its turn
             message["token_ids"] = _token_ids(ids)
-        if content is None and any(parts.values()):  # beside them an answer need not say anything
+        if content is None and any(parts.values()):  # beside them an answer may be empty
             message["content"] = ""
     if not isinstance(message["content"], str):
         raise Refused(f"a {role} turn without text")
@@ -226,7 +226,7 @@ def _message(role: Any, content: Any, extra: dict[str, Any]) -> Message:
 
 
 def is_learnt(message: Message) -> bool:
-    """Whether it is an answer that a drafter learns: OpenAI's weight of 0 says not to."""
+    """Return whether a message is an answer that a drafter learns: OpenAI's weight 0 excludes it."""
     return message["role"] == "assistant" and message.get("weight") != 0
 
 
@@ -250,7 +250,7 @@ def _tokens(ids: Any, mask: Any) -> tuple[list[int], list[bool]]:
 
 
 def tool_calls(value: Any) -> list[dict[str, Any]]:
-    """Tool calls as OpenAI's API gives them (others are Refused); arguments stay the text, or the object, they are."""
+    """Return tool calls in the form of OpenAI's API (others are Refused). Arguments stay as given, text or object."""
     if value is None:
         return []
     if not isinstance(value, list) or not all(map(_has_function_name, value)):
@@ -264,7 +264,7 @@ def tool_calls(value: Any) -> list[dict[str, Any]]:
 
 
 def _function_calls(content: Any) -> list[Any]:
-    """The calls of a turn that is their JSON: one object of name and arguments, or a list of them."""
+    """Return the calls of a turn whose content is their JSON: one object with name and arguments, or a list of them."""
     try:
         calls = foreign.parse_json(content) if isinstance(content, str) else content
     except ValueError:
@@ -273,7 +273,7 @@ def _function_calls(content: Any) -> list[Any]:
 
 
 def arguments(value: Any) -> dict[str, Any]:
-    """The arguments of a tool call, given as an object or as JSON text (else Refused); none are an empty object."""
+    """Return a tool call's arguments, given as an object or as JSON text (else Refused); an empty object for none."""
     if value is None or (isinstance(value, str) and not value.strip()):
         return {}
     if isinstance(value, str):
@@ -283,12 +283,12 @@ def arguments(value: Any) -> dict[str, Any]:
             value = None
     if not isinstance(value, dict):
         raise Refused("the arguments of a tool call are no JSON object")
-    check_text(value)  # JSON text may spell one with a backslash, so that the row about it shows none
+    check_text(value)  # JSON text may escape half a surrogate pair, which the check of the row does not see
     return value
 
 
 def _tools(value: Any) -> list[Tool] | None:
-    """Tool definitions, or JSON text of them, wrapped as OpenAI's or bare; none, and an empty list, are None."""
+    """Return tool definitions, given as a list or JSON text, in OpenAI's wrapping or bare; None for an empty list."""
     if isinstance(value, str):
         try:
             value = foreign.parse_json(value) if value.strip() else None
@@ -312,9 +312,9 @@ def template_args(value: Any) -> dict[str, Any]:
         raise Refused(f"{TEMPLATE_ARGS} is no object")
     try:
         json.dumps(value)
-    except (TypeError, ValueError):  # a date of Parquet's, say
+    except (TypeError, ValueError):  # e.g. a date from Parquet
         raise Refused(f"{TEMPLATE_ARGS} is no JSON") from None
-    return {name: one for name, one in (value or {}).items() if one is not None}  # Parquet's have all rows' names
+    return {name: one for name, one in (value or {}).items() if one is not None}  # in Parquet, every row has all names
 
 
 def _wrapped(tool: Any) -> Any:

@@ -107,8 +107,8 @@ def _positions(target: TargetDescription) -> int | None:
 
 def derive(options: DrafterConfig, target: TargetDescription) -> tuple[DrafterConfig, list[str]]:
     """Fill in every option that the target decides. Return the options, and for each such option a printable row: its
-    value and where that comes from. Given values stay. If of the attention only the number of heads is given, there are
-    as many key/value heads, and they share `hidden_size`."""
+    value and where that comes from. Given values stay. If only the number of heads is given, there are as many
+    key/value heads, and the heads share `hidden_size`."""
     mla = options.architecture == "mla"
     names = list(REQUIRED)
     if options.num_attention_heads is None and not mla:

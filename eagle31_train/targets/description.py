@@ -31,7 +31,7 @@ NO_EAGLE3 = {
     "llava_onevision", "longcat_flash", "mixtral", "molmo2", "olmo_hybrid", "olmoe", "paddleocr_vl", "paligemma",
     "qianfan_ocr", "qwen2_moe", "qwen2_vl", "shieldgemma2", "smolvlm", "step3p7",
 }  # fmt: skip
-# Kinds for which vLLM 0.32 has no class of its own: it serves them by its wrapper of transformers' classes, unasked.
+# Kinds without a class of their own in vLLM 0.32: by default it serves them with its wrapper of transformers' classes.
 WRAPPED = {
     "arcee", "cwm", "flex_olmo", "glm", "hunyuan_v1_dense", "hunyuan_v1_moe", "mellum", "olmo2", "olmo3", "seed_oss",
     "smollm3", "vaultgemma",
@@ -60,7 +60,7 @@ EXPERT_WIDTH = ("moe_intermediate_size", "intermediate_size")
 SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert")
 SHARED_WIDTH = ("shared_expert_intermediate_size", "shared_intermediate_size")
 DENSE = ("first_k_dense_replace", "mlp_only_layers", "num_dense_layers", "moe_layer_start_index")  # without experts
-# Counts of which transformers makes as many list items or modules, each with a limit beyond any model's.
+# Patterns of counts for which transformers makes as many list items or modules → limits that no model reaches.
 MOST = {
     re.compile(r"^(n|num)_\w*(layer|expert|head|block|group)|layers$|depth$"): 4096,
     re.compile("num_labels"): 1 << 16,
