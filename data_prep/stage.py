@@ -293,7 +293,7 @@ def _sources(counts: dict[str, dict[str, Any]], collected: Collected) -> dict[st
 
 
 def summary(folder: Path, manifest: dict[str, Any], target: str) -> str:
-    """Return the manifest in words: the splits, the sources, all that was refused or cut. `target`: its name."""
+    """Return the manifest in words: splits, sources, and all that was refused or cut. `target`: the target's name."""
     draft, refused = manifest["draft_vocab"], manifest["refused"]
     lines = [f"data: {folder} in {manifest['seconds']} s"]
     for name, split in manifest["splits"].items():

@@ -122,7 +122,7 @@ def kind_of(path: Path) -> str:
 
 
 def stem_of(name: str) -> str:
-    """Return a file's name (see `find_files`) without its suffixes; compressing the file does not change it."""
+    """Return a file's name (see `find_files`) without what tells its kind; compressing the file does not change it."""
     stem = re.sub(r"\.gz$", "", name, flags=re.IGNORECASE)
     return stem.removesuffix(Path(stem).suffix)
 

@@ -76,8 +76,8 @@ def load_model(config: TargetConfig, dtype: str | None = None) -> Any:
     whole_float32()
     device = None if config.device_map else pick_device(config.device)
     if device is not None and device.type == "cuda":
-        # Quantized weights are unpacked, and some kernels run, on the current device. Loading goes straight to it, so
-        # that no process of a machine holds the whole target in host memory first.
+        # Quantized weights are unpacked, and some kernels run, on the current device. Load straight to it: otherwise
+        # every process of a machine would first hold the whole target in host memory.
         torch.cuda.set_device(device)
     _spare_scores()
     options: dict[str, Any] = {"device_map": config.device_map or {"": device}}
@@ -98,8 +98,8 @@ def load_model(config: TargetConfig, dtype: str | None = None) -> Any:
 def _spare_scores() -> None:
     """Make transformers repeat shared keys where CUDA's flash kernel does not run: in float32 and before Ampere.
 
-    The other kernel that stores no scores takes no shared keys. Without it, all scores of a conversation would be in
-    memory at once: 8.6 GB for 8,192 tokens and 32 heads."""
+    The other kernel that stores no scores takes no shared keys. So with shared keys, all scores of a conversation would
+    be in memory at once: 8.6 GB for 8,192 tokens and 32 heads."""
     from transformers.integrations import sdpa_attention
 
     name = "use_gqa_in_sdpa"  # not part of its public interface
