@@ -1,6 +1,6 @@
 """Fused kernels in Triton, as torch operators `eagle31::…`. model/ computes the same in plain torch.
 
-The operators exist without Triton too: fake tensors, on which benchmarks count operations, need no kernel.
+The operators exist without Triton, too: benchmarks count operations on fake tensors, which need no kernel.
 """
 
 import torch
@@ -9,7 +9,7 @@ from eagle31_train.common.errors import first_line
 
 
 def missing(device: torch.device) -> str | None:
-    """Why the fused kernels cannot run on a device; None if they can."""
+    """Return why the fused kernels cannot run on a device, or None if they can."""
     if device.type != "cuda":
         return f"this trains on a {device.type.upper()}"
     if torch.cuda.get_device_capability(device) < (8, 0):
@@ -18,8 +18,8 @@ def missing(device: torch.device) -> str | None:
 
 
 def trial(device: torch.device) -> str | None:
-    """Why Triton cannot launch a kernel on a device; None if it can. A machine may lack Triton, or what it needs to
-    compile C: a compiler or Python's headers."""
+    """Return why Triton cannot launch a kernel on a device, or None if it can. A machine may lack Triton, or what
+    Triton needs to compile C: a compiler or Python's headers."""
     from eagle31_train.kernels.swiglu import silu_times
 
     try:

@@ -1,4 +1,4 @@
-"""The divergence of every pair, its slope and its arg-max, in one kernel over logits in place.
+"""The divergence, gradient and arg-max of every pair, in one kernel that overwrites the logits.
 
 Shapes: P pairs; J supervised positions; Vd draft vocabulary.
 """
@@ -36,16 +36,17 @@ def fused_divergence(
     kl: bool,
     lk: float,
 ) -> tuple[Tensor, Tensor]:
-    """As `model.loss.divergence`. The logits of each pair become its weight times its gradient in their own dtype.
+    """Compute `model.loss.divergence` of every pair; overwrite its logits with weight times gradient, in their dtype.
 
     Args:
         logits: [P, Vd] of the drafter, contiguous, in 16 bits or fp32.
-        teacher: [J, Vd] logits likewise, with lse and negentropy [J] fp32 as `teacher_sums` gives them.
+        teacher: [J, Vd] logits of the target, contiguous, in 16 bits or fp32.
+        lse, negentropy: [J] fp32, from `teacher_sums`.
         supervised: [P] int64, which row of `teacher` supervises each pair.
         weights: [P] fp32.
 
     Returns:
-        value [P] fp32 in nats, not weighted; arg-max of the logits [P] int64, the first of equal ones.
+        value [P] fp32 in nats, not weighted; arg-max of the logits [P] int64, the first of equal values.
     """
     from eagle31_train.kernels.triton_kernels import divergence_kernel
 

@@ -1,6 +1,6 @@
-"""Merging a slot's own keys and values into its attention, and the gradient, in one kernel each.
+"""A kernel that merges a slot's own keys and values into its attention, and one for the gradient.
 
-In plain torch: model/attention.py. A program handles one slot and the query heads that share a key.
+model/attention.py does the same in plain torch. A program handles one slot and the query heads that share a key.
 
 Shapes: S slots; h query heads; g key/value heads; d key width; dv value width; k own keys.
 """
@@ -17,7 +17,7 @@ from eagle31_train.kernels.launching import launch
 def merge_own_keys(
     q: Tensor, out: Tensor, lse: Tensor, keys: Tensor, values: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """One softmax over other keys, given by its result, and own keys.
+    """Extend a softmax over other keys, given by its output and log-sum-exp, to a slot's own keys.
 
     Args:
         q: [S, h, d].
@@ -40,11 +40,12 @@ def merge_own_keys(
 def merge_own_keys_backward(
     dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, keys: Tensor, values: Tensor, dq: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q (the sum with `dq` [S, h, d], its gradient from other keys), keys and values.
+    """Return the gradients of q, keys and values.
 
     Args:
         dout: [S, h, dv].
         out, lse: of the merged softmax.
+        dq: [S, h, d], the gradient of q from the other keys, which is added.
     """
     from eagle31_train.kernels.triton_kernels import merge_backward_kernel
 
@@ -60,7 +61,7 @@ merge_own_keys_backward.register_fake(lambda _dout, q, _out, _lse, keys, values,
 
 
 def launch_options(q: tuple[int, ...], keys: tuple[int, ...], values: tuple[int, ...]) -> tuple[Any, dict[str, int]]:
-    """Grid and constants of a launch for these shapes of q, keys and values: sizes, and blocks that hold them."""
+    """Return the grid and constants (sizes, blocks that hold them, warps) for these shapes of q, keys and values."""
     own, slots, groups, width = keys
     shared, value_width = q[1] // groups, values[3]
     blocks = [1 << (size - 1).bit_length() for size in (shared, width, value_width)]

@@ -1,4 +1,4 @@
-"""RMSNorm and its gradient, each in one kernel, in fp32 inside. In plain torch: model/norm.py.
+"""RMSNorm and its gradient, one kernel each, computed in fp32. model/norm.py does the same in plain torch.
 
 Shapes: n rows; W their width.
 """
@@ -8,8 +8,8 @@ from torch import Tensor
 
 from eagle31_train.kernels.launching import launch
 
-# At least so many programs and warps share the rows in the gradient; narrow rows take few warps each, and a program
-# goes through its rows one by one. Every program leaves a partial sum of the weight's gradient.
+# At least this many programs, and this many warps in all, share the gradient's rows; narrow rows take few warps each. A
+# program goes through its rows one by one and leaves a partial sum of the weight's gradient.
 PROGRAMS, WARPS = 256, 2048
 
 
@@ -30,7 +30,7 @@ def norm_rows(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def norm_rows_backward(
     dout: Tensor, x: Tensor, weight: Tensor, inverse: Tensor, wants_dx: bool
 ) -> tuple[Tensor, Tensor]:
-    """→ dx [n, W] in x's dtype (no rows unless wanted), dweight [W] fp32."""
+    """Return dx [n, W] in x's dtype ([0, W] unless wanted) and dweight [W] fp32."""
     from eagle31_train.kernels.triton_kernels import norm_backward_kernel
 
     x, dout = _in_rows(x), dout.contiguous()
@@ -47,7 +47,7 @@ norm_rows_backward.register_fake(lambda _dout, x, _weight, _inverse, wants_dx: _
 
 
 def _in_rows(x: Tensor) -> Tensor:
-    """With each row's values side by side."""
+    """Return x with each row's values contiguous."""
     return x if x.stride(1) == 1 else x.contiguous()
 
 
@@ -61,6 +61,6 @@ def _gradients(x: Tensor, wants_dx: bool) -> tuple[Tensor, Tensor]:
 
 
 def launch_options(width: int) -> dict[str, int]:
-    """Block size and warps of a launch whose programs hold rows of this width."""
+    """Return block size and warps of a launch whose programs each hold one row of this width at a time."""
     block = 1 << max(width - 1, 1).bit_length()
     return {"BLOCK": block, "num_warps": min(max(block // 512, 1), 16)}

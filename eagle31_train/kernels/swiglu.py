@@ -1,4 +1,4 @@
-"""SwiGLU's product, silu(gate) * up, and its gradient, each in one kernel. In plain torch: model/layer.py.
+"""SwiGLU's product, silu(gate) * up, and its gradient, one kernel each. model/layer.py does the same in plain torch.
 
 Both compute in fp32, on tensors of equal shape in fp32 or 16 bits, and round once.
 """
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from eagle31_train.kernels.launching import launch
 
-BLOCK = 2048  # values of a program
+BLOCK = 2048  # values per program
 
 
 @torch.library.custom_op("eagle31::silu_times", mutates_args=())

@@ -1,4 +1,4 @@
-"""The kernels. Each program handles whole rows, reads them in blocks, and computes in fp32.
+"""The Triton kernels. All compute in fp32; those over logits handle a row per program and read it in blocks.
 
 Row offsets are int64: a step has more than 2**31 logits.
 """
@@ -32,7 +32,7 @@ def divergence_kernel(
     logits, teacher, teacher_lse, negentropy, supervised, weights, value_out, best_out, width, lk,
     KL: tl.constexpr, LK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A pair's divergence and arg-max; its row of logits becomes weight times the divergence's gradient in them."""
+    """A pair's divergence and arg-max; overwrites its logits with weight times the divergence's gradient."""
     pair = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mine = logits + pair * width
@@ -102,7 +102,7 @@ def norm_kernel(x, weight, out, inverse_out, width, row_stride, eps, BLOCK: tl.c
 def norm_backward_kernel(
     dout, x, weight, inverse, dx, dweight, rows, width, row_stride, DX: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Gradients of every so many-th row; each program leaves its partial sum of the weight's, [programs, width]."""
+    """Gradients of every n-th row, for n programs; each writes its partial sum of dweight [programs, width]."""
     program = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
@@ -140,7 +140,7 @@ def silu_times_backward_kernel(dout, gate, up, dgate, dup, count, BLOCK: tl.cons
     g = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
     share = 1 / (1 + tl.exp(-g))
-    slope = share * (1 + g * (1 - share))  # of silu
+    slope = share * (1 + g * (1 - share))  # derivative of silu
     tl.store(dgate + at, (down * u * slope).to(dgate.dtype.element_ty), mask=inside)
     tl.store(dup + at, (down * g * share).to(dup.dtype.element_ty), mask=inside)
 
@@ -187,7 +187,7 @@ def merge_backward_kernel(
     down = tl.load(dout + heads[:, None] * DV + cv[None, :], mask=herev, other=0.0).to(tl.float32)
     result = tl.load(out + heads[:, None] * DV + cv[None, :], mask=herev, other=0.0).to(tl.float32)
     dquery = tl.load(dq + heads[:, None] * D + c[None, :], mask=here, other=0.0).to(tl.float32)
-    total = tl.load(lse + heads, mask=r < R, other=float("inf"))  # no share for heads past R
+    total = tl.load(lse + heads, mask=r < R, other=float("inf"))  # exp(score - inf) = 0: heads past R get no share
     mean = tl.sum(down * result, 1)
     for own in range(OWN):
         row = (own * slots + slot) * G + group

@@ -1,11 +1,11 @@
 """Who sees whom in the unrolled drafter.
 
-Slot t at step k attends to the step-0 keys of every position s <= t of its own document, and to its own keys of steps
-1..k, its query's step included. Nothing else. The query is at position t + k, the own key of step j at t + j; a sliding
-window of W leaves the positions above t + k - W.
+Slot t at step k attends to the step-0 keys of every position s <= t of its own document and to its own keys of steps
+1..k (k included), and to nothing else. The query is at position t + k, the own key of step j at t + j. With a sliding
+window W, only keys at positions above t + k - W are seen.
 
-The kernels of `context_attention.py` attend to the step-0 keys. The k own keys of a slot are merged in by log-sum-exp,
-in small products or a fused kernel. Memory is linear in the number of slots.
+The kernels of `context_attention.py` attend to the step-0 keys. A slot's k own keys are then merged in by log-sum-exp,
+with element-wise products or a fused kernel. Memory is linear in the number of slots.
 
 Shapes: N packed positions; S slots; h query heads; g key/value heads; r = h / g; d key width;
 dv value width; k own keys.
@@ -33,33 +33,34 @@ def unrolled_attention(
     fused: bool = False,
     window: int | None = None,
 ) -> Tensor:
-    """Attention of every slot at one step, [S, h, dv]. Exact, forward and backward.
+    """Return the attention of every slot at one step, [S, h, dv]. Exact, forward and backward.
 
     Args:
         q: [S, h, d] queries of the slots at this step.
         k0, v0: [N, g, d] and [N, g, dv], step-0 keys and values of every position.
         own_k, own_v: for each step 1..k, [S, g, d] and [S, g, dv]: the slots' own keys and values.
-        layout: documents and slots. With `heads` it has the slots of all ranks, and k0 and v0 only this rank's heads.
-        fused: merge own keys by the kernel in eagle31_train/kernels/own_keys.py, which computes in fp32.
-        window: W of a sliding window.
+        layout: documents and slots. With `heads`, it has all ranks' slots; k0 and v0 have only this rank's heads.
+        fused: merge own keys with the kernel in eagle31_train/kernels/own_keys.py, which computes in fp32.
+        window: width W of the sliding window, if any.
     """
     left = None
     if window is not None:
-        left = window - 1 - len(own_k)  # positions before t in the window; negative: not even t
+        left = window - 1 - len(own_k)  # positions before t in the window; negative: t itself is outside
         own_k, own_v = own_k[-window:], own_v[-window:]
     return _MergedAttention.apply(q, k0, v0, layout, scale, left, fused, *own_k, *own_v)
 
 
 class _MergedAttention(torch.autograd.Function):
-    """Gradient of one softmax over all keys. Flash's backward kernel yields exactly that when it is given output and
-    log-sum-exp of the *merge* (`context_attention.py`). With its own part's, the gradient through the log-sum-exp would
-    be lost."""
+    """Attention over step-0 and own keys, with the exact gradient of one softmax over all of them.
+
+    Flash's backward kernel yields that gradient if it is given output and log-sum-exp of the *merge*
+    (`context_attention.py`). With those of its own part, the gradient through the log-sum-exp would be lost."""
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k0: Tensor, v0: Tensor, layout: Layout, scale: float, left: Left, fused: bool, *own: Tensor
     ) -> Tensor:
-        """own: k keys [S, g, d], then k values [S, g, dv] → [S, h, dv]."""
+        """Return the attention, [S, h, dv]. own: k keys [S, g, d], then k values [S, g, dv]."""
         heads = layout.heads
         result, lse = context_forward(q if heads is None else heads.forth(q), k0, v0, layout, scale, left)
         if heads is not None:
@@ -112,8 +113,8 @@ class _MergedAttention(torch.autograd.Function):
         return down_q.flatten(1, 2).to(dq.dtype), dk0, dv0, *rest, *down_k, *down_v
 
 
-# Every slot has a few own keys. As matrix products they would be S * g tiny ones of stacked copies, with scores rounded
-# to 16 bits. So they are sums of element-wise products (speed: docs/log.md).
+# A slot has only a few own keys. Matrix products would be S * g tiny ones on stacked copies, with scores rounded to 16
+# bits. So scores are sums of element-wise products (speed: docs/log.md).
 
 
 def _halves(own: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
@@ -127,12 +128,12 @@ def _stacked(own: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _grouped(x: Tensor, g: int) -> Tensor:
-    """[S, h, ...] → [S, g, r, ...]: query heads that share keys side by side."""
+    """[S, h, ...] → [S, g, r, ...], with query heads that share keys side by side."""
     return x.unflatten(1, (g, -1))
 
 
 def _own_scores(q: Tensor, own: Sequence[Tensor], scale: float) -> Tensor:
-    """q [S, g, r, w] against k times [S, g, w] → [S, g, r, k], fp32 or wider."""
+    """Scaled scores of q [S, g, r, w] and k tensors [S, g, w] → [S, g, r, k], fp32 or wider."""
     q = q.to(torch.promote_types(q.dtype, torch.float32))
     return torch.stack([_dots(q, row[:, :, None]) for row in own], -1) * scale
 

@@ -1,6 +1,6 @@
 """From documents to a packed batch: which slots are trained, and what each of their steps predicts.
 
-All index arithmetic of the recurrence stands here, once:
+All index arithmetic of the recurrence is here, and only here:
 
     slot t, step k:  input token x[t+1+k], RoPE position t+k,
                      predicts x[t+2+k], supervised by the target's distribution at t+1+k.
@@ -9,8 +9,8 @@ A pair (t, k) is *eligible* if x[t+2+k] is in the same document and was written 
 *trained* if the draft vocabulary holds the target's arg-max at t+1+k; with `oov: keep` every eligible pair is. A slot
 exists if any of its pairs is trained.
 
-A step may train a random subset of its slots (`choose_slots`). It is unbiased: its sums times `scale` are on average
-those of all slots.
+A step may train a random subset of its slots (`choose_slots`). The subset is unbiased: its sums times `scale` are, on
+average, those of all slots.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ STRETCH = 32  # length of the runs in a subset of the slots: attention of neighb
 class Subset:
     """The slots that one step trains, drawn with the same probability for every slot."""
 
-    taken: list[Tensor]  # for each document, [T] bool: positions that are trained if they are slots, and counted
+    taken: list[Tensor]  # for each document, [T] bool: positions that are counted, and trained if they are slots
     scale: float  # 1 / probability
     slots: list[int]  # number of trained slots in each document
 
@@ -54,7 +54,7 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class Shared:
-    """Context parallelism: what a rank with one part of a batch knows of all parts."""
+    """Context parallelism: what a rank with one part of a batch knows about all parts."""
 
     context: Places  # of the C positions
     slots: Places
@@ -70,8 +70,8 @@ class Batch:
     documents. Nothing is computed for the others. Pairs are sorted by the position that supervises them, so that a
     chunk of positions is a contiguous run of pairs.
 
-    With context parallelism a rank has a part of the positions, slots and pairs, and the tokens that these read; its
-    layouts place them among the C positions of all ranks.
+    With context parallelism a rank has a part of the positions, slots and pairs, and the tokens that these read. Its
+    layouts place the slots and positions among the C positions of all ranks.
     """
 
     aux: Encoded  # [C, A, H]
@@ -102,11 +102,11 @@ class Batch:
         return len(self.reads)
 
     def to(self, device: torch.device | str) -> "Batch":
-        """The batch on another device. The host does not wait for a `pinned` batch."""
+        """Return the batch on another device. The host does not wait for the copy of a `pinned` batch."""
         return each_tensor(self, lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> "Batch":
-        """The batch in page-locked memory, which a CUDA device copies on its own."""
+        """Return the batch in page-locked memory, from which a CUDA device copies asynchronously."""
         return each_tensor(self, Tensor.pin_memory)
 
 
@@ -133,13 +133,13 @@ def build_batch(
     edges = torch.tensor([0, *map(len, documents)]).cumsum(0)
     owner = torch.arange(len(documents)).repeat_interleave(edges.diff())  # the document of each token
     within = torch.arange(len(owner)) - edges[owner]  # its position there
-    population = trained  # of all slots, in the subset or not
+    population = trained  # all slots, in the subset or not
     if subset is not None:
         eligible, trained = (some & torch.cat(subset.taken)[:, None] for some in (eligible, trained))
 
     slot = trained.any(1).nonzero()[:, 0]
     sizes = edges.new_zeros(len(documents)).scatter_reduce_(0, owner[slot], within[slot] + 1, "amax")
-    whole = context = (within < sizes[owner]).nonzero()[:, 0]  # of each document the positions up to its last slot
+    whole = context = (within < sizes[owner]).nonzero()[:, 0]  # each document up to its last slot
     spans = [span for span in pairwise([0, *sizes.cumsum(0).tolist()]) if span[0] < span[1]]
     shared, states = None, [slice(size) for size in sizes.tolist()]
 
@@ -155,11 +155,11 @@ def build_batch(
         slot, context = slot[mine[slot]], context[mine[context]]
         states = within[context].split(owner[context].bincount(minlength=len(documents)).tolist())
 
-    # Steps past the end of a document are no pairs. They read its last token, so that indices stay valid.
+    # Steps past the end of a document are not pairs. They read its last token, so that indices stay valid.
     wanted = torch.minimum(slot + 1 + torch.arange(ttt_length)[:, None], edges[owner[slot] + 1] - 1)
     (read, reads), following = wanted.unique(return_inverse=True), context + 1
     ids = torch.cat([document.tokens for document in documents])
-    if shared is not None:  # without tokens that only other ranks read
+    if shared is not None:  # drop tokens that only other ranks read
         used = torch.cat([following, read]).unique()
         ids, following, read = ids[used], torch.searchsorted(used, following), torch.searchsorted(used, read)
 
@@ -195,12 +195,12 @@ def build_batch(
 def choose_slots(
     documents: Sequence[Document], ttt_length: int, keep_mask: Tensor, oov: str, slots: int, seed: int, step: int
 ) -> Subset | None:
-    """Exactly `slots` of a step's slots at random, or None if there are no more than that.
+    """Draw exactly `slots` of a step's slots at random; return None if the step has no more than that.
 
     The choice depends on seed, step and documents, not on how ranks share the documents. States are not read.
 
-    A position that is eligible but no slot (all its targets are out of the vocabulary, so all are misses) is counted if
-    the slot before it is taken, and before the first slot, if the last slot is. So each position has the same
+    A position that is eligible but not a slot (all its targets are out of the vocabulary, so all are misses) counts if
+    the slot before it is taken; before the first slot, if the last slot is taken. So every position has the same
     probability, and ratios such as the accuracy are unbiased.
     """
     exists = torch.cat([_pairs(document, ttt_length, keep_mask, oov)[1].any(1) for document in documents])
@@ -229,12 +229,12 @@ def draw_stretches(total: int, count: int, random: np.random.Generator) -> NDArr
 
 
 def has_pairs(document: Document, keep_mask: Tensor, oov: str) -> bool:
-    """Whether a document has anything to train, at any depth. States are not read."""
+    """Return whether a document has anything to train, at any depth. States are not read."""
     return bool(_pairs(document, 1, keep_mask, oov)[1].any())  # if (t, k) is a pair, so is (t + k, 0)
 
 
 def _chunks(pair_teacher: Tensor, supervised: int) -> list[Chunk]:
-    """Cut the supervised positions into runs of CHUNK. On the host, so that a step never waits for a device."""
+    """Cut the supervised positions into runs of CHUNK, on the host, so that a step never waits for a device."""
     edges = [*range(0, supervised, CHUNK), supervised]
     pairs = torch.searchsorted(pair_teacher, torch.tensor(edges)).tolist()
     return [Chunk(slice(*p), slice(*q)) for p, q in zip(pairwise(edges), pairwise(pairs), strict=True)]

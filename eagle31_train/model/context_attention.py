@@ -9,8 +9,8 @@ is share * (do·v - do·o), whichever part of the softmax the key is in.
     otherwise      plain products, in blocks of queries. Also for sliding windows on a CPU, whose flash kernel would
                    need a mask for them
 
-A slot sees its own position and `left` positions before it (None: all), as `attention.py` derives from a sliding
-window. With a negative `left` it sees nothing here.
+A slot sees its own position and `left` positions before it (None: all). `attention.py` derives `left` from the sliding
+window. With a negative `left`, a slot sees no step-0 key.
 
 Shapes: N packed positions; S slots; h query heads; g key/value heads; r = h / g; d key width; dv value
 width; n queries and m keys of a piece.
@@ -27,17 +27,18 @@ from eagle31_train.model.linear import since_ampere
 from eagle31_train.model.packing import Layout, Run, Segments
 
 BLOCK = 256  # queries whose scores the plain kernel holds at once
-LONG = 1024  # keys per run, on average, from which adding run by run pays for one operator each
+LONG = 1024  # average keys per run from which adding run by run is worth one operator per run
 Left = int | None  # positions before its own that a slot sees, see above
-Band = tuple[int | None, int]  # keys a query sees, by key index - query index: from, to; None: from the first key
+Band = tuple[int | None, int]  # lowest (None: no bound) and highest key index - query index that a query sees
 CAUSAL: Band = (None, 0)
 
 
 def context_forward(
     q: Tensor, k0: Tensor, v0: Tensor, layout: Layout, scale: float, left: Left
 ) -> tuple[Tensor, Tensor]:
-    """q [S, h, d] over k0 [N, g, d], v0 [N, g, dv] → output [S, h, dv] and log-sum-exp [S, h], fp32 or wider; the
-    output of CUDA's kernel is in 16 bits."""
+    """q [S, h, d] over k0 [N, g, d], v0 [N, g, dv] → output [S, h, dv] and log-sum-exp [S, h].
+
+    Both are fp32 or wider, except that CUDA's kernel returns the output in 16 bits."""
     wide = torch.promote_types(q.dtype, torch.float32)
     S, h, dv = len(q), q.shape[1], v0.shape[2]
     if left is not None and left < 0:
@@ -48,7 +49,7 @@ def context_forward(
     for run in layout.runs:
         for rows, keys, band in _pieces(run, q, left):
             piece_out, piece_lse = _piece_forward(q[rows], k0[keys], v0[keys], band, scale)
-            if left is not None or keys.start == run.document:  # the first keys that these rows see
+            if left is not None or keys.start == run.document:  # these rows have seen no keys yet
                 out[rows], lse[rows] = piece_out, piece_lse
             else:
                 out[rows], lse[rows] = merge(out[rows], lse[rows], piece_out.to(wide), piece_lse)
@@ -58,7 +59,7 @@ def context_forward(
 def context_backward(
     dout: Tensor, q: Tensor, k0: Tensor, v0: Tensor, out: Tensor, lse: Tensor, layout: Layout, scale: float, left: Left
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k0 and v0, given dout and out [S, h, dv] and lse [S, h] of the merged softmax."""
+    """Return the gradients of q, k0 and v0, given dout and out [S, h, dv] and lse [S, h] of the merged softmax."""
     unseen = left is not None and left < 0
     if takes_flash(q, v0) and layout.segments is not None and not unseen:
         return _cuda_backward(dout, q, k0, v0, out, lse, layout, scale, left)
@@ -74,15 +75,16 @@ def context_backward(
 
 
 def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Two softmaxes over different keys, outputs [n, h, dv] and log-sum-exps [n, h] → one softmax over all keys."""
+    """Merge two softmaxes over different keys, outputs [n, h, dv] and log-sum-exps [n, h], into one over all keys."""
     merged = torch.logaddexp(lse, other_lse)
     mine, theirs = (lse - merged).exp()[..., None], (other_lse - merged).exp()[..., None]
     return out * mine + other * theirs, merged
 
 
 def _pieces(run: Run, q: Tensor, left: Left) -> Iterator[tuple[slice, slice, Band | None]]:
-    """(slots, keys, which of these keys each slot sees; None for all). A block of slots sees what precedes it in full
-    and itself causally; with a window both are one piece."""
+    """Yield the pieces of a run: slots, keys, and the band of these keys that each slot sees (None for all).
+
+    A block of slots sees the keys before it in full and its own causally; with a window both are one piece."""
     step = run.end - run.first if _flash_cpu(q) and left is None else BLOCK
     for first in range(run.first, run.end, step):
         end = min(first + step, run.end)
@@ -154,7 +156,7 @@ def _per_head(x: Tensor, q: Tensor) -> Tensor:
 
 
 def _same_width(*tensors: Tensor) -> list[Tensor]:
-    """Flash kernels want one width: narrower tensors are padded with zeros, which change no product."""
+    """Pad narrower tensors with zeros, which change no product: flash kernels need a single width."""
     width = max(x.shape[-1] for x in tensors)
     return [F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in tensors]
 
@@ -173,8 +175,8 @@ def _plain_scores(q: Tensor, keys: Tensor, band: Band | None, scale: float) -> T
 
 
 def takes_flash(q: Tensor, v: Tensor) -> bool:
-    """Whether CUDA's flash kernel takes these: 16 bits, widths up to 256 that are multiples of 8, and a GPU that has
-    it: AMD's lays the log-sum-exp out otherwise."""
+    """Return whether CUDA's flash kernel takes q and v, and the GPU has it: 16 bits, the larger width at most 256 and a
+    multiple of 8, NVIDIA's Ampere or later. (AMD's kernel lays out the log-sum-exp differently.)"""
     width = max(q.shape[-1], v.shape[-1])
     fits = q.dtype in (torch.bfloat16, torch.float16) and width <= 256 and width % 8 == 0
     return q.device.type == "cuda" and fits and since_ampere(q.device)
@@ -187,7 +189,7 @@ def replaced() -> str | None:
 
 
 def _kernel_widths(*tensors: Tensor) -> list[Tensor]:
-    """torch's own kernel wants one width; the others take values narrower than keys, and some take no padded ones."""
+    """Pad to one width for torch's own kernel. Others take narrower values, and some refuse padded ones."""
     return list(tensors) if replaced() else _same_width(*tensors)
 
 
@@ -224,18 +226,18 @@ def _cuda_backward(
 
 
 def _window(left: Left) -> dict[str, int]:
-    """The kernel's arguments for a window, which it aligns at the end, too."""
+    """Return the kernel's arguments for a window. It aligns windows at the end, too."""
     return {} if left is None else {"window_size_left": left, "window_size_right": 0}
 
 
 def _added(copies: Tensor, x: Tensor, runs: Sequence[Run], segments: Segments) -> Tensor:
-    """Gradients of the copies of x [N, g, w] → the gradient of x. Summed in fp32, as a key of a long document may be in
-    many runs."""
+    """Add up the gradients of the copies of x [N, g, w] to the gradient of x. In fp32, since a key of a long document
+    may be in many runs."""
     copies = copies[..., : x.shape[-1]]
     if segments.key_rows is None:
         return copies
     total = torch.zeros_like(x, dtype=torch.float32)
-    if len(copies) >= LONG * len(runs):  # moves little more than half of the bytes, and always in the same order
+    if len(copies) >= LONG * len(runs):  # moves little more than half the bytes, always in the same order
         for run, some in zip(runs, copies.split([run.keys.stop - run.keys.start for run in runs]), strict=True):
             total[run.keys].add_(some)
         return total.to(x.dtype)
@@ -253,5 +255,5 @@ def _spread(x: Tensor, segments: Segments) -> Tensor:
 
 
 def _rows(x: Tensor, rows: Tensor | None) -> Tensor:
-    """These rows of x; all, without a copy, if None."""
+    """Return these rows of x, or all of x without a copy if `rows` is None."""
     return x if rows is None else x.index_select(0, rows)

@@ -25,8 +25,8 @@ from eagle31_train.config import DrafterShape
 
 
 class Mesh:
-    """Where a rank is. `context` neighbouring ranks share their documents and form one replica. part: this rank's part
-    of its documents, and the number of parts; replica: the index of its replica, out of `replicas`."""
+    """The place of a rank. `context` neighbouring ranks share their documents and form one replica. part: the index of
+    this rank's part of the documents, and the number of parts; replica: the index of its replica, out of `replicas`."""
 
     def __init__(self, ranks: int = 1, rank: int = 0, context: int = 1) -> None:
         self.ranks, self.rank, self.context = ranks, rank, context
@@ -35,10 +35,10 @@ class Mesh:
 
 
 def owners(slots: Tensor, ranks: int) -> Tensor:
-    """[T] int64: the rank that has each position of a document. slots: [T] bool.
+    """Return the rank that has each position of a document, [T] int64. slots: [T] bool, which positions are slots.
 
-    Slots, which cost most, are cut into 2N pieces; rank r has the pieces r and 2N - 1 - r. So all ranks have as many
-    slots, which see about as many keys. The other positions are dealt likewise.
+    Slots, which cost most, are cut into 2N pieces; rank r has the pieces r and 2N - 1 - r. So all ranks have equally
+    many slots, which see about equally many keys. The other positions are divided in the same way.
     """
     owner = torch.empty(len(slots), dtype=torch.int64)
     for some in (slots, ~slots):
@@ -50,14 +50,14 @@ def owners(slots: Tensor, ranks: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Places:
-    """Where shared rows (positions of a context, or slots) lie in an exchanged tensor: `most` rows for each rank."""
+    """Where shared rows (positions of a context, or slots) are in an exchanged tensor of `most` rows per rank."""
 
     rows: Tensor  # [C] int64 into [N * most]
     most: int
 
 
 def make_places(owner: Tensor, ranks: int) -> Places:
-    """The places of rows, given the rank that has each, [C]; a rank has its rows in this order."""
+    """Return the places of rows, given the rank that has each, [C]. The rows of a rank keep their order."""
     counts = torch.bincount(owner, minlength=ranks)
     most = max(1, int(counts.max()))  # some back ends cannot exchange empty tensors
     order = owner.argsort(stable=True)
@@ -67,8 +67,8 @@ def make_places(owner: Tensor, ranks: int) -> Places:
 
 
 def deals_heads(shape: DrafterShape, ranks: int) -> bool:
-    """Whether ranks that share documents deal out heads: where keys have as many as queries, and the ranks divide them.
-    With fewer, all keys are little beside the queries and outputs that would have to be sent at every step."""
+    """Return whether ranks that share documents deal out heads: if keys have as many as queries, and N divides these.
+    With fewer, all keys are small compared with the queries and outputs that would have to be sent at every step."""
     return shape.num_key_value_heads == shape.num_attention_heads and shape.num_attention_heads % ranks == 0
 
 
@@ -89,12 +89,12 @@ class Exchange:
         raise NotImplementedError
 
     def keys_values(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """`forth` of keys [C_r, g, d] and values [C_r, g, dv], with a gradient."""
+        """Apply `forth` to keys [C_r, g, d] and values [C_r, g, dv], with a gradient."""
         return _Exchanged.apply(keys, values, self)
 
 
 class GatherRows(Exchange):
-    """Every rank gets all rows, [C, g, …]. On the way back, the sum of all ranks' values of a row."""
+    """Every rank gets all rows, [C, g, …]. On the way back, all ranks' values of a row are summed."""
 
     def forth(self, x: Tensor) -> Tensor:
         mine = torch.cat([x, x.new_zeros(self.places.most - len(x), *x.shape[1:])])
@@ -124,7 +124,7 @@ class DealHeads(Exchange):
         return by_rank.transpose(0, 1).flatten(1, 2)
 
     def _swapped(self, sent: Tensor) -> Tensor:
-        """The r-th part goes to rank r; what comes from rank r is the r-th part of the result."""
+        """Send the r-th part to rank r, and return what came from rank r as the r-th part."""
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
         return received

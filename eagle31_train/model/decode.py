@@ -2,11 +2,11 @@
 
 As in vLLM, the row of position p reads the token at p+1 and the target's states at p, has RoPE position p, and predicts
 the token at p+2; draft step j is at position p+j. The keys and values of these rows (step 0) stay in the cache of each
-layer. Those of steps 1.. lie behind them during one round and are overwritten by the next round's rows, once the target
-has verified. An autoregressive drafter computes these steps one after another. The rows of a parallel drafter do not
-depend on drafted tokens, so it computes all of them in one pass.
+layer. Those of steps 1, 2, … follow them during one round; the next round's rows overwrite them after verification. An
+autoregressive drafter computes these steps one after another. The rows of a parallel drafter do not depend on drafted
+tokens, so it computes all of them in one pass.
 
-Several sequences, each of its own length, are drafted for together.
+Several sequences of different lengths are drafted for together.
 
 Shapes: B sequences; n new rows, of all sequences; A auxiliary layers; H target hidden; D draft hidden;
 g key/value heads; h query heads; d and dv widths of a key and a value.
@@ -73,7 +73,7 @@ class DraftDecoder:
         self._newest = x[last], residual[last]
 
     def select(self, sequences: Sequence[int]) -> None:
-        """Go on with these sequences only, in this order."""
+        """Keep only these sequences, in this order."""
         rows = list(sequences)
         self.lengths = [self.lengths[row] for row in rows]
         if self._newest is not None:
@@ -82,13 +82,13 @@ class DraftDecoder:
             cache.select(rows)
 
     def propose(self, count: int, choose: Choose = most_likely) -> Tensor:
-        """[B, count] int64, target ids: the next tokens of every sequence."""
+        """Return the next tokens of every sequence, [B, count] int64 target ids."""
         tokens = [token for token, _ in self.unroll(count, choose)]
         return torch.stack(tokens, 1) if tokens else self.target_ids.new_empty(len(self.lengths), 0)
 
     @torch.no_grad()
     def unroll(self, count: int, choose: Choose = most_likely) -> Iterator[tuple[Tensor, Tensor]]:
-        """Steps 0 .. count-1 of the newest rows: drafted tokens [B] int64 (target ids), outputs z [B, D]."""
+        """Yield for steps 0 .. count-1 of the newest rows drafted tokens [B] int64 (target ids) and z [B, D]."""
         assert self._newest is not None, "extend() gives the rows to draft from"
         drafter, top = self.drafter, self._caches[-1]
         x, residual = self._newest
@@ -110,8 +110,8 @@ class DraftDecoder:
     def _all_at_once(
         self, count: int, choose: Choose, x: Tensor, residual: Tensor, ends: Tensor
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """A parallel drafter's steps in one pass: mask rows behind the newest row of every sequence. x, residual: of
-        the newest rows, [B, ...]; ends: [B] int64, the positions behind them."""
+        """Run a parallel drafter's steps in one pass, with mask rows after the newest row of every sequence. x,
+        residual: of the newest rows, [B, ...]; ends: [B] int64, the positions after them."""
         drafter, top, B, masks = self.drafter, self._caches[-1], len(x), count - 1
         steps = torch.arange(count, device=x.device)
         if masks:
@@ -136,8 +136,8 @@ class DraftDecoder:
     def _through(
         self, embedded: Tensor, state: Tensor, rows: Tensor, positions: Tensor, attend: Attend
     ) -> tuple[Tensor, Tensor]:
-        """Run embeddings and states [n, D] through the layers below the last, and cache keys and values in all layers →
-        the last layer's attention input [n, I] and residual [n, D]."""
+        """Run embeddings and states [n, D] through the layers below the last, and cache keys and values in all layers.
+        Return the last layer's attention input [n, I] and residual [n, D]."""
         *below, top = self._caches
         for cache in below:
             x, residual = cache.layer.attention_input(embedded, state)
@@ -155,13 +155,13 @@ class Cache:
         self.layer = layer
         self._window = layer.self_attn.window
         self._sequences, self._capacity = sequences, capacity
-        self._kept: list[Tensor] = []  # keys [B, capacity, g, d], values [.., dv]; the first write tells the widths
+        self._kept: list[Tensor] = []  # keys [B, capacity, g, d], values [.., dv]; made by the first write
 
     def select(self, rows: list[int]) -> None:
         self._sequences, self._kept = len(rows), [kept[rows] for kept in self._kept]
 
     def write(self, x: Tensor, rows: Tensor, positions: Tensor) -> None:
-        """Keys and values of attention inputs x [n, I], at their positions [n] of their sequences `rows` [n]."""
+        """Write keys and values of attention inputs x [n, I] at their positions [n] in their sequences `rows` [n]."""
         made = self.layer.self_attn.keys_values(applied_to(x), positions)
         if not self._kept:  # zeros, since uninitialised memory may hold NaN, which no mask removes
             self._kept = [one.new_zeros(self._sequences, self._capacity, *one.shape[1:]) for one in made]
@@ -169,7 +169,7 @@ class Cache:
             kept[rows, positions] = one
 
     def attend(self, x: Tensor, positions: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Inputs x [B, I], one per sequence, at its last position, attend to its lengths[b] rows → [B, h, dv]."""
+        """Inputs x [B, I], one at the last position of each sequence, attend to its lengths[b] rows → [B, h, dv]."""
         q = self.layer.self_attn.queries(applied_to(x), positions)
         longest, mask = max(lengths), None
         if min(lengths) < longest or self._window is not None:
@@ -181,8 +181,8 @@ class Cache:
         return out.flatten(1, 2)
 
     def attend_each(self, x: Tensor, positions: Tensor, counts: Sequence[int], ends: Sequence[int]) -> Tensor:
-        """Inputs x [n, I] of every sequence's newest positions, counts[b] each, the last at ends[b] - 1, attend to the
-        rows up to their own → [n, h, dv]."""
+        """Inputs x [n, I] attend to the rows up to their own → [n, h, dv]. They are at the newest positions of every
+        sequence: counts[b] of them, the last at ends[b] - 1."""
         q, scale, outputs = self.layer.self_attn.queries(applied_to(x), positions), self.layer.self_attn.scale, []
         pieces = zip(q.split(list(counts)), positions.split(list(counts)), ends, strict=True)
         for row, (queries, at, end) in enumerate(pieces):
@@ -196,7 +196,7 @@ class Cache:
         return torch.cat(outputs)
 
     def _seen(self, positions: Tensor, end: int) -> Tensor:
-        """[n, end] bool: which rows each position [n] sees: those up to its own, within its window."""
+        """Return which rows each position [n] sees, [n, end] bool: those up to its own, within its window."""
         rows = torch.arange(end, device=positions.device)
         seen = rows <= positions[:, None]
         return seen if self._window is None else seen & (rows > positions[:, None] - self._window)

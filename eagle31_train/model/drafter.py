@@ -1,6 +1,6 @@
 """The EAGLE 3.1 drafter and its unrolled training pass. Symbols as in docs/recurrence.md.
 
-    g_0   = fc(concat(fc_norm_i(aux_i)))       norm_before_fc norms concat(aux_i) before that
+    g_0   = fc(concat(fc_norm_i(aux_i)))       with norm_before_fc, concat(aux_i) is normed first
     h_k   = layers(embed(x[t+1+k]), g_k)       attention as in attention.py, in each of them
     z_k   = norm(h_k)                          what lm_head reads
     g_k+1 = z_k with norm_output (EAGLE 3.1), h_k without (EAGLE 3)
@@ -37,19 +37,20 @@ from eagle31_train.model.packing import Layout
 from eagle31_train.model.recompute import checkpointed, recomputed
 from eagle31_train.store.codec import Encoded, plain
 
-Read = Callable[[Tensor], Project]  # normed states [n, D] → projections of the attention's input, token and state
+Read = Callable[[Tensor], Project]  # normed states [n, D] → projections of the attention's input (token and state)
 
 
 class Drafter(nn.Module):
-    """A drafter of one layer or more. Parameters have the checkpoint's names. embedding: [V, D] the target's embedding
-    rows. With `shape.share_embedding` they are frozen and not in the checkpoint; else they initialise the drafter's."""
+    """A drafter of one or more layers. Parameters have the checkpoint's names. embedding: [V, D] the target's embedding
+    rows. With `shape.share_embedding` they are frozen and not in the checkpoint; otherwise they initialise the
+    drafter's own, if the widths agree."""
 
-    # Activation checkpointing: keep only states and attention outputs, and recompute the rest for the gradient.
+    # Activation checkpointing: keep only states, queries, keys, values and attention outputs; recompute the rest.
     recompute = False
     fused = False  # see `unrolled_attention`
-    # Of each auxiliary layer: without a norm before it, fc trains on its states times this, and in checkpoints takes
-    # states as they are. Else an update moves what fc makes of states with an RMS of 20 by 20 times as much as in
-    # EAGLE 3.1 (docs/log.md). Powers of two, so that nothing is rounded.
+    # One factor per auxiliary layer. If no norm precedes fc, fc trains on states times these factors, while checkpoints
+    # hold its weights for unscaled states. Without the factors, an update would move fc's output for states with an RMS
+    # of 20 by 20 times as much as in EAGLE 3.1 (docs/log.md). They are powers of two, so that nothing is rounded.
     fc_input_scale: Sequence[float] = ()
     context_group: ProcessGroup | None = None  # ranks that share documents (context parallelism), for `batch.shared`
 
@@ -65,7 +66,7 @@ class Drafter(nn.Module):
         self.norm = RMSNorm(D, eps)
         self.lm_head = Linear(D, shape.draft_vocab_size)
         for module in self.modules():
-            # Weights on the meta device would be drawn by torch's compiler, in seconds.
+            # On the meta device, torch would draw weights through its compiler, which takes seconds.
             if isinstance(module, Linear) and not module.weight.is_meta:
                 nn.init.normal_(module.weight, std=0.02)
         if shape.parallel:
@@ -99,7 +100,7 @@ class Drafter(nn.Module):
             return self.fc(rows)
 
     def _fc_input(self, *states: Tensor) -> Tensor:
-        """States [n, H] of each auxiliary layer → [n, A * H], normed with `fc_norm`."""
+        """States [n, H] of each auxiliary layer → fc's input [n, A * H], normed (`fc_norm`) or scaled."""
         if self.fc_norm is not None:
             states = tuple(norm(state) for norm, state in zip(self.fc_norm, states, strict=True))
         elif self.fc_input_scale:
@@ -107,7 +108,7 @@ class Drafter(nn.Module):
         return torch.cat(states, dim=-1)
 
     def to_checkpoint(self, name: str, weight: Tensor) -> Tensor:
-        """A parameter as checkpoints have it: fc's [D, A * H] for states that nothing scales."""
+        """Return a parameter as checkpoints hold it: fc.weight [D, A * H] for unscaled states."""
         return weight * self._columns(weight) if name == "fc.weight" and self.fc_input_scale else weight
 
     def from_checkpoint(self, name: str, weight: Tensor) -> Tensor:
@@ -124,15 +125,15 @@ class Drafter(nn.Module):
         return self.mask_hidden.new_full((1,), token, dtype=torch.int64)
 
     def mask_state(self) -> Tensor:
-        """The state g [1, D] beside it."""
+        """The state g [1, D] that every slot of a parallel drafter reads beside the mask token."""
         return self.fuse(plain(self.mask_hidden.view(1, len(self.shape.aux_layers), -1)))
 
     def feedback(self, h: Tensor, z: Tensor) -> Tensor:
-        """The state that the next step reads, from this step's pre-norm h and post-norm z, if not parallel."""
+        """The state that a chain's next step reads: this step's post-norm z or pre-norm h."""
         return z if self.shape.norm_output else h
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """All K steps of every slot of a packed batch: outputs z [K, S, D]; mean RMS [K] of the states g_k."""
+        """Run all K steps of every slot of a packed batch → outputs z [K, S, D]; mean RMS [K] of the states g_k."""
         exchange, layout, everywhere = self._sharing(batch)
         run = checkpointed if self.recompute else call
         stack = [AttendingLayer(layer, run, self.fused, exchange) for layer in self.stack]
@@ -162,16 +163,18 @@ class Drafter(nn.Module):
         following: Read,
         reads: Iterable[Read],
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """The recurrence: of each step k, the states g_k that the slots read and their outputs z_k, [S, D] each.
+        """The recurrence: yield, for each step k, the states g_k that slots read and their outputs z_k, [S, D] each.
+
+        Steps 1, 2, … of a parallel drafter yield g_k as [1, D], the same for all slots.
 
         Args:
-            stack: the layers, with nothing kept.
+            stack: the layers, with no keys kept yet.
             aux: [C, A, H] the target's states at every position up to the last slot.
             positions: [C] int64, within the document.
             slots: [S] int64 into [C].
-            layouts: of all positions; of the slots.
-            following: how the first layer reads the states of all positions: beside the tokens that follow them.
-            reads: of each step, how it reads those of the slots; the next is drawn once a step's outputs are known.
+            layouts: that of all positions; that of the slots.
+            following: how the first layer reads the states of all positions, beside the tokens that follow them.
+            reads: how it reads the states of the slots at each step; the next is taken after a step's outputs are used.
         """
         *below, last = stack
         everywhere, layout = layouts
@@ -188,7 +191,7 @@ class Drafter(nn.Module):
         mask_state = self.mask_state() if self.shape.parallel else None
         for k, read in enumerate(reads):
             for layer in below:
-                if k > 0:  # step 0 of every position: above
+                if k > 0:  # step 0 was computed above, for every position
                     h = layer.finish(*layer.attend(h, read, positions + k, layout, own=True))
                 read = applied_to
             h, z = last.run(self._answer, *last.attend(h, read, positions + k, layout, own=k > 0))
@@ -196,7 +199,7 @@ class Drafter(nn.Module):
             g = h = self.feedback(h, z) if mask_state is None else mask_state
 
     def _sharing(self, batch: Batch) -> tuple[Exchange | None, Layout, Layout]:
-        """How step-0 keys reach other ranks; the layout of the slots; the layout of all positions."""
+        """Return how step-0 keys reach other ranks, the layout of the slots, and the layout of all positions."""
         if (shared := batch.shared) is None:
             return None, batch.layout, batch.everywhere
         group = self.context_group
@@ -239,9 +242,9 @@ class AttendingLayer:
     def attend(
         self, states: Tensor, read: Read, positions: Tensor, layout: Layout, own: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Attention of one step, for the slots of a layout: states [S, D], or [1, D] if all are the same → the residual
-        in the same shape, and attention's output [S, h, dv]. own: also keep the slots' keys and values of this step;
-        those of step 0 are in the context."""
+        """Run the attention of one step, for the slots of a layout: states [S, D], or [1, D] if all are the same → the
+        residual in the same shape, and attention's output [S, h, dv]. own: also keep the slots' keys and values of this
+        step. (Those of step 0 are in the context.)"""
         q, residual, *key_value = self.run(self._ask, states, read, positions, own)
         if own:
             key, value = key_value
@@ -259,7 +262,7 @@ class AttendingLayer:
             return self._layer.self_attn.keys_values(read(normed), positions)
 
     def _ask(self, states: Tensor, read: Read, positions: Tensor, own: bool) -> tuple[Tensor, ...]:
-        """Query and residual, with `own` also key and value."""
+        """Return query and residual; with `own`, also key and value."""
         attention = self._layer.self_attn
         with recomputed(self._layer.state_norm, states) as normed:
             project = read(normed)
@@ -276,7 +279,7 @@ class TokenHalf:
     Args:
         embedded: [N, D] embeddings of all packed tokens.
         read: [R] int64, the tokens that slots read.
-        all_queries: project queries of all tokens, not only of those that slots read, for layers above.
+        all_queries: project queries of all tokens, not only of those that slots read, since layers above need them.
     """
 
     def __init__(self, layer: Layer, embedded: Tensor, read: Tensor, all_queries: bool = False) -> None:
@@ -295,12 +298,12 @@ class TokenHalf:
         self._read |= {projection: projection.shifted(linear(e_read, halves[projection][0])) for projection in of_read}
 
     def context(self, following: Tensor) -> Read:
-        """Of every context position: normed states [C, D] beside the tokens at `following` [C]."""
+        """How to read normed states [C, D] of every context position, beside the tokens at `following` [C]."""
         return partial(self._beside, self._all, following)
 
     def step(self, reads: Tensor) -> Read:
-        """Of every slot: normed states [S, D] beside the tokens at `reads` [S] among those read; one row of each if all
-        slots have the same."""
+        """How to read normed states [S, D] of every slot, beside the tokens at `reads` [S] of those that slots read. If
+        all slots read the same, one row of each is enough."""
         return partial(self._beside, self._read, reads)
 
     def _beside(self, halves: dict[Linear, Tensor], rows: Tensor, normed: Tensor) -> Project:

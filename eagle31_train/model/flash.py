@@ -2,13 +2,13 @@
 
 torch.nn.attention.activate_flash_attention_impl (torch 2.11 and later) puts it behind aten's operators
 _flash_attention_forward and _backward, and behind scaled_dot_product_attention, for the whole process. On CUDA
-`context_attention.py` calls these operators; it only has to keep values narrower than keys as they are.
+`context_attention.py` calls these operators; it only has to leave values narrower than keys unpadded.
 
 Like torch's own kernel, both take packed runs aligned at the end, windows and shared key heads, and return the
 log-sum-exp as [h, queries]. Their limits, by torch/nn/attention/_fa3.py and _fa4.py and by flash-attention's sources of
 2026-08 (hopper/ and flash_attn/cute/):
 
-    FA3    Hopper. Widths up to 256; values of another width than keys only where keys are up to 64 wide, or up to 192
+    FA3    Hopper. Widths up to 256; values may differ in width from keys only if keys are up to 64 wide, or up to 192
            with values from 97 to 128 (Kimi: 192 and 128). No deterministic gradient at width 256
     FA4    Hopper, and Blackwell with widths up to 128, or 192 and 128, or 256. Since 2026-06 its forward returns four
            results; torch 2.11 and 2.13 expect two and raise, torch 2.15 takes four
@@ -26,13 +26,13 @@ from eagle31_train.model.attention import unrolled_attention
 from eagle31_train.model.packing import Layout, make_layout
 
 NAMES = {9: ("FA3", "FA4"), 10: ("FA4",)}  # by major compute capability of the GPU; the first that works is used
-NEAR = 0.02  # two bf16 kernels may differ by so much of the norm: twice the error of each
+NEAR = 0.02  # largest difference of two bf16 kernels, relative to the norm: twice the error of each
 WINDOW = 22  # positions that a slot sees in the trial of a drafter with a window
 
 
 def switch_flash(shape: DrafterShape, device: torch.device) -> str | None:
     """Switch a drafter's attention on a CUDA device to FlashAttention 3 or 4 if its results agree with torch's own.
-    Returns which kernel is in use, and why not another; None if neither supports the device or the shape.
+    Return which kernel is in use, and why the others are not; None if neither supports the device or the shape.
 
     A small random problem with the drafter's heads decides, forward and backward. A kernel that cannot be loaded,
     raises or differs is switched off again, and torch's own stays.
@@ -69,7 +69,7 @@ def restore_flash() -> None:
 
 
 def _problem(shape: DrafterShape, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, Layout, float]:
-    """q [S, h, d], k [N, g, d], v [N, g, dv] and dout [S, h, dv] in bf16; three runs in two documents; a scale."""
+    """Return q [S, h, d], k [N, g, d], v [N, g, dv], dout [S, h, dv] in bf16; three runs in two documents; a scale."""
     h, g, d = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
     dv = mla_widths(shape)[3] if shape.architecture == "mla" else d
     layout = make_layout([(0, 90), (90, 300)], torch.tensor([*range(9, 60), *range(110, 200), *range(230, 299)]))
@@ -82,8 +82,8 @@ def _problem(shape: DrafterShape, device: torch.device) -> tuple[Tensor, Tensor,
 def _worked_out(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, layout: Layout, scale: float, window: int | None
 ) -> list[Tensor]:
-    """Attention and gradients of q, k and v in a step with own keys, so that the kernel computes part of a softmax. And
-    an output of the decoder (`decode.py`), which measures acceptance in the same process."""
+    """Return attention and gradients of q, k and v in a step with own keys, so that the kernel computes part of a
+    softmax. Also return an output of the decoder's attention (`decode.py` measures acceptance in the same process)."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     own_k, own_v = [k[layout.slots]], [v[layout.slots]]
     out = unrolled_attention(leaves[0], leaves[1], leaves[2], own_k, own_v, layout, scale, window=window)

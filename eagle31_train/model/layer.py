@@ -24,15 +24,15 @@ Project = Callable[[Linear], Tensor]  # a linear layer → its output for the at
 
 
 def applied_to(x: Tensor) -> Project:
-    """Projections of the attention's input x [n, I] itself."""
+    """Return the projections of the attention's input x [n, I] itself."""
     return lambda layer: layer(x)
 
 
 class GroupedQueryAttention(nn.Module):
-    """Projections of one layer's attention, as in Llama; `inputs`: I. Who attends to whom: `attention.py`.
+    """Projections of one layer's attention, as in Llama; `inputs` is I. See `attention.py` for who attends to whom.
 
-    The caller computes the projections of the input, `query_inputs` for queries and `key_inputs` for keys and values,
-    since training computes the embedding's half of the first layer's once for all steps.
+    The caller computes the projections of the input (`query_inputs` for queries, `key_inputs` for keys and values),
+    because training computes the embedding's half of the first layer's only once for all steps.
     """
 
     def __init__(self, shape: DrafterShape, inputs: int) -> None:
@@ -51,11 +51,11 @@ class GroupedQueryAttention(nn.Module):
         self.window = shape.sliding_window
 
     def queries(self, project: Project, positions: Tensor) -> Tensor:
-        """Positions [n] → q [n, h, d], rotated, with `qk_norm` normed before."""
+        """Positions [n] → q [n, h, d], normed if `qk_norm`, then rotated."""
         return self.rope(self.q_norm(project(self.q_proj).unflatten(-1, (self.heads, self.width))), positions)
 
     def keys_values(self, project: Project, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Positions [n] → k [n, g, d], rotated, with `qk_norm` normed before; v [n, g, d]."""
+        """Positions [n] → k [n, g, d], normed if `qk_norm`, then rotated; v [n, g, d]."""
         k = self.rope(self.k_norm(project(self.k_proj).unflatten(-1, (self.groups, self.width))), positions)
         return k, project(self.v_proj).unflatten(-1, (self.groups, self.width))
 
@@ -109,12 +109,12 @@ class LatentAttention(nn.Module):
         heads = self.kv_b_proj(self.kv_a_layernorm(latent)).unflatten(-1, (self.heads, -1))
         still, v = heads.split(self.head_parts, -1)
         shared = self.rope(turning[:, None], positions).expand(-1, self.heads, -1)
-        # A copy of v, so that the keys' part beside it is not kept for the gradient, too.
+        # Copy v: a view would keep the keys' part beside it for the gradient, too.
         return torch.cat([still, shared], -1), v.contiguous()
 
 
 class Mlp(nn.Module):
-    """SwiGLU; `fused`: its product by the kernels of kernels/swiglu.py."""
+    """SwiGLU. With `fused`, the kernels of kernels/swiglu.py compute its product."""
 
     fused = False
 
@@ -136,7 +136,7 @@ def silu_times(gate: Tensor, up: Tensor, fused: bool = False) -> Tensor:
 
 
 class _SiluTimes(torch.autograd.Function):
-    """silu(gate) * up; keeps the two for the gradient, where autograd would keep silu(gate) too."""
+    """silu(gate) * up. Keeps only gate and up for the gradient; autograd would keep silu(gate), too."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, fused: bool) -> Tensor:
@@ -174,7 +174,7 @@ class Layer(nn.Module):
         return self.hidden_norm if self.first else self.input_layernorm
 
     def residual(self, g: Tensor, normed: Tensor) -> Tensor:
-        """What attention's output is added to; a state and its norm are [n, D] each."""
+        """Return what attention's output is added to, given a state and its norm, [n, D] each."""
         return normed if self.normed_residual else g
 
     def attention_input(self, e: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:

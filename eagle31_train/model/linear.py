@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 BLOCK = 512  # logits per block in `first_largest`
-ROWS = 64  # few shapes, and at most a fifth more rows: up to 4 * ROWS stay as they are
+ROWS = 64  # few shapes, yet at most a fifth of the rows are zeros: up to 4 * ROWS rows are not padded
 ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
@@ -33,7 +33,7 @@ class Linear(nn.Linear):
         return self.shifted(linear(x, self.weight))
 
     def shifted(self, rows: Tensor) -> Tensor:
-        """Products [..., outputs] plus the bias, if there is one."""
+        """Add the bias, if there is one, to products [..., outputs]."""
         return rows if self.bias is None else rows + self.bias.to(rows.dtype)
 
 
@@ -52,9 +52,9 @@ def soft_capped(logits: Tensor, cap: float | None) -> Tensor:
 
 
 def first_largest(logits: Tensor) -> Tensor:
-    """logits [n, V] → [n] int64, as `logits.max(-1).indices`: the first of equal ones, and NaN before all.
+    """logits [n, V] → `logits.max(-1).indices`, [n] int64: the first of equal values, and NaN before all.
 
-    A CPU finds a largest value many times as fast as its index: so find the block first, then the index within it.
+    A CPU finds a largest value many times faster than its index: so find the block first, then the index within it.
     """
     if logits.device.type != "cpu":
         return logits.max(-1).indices
@@ -64,34 +64,34 @@ def first_largest(logits: Tensor) -> Tensor:
     largest = logits[:, :whole].unflatten(-1, (-1, width)).amax(-1)
     if whole < V:
         largest = torch.cat([largest, logits[:, whole:].amax(-1, keepdim=True)], -1)
-    # The last block begins early enough to be full: what it shares with the block before it is smaller.
+    # The last block starts early enough to be full. The values that it shares with the block before it are smaller.
     start = (largest.max(-1).indices * width).clamp_max(V - width)
     places = start[:, None] + torch.arange(width, device=logits.device)
     return start + logits.gather(-1, places).max(-1).indices
 
 
 def spare_rows(count: int, x: Tensor) -> int:
-    """How many rows to add to `count` rows like x, so that few shapes occur where each new one costs time."""
+    """Return how many rows to add to `count` rows like x, so that few shapes occur where each new one costs time."""
     many = count > 4 * ROWS and x.device.type == "cpu" and compute_dtype(x) == torch.bfloat16
     return -count % ROWS if many else 0
 
 
 def filled_up(x: Tensor, spare: int) -> Tensor:
-    """x [n, ...] and behind it `spare` rows of zeros; x itself if that is 0."""
+    """Return x [n, ...] followed by `spare` rows of zeros; x itself if `spare` is 0."""
     return torch.cat([x, x.new_zeros(spare, *x.shape[1:])]) if spare else x
 
 
 @cache
 def since_ampere(device: torch.device) -> bool:
-    """Whether a CUDA device is NVIDIA's of Ampere or later: others lack kernels that we use, or AMD's give results
-    in another layout. Fake tensors have no GPU, and pass."""
+    """Return whether a CUDA device is NVIDIA's, Ampere or later. Older ones lack kernels that we use; AMD's kernels
+    return results in another layout. Without any GPU, as for fake tensors, return True."""
     if torch.version.hip is not None:
         return False
     return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of products of x: autocast's where it is on."""
+    """Return the dtype of products of x: autocast's if it is on, else x's own."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
@@ -99,7 +99,7 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 def product(a: Tensor, b: Tensor) -> Tensor:
     """a [n, k], b [m, k] → a @ b.T [n, m], where no gradient is recorded."""
     if _asks_onednn(a, b):
-        # For other strides oneDNN has reference code only, a thousand times slower.
+        # For other strides oneDNN has only reference code, a thousand times slower.
         b = b if b.is_contiguous() or b.T.is_contiguous() else b.contiguous()
         return torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
     return a @ b.T
@@ -124,7 +124,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _FilledUp(torch.autograd.Function):
-    """F.linear as under autocast, with rows filled up for the products alone: x itself is kept for the gradient."""
+    """F.linear as under autocast. Rows are filled up only for the products: x itself is kept for the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, spare: int) -> Tensor:

@@ -41,7 +41,7 @@ class Teacher(nn.Module):
         eps: its epsilon.
         head_rows: [Vd, H] rows of the target's lm_head that the draft vocabulary keeps.
         target_ids: [Vd] int64, the target's id of each draft token.
-        soft_cap: of the target's logits; None for none.
+        soft_cap: the target's cap on logits (`soft_capped`); None for none.
     """
 
     def __init__(
@@ -75,12 +75,12 @@ MEASURES = (
     "slots",
 )
 
-# The most logits (rows × Vd) at once, by device: in one matrix product, and in one piece of softmax and divergence, of
-# which several copies are made. Products are faster with many rows, a CPU with pieces that fit its cache. The fused
-# kernel makes no copies.
+# The most logits (rows × Vd) at once, by device: in one matrix product, and in one piece of softmax and divergence,
+# which makes several copies. Products are faster with many rows, and a CPU is faster with pieces that fit its cache.
+# The fused kernel makes no copies.
 LOGITS = {"cpu": (2**23, 2**18), "other": (2**28, 2**26), "fused": (2**30, 2**26)}
 
-# torch 2.9 cannot add bf16 products to an fp32 sum (PyTorch pull request 167931 allowed it); 2.11 was seen to.
+# torch 2.9 cannot add bf16 products to an fp32 sum (PyTorch pull request 167931 allowed it); 2.11 was checked and can.
 ADDS_IN_FP32 = torch.torch_version.__version__ >= "2.11"
 
 
@@ -112,8 +112,8 @@ class Objective(nn.Module):
                 module.fused = True
 
     def forward(self, batch: Batch, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """The weighted loss of a batch, and its measures [len(MEASURES), K] fp32. weights: [K] fp32, gamma^k / N_k with
-        N_k counted over the whole global batch."""
+        """Return the weighted loss of a batch and its measures [len(MEASURES), K] fp32. weights: [K] fp32, gamma^k /
+        N_k with N_k counted over the whole global batch."""
         with torch.autocast(weights.device.type, self.autocast) if self.autocast else nullcontext():
             z, rms = self.drafter(batch)
             head, learn = self.drafter.lm_head.weight, torch.is_grad_enabled()
@@ -135,11 +135,11 @@ class Objective(nn.Module):
 def divergence(
     logits: Tensor, p: Tensor, negentropy: Tensor, supervised: Tensor, kind: str, lk: float
 ) -> tuple[Tensor, Tensor]:
-    """The loss of each pair, and its gradient in the logits.
+    """Return the loss of each pair and its gradient with respect to the logits.
 
     Args:
         logits: [P, Vd] of the drafter, fp32 or wider.
-        p: [J, Vd] the target's probabilities, likewise.
+        p: [J, Vd] the target's probabilities, fp32 or wider.
         negentropy: [J] sum(p log p) of each row.
         supervised: [P] which row of p supervises each pair.
         kind: "kl", or "ce", which adds the target's entropy and has the same gradient.
@@ -166,9 +166,9 @@ def divergence(
 
 
 def plain_pairs(logits: Tensor, teacher: Tensor, supervised: Tensor, objective: Objective) -> tuple[Tensor, Tensor]:
-    """Loss [P] of each pair of a block in nats, fp32 or wider, and arg-max [P] int64. Overwrites the drafter's logits
-    [P, Vd] with the loss's gradient in them. teacher: [J, Vd] logits of the target; supervised: [P], which of these
-    rows supervises each pair."""
+    """Return each pair's loss [P] in nats, fp32 or wider, and arg-max [P] int64, for one block. Overwrite the drafter's
+    logits [P, Vd] with the loss's gradient. teacher: [J, Vd] logits of the target; supervised: [P], which of these rows
+    supervises each pair."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     rows = objective.logit_counts(logits.device)[1] // logits.shape[1]
     p, negentropy = torch.empty_like(teacher, dtype=wide), teacher.new_empty(len(teacher), dtype=wide)
@@ -192,8 +192,8 @@ class _ChunkedDivergence(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """z [K*S, D], head [Vd, D] → loss (), summed divergence per step [K], hits [K*S] bool.
 
-        With `learn`, z's memory is reused for its gradient, row by row, once a row has been read: one copy of z less.
-        If another operator had kept z for its gradient, torch would raise.
+        With `learn`, z's gradient overwrites z, row by row, after a row has been read. This saves a copy of z. If
+        another operator had kept z for its gradient, torch would raise.
         """
         compute = compute_dtype(z)
         wide = torch.float64 if z.dtype == torch.float64 else torch.float32
@@ -202,7 +202,7 @@ class _ChunkedDivergence(torch.autograd.Function):
         dhead = torch.zeros_like(head, dtype=wide) if learn and ctx.needs_input_grad[1] else None
         sums = torch.zeros(batch.ttt_length, dtype=wide, device=z.device)
         hits = torch.zeros(len(z), dtype=torch.bool, device=z.device)
-        if dz is not None:  # the loss reads no other rows
+        if dz is not None:  # rows that no pair reads have no gradient
             untrained = torch.ones_like(hits).index_fill_(0, batch.pair_row, False)
             dz.masked_fill_(untrained[:, None], 0)
         block, part = objective.logit_counts(z.device)
@@ -231,7 +231,7 @@ class _ChunkedDivergence(torch.autograd.Function):
                     dz.index_copy_(0, rows, weighted(product(logits, head_low.T), outside)[:count].to(dz.dtype))
                 if dhead is not None:
                     add_product(dhead, logits, weighted(states, outside).to(compute), part)
-                del logits  # before the next block's
+                del logits  # free them before the next block's exist
         total = (sums * weights.to(wide)).sum()
         ctx.save_for_backward(dz, dhead)
         ctx.head_dtype = head.dtype
@@ -253,7 +253,7 @@ def weighted(x: Tensor, weights: Tensor | None) -> Tensor:
 
 
 def blocks(chunks: list[Chunk], most: int) -> list[Chunk]:
-    """Join neighbouring chunks that have together at most so many pairs."""
+    """Join neighbouring chunks as long as they have at most `most` pairs together."""
     joined: list[Chunk] = []
     for positions, pairs in chunks:
         if joined and pairs.stop - joined[-1].pairs.start <= most:
@@ -265,8 +265,8 @@ def blocks(chunks: list[Chunk], most: int) -> list[Chunk]:
 
 
 def add_product(total: Tensor, logits: Tensor, states: Tensor, part: int) -> None:
-    """total [Vd, D] += logits [P, Vd].T @ states [P, D], in slices of at most `part` values. In 16 bits on CUDA cuBLAS
-    itself adds to the fp32 sum: nothing is rounded to bf16, and it takes a seventh less time on an H100."""
+    """total [Vd, D] += logits [P, Vd].T @ states [P, D], in slices of at most `part` values. In 16 bits on CUDA, cuBLAS
+    itself adds to the fp32 sum, which rounds nothing to bf16 and takes a seventh less time on an H100."""
     if ADDS_IN_FP32 and logits.is_cuda and logits.dtype != total.dtype and since_ampere(logits.device):
         torch.addmm(total, logits.T, states, out_dtype=torch.float32, out=total)
         return
@@ -277,6 +277,6 @@ def add_product(total: Tensor, logits: Tensor, states: Tensor, part: int) -> Non
 
 
 def parts(count: int, size: int) -> Iterator[slice]:
-    """Slices of at most `size`, at least one, that cover `count` rows."""
+    """Return slices of at most `size` rows (of one if it is less) that cover `count` rows."""
     size = max(1, size)
     return (slice(first, min(first + size, count)) for first in range(0, count, size))

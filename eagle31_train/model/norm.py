@@ -9,7 +9,7 @@ from eagle31_train.kernels.rms_norm import norm_rows, norm_rows_backward
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight, in fp32 inside, as vLLM computes it. `fused`: by the kernels of kernels/rms_norm.py."""
+    """x / rms(x) * weight, computed in fp32 as in vLLM. With `fused`, the kernels of kernels/rms_norm.py compute it."""
 
     fused = False
 

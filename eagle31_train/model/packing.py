@@ -1,8 +1,8 @@
 """Where documents and slots lie in a packed batch, and so which step-0 keys each slot sees.
 
 Slots at consecutive positions of one document form a *run*. Its last slot sees the document up to its own position, the
-slot before it one key less, and so on. So a run is a causal block of attention, aligned at its end, and needs no mask.
-An attention kernel has to know nothing else.
+slot before it one key fewer, and so on. So a run is a causal block of attention, aligned at its end, and needs no mask.
+An attention kernel needs to know nothing else.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from eagle31_train.model.context_parallel import DealHeads
 
-MOST_COPIES = 8.0  # of every key, on average: see `make_segments`
+MOST_COPIES = 8.0  # copies of a key, on average: see `make_segments`
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Segments:
     """The runs for a flash kernel that takes packed sequences: stretches of queries and of keys, end to end."""
 
     query_edges: Tensor  # [R + 1] int32, where each run's queries begin, and the end
-    key_edges: Tensor  # [R + 1] int32, likewise
-    queries: int  # in the longest stretch, but at least 2: for 1 torch's kernel takes its algorithm for decoding
+    key_edges: Tensor  # [R + 1] int32, the same for keys
+    queries: int  # in the longest stretch, but at least 2: for 1, torch's kernel uses its decoding algorithm
     keys: int  # in the longest stretch
     key_rows: Tensor | None  # [M] int64, the position whose key is in each row; None: no key is copied
     query_rows: Tensor | None  # [S] int64, the row of each slot's query among `query_total`; None: no idle rows
@@ -68,7 +68,7 @@ def make_layout(documents: list[tuple[int, int]], slots: Tensor) -> Layout:
 def make_segments(
     documents: list[tuple[int, int]], slots: Tensor, runs: list[Run], most_copies: float = MOST_COPIES
 ) -> Segments:
-    """The runs (at least one) for a kernel that takes packed sequences.
+    """Lay out the runs (at least one) for a kernel that takes packed sequences.
 
     Runs of one document see overlapping keys, so each run gets a copy of the keys it sees, unless every document is one
     run. If the copies would be more than `most_copies` times the batch (slots scattered over long documents), queries

@@ -21,7 +21,7 @@ _checkpointing = ContextVar("_checkpointing", default=False)
 
 @contextmanager
 def recomputed(function: Callable[..., Tensor], *inputs: Any) -> Iterator[Tensor]:
-    """function(*inputs). Operators inside the context do not keep it for their gradients, but call the function again.
+    """Yield function(*inputs). Operators inside the context do not keep it for their gradients; they call it again.
 
     The function must be cheap, keep its inputs for its own gradient anyway, and give the same bits every time, also
     outside autocast (so no matrix product).
@@ -44,7 +44,7 @@ class _Again:
         self._out: Tensor | None = None
 
     def pack(self, saved: Tensor) -> Tensor | None:
-        """None for the tensor; anything else as it is."""
+        """Return None for the recomputed tensor, and any other as it is."""
         if _place(saved) != self._place:
             return saved
         self._waiting += 1
@@ -64,7 +64,7 @@ def _place(x: Tensor) -> tuple[Any, ...]:
 
 
 def checkpointed(function: Callable, *args: Any) -> Any:
-    """function(*args). Only the arguments are kept; the whole function is called again for the gradient."""
+    """Return function(*args). Only the arguments are kept; the whole function is called again for the gradient."""
     return checkpoint(
         function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: (_inside(), _inside())
     )

@@ -24,13 +24,13 @@ from eagle31_train.config import DrafterShape, mla_widths
 
 ORIGINAL = "original_max_position_embeddings"
 _YARN = ({"factor", ORIGINAL}, {"beta_fast", "beta_slow", "mscale", "mscale_all_dim"})
-# Scalings that vLLM, from 0.31 on, and transformers read alike: required keys, optional keys. For an MLA drafter vLLM
-# takes every scaling for YaRN. Not here: longrope, since vLLM uses the long factors wherever contexts may be long,
-# whatever contexts it was trained on; and proportional, which means two different things in the two.
+# Scalings that vLLM (from 0.31 on) and transformers read alike: required keys, optional keys. vLLM takes every scaling
+# of an MLA drafter for YaRN. Left out: longrope, since vLLM uses the long factors wherever contexts may be long,
+# whatever contexts the drafter was trained on; and proportional, which means different things in the two.
 SCALINGS: dict[str, dict[str, tuple[set[str], set[str]]]] = {
     "llama": {
         "linear": ({"factor"}, set()),
-        "dynamic": ({"factor"}, set()),  # trained as for the first tokens: unscaled
+        "dynamic": ({"factor"}, set()),  # trained unscaled, as it is for the first tokens
         "llama3": ({"factor", "low_freq_factor", "high_freq_factor", ORIGINAL}, set()),
         "yarn": (_YARN[0], _YARN[1] | {"attention_factor", "truncate"}),
     },
@@ -39,9 +39,9 @@ SCALINGS: dict[str, dict[str, tuple[set[str], set[str]]]] = {
 
 
 class Rope(nn.Module):
-    """The rotation of queries and keys. A UserError for a scaling that vLLM would read otherwise.
+    """The rotation of queries and keys. Raises UserError for a scaling that vLLM would read differently.
 
-    The frequencies come from transformers, so a scaling (llama3, yarn, linear, …) is computed as the target's. Angles
+    The frequencies come from transformers, so a scaling (llama3, yarn, linear, …) is computed as in the target. Angles
     are fp32.
     """
 
@@ -51,9 +51,9 @@ class Rope(nn.Module):
         latent = shape.architecture == "mla"
         self.interleaved = latent
         width = mla_widths(shape)[2] if latent else shape.head_dim
-        with torch.device("cpu"):  # numbers even on the meta device, where weights have none
+        with torch.device("cpu"):  # real values even where weights are on the meta device
             self.exact, self.factor = frequencies(shape, width)
-        self.softmax_factor = 1.0  # the scaling's factor of the softmax scale
+        self.softmax_factor = 1.0  # by which the scaling multiplies the softmax scale
         if latent:
             self.factor, self.softmax_factor = mla_factors(shape)
         self.inv_freq: Tensor
@@ -76,12 +76,12 @@ class Rope(nn.Module):
 
 
 def frequencies(shape: DrafterShape, width: int) -> tuple[Tensor, float]:
-    """Of a checked RoPE: inverse frequencies [width / 2] fp32, and transformers' factor of cos and sin. A UserError if
-    its numbers give no frequencies."""
+    """Return a checked RoPE's inverse frequencies [width / 2] fp32, and transformers' factor of cos and sin. Raise
+    UserError if its numbers give no frequencies."""
     parameters, theta = rope_parameters(shape), shape.rope_theta
     if parameters["rope_type"] == "default":
         return 1.0 / theta ** (torch.arange(0, width, 2).float() / width), 1.0
-    from transformers import LlamaConfig  # seconds to import, which plain RoPE need not wait for
+    from transformers import LlamaConfig  # takes seconds to import; plain RoPE does without
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     config = LlamaConfig(
@@ -101,7 +101,7 @@ def frequencies(shape: DrafterShape, width: int) -> tuple[Tensor, float]:
 
 
 def mla_factors(shape: DrafterShape) -> tuple[float, float]:
-    """A checked YaRN's factors of an MLA drafter's cos and sin, and of its softmax scale; 1 and 1 without YaRN."""
+    """Return a checked YaRN's factors of an MLA drafter's cos and sin, and softmax scale; 1 and 1 without YaRN."""
     yarn = rope_parameters(shape)
     if yarn["rope_type"] == "default":
         return 1.0, 1.0
@@ -115,7 +115,7 @@ def _mscale(factor: float, weight: float) -> float:
 
 
 def rope_parameters(shape: DrafterShape) -> dict:
-    """A drafter's RoPE as transformers 5 writes it: type, theta and scaling in one dictionary."""
+    """Return a drafter's RoPE as transformers 5 writes it: type, theta and scaling in one dictionary."""
     scaling = dict(shape.rope_scaling or {})
     kinds = {scaling.pop(key) for key in ("type", "rope_type") if scaling.get(key)} or {"default"}
     if len(kinds) > 1:
@@ -129,7 +129,7 @@ def rope_parameters(shape: DrafterShape) -> dict:
 
 
 def check_rope(shape: DrafterShape) -> dict:
-    """`rope_parameters`. A UserError that names the key if vLLM would read them otherwise than training does."""
+    """Return `rope_parameters`. Raise UserError, naming the key, if vLLM would read them differently from training."""
     rotated = "qk_rope_head_dim" if shape.architecture == "mla" else "head_dim"
     if (width := getattr(shape, rotated)) % 2:
         raise UserError(f"drafter.{rotated}={width} must be even: RoPE turns pairs")
@@ -171,20 +171,21 @@ def check_rope(shape: DrafterShape) -> dict:
 
 
 def table_end(checked: dict) -> float | None:
-    """Positions in vLLM's table of a YaRN; None for other RoPEs, whose table is as long as the target's contexts."""
+    """Return the positions in vLLM's table of a YaRN; None for other RoPEs, whose table is as long as the target's
+    contexts."""
     return checked["factor"] * checked[ORIGINAL] if checked["rope_type"] == "yarn" else None
 
 
 def stretched(positions: int, scaling: Mapping[str, Any] | None) -> int:
-    """How many positions vLLM's table of a RoPE has whose config names so many. A linear scaling multiplies them. A
-    dynamic one does not: vLLM accepts longer contexts, and fails there."""
+    """Return how many positions vLLM's RoPE table has if the config names `positions`. A linear scaling multiplies
+    them. A dynamic one does not: vLLM accepts longer contexts, and fails there."""
     scaling = scaling or {}
     linear = "linear" in (scaling.get("rope_type"), scaling.get("type"))
     return int(positions * (scaling.get("factor") or 1)) if linear else positions
 
 
 def target_positions(count: int | None, model_type: str, scalings: Iterable[Mapping[str, Any]]) -> int | None:
-    """How many positions a target has whose config.json says `count`, with these scalings; None: no bound."""
+    """Return how many positions a target has whose config.json says `count`, with these scalings; None: no bound."""
     if count is None or "gemma3" in model_type:  # Gemma 3's count is that of the stretched RoPE
         return count
     return max((stretched(count, scaling) for scaling in scalings), default=count)

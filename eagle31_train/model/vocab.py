@@ -1,6 +1,6 @@
 """The draft vocabulary: which of the target's tokens the drafter can propose. vLLM reads `d2t`, an **offset**: target
 id = k + d2t[k]. `t2d` says of each target id whether the draft vocabulary holds it. Draft ids are in the order of the
-target's, so each map follows from the other. Only NumPy: the data stage imports this without torch."""
+target's, so each map follows from the other. NumPy only: the data stage imports this module without torch."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -50,16 +50,16 @@ class DraftVocab:
 
 
 def count(samples: Iterable[tuple[NDArray[Any], NDArray[Any]]], size: int) -> NDArray[np.int64]:
-    """[size] int64: how often the assistant wrote each token; samples: token ids and loss mask, [T] each."""
+    """Return how often the assistant wrote each token, [size] int64. samples: token ids and loss mask, [T] each."""
     counts = np.zeros(size, dtype=np.int64)
     for ids, mask in samples:
-        # Not bincount with minlength=size: that would add up as many numbers for every sample.
+        # Not bincount with minlength=size, which would add up `size` numbers for every sample.
         np.add.at(counts, ids[mask], 1)
     return counts
 
 
 def choose(counts: NDArray[np.int64], always: list[int], size: int | None = None) -> DraftVocab:
-    """Keep the most frequent tokens. A UserError if `always` alone are more than `size`.
+    """Keep the most frequent tokens. Raise UserError if `always` alone are more than `size`.
 
     Args:
         counts: [V] how often the assistant wrote each token.
@@ -80,7 +80,7 @@ def choose(counts: NDArray[np.int64], always: list[int], size: int | None = None
 
 
 def from_maps(d2t: NDArray[np.int64], t2d: NDArray[np.bool_]) -> DraftVocab:
-    """The vocabulary of a checkpoint's maps. A UserError if they contradict each other."""
+    """Return the vocabulary of a checkpoint's maps. Raise UserError if they contradict each other."""
     vocab = DraftVocab(d2t + np.arange(len(d2t), dtype=np.int64), len(t2d))
     if not np.array_equal(vocab.t2d, t2d):
         raise UserError("d2t and t2d contradict each other: d2t must be the offset target id - draft id")
