@@ -1,7 +1,7 @@
-"""The config.json of a draft, written so that vLLM and transformers read what was trained. `published_config.py` reads.
+"""Writes a drafter's config.json so that vLLM and transformers read what was trained. `published_config.py` reads it.
 
-vLLM 0.32 reads an MLA draft under `model_type: kimi_k2` through transformers' DeepseekV3Config. Whatever that class
-has a default for must be written, `q_lora_rank: null` too: what is left out is 1536 there. It has one more trap:
+vLLM 0.32 reads an MLA drafter under `model_type: kimi_k2` through transformers' DeepseekV3Config. Every field for which
+that class has a default must be written, even `q_lora_rank: null`: left out, it would be 1536. Another trap:
 `attention_factor: 1.0` in the RoPE scaling takes mscale² out of vLLM's softmax scale.
 """
 
@@ -12,18 +12,18 @@ from eagle31_train.checkpoint.contract import LAYER_IDS
 from eagle31_train.common.errors import UserError
 from eagle31_train.config import MLA_WIDTHS, DrafterShape
 
-# Kind of drafter → the name under which vLLM's registry finds it, and the model_type of its config.json. A qwen3 is a
-# drafter of `architecture: llama` with `qk_norm`.
+# Kind of drafter → its name in vLLM's registry, and the model_type of its config.json. A qwen3 is a drafter of
+# `architecture: llama` with `qk_norm`.
 WRITTEN = {
     "llama": ("LlamaForCausalLMEagle3", "llama"),
     "qwen3": ("Eagle3Qwen3ForCausalLM", "qwen3"),
     "mla": ("Eagle3DeepseekV2ForCausalLM", "kimi_k2"),
 }
-# What vLLM and transformers take where config.json does not say.
+# What vLLM and transformers assume for fields that config.json leaves out.
 MLA_DEFAULTS = dict(zip(("q_lora_rank", *MLA_WIDTHS), (1536, 512, 128, 64, 128), strict=True))
-# Fields of which, in the format of speculators, vLLM passes over what stands inside transformer_layer_config.
+# Fields that vLLM ignores inside the transformer_layer_config of the speculators format.
 SPECULATORS_OWN = ("draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-# Fields that have one name in a shape and in config.json.
+# Fields with the same name in a DrafterShape and in config.json.
 OURS = ["hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "attention_bias"]
 OURS += ["rms_norm_eps", "max_position_embeddings", "rope_theta", "vocab_size", "draft_vocab_size"]
 OURS += ["target_hidden_size", "fc_norm", "norm_output", "norm_before_residual"]
@@ -32,14 +32,14 @@ YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all
 
 
 def config_json(shape: DrafterShape, dtype: str, target_name: str) -> dict[str, Any]:
-    """The checkpoint's config.json, of weights in `dtype`; vLLM itself takes the target's, and reads no target_name."""
+    """Return the checkpoint's config.json for weights in `dtype`. (vLLM uses the target's, and ignores target_name.)"""
     name, model_type = WRITTEN["qwen3" if shape.qk_norm else shape.architecture]
     scaling, attention = rope_scaling(shape), {"head_dim": shape.head_dim, "mlp_bias": shape.mlp_bias}
-    if shape.architecture == "mla":  # whose head_dim is the rotated part alone in transformers
+    if shape.architecture == "mla":  # in transformers, its head_dim is the rotated part alone
         attention = {name: getattr(shape, name) for name in MLA_DEFAULTS}
     if scaling and shape.architecture == "mla":
         scaling["type"] = scaling["rope_type"]  # where DeepSeek's own code looks
-    # A sliding window of every layer: vLLM goes by layer_types, and of a Qwen3 by use_sliding_window, too.
+    # A sliding window in every layer: vLLM reads layer_types, and for a Qwen3 use_sliding_window, too.
     window = {"sliding_window": shape.sliding_window, "layer_types": [SLIDING] * shape.num_layers}
     return {
         "architectures": [name],
@@ -50,7 +50,7 @@ def config_json(shape: DrafterShape, dtype: str, target_name: str) -> dict[str, 
         **{name: getattr(shape, name) for name in OURS},
         **attention,
         "hidden_act": "silu",
-        # transformers 5 reads rope_parameters; readers older than that, rope_theta and rope_scaling.
+        # transformers 5 reads rope_parameters; older readers, rope_theta and rope_scaling.
         "rope_scaling": scaling,
         "rope_parameters": {**(scaling or {"rope_type": "default"}), "rope_theta": shape.rope_theta},
         "tie_word_embeddings": False,
@@ -64,8 +64,8 @@ def config_json(shape: DrafterShape, dtype: str, target_name: str) -> dict[str, 
 
 
 def sglang_json(shape: DrafterShape, dtype: str, target_name: str) -> dict[str, Any]:
-    """The config.json of the same checkpoint for SGLang, which reads the layer ids in eagle_config, and as outputs of
-    layers. vLLM reads those at the top level first, as inputs, so that it serves the same folder."""
+    """Return the same checkpoint's config.json for SGLang, which reads the layer ids in eagle_config, as outputs of
+    layers. vLLM first reads those at the top level, as inputs, so it can serve the same folder."""
     ids = [layer - 1 for layer in sorted(shape.aux_layers)]
     return {
         **config_json(shape, dtype, target_name),
@@ -74,9 +74,10 @@ def sglang_json(shape: DrafterShape, dtype: str, target_name: str) -> dict[str, 
 
 
 def speculators_json(shape: DrafterShape, dtype: str, target_name: str, draft_tokens: int) -> dict[str, Any]:
-    """The config.json of the same checkpoint in the format of `speculators`: `vllm serve FOLDER` finds target and draft
-    tokens (per verification) in it. `target_name`: hub id or folder, which vLLM loads. UserError for what the library
-    does not have; of its parallel drafters vLLM reads neither fc_norm nor norm_output.
+    """Return the same checkpoint's config.json in the format of `speculators`, in which `vllm serve FOLDER` finds the
+    target and the number of draft tokens per verification. `target_name`: hub id or folder, which vLLM loads. Raise
+    UserError for what the library lacks. Its parallel drafters are refused, too: vLLM reads neither their fc_norm nor
+    their norm_output.
     """
     if shape.parallel:
         raise UserError("export_format=speculators has no place for drafter.parallel=true: use export_format=vllm")
@@ -100,14 +101,14 @@ def speculators_json(shape: DrafterShape, dtype: str, target_name: str, draft_to
 
 
 def rope_scaling(shape: DrafterShape) -> dict[str, Any] | None:
-    """The scaling as config.json says it: one spelling, and all of a YaRN of MLA; None for plain RoPE."""
+    """Return the scaling as config.json has it: in one spelling, with all fields of MLA's YaRN; None for plain RoPE."""
     scaling = one_spelling(shape.rope_scaling, shape.architecture)
-    # vLLM's linear scaling takes a factor that is no float for a list of them.
+    # vLLM's linear scaling takes a factor that is not a float for a list of factors.
     return scaling and {key: float(value) if key == "factor" else value for key, value in scaling.items()}
 
 
 def one_spelling(parameters: Mapping[str, Any] | None, architecture: str) -> dict[str, Any] | None:
-    """A RoPE scaling in one spelling: `rope_type`, no `type`, no base; None for plain RoPE."""
+    """Return a RoPE scaling in one spelling: `rope_type`, no `type`, no base; None for plain RoPE."""
     scaling = {key: value for key, value in (parameters or {}).items() if key not in ("rope_theta", "type")}
     scaling.setdefault("rope_type", (parameters or {}).get("type", "default"))
     if scaling["rope_type"] == "default":

@@ -1,8 +1,8 @@
-"""What the tensors of a checkpoint must be so that vLLM serves it. config.json: `config_json`.
+"""What the tensors of a checkpoint must be so that vLLM serves it. For config.json, see `config_json.py`.
 
-vLLM checks no completeness. A checkpoint without `lm_head.weight` or any norm loads in silence and is never accepted.
-The drafter's own parameters have the names and shapes that vLLM 0.32 reads, and `check` compares a checkpoint with
-all of them.
+vLLM does not check completeness. A checkpoint without `lm_head.weight` or any norm loads silently, and its drafts are
+never accepted. The drafter's own parameters have the names and shapes that vLLM 0.32 reads, and `check` compares a
+checkpoint with all of them.
 """
 
 import json
@@ -19,23 +19,23 @@ from eagle31_train.model.drafter import Drafter
 from eagle31_train.model.rope import check_rope, frequencies, rope_parameters, stretched, table_end
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-# Targets of which SGLang 0.5.23 takes layer ids for outputs only where the first is 1, and else for inputs.
+# Target types for which SGLang 0.5.23 takes layer ids as outputs only if the first is 1, and otherwise as inputs.
 _COUNTED_BY_THE_FIRST = ("deepseek", "kimi", "glm4_moe_lite", "glm_moe_dsa")
-# Weights of a layer that vLLM also takes joined, row after row.
+# Weights of a layer that vLLM also accepts joined along their rows.
 _JOINED = {
     "self_attn.qkv_proj": [f"self_attn.{part}_proj" for part in "qkv"],
     "self_attn.fused_qkv_a_proj": ["self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"],
     "mlp.gate_up_proj": [f"mlp.{part}_proj" for part in ("gate", "up")],
 }
-# Options that are the target's where they are not given (`targets.derive`).
+# Options that take the target's value if they are not given (`targets.derive`).
 REQUIRED = ("intermediate_size", "num_attention_heads", "rms_norm_eps", "rope_theta", "max_position_embeddings")
-# A tensor, or its shape alone where only names and shapes are to be checked.
+# A tensor, or its shape alone if only names and shapes are to be checked.
 TensorOrShape = torch.Tensor | tuple[int, ...]
 
 
 def weight_shapes(shape: DrafterShape) -> Mapping[str, tuple[int, ...]]:
-    """Every weight of a checkpoint, by its name in the file, with its shape: the drafter's own. A UserError for a RoPE
-    that vLLM would read otherwise, or if MLA lacks a width."""
+    """Return the shape of every weight of a checkpoint, by its name in the file; both are those of the drafter's own
+    parameters. Raise UserError for a RoPE that vLLM would read differently, or if MLA lacks a width."""
     return _weight_shapes(json.dumps(asdict(shape)))
 
 
@@ -48,14 +48,14 @@ def _weight_shapes(fields_of_shape: str) -> Mapping[str, tuple[int, ...]]:
 
 
 def canonical_name(name: str) -> str:
-    """The name this project writes for one that vLLM accepts: `layers.0.` means `midlayer.`. Trainers that write for
-    SGLang put `model.` before it, which vLLM refuses, but which means nothing else."""
+    """Return the name this project writes for one that vLLM accepts: `layers.0.` means `midlayer.`. Also drop the
+    `model.` of trainers that write for SGLang: vLLM refuses it, but it can mean nothing else."""
     name = name.removeprefix("model.")
     return "midlayer." + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name
 
 
 def sglang_problems(shape: DrafterShape, target_type: str, target_layers: int) -> list[str]:
-    """What SGLang 0.5.23 would leave out or read otherwise, most of it in silence, one line each."""
+    """Return what SGLang 0.5.23 would leave out or read differently, mostly silently, one line each."""
     layers, first, last = f"aux_layers={shape.aux_layers}", min(shape.aux_layers), max(shape.aux_layers)
     lacking = ["qk_norm", "norm_before_residual", "attention_bias", "mlp_bias", "parallel"]
     own_embedding = not shape.share_embedding and shape.hidden_size == shape.target_hidden_size
@@ -78,7 +78,7 @@ def sglang_problems(shape: DrafterShape, target_type: str, target_layers: int) -
 
 
 def separate(tensors: Mapping[str, torch.Tensor], shape: DrafterShape) -> dict[str, torch.Tensor]:
-    """A draft's tensors, canonical names, with what vLLM also takes joined taken apart into views of its parts."""
+    """Return a drafter's tensors by canonical names, with joined ones (`_JOINED`) split into views of their parts."""
     rows = {name: size[0] for name, size in weight_shapes(shape).items()}
     apart: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
@@ -89,7 +89,7 @@ def separate(tensors: Mapping[str, torch.Tensor], shape: DrafterShape) -> dict[s
         sizes = [rows.get(part, 0) for part in parts]
         if sizes and all(sizes) and tensor.shape[:1] == (sum(sizes),):
             apart |= dict(zip(parts, tensor.split(sizes), strict=True))
-        else:  # one of another size stays what it is, and `check` names it
+        else:  # a joined one of another size stays as it is, and `check` names it
             apart[name] = tensor
     if "mask_hidden" in apart:  # vLLM takes it in any number of dimensions
         apart["mask_hidden"] = apart["mask_hidden"].reshape(1, -1)
@@ -97,8 +97,8 @@ def separate(tensors: Mapping[str, torch.Tensor], shape: DrafterShape) -> dict[s
 
 
 def check(tensors: Mapping[str, TensorOrShape], shape: DrafterShape) -> list[str]:
-    """Every way in which a checkpoint of this shape breaks the contract, one line each; empty if it keeps it. tensors:
-    weights by their names, without the vocabulary's maps, or shapes alone (then values and types are not checked)."""
+    """Return every way in which a checkpoint of this shape breaks the contract, one line each. tensors: weights by
+    their names, without the vocabulary's maps, or only their shapes (then values and types are not checked)."""
     if problems := check_shape(shape):
         return problems
     expected = weight_shapes(shape)
@@ -126,7 +126,7 @@ def require(tensors: Mapping[str, TensorOrShape], shape: DrafterShape, where: st
 
 
 def check_shape(shape: DrafterShape) -> list[str]:
-    """What no tensor can mend: shapes that vLLM or transformers reads otherwise than it was trained."""
+    """Return what is wrong with the shape itself: what vLLM or transformers would read differently from training."""
     problems = []
     if shape.aux_layers != sorted(set(shape.aux_layers)):
         problems.append(f"aux_layers {shape.aux_layers} do not ascend: vLLM gives states in ascending order, each once")
@@ -161,7 +161,7 @@ def check_shape(shape: DrafterShape) -> list[str]:
         return [*problems, str(error)]
     yarn = shape.rope_scaling or {}
     mscale, all_dim = yarn.get("mscale", 1.0), yarn.get("mscale_all_dim", 0.0)
-    # Of one without the other, transformers leaves both alone, and vLLM goes by the one that is given.
+    # Given one without the other, transformers ignores both, and vLLM uses the one that is given.
     if mla and yarn.get("factor", 1) > 1 and not (mscale and all_dim) and (mscale, all_dim) != (1, 0):
         problems.append(
             "mscale and mscale_all_dim are read differently by transformers: give both above 0, or leave both out"
@@ -172,14 +172,14 @@ def check_shape(shape: DrafterShape) -> list[str]:
 def drafter_shape(
     d: DrafterConfig, hidden_size: int, vocab_size: int, draft_vocab_size: int, aux_layers: list[int]
 ) -> DrafterShape:
-    """The drafter's architecture: the options `d`, with all that the target decides (`targets.derive.complete`), joined
-    with the target's H, V and auxiliary layers (inputs of layer i). UserError for what vLLM could not serve."""
+    """Return the drafter's architecture: the options `d`, completed by `targets.derive.complete`, joined with the
+    target's H, V and auxiliary layers (inputs of layer i). Raise UserError for what vLLM could not serve."""
     for field in fields(d):
         check_value(f"drafter.{field.name}", getattr(d, field.name), field.metadata)
     if missing := [name for name in REQUIRED if getattr(d, name) is None]:
         raise UserError(f"drafter.{missing[0]} is open: it follows from the target's config.json, or is given")
     D, heads = d.hidden_size or hidden_size, d.num_attention_heads or 0
-    if not d.train_lm_head and hidden_size != D:  # it would be a random one that stays
+    if not d.train_lm_head and hidden_size != D:  # a random lm_head would stay random
         wide = f"the target's {hidden_size}-wide rows, and the drafter is {D} wide"
         raise UserError(f"drafter.train_lm_head=false keeps {wide}: set drafter.train_lm_head=true")
     if d.architecture == "mla":
@@ -214,8 +214,9 @@ def drafter_shape(
 
 
 def caveats(shape: DrafterShape, target_positions: int | None = None, target_window: int | None = None) -> list[str]:
-    """What can be trained and exported but does not run everywhere, a sentence each. target_positions: of the target's
-    longest context, if known. target_window: tokens that every layer of the target sees, if each has a window."""
+    """Return what can be trained and exported but does not run everywhere, a sentence each. target_positions: length of
+    the target's longest context, if known. target_window: tokens that every layer of the target sees, if each has a
+    window."""
     sentences = []
     if shape.parallel:
         sentences.append("vLLM 0.32 drafts in parallel on its V1 runner alone: leave VLLM_USE_V2_MODEL_RUNNER unset")
@@ -232,8 +233,8 @@ def caveats(shape: DrafterShape, target_positions: int | None = None, target_win
 
 
 def oldest_vllm(shape: DrafterShape) -> str:
-    """The first version of vLLM that reads all that a draft's config.json says (docs/serving.md). Older ones stop when
-    they load it, or serve it badly without a word."""
+    """Return the first version of vLLM that reads everything in a drafter's config.json (docs/serving.md). Older ones
+    fail to load it, or silently serve it badly."""
     needed = {
         "0.22": True,  # fc_norm and norm_output
         "0.23": shape.architecture == "mla" and (shape.fc_norm or shape.norm_output),
@@ -246,7 +247,7 @@ def oldest_vllm(shape: DrafterShape) -> str:
 
 
 def _plain_yarn(shape: DrafterShape) -> bool:
-    """Whether a Llama drafter's YaRN, if it has one, makes cos and sin as much larger as its factor says by itself."""
+    """Return whether a Llama drafter's YaRN, if any, multiplies cos and sin by its default, 0.1 ln(factor) + 1."""
     scaling = rope_parameters(shape)
     if scaling["rope_type"] != "yarn":
         return True
@@ -254,7 +255,7 @@ def _plain_yarn(shape: DrafterShape) -> bool:
 
 
 def window_caveat(shape: DrafterShape, target_window: int | None, target_positions: int | None) -> list[str]:
-    """What is to know of a target all of whose layers have a sliding window; none if the drafter has its own."""
+    """Return a caveat if all layers of the target have a sliding window and the drafter has none; else nothing."""
     everywhere = target_window is None or (target_positions is not None and target_window >= target_positions)
     if everywhere or shape.sliding_window is not None:
         return []
@@ -263,7 +264,7 @@ def window_caveat(shape: DrafterShape, target_window: int | None, target_positio
 
 
 def unserved(shape: DrafterShape) -> list[str]:
-    """The worst of them: what vLLM does not serve at all, to be known before hours of training."""
+    """Return the worst caveats, to be known before hours of training: what vLLM does not serve at all."""
     if shape.architecture == "mla" and shape.q_lora_rank is None:
         return ["vLLM 0.32 stops when it loads an MLA draft without drafter.q_lora_rank"]
     return []

@@ -28,11 +28,11 @@ from eagle31_train.model.drafter import Drafter
 from eagle31_train.model.vocab import DraftVocab
 from eagle31_train.store import read_manifest
 
-PADDING = 1024  # more rows of a target's embedding than its drafter has are other tokens, and no padding
+PADDING = 1024  # most rows that a target's embedding may have beyond the drafter's: more would be other tokens
 
 
 class LoadedTarget(Protocol):
-    """What a drafter needs of its target in memory: embedding [V, H] and lm_head, as modules, and how many layers."""
+    """What a drafter needs of its target in memory: embedding [V, H] and lm_head, as modules; the number of layers."""
 
     embedding: Any
     head: Any
@@ -41,7 +41,7 @@ class LoadedTarget(Protocol):
 
 @dataclass(frozen=True)
 class DrafterCheckpoint:
-    """A drafter's weights on disk and what they mean: made by `open`. Weights are read when they are asked for."""
+    """A drafter's weights on disk and what they mean, as made by `open`. Weights are read on first use."""
 
     where: str  # the run, folder or hub id that was given; for messages
     folder: Path  # holds the weights
@@ -49,13 +49,13 @@ class DrafterCheckpoint:
     vocab: DraftVocab  # the target's id of each row of lm_head
     commit: str | None = None  # of a hub repository
     target_name: str | None = None  # path or hub id of its target, where the checkpoint says it
-    train: Path | None = None  # the run's folder train/; None of a published draft, as all below
-    inputs: dict[str, Any] | None = None  # what the run was trained from: fingerprints and options; known of its export
-    manifest: dict[str, Any] | None = None  # what a finished training left
-    exported: dict[str, Any] | None = None  # of a run's export, what its training left
+    train: Path | None = None  # the run's folder train/; None of an export or a published drafter
+    inputs: dict[str, Any] | None = None  # what a run or its export was trained from: fingerprints and options
+    manifest: dict[str, Any] | None = None  # a finished training's manifest
+    exported: dict[str, Any] | None = None  # of a run's export, the manifest of its training
     smaller: dict[str, Any] | None = None  # how it was made smaller after training: `smaller.py`
-    _mapped: dict[str, Tensor] | None = field(default=None, repr=False)  # of a published draft, or a smaller one
-    _counted: str | None = None  # how its layer ids were said to be counted
+    _mapped: dict[str, Tensor] | None = field(default=None, repr=False)  # weights of a published drafter or smaller one
+    _counted: str | None = None  # how the caller said that its layer ids are counted
 
     # ---------------------------------------------------------------- opening
 
@@ -69,16 +69,17 @@ class DrafterCheckpoint:
         allow_unfinished: bool = False,
         target_layers: Callable[[], int] | None = None,
     ) -> "DrafterCheckpoint":
-        """Find a drafter and read all of it but its weights. UserError: there is none; it is damaged, or another kind.
+        """Find a drafter and read everything but its weights. Raise UserError if there is none, or it is damaged
+        or of another kind.
 
         Args:
             where: a run, its train/ or one of its checkpoints (train/checkpoints/step-…); a folder with config.json
-                and safetensors, exported or published; or a repository of the hub, owner/name. Behind a published
-                one @inputs or @outputs may say how its config.json counts layers.
-            revision: of the repository: a branch, tag or commit.
-            data_folder: where a run's draft vocabulary is looked for first.
-            allow_unfinished: of a run that is not finished, take the newest checkpoint.
-            target_layers: gives the number of the target's layers, where config.json names no auxiliary layers.
+                and safetensors, exported or published; or a repository of the hub, owner/name. A published
+                one may end in @inputs or @outputs, which says how its config.json counts layers.
+            revision: branch, tag or commit of the repository.
+            data_folder: where to look first for a run's draft vocabulary.
+            allow_unfinished: take the newest checkpoint of a run that is not finished.
+            target_layers: returns the number of the target's layers, for a config.json without auxiliary layers.
         """
         where = str(where)
         place, counted = split_name(where)
@@ -107,7 +108,7 @@ class DrafterCheckpoint:
 
     @classmethod
     def of_run(cls, run: Path, data_folder: Path) -> "DrafterCheckpoint":
-        """The checkpoint that a finished training left in `run`, its weights read and found whole; else a UserError."""
+        """Return the checkpoint of the finished training in `run`. Raise UserError unless its weights are whole."""
         checkpoint = cls._of_run(str(run), run / "train", data_folder)
         checkpoint.tensors  # noqa: B018
         return checkpoint
@@ -116,7 +117,7 @@ class DrafterCheckpoint:
     def _of_run(
         cls, where: str, train: Path, data_folder: Path | None, checkpoint: Path | None = None
     ) -> "DrafterCheckpoint":
-        """One checkpoint of a run; of a finished one, that which its manifest names."""
+        """Return this checkpoint of a run, or, without `checkpoint`, the one that a finished run's manifest names."""
         record = artifacts.read_json(train / (RECORD if checkpoint else artifacts.MANIFEST), TRAIN)
         manifest = None if checkpoint else record
         if checkpoint is None:
@@ -146,30 +147,30 @@ class DrafterCheckpoint:
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """Weights by the names of `contract`, of the file's dtypes and mapped from it; complete, finite, without maps.
+        """Weights by the names of `contract`, in the file's dtypes, memory-mapped; complete, finite, without d2t, t2d.
 
-        A published draft lacks lm_head.weight where the target's own is meant. A UserError if they are damaged.
+        A published drafter lacks lm_head.weight if it uses the target's. Raises UserError if they are damaged.
         """
         tensors = self._mapped if self._mapped is not None else run_folder.load_weights(self.folder, self.manifest)
         self._require(tensors)
         return tensors
 
     def _require(self, tensors: dict[str, Any]) -> None:
-        """Refuse tensors, or shapes of tensors, that are not all of a drafter, and nothing else."""
+        """Raise UserError unless these tensors, or shapes of tensors, are exactly those of the drafter."""
         whole = dict(tensors)
-        if not self.vocab.pruned and self.train is None:  # with the target's whole vocabulary, its head will do
+        if not self.vocab.pruned and self.train is None:  # with the whole vocabulary, the target's head serves
             whole.setdefault("lm_head.weight", (self.shape.draft_vocab_size, self.shape.hidden_size))
         contract.require(whole, self.shape, str(self.folder / MODEL) if self.train else self.where)
 
     @cached_property
     def identity(self) -> str:
-        """Changes with the weights: by this, evaluations, comparisons and exports know a drafter."""
+        """A fingerprint that changes with the weights, by which evaluations, comparisons and exports know a drafter."""
         whole = run_folder.identity(self.manifest or {"fingerprint": self._content})
         return artifacts.fingerprint([whole, self.smaller]) if self.smaller else whole
 
     @cached_property
     def measured_on(self) -> list[str]:
-        """Prompts that its training was measured on, by their digests; of a published draft nobody knows."""
+        """Digests of the prompts that its training was measured on; unknown, so empty, for a published drafter."""
         state = self.manifest or self.exported
         if state is None and self.train is not None:
             state = run_folder.sealed_manifest(self.folder)["extra"].get("state")
@@ -177,12 +178,12 @@ class DrafterCheckpoint:
 
     @cached_property
     def initial_identity(self) -> str:
-        """What a training that begins with these weights records of them; for the hub, repository and commit."""
+        """What a training that starts with these weights records about them; from the hub, repository and commit."""
         return f"{self.where.removesuffix('@inputs')}@{self.commit}" if self.commit else self._content
 
     @cached_property
     def _content(self) -> str:
-        """Changes with weights and vocabulary, and not with the place where they lie."""
+        """A fingerprint that changes with weights and vocabulary, but not with where they are stored."""
         if self.train is None:
             content = artifacts.weights_fingerprint(str(self.folder))
             return artifacts.fingerprint([content, self._counted]) if self._counted == "outputs" else content
@@ -192,16 +193,16 @@ class DrafterCheckpoint:
     # ---------------------------------------------------------------- what it belongs to
 
     def check_data(self, data: dict[str, Any], folder: Path) -> None:
-        """UserError for other data (stage 1's manifest, in `folder`), on whose held-out prompts it may be trained."""
+        """Raise UserError for other data (stage 1's manifest, in `folder`): its held-out prompts may be trained on."""
         if self.inputs is not None and data["dataset_fingerprint"] != self.inputs.get("data"):
             raise UserError(f"{folder} is not the data that the drafter was trained on: give that one, or train again")
 
     def check_target(self, target: TargetConfig, by_name: bool = False, store: dict[str, Any] | None = None) -> None:
-        """UserError for a target whose states the drafter was not trained on; a note where only its name is another.
+        """Raise UserError for a target whose states the drafter was not trained on; note it if only names are known.
 
         Args:
-            by_name: a target of the same name will do, whatever its weights.
-            store: as `trained_for` has it.
+            by_name: accept a target of the same name, whatever its weights.
+            store: see `trained_for`.
         """
         known = self.trained_for(store)
         if other := self._other(known, target, by_name):
@@ -210,19 +211,19 @@ class DrafterCheckpoint:
             note(other)
 
     def other_target(self, target: TargetConfig, store: dict[str, Any] | None = None) -> str | None:
-        """Says so if a target differs from training's in name and in weights, as a quantized copy may."""
+        """Say how a target differs from training's, if it does so in name and in weights, as a quantized copy may."""
         return self._other(self.trained_for(store), target, by_name=True)
 
     @property
     def options_folder(self) -> Path | None:
-        """Where the options of its training lie: train/ of a run, or of the run whose export it is; else None."""
+        """The folder with its training's options: train/ of the run, or of the run whose export it is; else None."""
         train = self.folder.resolve().parent / "train" if self.exported else self.train
         return train if train is not None and (train / run_folder.CONFIG).is_file() else None
 
     def trained_for(self, store: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The target of a run, or of its export: name, weights and revision by the store of training; the name alone
-        where that is gone or out of reach; nothing where the run's options are gone, too. store: a manifest that may
-        be of it; else the run's options say where it lies."""
+        """Return the target of a run, or of its export: name, weights and revision, as the store of training has them.
+        Return only the name if that store is gone or out of reach, and nothing if the run's options are gone, too.
+        store: a manifest that may be that store's; otherwise, the run's options say where the store is."""
         if (train := self.options_folder) is None:
             return {}
         saved, theirs = train / run_folder.CONFIG, (self.inputs or {}).get("store")
@@ -237,10 +238,10 @@ class DrafterCheckpoint:
         return dict(store["inputs"]["target"])
 
     def _other(self, known: dict[str, Any], target: TargetConfig, by_name: bool) -> str | None:
-        """Says in what a target differs from one that is `known` as `trained_for` has it; None if in nothing."""
+        """Say how a target differs from the `known` one (see `trained_for`); None if it does not."""
         if not known:
             return None
-        # A copy of a hub's model may lie in a folder of the id's last part.
+        # A copy of a hub model may be in a folder with the name of the id's last part.
         alike = Path(known["name"]).name == Path(target.name).name
         if "weights" in known and not (alike and by_name):
             weights = artifacts.weights_fingerprint(target.path)
@@ -253,7 +254,7 @@ class DrafterCheckpoint:
         return f"{self.where} was trained for {other}"
 
     def check_fits(self, target: LoadedTarget) -> None:
-        """UserError for a target of another size than the drafter's."""
+        """Raise UserError for a target of another size than the drafter was made for."""
         rows, width = target.embedding.weight.shape
         shape, depth = self.shape, max(self.shape.aux_layers)
         alike = 0 <= rows - shape.vocab_size <= PADDING
@@ -265,13 +266,13 @@ class DrafterCheckpoint:
     # ---------------------------------------------------------------- in memory
 
     def load(self, target: LoadedTarget, served_in: torch.dtype, dtype: torch.dtype) -> Drafter:
-        """The drafter as it is served, on its target's device, computing in `dtype`; a UserError for another's target.
-        `served_in`: the target's dtype, to which weights are rounded, as the exporter writes them."""
+        """Load the drafter as it is served, on its target's device, computing in `dtype`. Raise UserError for a target
+        that does not fit. `served_in`: the target's dtype, to which weights are rounded, as in an export."""
         self.check_fits(target)
         embedding = target.embedding.weight.data
-        drafter = Drafter(self.shape, embedding[: self.shape.vocab_size])  # which may have padding rows, as the head
+        drafter = Drafter(self.shape, embedding[: self.shape.vocab_size])  # like the head, it may have padding rows
         if self.shape.share_embedding:
-            drafter.shared_embedding = embedding[:0]  # neither to be rounded nor copied
+            drafter.shared_embedding = embedding[:0]  # so that it is neither rounded nor copied
         drafter.load_state_dict(
             {"lm_head.weight": target.head.weight.data[: self.shape.draft_vocab_size], **self.tensors}
         )
@@ -283,6 +284,6 @@ class DrafterCheckpoint:
 
 
 def split_name(where: str) -> tuple[str, str | None]:
-    """A drafter's folder or hub id, and how its layer ids are counted where NAME@inputs or NAME@outputs says so."""
+    """Split NAME, NAME@inputs or NAME@outputs into the folder or hub id and how layer ids are counted, if said."""
     name, _, counted = where.rpartition("@")
     return (name, counted) if name and counted in COUNTED and not Path(where).exists() else (where, None)

@@ -17,7 +17,7 @@ PICTURES = ["images/acceptance/*", "images/serving/*", "images/comparison-*"]
 
 
 def fetch(repo: str, revision: str | None) -> Path:
-    """The folder of a repository, from the hub or its cache, else a UserError; the folder's name is the commit."""
+    """Return the folder of a repository, from the hub or its cache, or raise UserError. Its name is the commit."""
     try:
         return Path(snapshot_download(repo, revision=revision, allow_patterns=WANTED))
     except ERRORS as error:
@@ -27,7 +27,7 @@ def fetch(repo: str, revision: str | None) -> Path:
 
 
 def check(config: Config) -> None:
-    """A UserError, before hours of work, for a push=true that cannot be, or whose upload nobody could serve."""
+    """Raise UserError, before hours of work, for a push=true that cannot work or whose upload nobody could serve."""
     if not config.push:
         return
     if "/" not in (config.repo or ""):
@@ -43,13 +43,13 @@ def check(config: Config) -> None:
 
 
 def push(folder: Path, repo: str, private: bool) -> str:
-    """Make the repository where there is none, and upload every file of `folder`; returns its address. Pictures of an
-    earlier export are removed; whatever else is there stays. UserError if the hub cannot be reached or refuses, or the
-    repository is public and `private` is asked of it."""
+    """Upload every file of `folder`, creating the repository if needed, and return its address. Pictures of an earlier
+    export are removed; all other files stay. Raise UserError if the hub cannot be reached or refuses, or if `private`
+    is set and the repository is public."""
     api = HfApi()
     try:
         address = api.create_repo(repo, private=private or None, exist_ok=True)
-        # An existing repository keeps its visibility, whatever create_repo was told.
+        # An existing repository keeps its visibility, whatever is passed to create_repo.
         if private and not api.model_info(repo).private:
             raise UserError(f"the hub repository {repo} is public: make it private there, or leave out private=true")
         message = "Upload the drafter"

@@ -1,6 +1,6 @@
-"""The files of a published EAGLE 3 or 3.1 draft: config.json and safetensors, in any spelling that vLLM takes.
+"""Reads a published EAGLE 3 or 3.1 drafter: config.json and safetensors, in any spelling that vLLM accepts.
 
-What names and fields may be called stands in `contract.py` and `published_config.py`. Nothing is ever unpickled.
+`contract.py` has the spellings of tensors, `published_config.py` those of fields. Nothing is ever unpickled.
 """
 
 import os
@@ -20,36 +20,36 @@ from eagle31_train.config import DrafterShape
 from eagle31_train.model.vocab import DraftVocab
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
-NORM_OF_SGLANG = "hidden_norm.weight"  # what the layers above the first call the norm of their state there
-# Tables of RoPE that old trainers saved, and vLLM passes over.
+NORM_OF_SGLANG = "hidden_norm.weight"  # its name for the norm of the state in layers above the first
+# RoPE tables that old trainers saved, and that vLLM ignores.
 TABLES = ("rotary_emb.inv_freq", "rotary_pos_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 
 
 def read(
     folder: Path, target_layers: Callable[[], int] | None, counted: str | None = None
 ) -> tuple[DrafterShape, DraftVocab, dict[str, Tensor], str | None]:
-    """Read config.json and map the tensors; whether they are all of a drafter, `contract` knows. UserError: the draft
-    is damaged, of another kind, or says one thing in two ways that differ. Arguments: see `shape_from_config`.
+    """Read config.json and memory-map the tensors. (`contract` checks that they are complete.) Raise UserError if the
+    drafter is damaged, of another kind, or contradicts itself. Arguments: see `shape_from_config`.
 
     Returns:
         Shape; the target's id of each row of lm_head; tensors by canonical names, mapped from the files, of any float
-        dtype, without maps, and without lm_head.weight where the target's own is meant; path or hub id of the target,
-        where config.json says it.
+        dtype, without d2t and t2d, and without lm_head.weight if the target's is meant; path or hub id of the target,
+        if config.json names it.
     """
     config, tensors = _read_object(folder / CONFIG), _read_tensors(folder)
-    if "fc.weight" in tensors and "midlayer.hidden_norm.weight" not in tensors:  # which config.json does not tell
+    if "fc.weight" in tensors and "midlayer.hidden_norm.weight" not in tensors:  # config.json does not tell
         raise UserError("a drafter of EAGLE 1 or 2, or of another kind, without midlayer.hidden_norm.weight")
     shape = published_config.shape_from_config(config, tensors, target_layers, counted)
     tensors = contract.separate(tensors, shape)
     d2t = tensors.pop("d2t", None)
     vocab, order = _vocabulary(d2t, tensors.pop("t2d", None), shape)
     if "_torchspec_version" in config and d2t is not None and "lm_head.weight" in tensors:
-        # TorchSpec's `--prune-vocab` takes row d2t[i] of lm_head for draft token i, so one row for all of an offset.
+        # TorchSpec's `--prune-vocab` takes row d2t[i] of lm_head for draft token i: one row for all with that offset.
         head, alike = tensors["lm_head.weight"], (d2t[1:] == d2t[:-1]).nonzero()[:64, 0]
         if len(alike) and torch.equal(head[alike], head[alike + 1]):
             raise UserError("lm_head repeats rows, as TorchSpec leaves it: convert it again without --prune-vocab")
     norm, target = tensors.get("norm.weight", torch.zeros(1)), published_config.target_name(config)
-    # SpecForge names no target; a norm of 8 bits is none of its.
+    # SpecForge names no target, and does not write norms of 8 bits.
     if target is None and config.get("norm_output") is False and norm.element_size() > 1 and (norm == 1).all():
         raise UserError("norm.weight is all ones, as SpecForge leaves it: vLLM norms, so train with norm_output=true")
     if order is not None and "lm_head.weight" in tensors:
@@ -58,13 +58,13 @@ def read(
 
 
 def check_served(folder: Path) -> None:
-    """UserError for a draft whose config.json vLLM could not load, or that is damaged."""
+    """Raise UserError for a drafter whose config.json is damaged, or that vLLM could not load."""
     published_config.check_served(_read_object(folder / CONFIG))
 
 
 def drafts_in_parallel(folder: Path) -> bool:
-    """Whether vLLM can draft in parallel with what lies there: by its weights. A token for masks in config.json tells
-    nothing, since those of chains may name the tokenizer's. A UserError for damaged files."""
+    """Return whether vLLM can draft in parallel with this drafter, judging by its weights. A mask token in config.json
+    proves nothing: a chain's may name the tokenizer's. Raise UserError for damaged files."""
     return "mask_hidden" in _read_tensors(folder)
 
 
@@ -76,9 +76,9 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of the folder's safetensors, or of those that an index names, by its canonical name."""
+    """Return every tensor of the folder's safetensors, or of those that an index names, by its canonical name."""
     files = sorted(folder.glob("*.safetensors"))
-    if os.path.lexists(folder / INDEX):  # even a link to nowhere is not passed over
+    if os.path.lexists(folder / INDEX):  # even a broken link is not ignored
         try:
             places = foreign.typed(dict[str, str], _read_object(folder / INDEX).get("weight_map"))
         except ValueError as error:
@@ -111,7 +111,8 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def _vocabulary(d2t: Tensor | None, t2d: Tensor | None, shape: DrafterShape) -> tuple[DraftVocab, Tensor | None]:
-    """The draft vocabulary, and the order that puts lm_head's rows by target id where they are not (vLLM takes any)."""
+    """Return the draft vocabulary, and the order that sorts lm_head's rows by target id, None if they are sorted. (vLLM
+    accepts any order.)"""
     Vd, V = shape.draft_vocab_size, shape.vocab_size
     if d2t is None:
         if Vd != V:

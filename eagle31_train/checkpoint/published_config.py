@@ -1,4 +1,4 @@
-"""The config.json of a draft, read as vLLM does, whoever wrote it; what it may not say is refused by name."""
+"""Reads a drafter's config.json as vLLM does, whoever wrote it. What is not supported is refused by name."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Annotated, Any
@@ -17,8 +17,8 @@ from eagle31_train.model.rope import ORIGINAL
 Fields = Mapping[str, Any]
 FULL = "full_attention"  # a layer without a window
 QUANTIZED = "quantization_config"
-# Names of the drafters in vLLM's registry. Before the name of any other kind of model vLLM puts Eagle3 first:
-# LlamaForCausalLM, which drafters of EAGLE 1 and 2 carry too, is one of them.
+# Names of drafters in vLLM's registry. vLLM puts Eagle3 before any other name, such as LlamaForCausalLM, which drafters
+# of EAGLE 1 and 2 have, too.
 KINDS = {
     "LlamaForCausalLMEagle3": "llama",
     "Eagle3LlamaForCausalLM": "llama",
@@ -29,16 +29,16 @@ KINDS = {
     "Eagle3DeepseekV2ForCausalLM": "mla",
     "Eagle3DeepseekV3ForCausalLM": "mla",
 }
-# model_type → longest position where config.json does not say. vLLM takes a deepseek_v3 for a layer of DeepSeek's own
+# model_type → max_position_embeddings if config.json does not say. vLLM takes deepseek_v3 for a layer of DeepSeek's own
 # MTP and refuses it, but trainers write it, and it means the same.
 MODEL_TYPES = {
     "llama": {"llama": 2048},
     "qwen3": {"qwen3": 32768},
     "mla": {"kimi_k2": 4096, "deepseek_v2": 2048, "deepseek_v3": 4096},
 }
-# How a config.json may count auxiliary layers: i is the input of layer i, or its output.
+# How a config.json may count auxiliary layers: i means the input of layer i, or its output.
 COUNTED = ("inputs", "outputs")
-# Where vLLM looks for the token of a parallel drafter's mask rows, in its order; EAGLE 3's own is the last.
+# Fields in which vLLM looks for a parallel drafter's mask token, in this order; EAGLE 3's own is the last.
 MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
 
 Size = Annotated[Width, Field(ge=1)]
@@ -57,7 +57,7 @@ class _Eagle(TypedDict, total=False):
 
 
 class _Fields(TypedDict, total=False):
-    """At the top level, or in transformer_layer_config."""
+    """The types of fields at the top level and in transformer_layer_config."""
 
     architectures: list[str] | None
     model_type: str | None
@@ -66,7 +66,7 @@ class _Fields(TypedDict, total=False):
     vocab_size: Size
     draft_vocab_size: Width | None
     intermediate_size: Size
-    num_hidden_layers: Annotated[int, Field(ge=1, le=64)]  # a number beyond it is no drafter's
+    num_hidden_layers: Annotated[int, Field(ge=1, le=64)]  # no drafter has more
     num_attention_heads: Annotated[int, Field(ge=1, le=1 << 16)]
     num_key_value_heads: Count | None
     head_dim: Count | None
@@ -100,14 +100,14 @@ def shape_from_config(
     target_layers: Callable[[], int] | None = None,
     counted: str | None = None,
 ) -> DrafterShape:
-    """Read a checkpoint's config.json, of any EAGLE 3 trainer, as vLLM does: its spellings, and its defaults. Fields of
-    DeepSeek's experts mean nothing: the draft is dense. UserError: no EAGLE 3 drafter of a known kind, or a field is
-    missing, of another type, or beyond all real sizes.
+    """Read the config.json of any EAGLE 3 trainer with vLLM's spellings and defaults. Fields of DeepSeek's experts are
+    ignored: the drafter is dense. Raise UserError if it is not an EAGLE 3 drafter of a known kind, or if a field is
+    missing, of the wrong type, or of no realistic size.
 
     Args:
-        tensor_names: the checkpoint's tensors, canonical; they alone say whether it has an embedding.
-        target_layers: gives the layers of the target, for a config that leaves the auxiliary layers to vLLM.
-        counted: one of COUNTED, for a config that does not tell which.
+        tensor_names: canonical names of the checkpoint's tensors; only they tell whether it has an embedding.
+        target_layers: returns the target's number of layers, for a config that leaves the auxiliary layers to vLLM.
+        counted: one of COUNTED, for a config that does not say which.
     """
     _check_types(config)
     layer, flags, residual_default = _flatten(config)
@@ -152,13 +152,13 @@ def shape_from_config(
         fc_norm=bool(flags.get("fc_norm", False)),
         norm_output=bool(flags.get("norm_output", False)),
         norm_before_residual=bool(flags.get("norm_before_residual", residual_default)),
-        # As vLLM looks for it: eagle_config's word counts first.
+        # As in vLLM, eagle_config takes precedence.
         norm_before_fc=bool({**flags, **(flags.get("eagle_config") or {})}.get("norm_before_fc", False)),
         num_layers=layer.get("num_hidden_layers", 1),
         qk_norm=kind == "qwen3",
         sliding_window=_sliding_window(layer, kind, plain=layer is config),
         attention_bias=bool(layer.get("attention_bias", False)),
-        mlp_bias=bool(layer.get("mlp_bias", False)) and kind != "qwen3",  # of which vLLM's has none
+        mlp_bias=bool(layer.get("mlp_bias", False)) and kind != "qwen3",  # vLLM's Qwen3 has none
         parallel=parallel,
         ptd_token_id=mask_tokens[0] if parallel else None,
         share_embedding="embed_tokens.weight" not in tensor_names,
@@ -177,7 +177,8 @@ def _check_types(config: Fields) -> None:
 
 
 def check_served(config: Fields) -> None:
-    """UserError for a Llama or MLA draft that vLLM 0.32 cannot load: it does not count layer ids at the top level."""
+    """Raise UserError for a drafter with Python code of its own, or a Llama or MLA one that vLLM 0.32 cannot load: vLLM
+    does not count layer ids at the top level."""
     _check_types(config)
     layer, flags, _ = _flatten(config)
     nested = config.get("transformer_layer_config") or {}
@@ -197,14 +198,14 @@ def check_served(config: Fields) -> None:
 
 
 def target_name(config: Fields) -> str | None:
-    """Path or hub id of the target that the drafter was made for, where a config.json says it."""
+    """Return path or hub id of the target that the drafter was made for, if config.json names it."""
     verifier = (config.get("speculators_config") or {}).get("verifier")
     name = config.get("target_model_name") or (isinstance(verifier, dict) and verifier.get("name_or_path"))
     return name if isinstance(name, str) else None
 
 
 def _flatten(config: Fields) -> tuple[Fields, Fields, bool]:
-    """Where the layer's fields are, where the EAGLE fields are, and the default of norm_before_residual."""
+    """Return the layer's fields, the EAGLE fields, and the default of norm_before_residual."""
     if "speculators_model_type" not in config:
         return config, config, False
     if config["speculators_model_type"] != "eagle3":
@@ -251,7 +252,7 @@ def _refuse_unsupported(layer: Fields, flags: Fields, kind: str) -> None:
 
 
 def _sliding_window(layer: Fields, kind: str, plain: bool) -> int | None:
-    """The window of every layer, as vLLM finds it. `plain`: transformers' Qwen3Config has gone over the fields."""
+    """Return the window of every layer, as vLLM finds it. `plain`: transformers' Qwen3Config processes the fields."""
     count, window, kinds = layer.get("num_hidden_layers", 1), layer.get("sliding_window"), layer.get("layer_types")
     of_qwen3 = plain and kind == "qwen3"
     if of_qwen3 and not layer.get("use_sliding_window", False):
@@ -273,8 +274,8 @@ def _sliding_window(layer: Fields, kind: str, plain: bool) -> int | None:
 def _aux_layers(
     config: Fields, flags: Fields, target_layers: Callable[[], int] | None, counted: str | None
 ) -> list[int]:
-    """The layer ids as inputs of layers, or vLLM's default. vLLM takes those at the top level, then in eagle_config,
-    for inputs. But in eagle_config SGLang, SpecForge and ModelOpt have outputs, and TorchSpec has them anywhere."""
+    """Return the layer ids as inputs of layers, or vLLM's default. vLLM takes those at the top level, else those in
+    eagle_config, as inputs. But SGLang, SpecForge and ModelOpt write outputs in eagle_config; TorchSpec, anywhere."""
     eagle = flags.get("eagle_config") or {}
     top, inner = flags.get(LAYER_IDS), eagle.get(LAYER_IDS) or eagle.get("layer_ids")
     if ids := (inner or top if counted == "outputs" else top or inner):
@@ -290,12 +291,12 @@ def _aux_layers(
 
 
 def _rope(layer: Fields, architecture: str, positions: int) -> tuple[float, dict[str, Any] | None]:
-    """rope_theta and the scaling; as in transformers, rope_scaling wins over rope_parameters."""
+    """Return rope_theta and the scaling. As in transformers, rope_scaling takes precedence over rope_parameters."""
     parameters = layer.get("rope_scaling") or layer.get("rope_parameters") or {}
     theta = parameters.get("rope_theta") or layer.get("rope_theta") or 10000.0
     scaling = one_spelling({key: value for key, value in parameters.items() if value is not None}, architecture)
     if scaling is not None and scaling["rope_type"] in ("yarn", "llama3"):
         scaling.setdefault(ORIGINAL, positions)  # as transformers does
-        if scaling["rope_type"] == "yarn" and isinstance(layer.get(ORIGINAL), int):  # vLLM takes it first
+        if scaling["rope_type"] == "yarn" and isinstance(layer.get(ORIGINAL), int):  # vLLM prefers it
             scaling[ORIGINAL] = layer[ORIGINAL]
     return float(theta), scaling

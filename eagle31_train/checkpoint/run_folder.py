@@ -1,4 +1,4 @@
-"""The folder of a training run: what its files are called, and which of them is wanted.
+"""The folder of a training run: the names of its files, and how to find and read them.
 
 RUN/train/inputs.json           what the weights depend on; written first
           config.yaml           all options
@@ -25,8 +25,8 @@ from eagle31_train.model.vocab import DraftVocab
 from eagle31_train.store.sealed import DamagedError, unseal
 
 TRAIN, EXPORT = "eagle31 train", "eagle31 export"
-CARD = "export/README.md", "export/images/"  # which may be edited
-EXPORTED = "export.json"  # beside RUN/export/, of which every file is for vLLM or the hub
+CARD = "export/README.md", "export/images/"  # may be edited by hand
+EXPORTED = "export.json"  # beside RUN/export/, in which every file is for vLLM or the hub
 RECORD, CONFIG, CHECKPOINTS = "inputs.json", "config.yaml", "checkpoints"
 MODEL, OPTIMIZER, SHAPE = "model.safetensors", "optimizer.safetensors", "drafter.json"
 RNG = "rng.safetensors"  # in checkpoints of earlier versions
@@ -34,18 +34,18 @@ NAME = re.compile(r"step-\d+")
 
 
 def in_order(folder: Path) -> list[Path]:
-    """The checkpoints of a run, whole or not; oldest first."""
+    """Return the checkpoints of a run, whole or not, oldest first."""
     return sorted((path for path in folder.glob("step-*") if NAME.fullmatch(path.name)), key=step_of)
 
 
 def latest_run(train: Path) -> Path:
-    """Where the run of train/ lies: in its backup, while what is to replace it has no checkpoint."""
+    """Return the folder of the run in train/: its backup, as long as the run that replaces it has no checkpoint."""
     backup = artifacts.backup_of(train)
     return backup if backup.is_dir() and not in_order(train / CHECKPOINTS) else train
 
 
 def restore_replaced(train: Path) -> bool:
-    """Restore the run that another was to replace, if there is one, unless that has a checkpoint."""
+    """Restore the backed-up run, if any, unless the run that replaces it has a checkpoint. Return whether it was."""
     return not in_order(train / CHECKPOINTS) and artifacts.restore_backup(train)
 
 
@@ -58,12 +58,12 @@ def name_of(step: int) -> str:
 
 
 def identity(manifest: dict[str, Any]) -> str:
-    """What tells two trainings apart, by their manifests: also two of the same inputs."""
+    """Return a fingerprint that tells two trainings apart by their manifests, even if their inputs are the same."""
     return artifacts.fingerprint([manifest["fingerprint"], manifest.get("files", {})])
 
 
 def read_shape(checkpoint: Path) -> DrafterShape:
-    """What training wrote beside its weights; a UserError if it is not there, or no drafter's shape."""
+    """Read the shape that training wrote beside its weights. Raise UserError if it is missing or not a drafter's."""
     path = checkpoint / SHAPE
     try:
         shape = DrafterShape(**artifacts.read_json(path, TRAIN))
@@ -75,12 +75,13 @@ def read_shape(checkpoint: Path) -> DrafterShape:
 
 
 def sealed_manifest(checkpoint: Path) -> dict[str, Any]:
-    """A checkpoint's own manifest, or a UserError: step, fingerprint of the run, size and checksum of each file."""
+    """Read a checkpoint's own manifest: step, fingerprint of the run, size and checksum of each file. Raise UserError
+    if it is missing or damaged."""
     file = checkpoint / artifacts.MANIFEST
     try:
         try:
             return unseal(file.read_bytes())
-        except DamagedError:  # it may be the disk that erred, for once
+        except DamagedError:  # it may have been a single read error: read again
             artifacts.forget_pages(file)
             return unseal(file.read_bytes())
     except (OSError, DamagedError) as error:
@@ -88,8 +89,8 @@ def sealed_manifest(checkpoint: Path) -> dict[str, Any]:
 
 
 def load_weights(checkpoint: Path, manifest: dict[str, Any] | None) -> dict[str, Tensor]:
-    """A checkpoint's weights, mapped from the file, once its bytes are known to be those that were written; else a
-    UserError. `manifest`: of the finished run; None of one that goes on, whose checkpoints know their own checksums."""
+    """Verify a checkpoint's files and return its weights, memory-mapped. Raise UserError if they are damaged.
+    `manifest`: that of the finished run; None for an unfinished one, whose checkpoints have their own checksums."""
     if manifest is not None:
         files = {name: entry for name, entry in manifest["files"].items() if not name.endswith((OPTIMIZER, RNG))}
         damage = artifacts.first_damaged(checkpoint.parent.parent, files)
@@ -106,13 +107,14 @@ def load_weights(checkpoint: Path, manifest: dict[str, Any] | None) -> dict[str,
 
 
 def option(train: Path, name: str) -> Any:
-    """An option of the run; None where it is not set, or the run left no options."""
+    """Return an option of the run; None if it is not set, or the run left no options."""
     return OmegaConf.select(OmegaConf.load(train / CONFIG), name) if (train / CONFIG).is_file() else None
 
 
 def find_vocab(train: Path, inputs: dict[str, Any], shape: DrafterShape, data_folder: Path | None) -> DraftVocab:
-    """What the rows of lm_head mean: the file is known by its hash, and may lie in `data_folder`, beside train/, or
-    where the run's options say; else a UserError, as another one of the same size would change the rows in silence."""
+    """Return the draft vocabulary: what the rows of lm_head mean. Its file is known by its hash and may be in
+    `data_folder`, beside train/, or where the run's options say. Raise UserError if it is nowhere: another file of the
+    same size would silently change what the rows mean."""
     V = shape.vocab_size
     if shape.draft_vocab_size == V:
         return DraftVocab(np.arange(V, dtype=np.int64), V)
@@ -126,14 +128,15 @@ def find_vocab(train: Path, inputs: dict[str, Any], shape: DrafterShape, data_fo
 
 
 def read_export(run: Path) -> dict[str, Any]:
-    """The exporter's record of a run. UserError: there is none, it is damaged, or of other weights than train/ has."""
+    """Read the exporter's record of a run. Raise UserError if it is missing, or if the export is damaged or has
+    other weights than train/."""
     record = artifacts.read_json(run / EXPORTED, EXPORT)
     served = {name: file for name, file in record["files"].items() if not name.startswith(CARD)}
     if damage := artifacts.first_damaged(run, served):
         raise UserError(f"{damage}: run `{EXPORT}` again")
     if "checkpoint" not in record:
         raise UserError(f"{run / EXPORTED} is of an earlier version: run `{EXPORT}` again")
-    if (run / "train" / artifacts.MANIFEST).is_file():  # vLLM can do without
+    if (run / "train" / artifacts.MANIFEST).is_file():  # the export also works without it
         train, made_from = artifacts.read_json(run / "train" / artifacts.MANIFEST, TRAIN), record["inputs"]
         weights = train.get("files", {}).get(f"{train['checkpoint']}/{MODEL}", {}).get("sha256")
         if (made_from["train"], made_from["weights"]) != (train["fingerprint"], weights):
@@ -143,7 +146,7 @@ def read_export(run: Path) -> dict[str, Any]:
 
 
 def is_export_of(record: Mapping[str, Any], shape: DrafterShape, target_ids: list[int]) -> bool:
-    """Whether an export, by its record, is as small as a drafter of this shape, with these draft tokens."""
+    """Return whether an export, by its record, has these draft tokens and this shape's sliding window."""
     made = record["inputs"]
     quantized = "weights_as" in made  # by an earlier version
     kind = made["vocab"], made["shape"].get("sliding_window")
@@ -151,7 +154,7 @@ def is_export_of(record: Mapping[str, Any], shape: DrafterShape, target_ids: lis
 
 
 def training_of_export(folder: Path) -> dict[str, Any] | None:
-    """The manifest of the training whose export `folder` is, in its run; None where that is not known for certain."""
+    """Return the manifest of the training whose export is in `folder`; None if that is not known for certain."""
     run = folder.resolve().parent
     if folder.resolve().name != "export" or not (run / EXPORTED).is_file():
         return None

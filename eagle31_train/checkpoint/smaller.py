@@ -1,8 +1,8 @@
-"""A trained drafter made smaller for serving: a shorter attention (`export_sliding_window`), fewer draft tokens
+"""Makes a trained drafter smaller for serving: a shorter attention (`export_sliding_window`), fewer draft tokens
 (`export_vocab_size`).
 
 The first gains acceptance in long contexts, the second costs some. `evaluate` and `export` take the same drafter from
-here, so what the card tells was measured of what is served. The trained weights stay as they are.
+here, so the card's numbers are those of the drafter that is served. The trained weights stay as they are.
 """
 
 import dataclasses
@@ -21,9 +21,9 @@ from eagle31_train.rows import samples
 
 
 def served(config: Config) -> DrafterCheckpoint:
-    """The drafter that is evaluated and exported: of the run's finished training, as small as the options say.
-    UserError: training is not finished or damaged, the options leave nothing to drop, vLLM would not serve it, or the
-    data that says which tokens are used is missing or another."""
+    """Return the drafter to evaluate and export: that of the finished run, made as small as the options say. Raise
+    UserError if training is not finished or damaged, the options would drop nothing, vLLM would not serve the result,
+    or the data that says which tokens are used is missing or not the run's."""
     checkpoint = DrafterCheckpoint.of_run(Path(config.run_dir), config.data_folder)
     if config.export_sliding_window is not None:
         checkpoint = windowed(checkpoint, config.export_sliding_window)
@@ -33,7 +33,7 @@ def served(config: Config) -> DrafterCheckpoint:
 
 
 def windowed(checkpoint: DrafterCheckpoint, window: int) -> DrafterCheckpoint:
-    """The drafter with attention to the last `window` positions alone, its own included, in every layer."""
+    """Return the drafter with attention to the last `window` positions only, its own included, in every layer."""
     before = checkpoint.shape.sliding_window
     if before is not None and window >= before:
         raise UserError(f"export_sliding_window={window}: the drafter's window is {before} already: give less, or none")
@@ -44,7 +44,8 @@ def windowed(checkpoint: DrafterCheckpoint, window: int) -> DrafterCheckpoint:
 
 
 def pruned(checkpoint: DrafterCheckpoint, size: int, data: Path) -> DrafterCheckpoint:
-    """The drafter with the `size` draft tokens most written by the assistant in training; ends of answers stay."""
+    """Return the drafter with the `size` draft tokens that the assistant wrote most in training. Tokens that end
+    answers stay."""
     manifest = artifacts.read_json(data / artifacts.MANIFEST, "eagle31 data")
     checkpoint.check_data(manifest, data)
     before = checkpoint.vocab
