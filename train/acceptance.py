@@ -26,22 +26,22 @@ from train.parallel import Parallel
 
 @torch.no_grad()
 def evaluate(parallel: Parallel, split: StoreSplit, t: TrainConfig, keep_mask: Tensor, count: int) -> dict[str, Any]:
-    """`summarise` of so many conversations, spread over the split. keep_mask: [V] bool, which tokens of the target the
-    draft vocabulary holds."""
+    """Return `summarise` of `count` conversations, spread over the split. keep_mask: [V] bool, which tokens of the
+    target the draft vocabulary holds."""
     accelerator = parallel.accelerator
-    chosen = [i * len(split) // count for i in range(count)]  # sources stand one behind the other in some data
+    chosen = [i * len(split) // count for i in range(count)]  # some data is ordered by source
     lengths = [split.lengths[i] for i in chosen]
     mesh = Mesh(accelerator.num_processes, accelerator.process_index, t.context_parallel)
-    # As large as training's micro-batches, for whose memory there is room; or as the longest conversation, which
-    # needs none for gradients here. However they are cut, the numbers are the split's.
+    # As large as training's micro-batches, which fit in memory; or as the longest conversation, which fits without
+    # gradients. How batches are cut does not change the numbers.
     assert t.batch_tokens is not None, "open options are filled in by now"
     size = max([t.batch_tokens // (mesh.replicas * t.gradient_accumulation_steps), *lengths])
     batches = order.global_batches(lengths, size, seed=0, epoch=0)
     sums = torch.zeros(len(MEASURES), t.ttt_length, device=accelerator.device)
     weights = torch.zeros(t.ttt_length, device=accelerator.device)
     for first in range(0, len(batches), mesh.replicas):
-        # Every rank runs the model equally often, since weights and keys may be gathered from all: one that has
-        # no batch left takes the first of the round again, and counts it for nothing.
+        # Every rank runs the model equally often, since weights and keys may be gathered from all. A rank without a
+        # batch runs the first one of the round again, and does not count it.
         real = first + mesh.replica < len(batches)
         samples = [chosen[i] for i in batches[first + mesh.replica if real else first]]
         batch = build_batch(split.read_all(samples), t.ttt_length, keep_mask, t.oov, part=mesh.part)
@@ -50,8 +50,8 @@ def evaluate(parallel: Parallel, split: StoreSplit, t: TrainConfig, keep_mask: T
 
 
 class AcceptanceMeter:
-    """Measures the drafter that `parallel` trains. Ranks share the trajectories, at least one in all; each goes on for
-    evaluate.num_speculative_tokens - 1 tokens past its output, or more."""
+    """Measures the acceptance of the drafter that `parallel` trains. Ranks share the trajectories, of which there is at
+    least one. Each goes on for at least evaluate.num_speculative_tokens - 1 tokens past its output."""
 
     def __init__(self, config: Config, parallel: Parallel, store: Store, trajectories: list[Trajectory]) -> None:
         self.parallel, device, shape = parallel, parallel.accelerator.device, parallel.objective.drafter.shape
@@ -63,18 +63,18 @@ class AcceptanceMeter:
         self.dtype = getattr(torch, config.evaluate.dtype)
         self.embedding: Tensor | None = None
         if shape.share_embedding:
-            # Training's own copy, unless that is rounded: stage 4 has the target's.
+            # Training's own copy, unless it is rounded: stage 4 uses the target's.
             ours, theirs = parallel.objective.drafter.shared_embedding, store.target["embed_tokens"]
             exact = torch.promote_types(ours.dtype, theirs.dtype) == ours.dtype
             self.embedding = ours if exact else theirs[: shape.vocab_size].to(device)
 
     @torch.no_grad()
     def measure(self) -> dict[str, Any]:
-        """acceptance_length and acceptance_at_depth, as stage 4 counts them; the same on every rank, and collective."""
+        """Return acceptance_length and acceptance_at_depth, as stage 4 counts them. Collective; equal on all ranks."""
         device = self.target_ids.device
-        with torch.device("meta"):  # its weights come with each measurement, and go with it
+        with torch.device("meta"):  # it has weights only during a measurement
             drafter = Drafter(self.parallel.objective.drafter.shape, self.embedding)
-        weights = {  # from all ranks, where they are sharded
+        weights = {  # gathered from all ranks if they are sharded
             name: whole.to(self.served_in, copy=True).to(device, self.dtype) for name, whole in self.parallel.weights()
         }
         drafter.load_state_dict(weights, assign=True)

@@ -1,4 +1,4 @@
-"""From a configuration and a store to the things that are trained: shape, drafter, teacher, objective."""
+"""Builds what is trained from a configuration and a store: shape, drafter, teacher, objective."""
 
 from typing import Any
 
@@ -21,15 +21,15 @@ from eagle31_train.store import Store, StoreSplit
 from eagle31_train.targets.derive import default_batch_tokens
 
 FIRST_NORM, FIRST_SPREAD = 0.7, 2.0  # see `first_norm`
-LOOK_BACK = 12.0  # nats by which a head's score of the position that it begins with exceeds those far away
+LOOK_BACK = 12.0  # nats by which a head's score of the position that it first looks at exceeds scores far away
 
 
 def check_store(store: Store, data: dict[str, Any], config: Config) -> None:
-    """Refuse a store of other data (`data`: stage 1's manifest) or of another target than the configuration's."""
+    """Raise UserError for a store of other data (`data`: stage 1's manifest) or of another target than configured."""
     inputs = store.inputs
     if inputs["data"] != data["dataset_fingerprint"]:
         given = {"data_dir": config.data_dir, "store_dir": config.store_dir}
-        led = " or ".join(f"{name}={value}" for name, value in given.items() if value)  # not the store may be wrong
+        led = " or ".join(f"{name}={value}" for name, value in given.items() if value)  # the store may be right
         raise UserError(
             f"{store.location} was made from other data than lies in {config.data_folder} now: "
             + (f"correct {led}" if led else "run `eagle31 extract` again with overwrite=true")
@@ -42,7 +42,7 @@ def check_store(store: Store, data: dict[str, Any], config: Config) -> None:
 
 
 def tokens_of_a_step(split: StoreSplit, t: TrainConfig) -> int:
-    """`train.batch_tokens`, or its default for this training split; a UserError if a sample is longer."""
+    """Return `train.batch_tokens`, or its default for this training split. Raise UserError if a sample is longer."""
     longest = max(split.lengths)
     batch_tokens = t.batch_tokens or default_batch_tokens(sum(split.lengths), t.epochs, longest)
     row = f"row {split.lengths.index(longest)} of the train split in {split.store.location}"
@@ -51,7 +51,7 @@ def tokens_of_a_step(split: StoreSplit, t: TrainConfig) -> int:
 
 
 def check_pairs(split: StoreSplit, vocab: DraftVocab, oov: str) -> None:
-    """Raise a UserError if no sample has a pair to train. Usually the first that is read has one."""
+    """Raise UserError if no sample has a pair to train. Usually the first sample that is read has one."""
     keep_mask = torch.from_numpy(vocab.t2d)
     if not any(has_pairs(split.read(index, states=False), keep_mask, oov) for index in range(len(split))):
         raise UserError(
@@ -62,7 +62,7 @@ def check_pairs(split: StoreSplit, vocab: DraftVocab, oov: str) -> None:
 
 
 def shape_of(config: DrafterConfig, store: Store, vocab: DraftVocab) -> DrafterShape:
-    """The drafter's architecture, joined with what the store says of its target."""
+    """Return the drafter's architecture: its options, joined with what the store says about its target."""
     H, V = store.states["hidden_size"], store.states["vocab_size"]
     if vocab.target_size != V:
         raise UserError(
@@ -73,10 +73,10 @@ def shape_of(config: DrafterConfig, store: Store, vocab: DraftVocab) -> DrafterS
 
 
 def build_objective(config: Config, shape: DrafterShape, store: Store, vocab: DraftVocab) -> Objective:
-    """Drafter and teacher with their initial weights, on the CPU; the same for the same seed.
+    """Return drafter and teacher with their initial weights, on the CPU; the same for the same seed.
 
-    Where the widths agree, the drafter starts as a poor copy of the target's last layers (against random ones:
-    docs/log.md): fc passes the last auxiliary state on, lm_head is the target's, and so is about the final norm.
+    If the widths agree, the drafter starts as a poor copy of the target's last layers (compared with random ones in
+    docs/log.md): fc passes the last auxiliary state on, lm_head is the target's, and the final norm about the target's.
     """
     torch.manual_seed(config.seed)
     weights = store.target
@@ -87,7 +87,7 @@ def build_objective(config: Config, shape: DrafterShape, store: Store, vocab: Dr
     if shape.hidden_size == shape.target_hidden_size:
         drafter.lm_head.weight.data.copy_(head_rows)
         drafter.norm.weight.data.copy_(first_norm(weights["norm"]))
-        # fc passes the last auxiliary state on, a little of the others mixed in.
+        # fc passes the last auxiliary state on, with a little of the others mixed in.
         drafter.fc.weight.data.mul_(0.25)[:, -shape.hidden_size :] += torch.eye(shape.hidden_size)
     if shape.parallel and shape.attention_bias and not shape.qk_norm:
         look_back(drafter, config.train.ttt_length)
@@ -103,12 +103,12 @@ def build_objective(config: Config, shape: DrafterShape, store: Store, vocab: Dr
 
 
 def first_norm(target: Tensor) -> Tensor:
-    """Initial weights [D] of the drafter's final norm: the target's effective ones [D], scaled down, outliers clipped.
+    """Return initial weights [D] of the drafter's final norm: the target's effective ones, scaled down and clipped.
 
     At the start the drafter guesses the token that it has just been given. That is wrong, and under the target's own
     norm also confident. Gemma 3's norm scales some dimensions by up to 301; the normed state is fed back, so every step
-    would scale them again, and training did not recover in a hundred steps (docs/log.md). So it is FIRST_NORM where the
-    target has its median, nowhere beyond FIRST_SPREAD times that.
+    would scale them again, and training did not recover in a hundred steps (docs/log.md). So a weight is FIRST_NORM
+    where the target's is the median, and at most FIRST_SPREAD times that anywhere.
     """
     return FIRST_NORM * (target / target.abs().median()).clamp(-FIRST_SPREAD, FIRST_SPREAD)
 
@@ -118,9 +118,10 @@ def look_back(drafter: Drafter, steps: int) -> None:
     """Let head h of every layer of a parallel drafter attend, at first, to the position h mod `steps` before its own.
 
     The mask row of step k knows its slot only as the position k before it, and has the same query in all slots. Random
-    projections show it the mean of all positions, from which it learns slowly where to look (docs/log.md). With the
-    biases b of keys and R(-o) b of queries, R being RoPE's rotation, LOOK_BACK times the mean of cos(f (distance - o))
-    is added to its scores, f being the frequencies of the fastest quarter of the pairs, in which b lies.
+    projections show it the mean of all positions, from which it learns slowly where to look (docs/log.md). So keys get
+    a bias b, and queries R(-o) b, where R is RoPE's rotation and o = h mod `steps`. This adds LOOK_BACK times the mean
+    of cos(f (distance - o)) to the scores. The f are the frequencies of the fastest quarter of the pairs, where b is
+    not 0.
     """
     shape = drafter.shape
     width, pairs = shape.head_dim, max(1, shape.head_dim // 8)
@@ -135,8 +136,8 @@ def look_back(drafter: Drafter, steps: int) -> None:
 
 
 def choose_kernels(objective: Objective, t: TrainConfig, device: torch.device) -> str:
-    """Choose an objective's kernels by train.kernels; returns them in words. Unless that is `plain`, FlashAttention 3
-    or 4 is used where one is installed. UserError if fused kernels were asked for and cannot run on this device."""
+    """Choose an objective's kernels by train.kernels, and return them in words. Unless that is `plain`, use
+    FlashAttention 3 or 4 if installed. Raise UserError if fused kernels are asked for and cannot run on this device."""
     lack = missing(device)
     if t.kernels == "fused" and lack:
         raise UserError(f"train.kernels=fused cannot be: {lack}; set train.kernels=auto or plain")

@@ -1,13 +1,13 @@
-"""Checkpoints: all that a run needs to go on, committed whole.
+"""Checkpoints: all that a run needs to resume, committed atomically.
 
     checkpoints/step-000100/model.safetensors      the drafter's weights, fp32
                             optimizer.safetensors  its moments: exp_avg.NAME, exp_avg_sq.NAME, or momentum_buffer.NAME
                             drafter.json           the drafter's shape, for the stages after training
                             manifest.json          sealed: step, fingerprint, extra, size and checksum of each file
 
-A checkpoint is built in `.step-000100.tmp`, forced to the disk and only then renamed; older ones are removed after
-that. So at any instant the newest whole checkpoint is the one before a save, or the one after. Those of earlier
-versions also hold rng.safetensors, which nothing needs: no step draws from a global random generator.
+A checkpoint is built in `.step-000100.tmp`, synced to disk and only then renamed; older ones are removed after that.
+So at any instant the newest whole checkpoint is the one before a save, or the one after. Those of earlier versions also
+hold rng.safetensors, which nothing needs: no step draws from a global random generator.
 """
 
 import json
@@ -32,11 +32,11 @@ from eagle31_train.store.tensors import save_file
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A run after `step` optimizer steps. Its tensors are whole and on the CPU; those loaded are mapped from files."""
+    """A run after `step` optimizer steps. Its tensors are unsharded and on the CPU; loaded ones are memory-mapped."""
 
     step: int
     weights: dict[str, Tensor]
-    moments: dict[str, Tensor]  # exp_avg.NAME, exp_avg_sq.NAME
+    moments: dict[str, Tensor]  # exp_avg.NAME, exp_avg_sq.NAME, momentum_buffer.NAME
     shape: DrafterShape
     extra: Mapping[str, Any]  # JSON
 
@@ -45,7 +45,7 @@ class Snapshot:
 
 
 def newest(folder: Path, fingerprint: str, say: Callable[[str], None]) -> Path | None:
-    """The newest checkpoint of this run that is whole, every byte of it read; others are named and passed over."""
+    """Return the newest whole checkpoint of this run, if any. Read every byte; name damaged ones and skip them."""
     for path in reversed(in_order(folder)):
         if (problem := damage(path, fingerprint)) is None:
             return path
@@ -54,13 +54,13 @@ def newest(folder: Path, fingerprint: str, say: Callable[[str], None]) -> Path |
 
 
 def load(path: Path) -> Snapshot:
-    """Read a checkpoint that `newest` returned; any number of processes may."""
+    """Read a checkpoint that `newest` returned. Any number of processes may do so."""
     manifest, shape = sealed_manifest(path), run_folder.read_shape(path)
     return Snapshot(manifest["step"], load_file(path / MODEL), load_file(path / OPTIMIZER), shape, manifest["extra"])
 
 
 def damage(path: Path, fingerprint: str) -> str | None:
-    """What is wrong with a checkpoint, naming the file; None if it is whole and of the run with this fingerprint."""
+    """Return what is wrong with a checkpoint, naming the file; None if it is whole and has this fingerprint."""
     try:
         manifest = sealed_manifest(path)
     except UserError as error:
@@ -74,16 +74,18 @@ def damage(path: Path, fingerprint: str) -> str | None:
 
 
 class Saver(Background):
-    """Writes the checkpoints of a run in a background thread, and keeps the newest ones, and the best.
+    """Writes the checkpoints of a run in a background thread, and keeps the newest ones and the best.
 
-    A full disk, or another error of the file system, does not stop the run: it is said in one line, the older
-    checkpoints stay, and the next save tries again.
+    A full disk or another file-system error does not stop the run: one line reports it, the older checkpoints stay, and
+    the next save tries again.
 
     Args:
-        folder, fingerprint: of the run's checkpoints, and of the run.
-        keep: how many checkpoints stay, beside the best.
+        folder: holds the run's checkpoints.
+        fingerprint: of the run.
+        keep: how many checkpoints to keep besides the best.
         say: prints a line; called from the background thread.
-        step, best: of the checkpoint that the run goes on from, which `newest` has found whole, or 0; of the best.
+        step: of the checkpoint from `newest` that the run resumes from; 0 without one.
+        best: step of the best checkpoint, if any.
     """
 
     def __init__(
@@ -96,7 +98,7 @@ class Saver(Background):
         best: int | None = None,
     ) -> None:
         self.folder, self.fingerprint, self.keep, self.say, self.best = folder, fingerprint, keep, say, best
-        # Those after the one that the run goes on from are damaged.
+        # Those after the one that the run resumes from are damaged.
         self._whole = [path for path in in_order(folder) if step_of(path) <= step]
         self._failed: UserError | None = None
         super().__init__("checkpoint")
@@ -107,8 +109,8 @@ class Saver(Background):
         return self._whole[-1] if self._whole else None
 
     def save(self, snapshot: Snapshot, required: bool = False, best: bool = False) -> None:
-        """Wait for the save before this one, then begin to write; the snapshot is the saver's from now on. `required`:
-        return once it is on the disk, or raise a UserError. `best`: keep it until another one is the best."""
+        """Wait for the previous save, then start to write; the snapshot belongs to the saver from now on. `required`:
+        return when it is on disk, or raise UserError. `best`: keep it until another one is the best."""
         self.start(self._save, snapshot, best)
         if required:
             self.wait()
@@ -119,7 +121,7 @@ class Saver(Background):
         path = self.folder / name_of(snapshot.step)
         self._failed = None
         try:
-            self._remove_leftovers()  # whose bytes may be needed
+            self._remove_leftovers()  # their disk space may be needed
             _write(snapshot, path, self.fingerprint)
         except OSError as error:
             start = self.committed or "the beginning"
@@ -127,7 +129,7 @@ class Saver(Background):
             self._failed = UserError(f"{what}: mend that, and run the same command again, which goes on from {start}")
             self.say(f"checkpoint {what}: training goes on; a stop before the next one would go back to {start}")
             return
-        artifacts.remove_backup(self.folder.parent)  # a run that this one replaces
+        artifacts.remove_backup(self.folder.parent)  # of the run that this one replaces
         self.best = snapshot.step if best else self.best
         self._whole = [*self._whole, path][-self.keep :]
         try:
@@ -152,5 +154,5 @@ def _write(snapshot: Snapshot, path: Path, fingerprint: str) -> None:
         written = [temporary / name for name in (MODEL, OPTIMIZER, SHAPE)]
         files = {file.name: {"bytes": file.stat().st_size, "checksum": artifacts.checksum(file)} for file in written}
         manifest = {"step": snapshot.step, "fingerprint": fingerprint, "extra": dict(snapshot.extra), "files": files}
-        # Sealed as JSON has it: a key that is no string, for one, would be read back as another.
+        # Seal what JSON will read back: a key that is not a string, for one, comes back as another.
         (temporary / artifacts.MANIFEST).write_bytes(seal(json.loads(json.dumps(manifest)), indent=2))

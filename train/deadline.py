@@ -1,4 +1,4 @@
-"""When a run is told to stop: by SIGTERM, as a cluster does, by Ctrl-C, or by its own time limit."""
+"""Requests to stop a run: SIGTERM, as clusters send it, Ctrl-C, or its own time limit."""
 
 import math
 import signal
@@ -10,13 +10,13 @@ from eagle31_train.common.console import say
 from eagle31_train.common.errors import Interrupted, Stopped
 
 CTRL_C = "Ctrl-C"
-SAME = 1.0  # seconds: another interrupt within them is the same one, which a launcher has passed on, too
+SAME = 1.0  # seconds within which a second interrupt is the first one, which a launcher has also passed on
 
 
 class Deadline:
-    """`with Deadline(limit) as deadline:` notes a SIGTERM instead of dying of it; `limit`: seconds from now, if any.
+    """`with Deadline(limit) as deadline:` records a SIGTERM instead of exiting; `limit`: seconds from now, if any.
 
-    An interrupt is noted, too, once there are steps to save (`save_on_interrupt`). A second one ends the process at
+    Once there are steps to save (`save_on_interrupt`), an interrupt is recorded, too. A second one ends the process at
     once.
     """
 
@@ -36,24 +36,24 @@ class Deadline:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
-            if handler is not None:  # of C, which Python cannot give back
+            if handler is not None:  # None: a handler in C, which Python cannot restore
                 signal.signal(number, handler)
 
     @property
     def reason(self) -> str | None:
-        """Why this process is to stop; None if it is not."""
+        """Why this process should stop; None if it should not."""
         return self._signal or ("train.time_limit" if time.monotonic() >= self._end else None)
 
     def save_on_interrupt(self) -> None:
-        """Note interrupts from now on: the caller saves after each step where `reason` says so."""
+        """Record interrupts from now on: the caller saves and stops after the step at which `reason` is set."""
         self._saves = True
 
     def stopped(self, text: str) -> Stopped:
-        """What to raise with this text, by what the process was told."""
+        """Return the exception to raise with this text: Interrupted after Ctrl-C, otherwise Stopped."""
         return Interrupted(text) if self._signal == CTRL_C else Stopped(text)
 
     def pause(self, seconds: float) -> None:
-        """Sleep, before the first step; Stopped if this process is to stop, which has nothing to save."""
+        """Sleep, before the first step. Raise Stopped if this process should stop: it has nothing to save yet."""
         if self.reason is not None:
             raise Stopped(f"train: stopped by {self.reason} while it waited for the store; the same command goes on")
         time.sleep(seconds)
@@ -69,6 +69,6 @@ class Deadline:
         if before is not None or not self._saves:
             signal.default_int_handler(number, frame)
         self._signal = self._signal or CTRL_C
-        # From a thread: what the signal has interrupted may be printing.
+        # In a thread, since the code that the signal interrupted may be printing.
         text = "train: stops and saves after the next step; another Ctrl-C ends it at once, without saving"
         threading.Thread(target=say, args=(text, True)).start()

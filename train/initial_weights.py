@@ -1,10 +1,10 @@
 """Initial weights from another drafter: `train.init_from`, a run's folder or a published EAGLE 3 or 3.1 draft.
 
-Weights alone are taken: no moments, no position in the data. They mean what they meant only in the same shape, with
-the same RoPE and on the same auxiliary layers; anything else is refused. Two things may differ:
+Only weights are taken: no moments, no position in the data. They mean the same only with the same shape, RoPE and
+auxiliary layers; anything else is refused. Two things may differ:
 
-    draft vocabulary   lm_head's rows are taken token by token; tokens that it lacks keep the target's rows
-    EAGLE 3 → 3.1      fc_norm, which it lacks, starts so that fc reads about what it has read so far
+    draft vocabulary   lm_head's rows are taken token by token; tokens that the source lacks keep the target's rows
+    EAGLE 3 → 3.1      fc_norm, which the source lacks, starts so that fc reads about what it read before
 """
 
 from dataclasses import fields
@@ -28,24 +28,24 @@ from eagle31_train.model.vocab import DraftVocab
 from eagle31_train.store import Store, StoreSplit
 from eagle31_train.store.stream import Pause
 
-POSITIONS = 512  # of the store, whose states tell what fc has read so far
+POSITIONS = 512  # stored positions from whose states `state_rms` estimates what fc has read so far
 ROPE = {"rope_theta", "rope_scaling", "max_position_embeddings"}
-# What two drafters may differ in and still share weights, or is looked at in another way; all else must agree.
+# Fields in which drafters that share weights may differ, or that are compared in another way. All others must agree.
 ASIDE = {"draft_vocab_size", "share_embedding", "fc_norm", "norm_output", *ROPE}
-# Options that follow the source where they are open. Not its positions, of which no weight knows.
+# Options that, if open, take the source's value. Not its number of positions, on which no weight depends.
 FOLLOWED = {*MLA_WIDTHS, "q_lora_rank", "num_key_value_heads", "head_dim", "rope_scaling", *REQUIRED}
 FOLLOWED -= {"max_position_embeddings"}
 
 
 def open_source(config: Config, needed: bool = False) -> DrafterCheckpoint | None:
-    """The drafter that `train.init_from` names; None for fresh weights, and unless `needed` for a run that
-    `goes_by_record`. A UserError if there is none, or none to start from."""
+    """Return the drafter that `train.init_from` names. Return None for fresh weights and, unless `needed`, for a run
+    that `goes_by_record`. Raise UserError if there is no such drafter, or it is the run's own."""
     t = config.train
     if t.init_from is None or (goes_by_record(config) and not needed):
         return None
 
     def target_layers() -> int:
-        from eagle31_train.targets.hf import read_config  # imports transformers, seconds that are seldom needed
+        from eagle31_train.targets.hf import read_config  # imports transformers: slow, seldom needed
 
         return int(read_config(config.target).num_hidden_layers)
 
@@ -59,8 +59,8 @@ def open_source(config: Config, needed: bool = False) -> DrafterCheckpoint | Non
 
 
 def goes_by_record(config: Config) -> bool:
-    """Whether the configuration's run has a checkpoint, began with the same weights, and these are on the hub or gone:
-    it goes on without them."""
+    """Return whether the configuration's run resumes without its initial weights: it has a checkpoint, began with the
+    same weights, and these are on the hub or gone."""
     init, train = config.train.init_from, run_folder.latest_run(config.train_folder)
     if init is None or Path(split_name(init)[0]).exists() or not (train / RECORD).is_file():
         return False
@@ -70,7 +70,7 @@ def goes_by_record(config: Config) -> bool:
 
 
 def identity(config: Config, source: DrafterCheckpoint | None) -> str | None:
-    """What tells the weights that a run begins with from any others; None for fresh ones."""
+    """Return what identifies the weights that a run begins with; None for fresh ones."""
     if source is not None:
         return source.initial_identity
     if config.train.init_from is None:
@@ -80,13 +80,13 @@ def identity(config: Config, source: DrafterCheckpoint | None) -> str | None:
 
 
 def refuse_other_kind(source: DrafterCheckpoint, shape: DrafterShape, store: Store) -> None:
-    """Raise a UserError that names the options to set, where the weights would mean something else here."""
+    """Raise UserError, naming the options to set, if the weights would mean something else here."""
     there = source.shape
     other = {field.name for field in fields(there) if field.name not in ASIDE}
     other |= set() if _same_rope(there, shape) else ROPE
-    if there.sliding_window is None:  # one that saw all can go on with a window
+    if there.sliding_window is None:  # a drafter that saw everything can go on with a window
         other -= {"sliding_window"}
-    # EAGLE 3 can go on as 3.1; the other way there is nowhere to put what fc_norm has learnt.
+    # EAGLE 3 can go on as 3.1. The other way round, there is no place for what fc_norm has learnt.
     other |= {name for name in ("fc_norm", "norm_output") if getattr(there, name)}
     theirs, ours = ({name: getattr(kind, name) for name in other} for kind in (there, shape))
     if change := artifacts.describe_change(theirs, ours):
@@ -102,12 +102,12 @@ def refuse_other_kind(source: DrafterCheckpoint, shape: DrafterShape, store: Sto
 
 
 def _same_rope(there: DrafterShape, here: DrafterShape) -> bool:
-    """Whether RoPE does the same, however it is written."""
+    """Return whether RoPE does the same, however it is written."""
     if all(getattr(there, name) == getattr(here, name) for name in ROPE):
         return True
     try:
         old, new = Rope(there), Rope(here)
-    except UserError:  # theirs is one that vLLM would read otherwise
+    except UserError:  # vLLM would read theirs differently
         return False
     kinds = {rope_parameters(shape)["rope_type"] for shape in (there, here)}  # some act on long inputs only
     factors = {(rope.factor, rope.softmax_factor) for rope in (old, new)}
@@ -121,9 +121,9 @@ def _same_rope(there: DrafterShape, here: DrafterShape) -> bool:
 def copy_weights(
     source: DrafterCheckpoint, vocab: DraftVocab, store: Store, drafter: Drafter, pause: Pause | None = None
 ) -> None:
-    """Copy the source's weights into a drafter that has its own initial weights and is not wrapped yet, on every rank,
-    to the same bits. What they lack keeps its value, which is said. pause: as `Store.wait_for`'s, where states are
-    needed that are not there yet."""
+    """Copy the source's weights into a drafter that has its own initial weights and is not wrapped yet. Every rank gets
+    the same bits. What the source lacks keeps its value, and a line says so. pause: as in `Store.wait_for`, for states
+    that are needed but not there yet."""
     say(f"train: starts with the weights of {source.folder}")
     if source.train is not None and source.manifest is None and Path(source.where).resolve() != source.folder.resolve():
         say(
@@ -153,17 +153,17 @@ def copy_weights(
 
 
 def input_scale(split: StoreSplit, pause: Pause) -> list[float]:
-    """`train.fc_input_scale` of an fc without a norm before it: the powers of two next to 1 / `state_rms`."""
+    """Return `train.fc_input_scale` of an fc without a norm before it: the powers of two nearest to 1 / `state_rms`."""
     return (2.0 ** -state_rms(split, None, pause).log2().round()).tolist()
 
 
 def state_rms(split: StoreSplit, input_norm: RMSNorm | None = None, pause: Pause | None = None) -> Tensor:
-    """[A] fp32, the RMS of each auxiliary layer's states, of the split's first POSITIONS, behind the norm of all of
-    them together where there is one (`norm_before_fc`).
+    """Return the median RMS of each auxiliary layer's states at the split's first POSITIONS positions, [A] fp32. The
+    states are taken after the norm of all layers together, if there is one (`norm_before_fc`).
 
-    fc_norm divides a state by its RMS r; with the weight c, fc reads c / r times what it read before. The median of
-    r is the c with which it reads at most as many states too large as too small: a mean would follow the first
-    tokens of the documents, whose states are hundreds of times as large in some targets.
+    fc_norm divides a state by its RMS r. With the weight c, fc reads c / r times what it read before. If c is the
+    median of r, fc reads at most as many states too large as too small. A mean would follow the first tokens of the
+    documents, whose states are hundreds of times as large in some targets.
     """
     rows: list[Tensor] = []
     for index in range(len(split)):

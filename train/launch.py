@@ -1,7 +1,7 @@
-"""What was launched, and whether it is what was asked for.
+"""Checks that what was launched is what was asked for.
 
-accelerate drops settings that a machine cannot serve without a word: processes that each train alone, plugins
-that do not exist on a CPU. So what came is compared with what the launch asked for, before anything is trained.
+accelerate silently drops settings that a machine cannot serve: processes would each train alone, or without plugins
+that do not exist on a CPU. So the result is compared with what the launch asked for, before anything is trained.
 """
 
 import logging
@@ -37,35 +37,35 @@ from eagle31_train.precision import whole_float32
 from train import tracking
 
 SEE = "see docs/launch.md"
-DEEPSPEED = "0.19.8"  # as in pyproject.toml: the first whose ZeRO-1 and 2 leave out an fp32 update that is not finite
-SETTINGS = "ACCELERATE_DEEPSPEED_CONFIG_FILE"  # DeepSpeed's, as accelerate's launcher hands them on
+DEEPSPEED = "0.19.8"  # as in pyproject.toml: the first whose ZeRO-1 and 2 skip an fp32 update that is not finite
+SETTINGS = "ACCELERATE_DEEPSPEED_CONFIG_FILE"  # set by accelerate's launcher; names DeepSpeed's settings
 FALSE = ("false", "no", "off", "n", "f", "0")  # as accelerate reads them
-# For how long ranks wait for one another: the main process may read and write checkpoints on a slow disk meanwhile.
+# How long ranks wait for one another: the main process may be reading or writing checkpoints on a slow disk.
 PATIENCE = timedelta(hours=2)
 
 
 def make_accelerator(config: Config, folder: Path) -> Accelerator:
-    """The accelerator; a UserError if it is not what was asked for, or nothing that this trainer serves."""
+    """Return the accelerator. Raise UserError if it is not what was asked for, or this trainer does not support it."""
     check_environment(config.train)
     whole_float32()
     if config.train.deterministic:
         make_deterministic()
-    # Future warnings are for the authors of libraries; users cannot mend them.
+    # Future warnings are for the authors of libraries; users cannot fix them.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|accelerate|deepspeed)\.")
-    # Nor does ZeRO-3 need to understand what the drafter's modules return: the objective is gathered as a whole.
+    # ZeRO-3 need not understand what the drafter's modules return, either: the objective is gathered as a whole.
     logging.getLogger("DeepSpeed").addFilter(lambda record: "unknown inputs or outputs" not in record.getMessage())
     zero = parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
     on_cpu = zero and not torch.cuda.is_available()
-    if on_cpu:  # through gloo alone: else DeepSpeed compiles, for minutes, what helps processes to share memory
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it looks for others, and says that there are none
+    if on_cpu:  # use gloo alone: DeepSpeed would spend minutes compiling its shared-memory operator
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or it would look for others, and say that there are none
         from deepspeed import ops
 
         ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if ranks() > 1 and os.getppid() != PARENT:
-        # It would meet the processes of the next launch, which listens where the first did, and leave them waiting.
+        # It would join the processes of the next launch, which listens at the same address, and leave them waiting.
         raise UserError("the launcher of this process has ended, was killed perhaps: give its command again")
     accelerator = Accelerator(
-        mixed_precision="no",  # Objective.autocast is the precision, alike in all profiles
+        mixed_precision="no",  # Objective.autocast sets the precision, the same in all profiles
         log_with=tracking.loggers(config) or None,
         project_dir=str(folder),
         deepspeed_plugin=deepspeed_plugin(config.train) if zero else None,
@@ -81,18 +81,18 @@ def make_accelerator(config: Config, folder: Path) -> Accelerator:
 
 
 def spans_machines() -> bool:
-    """Whether the launch has processes on more than one machine."""
+    """Return whether the launch has processes on more than one machine."""
     return ranks() > (ranks_here() or ranks())
 
 
 def ranks_here() -> int | None:
-    """Processes of the launch on this machine, if it says: torchrun's name for it, or DeepSpeed's."""
+    """Return the number of the launch's processes on this machine, as torchrun or DeepSpeed sets it; None if unset."""
     count = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
     return int(count) if count else None
 
 
 def check_environment(t: TrainConfig) -> None:
-    """Raise a UserError for what a launch's environment asks for and this trainer would not do, or does otherwise."""
+    """Raise UserError for what the launch's environment asks for and this trainer does not do, or does differently."""
     asked = os.environ.get
     refuse_lone_process()
     on_gpus = torch.cuda.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU")
@@ -118,26 +118,26 @@ def check_environment(t: TrainConfig) -> None:
 
 
 def make_deterministic() -> None:
-    """Let torch choose kernels that give the same bits every time, and raise where it has none. Call it before CUDA is
-    used: cuBLAS reads its variable when it starts."""
+    """Make torch use kernels that give the same bits every time, and raise where it has none. Call this before CUDA is
+    used: cuBLAS reads its environment variable when it starts."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
 
 
 def deepspeed_plugin(t: TrainConfig) -> DeepSpeedPlugin:
-    """DeepSpeed's settings, of the JSON file that accelerate's configuration names; a UserError if they contradict this
-    trainer's, or DeepSpeed is too old."""
+    """Return DeepSpeed's settings from the JSON file that accelerate's configuration names. Raise UserError if they
+    contradict this trainer's, or DeepSpeed is too old."""
     if compare_versions("deepspeed", "<", DEEPSPEED):
         raise UserError(f"this DeepSpeed would update the weights by NaN and go on: install {DEEPSPEED} or later")
     if (file := Path(os.environ.get(SETTINGS, ""))).parts[:2] == ("configs", "deepspeed") and not file.is_file():
-        # As our profiles name it, below the top of a checkout. This is another folder, or there is no checkout.
+        # Our profiles name it relative to the top of a checkout. This is another folder, or there is no checkout.
         os.environ[SETTINGS] = str(CONFIGS / file.relative_to("configs"))
     try:
         plugin = DeepSpeedPlugin()
     except ValueError as error:
         raise UserError(f"accelerate refuses DeepSpeed's settings ({error}): {SEE}") from None
     settings = plugin.deepspeed_config
-    # What train.* says too: the values that do not contradict it.
+    # Settings that train.* has, too, and their values that do not contradict it.
     harmless: dict[str, tuple[Any, ...]] = {
         "optimizer": (None,),
         "scheduler": (None,),
@@ -155,7 +155,7 @@ def deepspeed_plugin(t: TrainConfig) -> DeepSpeedPlugin:
     check_zero(t)
     settings.pop("train_batch_size", None)
     settings["gradient_accumulation_steps"] = 1
-    settings["train_micro_batch_size_per_gpu"] = 1  # DeepSpeed wants a number; batches are the trainer's own
+    settings["train_micro_batch_size_per_gpu"] = 1  # DeepSpeed needs a number; the trainer makes its own batches
     settings["zero_force_ds_cpu_optimizer"] = False  # torch's fused AdamW steps on CPUs too, to the same bits
     settings["zero_allow_untested_optimizer"] = True
     settings.setdefault("steps_per_print", 1 << 60)
@@ -163,7 +163,7 @@ def deepspeed_plugin(t: TrainConfig) -> DeepSpeedPlugin:
 
 
 def check_accelerator(accelerator: Accelerator) -> None:
-    """Raise a UserError if kind, number of processes or back end are not what the launch asked for."""
+    """Raise UserError if the number of processes or the kind of parallelism is not what the launch asked for."""
     came, count = accelerator.distributed_type, accelerator.num_processes
     if count != (launched := ranks()):
         raise UserError(
@@ -175,7 +175,7 @@ def check_accelerator(accelerator: Accelerator) -> None:
         raise UserError("FSDP2 shards over several processes, and one was launched: use configs/accelerate/gpu.yaml")
     if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
         wanted = DistributedType.DEEPSPEED
-    elif accelerator.device.type == "cpu":  # where accelerate knows no FSDP
+    elif accelerator.device.type == "cpu":  # where accelerate does not support FSDP
         wanted = DistributedType.MULTI_CPU
     elif fsdp:
         wanted = DistributedType.FSDP
@@ -191,9 +191,9 @@ def check_accelerator(accelerator: Accelerator) -> None:
 def check_alike(
     accelerator: Accelerator, inputs: dict[str, Any], config: Config, measured_on: Sequence[str], counted: bool
 ) -> None:
-    """Raise a SharedError that names the first rank that would train something else than rank 0, or out of step.
-    inputs: what the trained weights depend on; measured_on: prompts, by their digests; counted: whether the store's
-    plan has the supervised positions by which samples are dealt."""
+    """Raise SharedError, naming the first rank that would train something other than rank 0, or out of step with it.
+    inputs: what the trained weights depend on; measured_on: digests of prompts; counted: whether the store's plan has
+    the supervised positions by which samples are dealt."""
     options = {**asdict(config.train), **inputs["train"]}
     del options["time_limit"]  # each may have its own
     zero = accelerator.state.deepspeed_plugin
@@ -206,7 +206,7 @@ def check_alike(
         "deepspeed": zero.deepspeed_config["zero_optimization"] if zero else None,
         "torch": torch.__version__,
         "trajectories": measured_on,
-        "store.supervised": counted,  # else ranks would share a step out in two ways
+        "store.supervised": counted,  # or ranks would divide a step differently
         "evaluate": {"dtype": config.evaluate.dtype, "draft_tokens": config.evaluate.num_speculative_tokens},
     }
     everyone = gather_object([facts])
@@ -218,7 +218,8 @@ def check_alike(
 
 
 def agreed(accelerator: Accelerator, make: Callable[[], Any]) -> Any:
-    """What the main process makes, on every rank; a SharedError on each if it raised a UserError."""
+    """Call `make` on the main process and return its result on every rank. If it raises UserError, raise SharedError on
+    every rank."""
     value = problem = None
     if accelerator.is_main_process:
         try:
@@ -233,7 +234,7 @@ def agreed(accelerator: Accelerator, make: Callable[[], Any]) -> Any:
 
 
 def stop_all(accelerator: Accelerator, problem: str) -> NoReturn:
-    """End a run that every rank knows to be over, by a SharedError; all come here."""
+    """Raise SharedError to end the run. Every rank must call this."""
     if accelerator.is_main_process:  # before any rank ends: a launcher then ends the others
         note(f"error: {problem}", error=True)
     wait_at_the_end(accelerator)
@@ -241,9 +242,9 @@ def stop_all(accelerator: Accelerator, problem: str) -> NoReturn:
 
 
 def wait_at_the_end(accelerator: Accelerator) -> None:
-    """Wait for every rank, whereupon this one may end."""
+    """Wait for every rank. After that, this one may end."""
     accelerator.wait_for_everyone()
     if accelerator.num_processes > 1:
-        # Gloo's thread lets go of the last exchange's tensors now, for which it needs the interpreter. Whoever frees
-        # the group in that instant waits for the thread with the interpreter in hand, for ever (torch 2.13).
+        # Gloo's thread now releases the last exchange's tensors, for which it needs the GIL. Freeing the group at that
+        # instant would wait for the thread while holding the GIL: a deadlock (torch 2.13).
         time.sleep(0.1)

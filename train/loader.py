@@ -1,4 +1,4 @@
-"""From the store to a rank's micro-batches, ahead of the training."""
+"""Loads a rank's micro-batches from the store, ahead of training."""
 
 import time
 from collections import deque
@@ -19,17 +19,17 @@ from eagle31_train.model.context_parallel import Mesh
 from eagle31_train.store import StoreSplit
 from train.deadline import Deadline
 
-POLL = 0.5  # seconds between looks at whether this process is to stop
-GRACE = 10.0  # seconds that a process which is to stop still waits for shards that may not come
+POLL = 0.5  # seconds between checks of whether this process should stop
+GRACE = 10.0  # seconds that a process that should stop still waits for shards that may not come
 
 
 @dataclass(frozen=True)
 class MicroBatch:
     """What a rank runs the model on at once.
 
-    batch: packed documents; with train.context_parallel this rank's part of them. real: False for a stand-in: where a
-    global batch has fewer samples than there are parts, a rank takes part in the gradient exchange with a sample that
-    counts for nothing.
+    batch: packed documents; with train.context_parallel, this rank's part of them. real: False for a stand-in. If a
+    global batch has fewer samples than parts, a rank takes part in the gradient exchange with a sample that does not
+    count.
     """
 
     batch: Batch
@@ -38,9 +38,9 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class StepTotals:
-    """What ranks add up before a step's gradients; one tensor, so that they do so in one exchange."""
+    """What ranks add up before a step's gradients, in one tensor, so that one exchange is enough."""
 
-    packed: Tensor  # [K + 1] int64: trained pairs per TTT step, then the number of ranks that are to stop
+    packed: Tensor  # [K + 1] int64: trained pairs per TTT step, then the number of ranks that should stop
 
     @property
     def pairs(self) -> Tensor:
@@ -49,11 +49,11 @@ class StepTotals:
 
     @property
     def stop_requested(self) -> bool:
-        """Whether a rank is to stop; waits for the device that holds it."""
+        """Whether any rank should stop. Reading it waits for the device that holds it."""
         return bool(self.packed[-1])
 
     def request_stop(self) -> None:
-        """This rank is to stop, and the others with it."""
+        """Make this rank stop, and the others with it."""
         self.packed[-1] = 1
 
 
@@ -81,30 +81,31 @@ def load(
     accelerator: Accelerator,
     deadline: Deadline | None = None,
 ) -> Iterator[GlobalBatch]:
-    """This rank's part of every step after `done`, read `train.num_workers` steps ahead in the background.
+    """Yield this rank's part of every step after `done`, read `train.num_workers` steps ahead in the background.
 
-    What and in which order depends neither on the number of ranks nor on that of workers. For a CUDA device, tensors
-    lie in page-locked memory.
+    What a step trains on, and the order of steps, depend neither on the number of ranks nor on that of workers. For a
+    CUDA device, tensors are in page-locked memory.
 
     Args:
         batches: the samples of every step of the run.
         keep_mask: [V] bool, which tokens of the target the draft vocabulary holds.
 
     Raises:
-        Stopped: this process is to stop, and shards are still being waited for. To save takes all ranks: nothing is
-            saved. A slow read of what is there is waited for: the step after it ends on all ranks, and is saved.
+        Stopped: this process should stop, and shards that it waits for have not come. Nothing is saved, since that
+            takes all ranks. A slow read of shards that are there is waited for; its step ends on all ranks and is
+            saved.
     """
     pin = accelerator.device.type == "cuda"
     mesh = Mesh(accelerator.num_processes, accelerator.process_index, t.context_parallel)
 
-    lacking: set[int] = set()  # steps of which the store has not all shards
+    lacking: set[int] = set()  # steps whose shards the store may not all have yet
 
     def read(step: int, samples: list[int]) -> tuple[list[MicroBatch], StepTotals]:
         lacking.add(step)
-        split.wait_for(samples)  # here, where every rank waits for the same, and not inside an exchange of gradients
+        split.wait_for(samples)  # here, where all ranks wait for the same, not inside an exchange of gradients
         lacking.discard(step)
         subset = None
-        if t.slots_per_batch is not None:  # chosen alike by every rank, among the slots of all of them
+        if t.slots_per_batch is not None:  # every rank makes the same choice, among the slots of all
             documents = [split.read(i, states=False) for i in samples]
             subset = choose_slots(documents, t.ttt_length, keep_mask, t.oov, t.slots_per_batch, seed, step)
         micro_batches = []
@@ -112,7 +113,7 @@ def load(
         if subset is not None:  # drawn in runs, so that some documents have many and others none
             slots = subset.slots
         costs = order.costs(lengths, slots, t.ttt_length)
-        # No part without a conversation on every rank.
+        # No more micro-batches than can each have a conversation on some rank.
         parts = mesh.replicas * min(t.gradient_accumulation_steps, ceil(len(samples) / mesh.replicas))
         dealt = order.share(samples, costs, parts)
         for part in dealt[mesh.replica :: mesh.replicas]:

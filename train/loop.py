@@ -23,7 +23,7 @@ def train(config: Config) -> None:
         UserError: missing, damaged or mismatched input, or a launch that this trainer cannot serve.
         Stopped: SIGTERM, Ctrl-C or the time limit came; a checkpoint was saved.
     """
-    from train.prepare import prepare  # takes seconds; a mistyped option has been refused by now
+    from train.prepare import prepare  # takes seconds to import; a mistyped option has been refused by now
 
     with ExitStack() as resources:  # closed however training ends
         trainer = prepare(config, resources)

@@ -16,13 +16,14 @@ from eagle31_train.reporting.training_page import HELDOUT, METRICS, TIMINGS
 
 
 def summarise(sums: Tensor) -> dict[str, Any]:
-    """MEASURES summed over batches and ranks, [len(MEASURES), K] → what is reported.
+    """Turn MEASURES summed over batches and ranks, [len(MEASURES), K], into what is reported.
 
     Returns:
-        loss: mean divergence per depth, in nats, averaged over depths; accuracy: [K] share of
-        eligible pairs whose arg-max is the target's over the full vocabulary; prefix: [K] J_k, share
-        of slots right at every step 0..k; acceptance_estimate: 1 + sum J_k; rms: [K] RMS of the state step k reads.
-        Of a depth that no slot reaches, None (and 0 in means and sums).
+        loss: mean divergence per depth, in nats, averaged over depths; acceptance_estimate: 1 + sum J_k; oov_share:
+        share of eligible pairs that are not trained. [K] each: loss_at_depth; accuracy_at_depth: share of eligible
+        pairs whose arg-max is the target's over the full vocabulary; prefix_at_depth: J_k, share of slots right at
+        every step 0..k; rms_at_depth: RMS of the state that step k reads. A depth that no slot reaches has None there,
+        and counts as 0 in means and sums.
     """
     loss, trained, correct, eligible, prefix, eligible_prefix, rms, slots = sums.double().cpu()
     per_depth = loss / trained.clamp(min=1)
@@ -39,14 +40,14 @@ def summarise(sums: Tensor) -> dict[str, Any]:
 
 
 def heldout_text(metrics: dict[str, Any]) -> str:
-    """`summarise` of the held-out split in a line. Where it has no pair, a loss of 0 would look like a perfect one."""
+    """Return `summarise` of the held-out split as text. Without any pair, a loss of 0 would look perfect."""
     if all(loss is None for loss in metrics["loss_at_depth"]):
         return "the held-out split has nothing to predict: raise data.draft_vocab_size or data.heldout"
     return f"held-out loss {metrics['loss']:.3f}, acceptance estimate {metrics['acceptance_estimate']:.3f}"
 
 
 def _shares(sums: Tensor, counts: Tensor) -> list[float | None]:
-    """[K]: sums over counts; None where nothing was counted, which is no 0."""
+    """Return sums / counts, [K]; None, which is not 0, where nothing was counted."""
     return [share if count else None for share, count in zip((sums / counts).tolist(), counts.tolist(), strict=True)]
 
 
@@ -57,7 +58,7 @@ def reduce_sums(accelerator: Accelerator, value: Tensor) -> Tensor:
 
 
 def fetch(*values: Tensor) -> list[Tensor]:
-    """Tensors of a device, on the CPU in fp64: one transfer and one wait for all of them."""
+    """Copy tensors from a device to the CPU, in fp64, with one transfer and one wait for all of them."""
     together = torch.cat([value.detach().double().flatten() for value in values]).cpu()
     parts = together.split([value.numel() for value in values])
     return [part.view(value.shape) for part, value in zip(parts, values, strict=True)]
@@ -69,8 +70,8 @@ def fetch(*values: Tensor) -> list[Tensor]:
 def cut(rows: Path, step: int) -> None:
     """Remove the JSON rows after `step` and a torn last line, which a kill after the checkpoint left.
 
-    Rows lie in the order of their steps, so the file is only shortened: that needs no room, and a kill meanwhile does
-    no harm. A damaged line before them stays: `eagle31 report` names it.
+    Rows are in the order of their steps, so the file is only truncated: that needs no disk space, and a kill during it
+    does no harm. A damaged line before them stays: `eagle31 report` names it.
     """
     if not rows.exists():
         return
@@ -84,22 +85,22 @@ def cut(rows: Path, step: int) -> None:
 
 
 def append(rows: Path, row: dict[str, Any]) -> None:
-    """Write one row; numbers that are not finite become null, which JSON has. A UserError on a full disk."""
+    """Append one row; numbers that are not finite become null, as JSON requires. Raise UserError on a full disk."""
     remedy = "make room and run the same command, which goes on from the last checkpoint"
     with artifacts.explained(f"write {rows}", remedy), rows.open("a") as file:
         file.write(json.dumps(plain(row), allow_nan=False) + "\n")
 
 
 def _step_of(line: bytes) -> int:
-    """The step of a row; 0 of a line that is none."""
+    """Return the step of a row, or 0 if the line is not a row."""
     try:
         return int(foreign.parse_json(line)["step"])
-    except (ValueError, TypeError, KeyError, OverflowError):  # the last of Infinity
+    except (ValueError, TypeError, KeyError, OverflowError):  # OverflowError: Infinity
         return 0
 
 
 def plain(value: Any) -> Any:
-    """The same without numbers that JSON does not know."""
+    """Return the value with None for numbers that JSON does not know."""
     if isinstance(value, dict):
         return {name: plain(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -109,7 +110,7 @@ def plain(value: Any) -> Any:
 
 class Reporter:
     """Writes metrics on the main process; other ranks' calls do nothing. A row of metrics.jsonl is the same bit for bit
-    in a run that was stopped and went on; what the clock or the machine says goes into timings.jsonl."""
+    in a run that was stopped and resumed. What depends on the clock or the machine goes into timings.jsonl."""
 
     def __init__(self, accelerator: Accelerator, folder: Path, step: int, total: int) -> None:
         self.accelerator, self.main = accelerator, accelerator.is_main_process
@@ -137,7 +138,7 @@ class Reporter:
             self.accelerator.log(scalars("timing", {**values, **speed}), step=step)
 
     def progress(self, tokens: int, loss: float, estimate: float) -> None:
-        """Move the live line one step on; `tokens` is what this step read. A step without a loss has NaN."""
+        """Advance the progress line by one step, which read `tokens` tokens. A step without a loss passes NaN."""
         self.tokens += tokens
         rate = self.tokens / (time.perf_counter() - self.began)
         trained = f"loss {loss:.3f} est. acceptance {estimate:.3f} " if isfinite(loss) else ""
@@ -145,7 +146,7 @@ class Reporter:
         self.bar.update(1)
 
     def close(self) -> None:
-        """End the progress line and see that every row is on the disk; calling it again does nothing."""
+        """End the progress line and sync every row to disk. May be called again."""
         self.bar.close()
         for path in (self.metrics, self.timings):
             if self.main and path.exists():
@@ -153,8 +154,8 @@ class Reporter:
 
 
 def scalars(group: str, values: dict[str, Any]) -> dict[str, float]:
-    """A row as trackers take it: `group/name` → number, `group/name/k` for depth k of a list, `heldout/name` for
-    heldout_name. What is no finite number is left out: trackers either fail on it or draw it as zero."""
+    """Return a row as trackers take it: `group/name` → number, `group/name/k` for depth k of a list, `heldout/name` for
+    heldout_name. What is not a finite number is left out: trackers either fail on it or draw it as zero."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         where = f"heldout/{name.removeprefix(HELDOUT)}" if name.startswith(HELDOUT) else f"{group}/{name}"

@@ -1,4 +1,4 @@
-"""What updates the weights: AdamW, or Muon on the matrices and AdamW on the rest.
+"""The optimizers: AdamW, or Muon on the matrices and AdamW on the rest.
 
 Muon (Jordan et al., 2024; "Muon is Scalable for LLM Training", arXiv 2502.16982) makes the momentum of a matrix
 orthogonal before it is applied. Its steps are scaled to the size of AdamW's, so that train.lr means the same for both.
@@ -19,22 +19,22 @@ from eagle31_train.config import TrainConfig
 from eagle31_train.model.loss import parts
 from eagle31_train.planning.work import NOT_MAPS, newton_schulz_flops
 
-ADAMW = ("exp_avg", "exp_avg_sq")  # its moments
-MOMENTS = (*ADAMW, "momentum_buffer")  # and Muon's
+ADAMW = ("exp_avg", "exp_avg_sq")  # AdamW's moments
+MOMENTS = (*ADAMW, "momentum_buffer")  # those and Muon's
 MOMENTUM = 0.95
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Jordan's coefficients
 ITERATIONS = 5
-STRIPE = 192  # rows that a CPU multiplies at once where the product is symmetric; of 96 to 288 it was the fastest
+STRIPE = 192  # rows that a CPU multiplies at once if the product is symmetric; the fastest of 96 to 288
 
 
 class Muon(torch.optim.Optimizer):
-    """torch's own Muon to the bit in bf16, and two things that torch 2.13's lacks.
+    """Muon, bit for bit torch's own in bf16, with two things that torch 2.13's lacks.
 
-    It iterates in `dtype`, float32 where training does: torch's iterates in bf16 everywhere, which on a CPU without
-    such instructions takes more than ten times as long (docs/log.md). And ranks share the work: each makes some of the
-    matrices orthogonal, whole, as one process makes them so, to the bit, and sends them to the others. Of sharded
-    matrices momentum and weights stay sharded. torch's does all on every rank or, if sharded, iterates on the shards,
-    with 15 exchanges a matrix, and fails where a matrix has fewer rows than there are ranks.
+    It iterates in `dtype`, which is float32 if training's is. torch's iterates in bf16 everywhere, which takes more
+    than ten times as long on a CPU without bf16 instructions (docs/log.md). And ranks share the work: each makes some
+    whole matrices orthogonal, bit for bit as one process would, and sends them to the others. Momentum and weights of
+    sharded matrices stay sharded. torch's does all on every rank or, if sharded, iterates on the shards, with 15
+    exchanges per matrix, and fails if a matrix has fewer rows than there are ranks.
     """
 
     def __init__(self, parameters: Any, lr: float, weight_decay: float, dtype: torch.dtype) -> None:
@@ -43,22 +43,22 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Update what has a gradient; a closure is not called. Every rank calls it, with the same matrices."""
+        """Update every matrix that has a gradient. Every rank calls this, with the same matrices and no closure."""
         assert closure is None
         learning = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         costs = [round(newton_schulz_flops([(len(p), p.shape[1])])) for p, _ in learning]
         shares = [[learning[index] for index in some] for some in share(range(len(learning)), costs, ranks)]
         sent: list[Sent] = []
-        for dealt in zip_longest(*shares):  # one matrix for each rank, while there are so many
+        for dealt in zip_longest(*shares):  # one matrix for each rank, as long as there are enough
             mine = torch.empty(0)
             everyone = [(owner, *one) for owner, one in enumerate(dealt) if one is not None]
             for owner, parameter, _ in everyone:
-                whole = self._momentum(parameter)  # of a sharded matrix gathered by all, and kept by its owner
+                whole = self._momentum(parameter)  # if sharded, all ranks gather it, and its owner keeps it
                 mine = whole if owner == rank else mine
-            if dealt[rank] is not None:  # after all is gathered, or each would wait for the one before
+            if dealt[rank] is not None:  # after all are gathered: ranks would wait for one another
                 mine = orthogonal(mine).contiguous()
-            _apply(sent)  # of the round before, which had time to arrive
+            _apply(sent)  # directions of the round before, which had time to arrive
             sent = []
             for owner, parameter, group in everyone:
                 direction = mine
@@ -70,7 +70,7 @@ class Muon(torch.optim.Optimizer):
         return None
 
     def _momentum(self, parameter: Tensor) -> Tensor:
-        """A matrix's Nesterov momentum, whole, in the dtype that is iterated in."""
+        """Update a matrix's momentum; return its Nesterov form, unsharded, in the dtype of the iterations."""
         state, gradient = self.state[parameter], parameter.grad
         assert gradient is not None
         if "momentum_buffer" not in state:
@@ -80,11 +80,11 @@ class Muon(torch.optim.Optimizer):
         return momentum.full_tensor() if isinstance(momentum, DTensor) else momentum
 
 
-Sent = tuple[Any, Tensor, Tensor, dict[str, Any]]  # what to wait for, a direction, its parameter and that one's group
+Sent = tuple[Any, Tensor, Tensor, dict[str, Any]]  # what to wait for, a direction, its parameter, the parameter's group
 
 
 def _apply(sent: list[Sent]) -> None:
-    """Move parameters, each once its direction has come."""
+    """Update parameters, each once its direction has arrived."""
     for arrival, direction, parameter, group in sent:
         if arrival is not None:
             arrival.wait()
@@ -93,10 +93,10 @@ def _apply(sent: list[Sent]) -> None:
 
 
 def as_sharded(whole: Tensor, parameter: Tensor) -> Tensor:
-    """A matrix that every rank has, sharded as the parameter is."""
+    """Return a matrix that every rank has, sharded as the parameter is."""
     if not isinstance(parameter, DTensor):
         return whole
-    # Everybody has the whole, so nobody need send: src_data_rank=None.
+    # Every rank has the whole, so none need send it: src_data_rank=None.
     return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
@@ -105,12 +105,12 @@ def nesterov(gradient: Tensor, mean: Tensor) -> Tensor:
 
 
 def adamw_size(shape: torch.Size) -> float:
-    """What an orthogonal matrix is multiplied by to have the RMS of AdamW's updates."""
+    """Return the factor that gives an orthogonal matrix the RMS of AdamW's updates."""
     return 0.2 * math.sqrt(max(shape))
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """[m, n] → [m, n], about U·Vᵀ of its singular value decomposition, by Newton-Schulz in its dtype."""
+    """[m, n] → [m, n], approximately U·Vᵀ of its singular value decomposition, by Newton-Schulz in its dtype."""
     a, b, c = NEWTON_SCHULZ
     x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
     x = x / x.norm().clamp(min=1e-7)
@@ -120,9 +120,9 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 
 def symmetric(x: Tensor, beta: float = 0.0, alpha: float = 1.0) -> Tensor:
-    """[m, n] → [m, m], x·xᵀ; with beta, of a symmetric x, beta·x + alpha·x·x. A CPU multiplies the lower half, stripe
-    by stripe, and mirrors it: a tenth to a quarter less time for Muon (docs/log.md). A stripe would not fill a GPU,
-    which multiplies all."""
+    """x [m, n] → x·xᵀ [m, m]; with beta, beta·x + alpha·x·x of a symmetric x. A CPU multiplies the lower half, stripe
+    by stripe, and mirrors it: a tenth to a quarter less time for Muon (docs/log.md). A GPU multiplies all, since a
+    stripe would not fill it."""
     if x.device.type != "cpu" or len(x) <= STRIPE:
         return torch.addmm(x, x, x, beta=beta, alpha=alpha) if beta else x @ x.T
     whole = x.new_empty(len(x), len(x))
@@ -157,11 +157,11 @@ Optimizer = torch.optim.AdamW | MuonAndAdamW
 
 
 def make_optimizer(module: nn.Module, t: TrainConfig) -> Optimizer:
-    """The optimizer that train.optimizer names, on what is trained. Linear layers decay. Norms do not, and neither do
-    lm_head and an embedding, which begin as the target's rows and should stay near them."""
+    """Return the optimizer that train.optimizer names, on what is trained. Linear layers have weight decay. Norms do
+    not, and neither do lm_head and an embedding, which begin as the target's rows and should stay near them."""
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     maps = {n: p for n, p in trained.items() if p.dim() == 2 and not set(NOT_MAPS) & set(n.split("."))}
-    assert t.lr is not None  # `prepare` gives them
+    assert t.lr is not None  # `prepare` sets both
     assert t.weight_decay is not None
     groups = [{"params": [p for name, p in trained.items() if name not in maps], "weight_decay": 0.0}]
     if t.optimizer == "adamw":

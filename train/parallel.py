@@ -6,13 +6,13 @@
         parallel.backward(loss)
     norm, totals, sums = parallel.update(lr, totals, sums)  # clipped; skipped without pairs or a finite norm
 
-Weights are fp32 in all of them and bf16 is autocast's (`Objective.autocast`), so that a recipe means the same
-under each. `moments` and `set_moments` speak of whole tensors by name, whatever the sharding: what one profile
-saved any other goes on from.
+Weights are fp32 in all of them, and autocast computes in bf16 (`Objective.autocast`), so that a recipe means the same
+under each. `moments` and `set_moments` exchange unsharded tensors by name, whatever the sharding: any profile can
+resume what another one saved.
 
-The drafter is one layer whose projections are used outside of their modules' forward passes. So the objective as
-a whole is what ZeRO-3 and FSDP2 gather: parameters, gradients and moments are sharded between steps, and there is
-one full copy of the parameters during each.
+The drafter's projections are used outside of their modules' forward passes. So ZeRO-3 and FSDP2 gather the objective as
+a whole: parameters, gradients and moments are sharded between steps, and there is one full copy of the parameters
+during each.
 """
 
 import math
@@ -38,22 +38,22 @@ from train.optimizer import ADAMW, MOMENTS, as_sharded, make_optimizer
 
 
 def parallelise(accelerator: Accelerator, objective: Objective, t: TrainConfig) -> "Parallel":
-    """Spread an objective, which has its initial weights on every rank, over what was launched."""
+    """Spread an objective, which has its initial weights on every rank, over the launched processes."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         return Zero(accelerator, objective, t)
-    # On a CPU accelerate knows no FSDP and says nothing: what was asked for counts.
+    # On a CPU accelerate silently ignores FSDP: what the launch asked for counts.
     if parse_flag_from_env("ACCELERATE_USE_FSDP"):
         return Sharded(accelerator, objective, t)
     return Replicated(accelerator, objective, t)
 
 
 class Parallel:
-    """What all kinds share. objective: with its initial weights, the same on every rank; on the CPU."""
+    """What all kinds share. objective: on the CPU, with its initial weights, the same on every rank."""
 
-    model: Any  # what to call, as `Objective.forward`; every rank as often as every other
-    optimizer: Any  # as `make_optimizer` gives it, or what wraps it
+    model: Any  # called like `Objective.forward`, by every rank as often as by every other
+    optimizer: Any  # from `make_optimizer`, or a wrapper around that
     kind: str  # in words, for records
-    updates = 0  # that it has done
+    updates = 0  # optimizer steps so far
 
     def __init__(self, accelerator: Accelerator, objective: Objective, t: TrainConfig) -> None:
         self.accelerator, self.objective, self.t = accelerator, objective, t
@@ -62,19 +62,19 @@ class Parallel:
         self._spread()
 
     def _spread(self) -> None:
-        """Put the objective onto the devices, and make model and optimizer."""
+        """Move the objective to the devices, and make model and optimizer."""
         raise NotImplementedError
 
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:  # noqa: ARG002 (not every kind waits for it)
-        """Encloses forward and backward pass; gradients are exchanged at the last at the latest."""
+        """Return a context for forward and backward pass. Gradients are exchanged in the `last` one at the latest."""
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
-        """Add the loss's gradient to what the step has; after the last it is the mean over ranks."""
+        """Add the loss's gradient to the step's. After the last micro-batch, that is the mean over ranks."""
         loss.backward()
 
     def update(self, lr: float, totals: StepTotals, sums: Tensor) -> tuple[Tensor, StepTotals, Tensor]:
-        """Clip and step, if the step has pairs and the gradient is finite on every rank; clear the gradients. Returns
+        """Clip, step if the step has pairs and the gradient is finite on every rank, and clear the gradients. Return
         the norm before clipping (infinite or NaN: nothing was updated), totals and sums, on the CPU after one wait."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -87,8 +87,8 @@ class Parallel:
         return norm, totals, sums
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter of the drafter as it is served, whole, by name; collective. Valid until the next one is asked
-        for."""
+        """Yield every parameter of the drafter by name, unsharded, as checkpoints hold it. Collective. A parameter is
+        valid until the next one is asked for."""
         for name, whole in self._weights():
             yield name, self.objective.drafter.to_checkpoint(name, whole)
 
@@ -97,13 +97,13 @@ class Parallel:
             yield name, self._whole(parameter.detach())
 
     def moments(self) -> Iterator[tuple[str, Tensor]]:
-        """The optimizer's moments as `exp_avg.NAME` and so on, likewise; none before the first update."""
+        """Yield the optimizer's moments, unsharded, as `exp_avg.NAME` and so on. Collective; none before any update."""
         for name, parameter in self.objective.drafter.named_parameters():
             if state := self.optimizer.state.get(parameter):
                 yield from ((f"{m}.{name}", self._whole(state[m])) for m in MOMENTS if m in state)
 
     def set_moments(self, moments: Mapping[str, Tensor], updates: int) -> None:
-        """Go on after so many updates that left these; every rank gives all of them."""
+        """Resume after `updates` updates, which left these moments. Every rank passes all of them."""
         self.updates = updates
         for name, parameter in self.objective.drafter.named_parameters():
             there = {m: moments[f"{m}.{name}"] for m in MOMENTS if f"{m}.{name}" in moments}
@@ -113,7 +113,7 @@ class Parallel:
                 self.optimizer.state[parameter] = {**step, **state}
 
     def differs(self) -> str | None:
-        """What of the weights is not the same on all ranks, or not sharded as it should be; None if nothing is."""
+        """Say which weight is not the same on all ranks, or not sharded as it should be; None if there is none."""
         if self.accelerator.num_processes == 1:
             return None
         names, parameters = zip(*self.objective.drafter.named_parameters(), strict=True)
@@ -123,10 +123,10 @@ class Parallel:
         return f"{names[int(wrong[0])]} is not the same on all ranks" if len(wrong) else None
 
     def _count(self, device: torch.device) -> Tensor:
-        return torch.tensor(float(self.updates), device=device)  # where fused AdamW wants it
+        return torch.tensor(float(self.updates), device=device)  # where fused AdamW needs it
 
     def clip(self) -> Tensor:
-        """Clip the gradients; their norm before it, on the device."""
+        """Clip the gradients and return their norm before clipping, on the device."""
         norm = nn.utils.clip_grad_norm_(self.objective.drafter.parameters(), self.t.max_grad_norm)
         return self._whole(norm)
 
@@ -134,7 +134,7 @@ class Parallel:
         return tensor
 
     def _part(self, whole: Tensor, parameter: Tensor) -> Tensor:
-        """This rank's part of a moment of `parameter`, copied: the file that holds the whole may be removed."""
+        """Copy this rank's part of a moment of `parameter`: the file that holds the whole moment may be removed."""
         return whole.to(parameter.device, copy=True)
 
 
@@ -153,14 +153,15 @@ class Replicated(Parallel):
 class Sharded(Parallel):
     """FSDP2: every rank holds a part of each parameter, gradient and moment.
 
-    torch's own `fully_shard`, and accelerate for the launch alone: its wrapper knows no CPU, where this is tested.
+    This uses torch's own `fully_shard`, and accelerate only for the launch: accelerate's wrapper does not support CPUs,
+    where this is tested.
     """
 
     def _spread(self) -> None:
         device = self.accelerator.device
         mesh = init_device_mesh(device.type, (self.accelerator.num_processes,))
         self.model = fully_shard(self.objective.to(device), mesh=mesh, reshard_after_forward=True)
-        self.optimizer = make_optimizer(self.objective, self.t)  # of the parts
+        self.optimizer = make_optimizer(self.objective, self.t)  # of the shards
         self.kind = "fsdp2"
 
     def differs(self) -> str | None:
@@ -179,8 +180,8 @@ class Sharded(Parallel):
 class Zero(Parallel):
     """DeepSpeed: stage 1 shards the moments, 2 the gradients too, 3 also the parameters.
 
-    DeepSpeed keeps fp32 parameters in flat partitions of its own, and steps on those. It clips, and leaves out an
-    update whose norm is not finite, itself.
+    DeepSpeed keeps fp32 parameters in flat partitions of its own, and steps on those. It clips by itself, and skips
+    updates whose norm is not finite.
     """
 
     def _spread(self) -> None:
@@ -192,13 +193,14 @@ class Zero(Parallel):
         self.model, _ = self.accelerator.prepare(self.objective, make_optimizer(self.objective, self.t))
         self.optimizer = self.model.optimizer
         if self.stage == 3:
-            # Gathered with the objective, whose forward pass uses them all. As a leaf module, DeepSpeed's own way
-            # to say so, it would reduce gradients before they are there, since no input of it has a gradient.
+            # Gather all parameters with the objective, whose forward pass uses them all. With the objective as a leaf
+            # module, DeepSpeed's own way to do so, gradients would be reduced before they exist, since no input of the
+            # objective has a gradient.
             for parameter in self.objective.drafter.parameters():
                 register_external_parameter(self.objective, parameter)
         offload = settings["zero_optimization"].get("offload_optimizer", {}).get("device", "none")
-        # Zero moments, as AdamW's first step makes them: after that step DeepSpeed 0.19 lets only the first group's
-        # parameters find theirs.
+        # Make zero moments, as AdamW's first step would: after that step, DeepSpeed 0.19 lets only the first group's
+        # parameters find their moments.
         partitions = "fp32_partitioned_groups_flat" if self.stage == 3 else "single_partition_of_fp32_groups"
         for part in getattr(self.optimizer, partitions):
             moments = {moment: torch.zeros_like(part.data) for moment in ADAMW}
@@ -227,7 +229,7 @@ class Zero(Parallel):
 
     @contextmanager
     def _without_norm(self) -> Iterator[None]:
-        """Let DeepSpeed leave out an update, and clean up after it, as if its norm were not finite."""
+        """Make DeepSpeed skip an update, and clean up after it, as if the norm were not finite."""
         name, infinite = ("_get_norm_groups", [math.inf]) if self.stage == 3 else ("scaled_global_norm", math.inf)
         setattr(self.optimizer, name, lambda: infinite)
         yield
@@ -253,7 +255,7 @@ class Zero(Parallel):
     def differs(self) -> str | None:
         if self.stage < 3:
             return super().differs()
-        parameter: Any  # with what DeepSpeed adds to it
+        parameter: Any  # with DeepSpeed's own attributes
         for name, parameter in self.objective.drafter.named_parameters():
             if parameter.ds_tensor.numel() * self.accelerator.num_processes < parameter.ds_numel:
                 return f"{name} is not sharded over all ranks"
@@ -281,7 +283,7 @@ class Zero(Parallel):
 
 
 def digest(tensor: Tensor) -> Tensor:
-    """[2] int64, on its device: sum and sum of squares of a tensor's bits, which round no difference away."""
+    """Return sum and sum of squares of a tensor's bits, [2] int64, on its device. They round no difference away."""
     sums = torch.zeros(2, dtype=torch.int64, device=tensor.device)
     for part in tensor.detach().reshape(-1).view(torch.int32).split(1 << 24):  # all of it as int64 would be too large
         bits = part.long()

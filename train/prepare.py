@@ -1,7 +1,7 @@
 """Everything before the first step, in order: inputs are read and checked, processes agree, the run's state is made.
 
-Each part needs what the part before it returns. An earlier run that this one replaces is backed up until the first
-checkpoint: it is restored if this one ends before that, and after a kill by the next command.
+Each part needs what the part before it returns. An earlier run that this one replaces is backed up until this one's
+first checkpoint. If this one ends before that, the earlier run is restored; after a kill, by the next command.
 """
 
 import math
@@ -43,11 +43,11 @@ LOCK = ".training"  # beside train/, which may be replaced as a whole
 
 
 def prepare(config: Config, resources: ExitStack) -> Trainer | None:
-    """Check all that a run needs and make it ready to train, from its newest checkpoint if it has one; None if it is
-    finished already. `resources` closes what is opened here, however training ends. A UserError names the option, input
-    or launch that is wrong."""
+    """Check all that a run needs and make it ready to train, from its newest checkpoint if it has one. Return None if
+    it is finished already. `resources` closes what is opened here, however training ends. Raise UserError, naming the
+    option, input or launch that is wrong."""
     folder = config.train_folder
-    left_open = {name: getattr(config.train, name) for name in OPEN}  # and so for those who take the run as a recipe
+    left_open = {name: getattr(config.train, name) for name in OPEN}  # saved as open, for use of the run as a recipe
     deadline = resources.enter_context(Deadline(parse_limit(config.train.time_limit)))
     source = initial_weights.open_source(config)
     config = complete_drafter(config, source)
@@ -66,7 +66,7 @@ def prepare(config: Config, resources: ExitStack) -> Trainer | None:
 
 
 def restore_if_unsaved(folder: Path) -> None:
-    """Restore the run that this one was to replace, if it ends before its first checkpoint."""
+    """Restore the run that this one was to replace, if this one has ended before its first checkpoint."""
     if restore_replaced(folder):
         say(f"train: {folder} holds the earlier run again: this one ended before its first checkpoint")
 
@@ -74,14 +74,14 @@ def restore_if_unsaved(folder: Path) -> None:
 def make_trainer(
     config: Config, data: Inputs, accelerator: Accelerator, deadline: Deadline, resources: ExitStack
 ) -> Trainer:
-    """The run's state on the devices, and what follows it, in a folder that is its own."""
+    """Put the run's state on the devices, and make all that trains it. The folder must be claimed by now."""
     t, folder = config.train, config.train_folder
     tell_of_waiting(data.schedule, accelerator.num_processes // t.context_parallel)
     state, parallel = restore(config, data, accelerator, deadline)
     main = accelerator.is_main_process
     usage = windows.Usage(data.store, data.train_split, data.schedule, data.windows, data.made_from.fingerprint)
     usage.begin(state.step, remove=main, ended=state.ended(t))
-    data.store.wait_for(data.heldout.shards, deadline.pause)  # here, and not between the exchanges of an evaluation
+    data.store.wait_for(data.heldout.shards, deadline.pause)  # here, not between the exchanges of an evaluation
     tracking.start(accelerator, config, data.made_from.inputs, state.step)
     reporter = resources.enter_context(closing(Reporter(accelerator, folder, state.step, len(data.schedule))))
     best = state.best["step"] if t.keep_best and state.best else None
@@ -104,7 +104,7 @@ def launch_facts(trainer: Trainer) -> dict[str, Any]:
 
 
 def tell_of_waiting(schedule: list[list[int]], replicas: int) -> None:
-    """Say so if steps have fewer conversations than there are processes, or groups that share one."""
+    """Warn if steps have fewer conversations than there are processes, or groups of processes that share one."""
     each = sum(map(len, schedule)) / len(schedule)
     if each < replicas:
         say(
@@ -117,18 +117,18 @@ def tell_of_waiting(schedule: list[list[int]], replicas: int) -> None:
 
 
 def complete_drafter(config: Config, source: DrafterCheckpoint | None) -> Config:
-    """Fill in the drafter's open options and learning rate: from the run's record, else from the initial weights, else
-    by the target. Training's other open options come from the record alone."""
+    """Fill in the drafter's open options and the learning rate: from the run's record, else from the initial weights,
+    else from the target. Training's other open options come from the record only."""
     record, recorded = latest_run(config.train_folder) / RECORD, None
     if record.is_file() and (not config.overwrite or initial_weights.goes_by_record(config)):
         inputs = artifacts.Record(artifacts.read_json(record, "train.py")["inputs"], record, "train.py")
         recorded = inputs["drafter"]
-        if not config.overwrite:  # what other versions choose may differ
+        if not config.overwrite:  # other versions may choose differently
             names = [name for name in OPEN if getattr(config.train, name) is None]
             values = {name: provenance.recorded_value(inputs["train"], f"train.{name}") for name in names}
             kinds = ("fc_norm", "norm_before_fc")
             if any(recorded.get(name, False) != getattr(config.drafter, name) for name in kinds):
-                values.pop("fc_input_scale", None)  # of another kind: that is what will be refused
+                values.pop("fc_input_scale", None)  # another kind of drafter: that is what will be refused
             config = replace(config, train=replace(config.train, **values))
     elif source is not None:
         recorded = {name: getattr(source.shape, name) for name in initial_weights.FOLLOWED}
@@ -136,7 +136,7 @@ def complete_drafter(config: Config, source: DrafterCheckpoint | None) -> Config
 
 
 def read_inputs(config: Config, source: DrafterCheckpoint | None, deadline: Deadline, resources: ExitStack) -> Inputs:
-    """Read options, data and store, and refuse what no run can be made of. Every process does it for itself."""
+    """Read options, data and store. Raise UserError if no run can be made of them. Every process does this."""
     t, data_dir = config.train, config.data_folder
     follow, patience = config.store.follow, config.store.patience
     store = resources.enter_context(closing(Store(storage_of(config), follow, patience, deadline.pause)))
@@ -178,8 +178,8 @@ def read_inputs(config: Config, source: DrafterCheckpoint | None, deadline: Dead
     if not has_checkpoint(latest_run(config.train_folder), begun):
         if source := source or initial_weights.open_source(config, needed=True):
             initial_weights.refuse_other_kind(source, shape, store)
-            begun = made_from(source.initial_identity)  # and no longer with the recorded weights
-        if store.manifest is not None and not windows.bounded(store):  # else it would be waited for, or used up
+            begun = made_from(source.initial_identity)  # no longer with the recorded weights
+        if store.manifest is not None and not windows.bounded(store):  # all shards are there, and none is used up
             check_pairs(train_split, draft_vocab, t.oov)
     return Inputs(
         store=store,
@@ -197,12 +197,12 @@ def read_inputs(config: Config, source: DrafterCheckpoint | None, deadline: Dead
 
 
 def by_acceptance(t: TrainConfig) -> bool:
-    """Whether measured acceptance decides which checkpoint the run leaves."""
+    """Return whether measured acceptance decides which checkpoint the run leaves."""
     return t.keep_best or t.early_stop is not None
 
 
 def read_trajectories(store: Store, config: Config) -> list[Trajectory]:
-    """What acceptance is measured on; UserError where there is nothing, and the run is to go by it."""
+    """Read what acceptance is measured on. Raise UserError if there is nothing and the run goes by acceptance."""
     measured = trajectories.read(store, config.evaluate.num_speculative_tokens)
     if by_acceptance(config.train) and not measured:
         raise UserError(
@@ -214,7 +214,7 @@ def read_trajectories(store: Store, config: Config) -> list[Trajectory]:
 
 
 def recorded_scale(config: Config, store: Store) -> list[float] | None:
-    """`train.fc_input_scale` of a run on the same store: it follows from states, which may be used up by now."""
+    """Return `train.fc_input_scale` of the recorded run if it used this store, whose states may be used up by now."""
     record = latest_run(config.train_folder) / RECORD
     inputs = artifacts.read_json(record, "train.py")["inputs"] if record.is_file() else {}
     same = inputs.get("store") == store.fingerprint
@@ -224,8 +224,8 @@ def recorded_scale(config: Config, store: Store) -> list[float] | None:
 def complete_training(
     t: TrainConfig, shape: DrafterShape, steps: int, split: StoreSplit, deadline: Deadline
 ) -> TrainConfig:
-    """Fill in an open weight decay, by width and steps, and open scales of fc: from the stored states, but none where a
-    norm precedes fc or fc_init_scale is given."""
+    """Fill in an open weight decay, by width and steps, and open scales of fc: from the stored states, but none if a
+    norm precedes fc or fc_init_scale is given. Raise UserError for given scales that do not fit."""
     if t.weight_decay is None:
         t = replace(t, weight_decay=default_weight_decay(t.optimizer, shape.hidden_size, steps))
     if t.fc_input_scale is None:
@@ -243,7 +243,7 @@ def complete_training(
 
 
 def launch_processes(config: Config, data: Inputs) -> Accelerator:
-    """The processes of the launch: they are what was asked for, and every one trains the same."""
+    """Return the accelerator of the launch. Its processes are what was asked for, and every one trains the same."""
     accelerator = launch.make_accelerator(config, config.train_folder)
     launch.check_alike(
         accelerator, data.made_from.inputs, config, data.measured_on, data.train_split.supervised is not None
@@ -254,12 +254,12 @@ def launch_processes(config: Config, data: Inputs) -> Accelerator:
 
 
 def claim_folder(config: Config, data: Inputs, accelerator: Accelerator, resources: ExitStack) -> bool:
-    """Make run_dir/train this run's and no other process's while `resources` is open; whether it is finished."""
+    """Reserve run_dir/train for this run as long as `resources` is open. Return whether the run is finished."""
     folder = config.train_folder
     lock = folder.with_name(LOCK)
 
     def up_to_date() -> bool:
-        # Before anything of an earlier run is replaced.
+        # First, before anything of an earlier run is replaced.
         check_consumer(data.store.storage, data.store.fingerprint, data.made_from.fingerprint)
         artifacts.make_folder(lock.parent)
         locks.hold(resources.enter_context(lock.open("a")), f"another process trains in {folder} now")
@@ -268,20 +268,20 @@ def claim_folder(config: Config, data: Inputs, accelerator: Accelerator, resourc
 
     finished = launch.agreed(accelerator, up_to_date)
     if not accelerator.is_main_process and lock.exists():
-        resources.enter_context(lock.open("a"))  # so that whoever is refused while they run can name them all
+        resources.enter_context(lock.open("a"))  # so that a process that is refused can name all of this run
     return finished
 
 
 def has_checkpoint(folder: Path, made_from: Provenance) -> bool:
-    """Whether this very run has a checkpoint in the folder, from which it goes on."""
+    """Return whether this same run has a checkpoint in the folder, from which it can resume."""
     record = folder / RECORD
     there = record.is_file() and bool(in_order(folder / CHECKPOINTS))
     return there and made_from.matches(artifacts.read_json(record, "train.py"))
 
 
 def claim(folder: Path, made_from: Provenance, overwrite: bool) -> None:
-    """Record that the folder is this run's; a UserError if it holds another one, and `overwrite` is off. Else that one
-    is backed up."""
+    """Record that the folder is this run's. If it holds another run, back that up; raise UserError if `overwrite` is
+    off."""
     restore_replaced(folder)  # after a kill
     artifacts.remove_backup(folder)
     record = folder / RECORD
@@ -301,7 +301,7 @@ def claim(folder: Path, made_from: Provenance, overwrite: bool) -> None:
 
 
 def restore(config: Config, data: Inputs, accelerator: Accelerator, deadline: Deadline) -> tuple[State, Parallel]:
-    """The run after its newest whole checkpoint, or before its first step, on the launch's devices."""
+    """Return the run on the launch's devices, after its newest whole checkpoint or before its first step."""
     t, folder, fingerprint = config.train, config.train_folder / CHECKPOINTS, data.made_from.fingerprint
     objective = build_objective(config, data.shape, data.store, data.draft_vocab)
     kernels = choose_kernels(objective, t, accelerator.device)
@@ -311,7 +311,7 @@ def restore(config: Config, data: Inputs, accelerator: Accelerator, deadline: De
     if newest is None:
         if (source := initial_weights.open_source(config, needed=True)) is not None:
             initial_weights.refuse_other_kind(source, data.shape, data.store)
-            if source.initial_identity != data.made_from.inputs["train"]["init_from"]:  # the hub's changed
+            if source.initial_identity != data.made_from.inputs["train"]["init_from"]:  # it has changed on the hub
                 raise UserError(
                     f"{folder} has no whole checkpoint, and train.init_from={t.init_from} no longer is what the run "
                     "began with: set train.init_revision, or overwrite=true begins anew"
@@ -324,7 +324,7 @@ def restore(config: Config, data: Inputs, accelerator: Accelerator, deadline: De
         weights = {name: drafter.from_checkpoint(name, weight) for name, weight in loaded.weights.items()}
         drafter.load_state_dict(weights)
         saved = dict(loaded.extra["state"])
-        saved.pop("trackers", None)  # of earlier versions
+        saved.pop("trackers", None)  # checkpoints of earlier versions have it
         state, parallel = State(**saved), parallelise(accelerator, objective, t)
         parallel.set_moments(loaded.moments, state.updates)
         if t.keep_best and state.best is not None:
@@ -341,7 +341,7 @@ def restore(config: Config, data: Inputs, accelerator: Accelerator, deadline: De
 
 
 def make_meter(config: Config, data: Inputs, parallel: Parallel, state: State) -> AcceptanceMeter | None:
-    """What measures acceptance; its prompts are added to `state.measured_on`. None without trajectories."""
+    """Return what measures acceptance, and add its prompts to `state.measured_on`; None without trajectories."""
     if not data.trajectories:
         say(f"train: acceptance is not measured: {data.store.location} has no trajectories")
         return None

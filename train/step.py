@@ -44,7 +44,7 @@ def step_weights(pairs: Tensor, gamma: float) -> Tensor:
 
 
 def learning_rate(step: int, total: int, t: TrainConfig) -> float:
-    """Linear warm-up, then a cosine to min_lr_ratio · lr, which is given; `step` counts from 1."""
+    """Return the learning rate: linear warm-up to lr, then a cosine to min_lr_ratio · lr. `step` counts from 1."""
     assert t.lr is not None
     warmup = max(1, round(t.warmup_ratio * total))
     if step <= warmup:

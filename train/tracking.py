@@ -1,12 +1,12 @@
-"""Where a run is followed and what is known of it afterwards: trackers through accelerate, and its launches.
+"""Trackers that follow a run, through accelerate, and a record of its launches.
 
     config.yaml      the resolved configuration of the newest launch
     launches.jsonl   one line per launch: when, how, from which commit, with which versions, on what
     trackers.json    the ids under which the trackers know the run
 
-Weights & Biases knows a run by its id, which the run keeps over all its launches, and ignores steps that it was sent
-before; offline, `wandb sync` joins the folders of one id. TensorBoard is told from which step on earlier events do not
-count.
+Weights & Biases knows a run by its id, which the run keeps over all its launches, and ignores steps that it has already
+received. Offline, `wandb sync` joins the folders with the same id. TensorBoard gets the step from which on earlier
+events do not count.
 """
 
 import importlib.util
@@ -41,26 +41,26 @@ PACKAGES = ("eagle31", "torch", "accelerate", "deepspeed", "transformers", "data
 
 
 def loggers(config: Config) -> list[str | GeneralTracker]:
-    """The trackers that are asked for, as `Accelerator(log_with=…)` takes them; a UserError without TensorBoard."""
+    """Return the trackers asked for, as `Accelerator(log_with=…)` takes them. UserError if TensorBoard is missing."""
     trackers: list[str | GeneralTracker] = [] if config.train.wandb == "disabled" else ["wandb"]
     if config.train.tensorboard:
-        if importlib.util.find_spec("tensorboard") is None:  # accelerate would leave it out without a word
+        if importlib.util.find_spec("tensorboard") is None:  # accelerate would silently leave it out
             raise UserError("train.tensorboard=true needs TensorBoard: run `pip install 'eagle31[tensorboard]'`")
         trackers.append(TensorBoardTracker("tensorboard", config.train_folder))
     return trackers
 
 
 def start(accelerator: Accelerator, config: Config, inputs: dict[str, Any], step: int) -> None:
-    """Start the trackers of an accelerator that was made with `loggers`; every rank calls it. A UserError if Weights &
-    Biases cannot be reached, or knows no such user. inputs: what the trained weights depend on, shown beside the
-    curves; step: how many are done before this launch."""
+    """Start the trackers of an accelerator that was made with `loggers`; every rank calls this. Raise UserError if
+    Weights & Biases cannot be reached, or does not know the user. inputs: what the trained weights depend on, shown
+    beside the curves; step: number of steps done before this launch."""
     if not accelerator.is_main_process:
         return
     folder, mode, settings = config.train_folder, config.train.wandb, {}
     file = folder / TRACKERS
     known = artifacts.read_json(file, "train.py") if file.exists() else {}
     if mode != "disabled":
-        # No other run has this id, also not one of the same inputs: its steps would be taken for known ones.
+        # No other run may have this id, not even one with the same inputs: its steps would be ignored as known.
         name = re.sub(r"[^A-Za-z0-9_.-]+", "-", config.name)[:40]
         known.setdefault("wandb", f"{name}-{uuid.uuid4().hex[:8]}")
         settings["wandb"] = {
@@ -69,9 +69,9 @@ def start(accelerator: Accelerator, config: Config, inputs: dict[str, Any], step
             "name": config.name,
             "id": known["wandb"],
             "config": inputs,
-            "settings": {"silent": True},  # 30 lines at the end of a run; ours says where it is
+            "settings": {"silent": True},  # not its 30 lines at the end; ours says where the run is
             "allow_val_change": True,  # the configuration is shown again at every launch
-            # Offline there is nobody to resume from: parts of the same id are joined when they are synchronised.
+            # Offline there is no server to resume from: parts with the same id are joined when they are synchronised.
             "resume": None if mode == "offline" else "allow",
         }
         artifacts.write_json(file, known)
@@ -91,7 +91,7 @@ def start(accelerator: Accelerator, config: Config, inputs: dict[str, Any], step
 
 
 def record_launch(config: Config, facts: Mapping[str, Any]) -> None:
-    """Save the resolved configuration and add a line on this launch; the main process calls it, once. `facts`: as JSON;
+    """Save the resolved configuration and add a line about this launch. The main process calls it, once. `facts`: JSON;
     reports show all of it, and draw `after_step` (0 for the first launch) and `steps` of the run."""
     folder = config.train_folder
     artifacts.write_text(folder / CONFIG, compose.to_yaml(replace(config, train=replace(config.train, finish=False))))
@@ -114,6 +114,6 @@ def record_launch(config: Config, facts: Mapping[str, Any]) -> None:
         "facts": dict(facts),
     }
     path = folder / LAUNCHES
-    before = path.read_bytes() if path.exists() else b""  # as it is: damage there stops no training
+    before = path.read_bytes() if path.exists() else b""  # kept as it is: damage in it must not stop training
     line = json.dumps(plain(launch), ensure_ascii=False, allow_nan=False) + "\n"
     artifacts.write_bytes(path, before + line.encode())

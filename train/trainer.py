@@ -33,7 +33,7 @@ from train.windows import Usage, Window
 
 @dataclass
 class State:
-    """How far a run is: what a checkpoint holds beside tensors."""
+    """How far a run is: what a checkpoint holds besides tensors."""
 
     step: int = 0  # position in the schedule
     updates: int = 0  # optimizer steps: skipped steps do not count
@@ -46,14 +46,14 @@ class State:
     heldout: dict[str, Any] | None = None  # metrics of the newest evaluation
     best: dict[str, Any] | None = None  # step, acceptance_length and heldout metrics of the best evaluation so far
     since_best: int = 0  # evaluations since then
-    measured_on: list[str] = field(default_factory=list)  # digests of trajectories' prompts, also of stores before
+    measured_on: list[str] = field(default_factory=list)  # digests of trajectories' prompts, of earlier stores, too
 
     def stale(self, early_stop: int | None) -> bool:
         """Whether acceptance has not risen for `train.early_stop` evaluations."""
         return early_stop is not None and self.since_best >= early_stop
 
     def ended(self, t: TrainConfig) -> bool:
-        """Whether the run ends at the checkpoint from which it would go on."""
+        """Whether the run ends at the checkpoint from which it would resume."""
         return t.finish or self.stale(t.early_stop)
 
 
@@ -105,7 +105,7 @@ class Trainer:
         self.schedule = self.data.schedule
         self.keep_mask = torch.from_numpy(self.data.draft_vocab.t2d)  # [V] bool
         self.first_step = self.state.step + 1
-        # It ends with the schedule, or earlier (`train.early_stop`, `train.finish`).
+        # The run ends with the schedule, or earlier (`train.early_stop`, `train.finish`).
         self.last_step = self.state.step if self.state.ended(self.t) else len(self.schedule)
         self.lap = time.perf_counter()  # when the previous step was logged
         self.aside = 0.0  # seconds of the previous step's evaluation and checkpoint, which come after its log
@@ -117,7 +117,7 @@ class Trainer:
         return load(split, schedule, done, self.t, self.config.seed, self.keep_mask, self.accelerator, self.deadline)
 
     def train_step(self, batch: GlobalBatch) -> StepResult:
-        """Update the weights. A step that has nothing to train, or a loss or gradient that is not finite, is skipped;
+        """Update the weights. Skip a step that has nothing to train, or whose loss or gradient is not finite. Raise
         SharedError after more than `train.skip_nonfinite` of the latter."""
         self.aside = time.perf_counter() - self.lap - batch.waited
         if self.deadline.reason is not None:
@@ -152,9 +152,8 @@ class Trainer:
         self.reporter.timing(result.step, {**timing, "memory_bytes": memory_bytes(self.accelerator.device)})
 
     def maybe_evaluate(self, step: int) -> None:
-        """Evaluate the held-out split every `train.eval_every` steps and after the last one, on the same
-        `train.eval_samples` conversations, at the end on all. With `train.early_stop` this may make the step the last
-        one."""
+        """Evaluate the held-out split every `train.eval_every` steps, always on the same `train.eval_samples`
+        conversations, and after the last step on all. With `train.early_stop`, this may make the step the last one."""
         if not len(self.heldout) or not (step == self.last_step or step % self.t.eval_every == 0):
             return
         measured = self.meter.measure() if self.meter else {}
@@ -199,7 +198,7 @@ class Trainer:
         main = self.accelerator.is_main_process
         if main:
             self.saver.wait()  # for the previous checkpoint, so that there are never two in memory
-        self.accelerator.wait_for_everyone()  # with PATIENCE: DeepSpeed's own groups, of the snapshot, have less
+        self.accelerator.wait_for_everyone()  # up to PATIENCE; the snapshot's groups, DeepSpeed's own, wait less
         snapshot = take_snapshot(self.parallel, self.state, self.data.shape)
         if main:
             self.saver.save(snapshot, required, best)
@@ -207,12 +206,12 @@ class Trainer:
         self.usage.release(step, remove=main and required, ended=final)
 
     def finish(self) -> None:
-        """Close the run's files; raise Stopped if it is not at its end, else write what later stages read."""
-        if self.t.finish and self.last_step < self.first_step:  # no step has come after which this would be done
+        """Close the run's files. Raise Stopped if the run is not at its end; else write what later stages read."""
+        if self.t.finish and self.last_step < self.first_step:  # no step ran, so nothing was evaluated
             self.maybe_evaluate(self.last_step)
         self.saver.close()
         self.reporter.close()
-        # Together, so that no rank closes its connections while another still saves or speaks to it.
+        # Together, so that no rank closes its connections while another one still saves or sends to it.
         launch.wait_at_the_end(self.accelerator)
         self.accelerator.end_training()
         main, state, steps = self.accelerator.is_main_process, self.state, self.last_step
@@ -224,7 +223,7 @@ class Trainer:
             self._write_manifest()
 
     def _write_manifest(self) -> None:
-        """Record which checkpoint the run has come to, and say so."""
+        """Record which checkpoint is the run's result, and say so."""
         state, steps, checkpoint = self.state, self.last_step, self.saver.committed
         kept: dict[str, Any] = {}
         # The best checkpoint may not have been written, on a full disk: then the last one is used.

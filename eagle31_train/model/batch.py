@@ -48,8 +48,8 @@ class Subset:
 class Chunk(NamedTuple):
     """A run of supervised positions, and the pairs that they supervise."""
 
-    positions: slice  # of the J
-    pairs: slice  # of the P
+    positions: slice  # into the J supervised positions
+    pairs: slice  # into the P pairs
 
 
 @dataclass(frozen=True)
