@@ -1,7 +1,7 @@
 """The store of hidden states: sharded safetensors, written once by any number of processes, and checked when read.
 
-The files are described in `format.py`. Reading starts at `reader.py`, writing at `writer.py`; `eagle31 store --help`
-looks into a store.
+`format.py` describes the files. Reading starts at `reader.py`, writing at `writer.py`; `eagle31 store` inspects a
+store.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ def storage_of(config: Config) -> Storage:
 
 
 def read_manifest(config: Config) -> dict[str, Any] | None:
-    """The manifest of the configuration's store, or None if there is no complete store."""
+    """Return the manifest of the configured store, or None if there is no complete store."""
     try:
         return read_record(storage_of(config), artifacts.MANIFEST, dict)
     except DamagedError as error:

@@ -32,10 +32,10 @@ from eagle31_train.store.stream import read_consumed
 
 
 def inspect(storage: Storage) -> tuple[Head, list[Problem]]:
-    """The head of a store, and what is wrong or missing; UserError if there is no store."""
+    """Return the head of a store, and what is wrong or missing. UserError if there is no store."""
     head, problems = read_head(storage, every_line=True)
     nothing = head.manifest is head.provenance is None and storage.size(files.PROVENANCE) is None
-    if nothing and not storage.sizes("shards"):  # a plan alone is none yet
+    if nothing and not storage.sizes("shards"):  # a plan alone is no store yet
         remedy = f"give {there}" if (there := near(storage)) else "correct the address"
         raise UserError(f"there is no store in {storage.location}: {remedy}")
     if head.manifest is None and storage.size(files.SHARDS) is not None and storage.size(artifacts.MANIFEST) is None:
@@ -47,8 +47,9 @@ def inspect(storage: Storage) -> tuple[Head, list[Problem]]:
 
 
 def check(storage: Storage, checked: Counter[str]) -> Iterator[Problem]:
-    """Everything that is wrong with a store, complete or begun; UserError if there is none. `checked` counts the
-    shards, tokens and bytes that are whole; shards that are coming; those consumed; `complete` where the store is."""
+    """Yield everything that is wrong with a store, complete or begun. UserError if there is no store.
+
+    `checked` counts intact shards, tokens and bytes; shards still to come; consumed ones; `complete` is 1 if it is."""
     head, problems = inspect(storage)
     yield from problems
     if head.plan is None or head.provenance is None:
@@ -63,13 +64,13 @@ def check(storage: Storage, checked: Counter[str]) -> Iterator[Problem]:
             continue
         try:
             read_tensors(storage, name, head.provenance)
-        except DamagedError as error:  # without its line it is made anew, even where only sizes are looked at
+        except DamagedError as error:  # without its line it is made anew, even if only sizes are compared
             yield Problem(str(error), files.line_name(name) if storage.size(name) is not None else None)
     yield from _shards(head, head.plan, head.provenance, checked)
 
 
 def _shards(head: Head, plan: Plan, provenance: dict[str, Any], checked: Counter[str]) -> Iterator[Problem]:
-    """Open every committed shard, and count those that were used up."""
+    """Open every committed shard, and count those that are used up."""
     storage = head.storage
     gone = {name for name in head.consumed if storage.size(name) is None}
     checked["consumed"] = len(gone)
@@ -87,7 +88,7 @@ def _shards(head: Head, plan: Plan, provenance: dict[str, Any], checked: Counter
                 else:
                     checked.update(shards=1, tokens=shard.tokens, bytes=line.size)
             except FileNotFoundError:
-                # By a training, perhaps, since we looked.
+                # A training may have removed it meanwhile.
                 if shard.name in read_consumed(storage, provenance["fingerprint"]).shards:
                     checked["consumed"] += 1
                 else:
@@ -111,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = words.parse_args(arguments)
     try:
         most = byte_count(options.cache_bytes, "--cache-bytes")
-        # A folder of its own: what is checked is the store, and not copies that were made of it earlier.
+        # A cache folder of its own, so that the store is checked, and not earlier copies of it.
         with tidy(), tempfile.TemporaryDirectory(prefix="eagle31-", dir=options.cache_dir) as folder:
             storage = open_storage(options.store, Path(folder), most)
             try:
@@ -121,13 +122,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return 0
             finally:
                 storage.close()
-    except (UserError, FileNotFoundError) as error:  # the latter where there is no --cache-dir
+    except (UserError, FileNotFoundError) as error:  # the latter if --cache-dir does not exist
         note(f"error: {error}", error=True)
         return 2
 
 
 def _verify(storage: Storage, remove: bool) -> int:
-    """Print what is wrong, a line each, and a summary; returns the exit status."""
+    """Print what is wrong, a line each, and a summary. Return the exit status."""
     checked, problems = Counter[str](), []
     for problem in check(storage, checked):
         note(problem.text)
@@ -141,7 +142,7 @@ def _verify(storage: Storage, remove: bool) -> int:
     if problems and remove:
         damaged = [problem.file for problem in problems if problem.file]
         if damaged:
-            storage.remove(artifacts.MANIFEST)  # else extraction finds the store complete, and looks no further
+            storage.remove(artifacts.MANIFEST)  # else extraction finds the store complete, and does not look further
         for name in damaged:
             storage.remove(name)
         note(f"removed: {len(damaged)} files; {files.REMAKE}")
@@ -152,7 +153,7 @@ def _verify(storage: Storage, remove: bool) -> int:
 
 
 def _describe(storage: Storage) -> str:
-    """What a store holds, some twenty lines; UserError if there is none, or its small files are damaged."""
+    """Describe a store in some twenty lines. UserError if there is none, or if its small files are damaged."""
     head, problems = inspect(storage)
     verify = f"see `eagle31 store verify {storage.location}`"
     if head.plan is None or head.provenance is None:

@@ -3,15 +3,15 @@
     bf16          2 bytes a value, bit for bit
     int8_channel  1 byte, -127 to 127, one scale per token and block of 128 values, and one per document and channel
     fp8           1 byte, float8 e4m3, one scale per token and block of 128 values
-    int8          1 byte, as int8_channel without the scales of channels
+    int8          1 byte, as int8_channel without the channel scales
     int4          half a byte, -8 to 7, one scale per block of 32; measured for auxiliary states only
 
-A few channels of a target's states can be hundreds of times as large as the others. With int8 the others of their
-block are lost beside them; int8_channel makes all channels of a document equally large first.
+A few channels of a target's states can be hundreds of times as large as the others. With int8, the other channels of
+their block lose their precision; int8_channel first scales all channels of a document to about the same size.
 
-A value is `values * scale`: one product of two numbers that bf16 holds exactly, rounded once to bf16; the scale of a
-channel is a power of two, which rounds nothing. So every device decodes the same bits. What a codec costs in fidelity
-and acceptance: docs/benchmarks.md.
+A value decodes to `values * scale`: one product of two numbers that bf16 holds exactly, rounded once to bf16. Channel
+scales are powers of two, so that multiplying by them rounds nothing. Every device therefore decodes the same bits.
+docs/benchmarks.md has what each codec costs in fidelity and acceptance.
 
 Shapes: N rows of D documents, [...] further axes, W the width of a state, B the width of a block.
 """
@@ -27,21 +27,21 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Codec:
-    """One way to store states. `largest` is what the largest value of a block becomes; blocks are `block` wide."""
+    """One way to store states: in blocks of `block` values, the largest of which is stored as `largest`."""
 
     dtype: torch.dtype
     block: int
     largest: float
-    packed: int = 1  # values in one element
-    channels: bool = False  # whether each has a scale
+    packed: int = 1  # values per element
+    channels: bool = False  # whether each channel has a scale
 
     def row_bytes(self, width: int) -> int:
-        """Bytes of one state of `width` values."""
+        """Return the bytes of one state of `width` values."""
         scales = 2 * -(-width // self.block) if self.block else 0
         return -(-width // self.packed) * self.dtype.itemsize + scales
 
     def document_bytes(self, width: int) -> int:
-        """Bytes that a document takes besides, for one layer."""
+        """Return the bytes of one layer's channel scales, stored once per document."""
         return 2 * width if self.channels else 0
 
 
@@ -52,18 +52,18 @@ CODECS = {
     "int8": Codec(torch.int8, 128, 127.0),
     "int4": Codec(torch.uint8, 32, -8.0, packed=2),
 }
-LARGEST = 448  # that a value of any codec with scales can be
+LARGEST = 448  # the largest stored value of any codec with scales
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """States of N rows, [N, ..., W] once decoded, as a codec stores them.
+    """States of N rows as a codec stores them; [N, ..., W] once decoded.
 
-    values: [N, ..., w] in the codec's dtype; with bf16 (and in tests with any float dtype) the states themselves.
-    scale: [N, ..., blocks] bf16; no blocks with bf16.
+    values: [N, ..., w] in the codec's dtype; for bf16 (in tests, any float dtype) the states themselves.
+    scale: [N, ..., blocks] bf16; blocks is 0 for the codec bf16.
     width: W.
-    channels: [D, ..., W] bf16, the scales of each document's channels; [D, ..., 0] where a codec has none.
-    document: [N] int64 into [D], of each row.
+    channels: [D, ..., W] bf16, the channel scales of each document; [D, ..., 0] for codecs without them.
+    document: [N] int64, each row's document, as an index into D.
     """
 
     codec: str
@@ -85,30 +85,30 @@ class Encoded:
         return replace(self, values=values, scale=self.scale[rows], document=self.document[rows])
 
     def of_document(self, index: int, rows: slice) -> "Encoded":
-        """Rows that are all of one document, without the others' channels."""
+        """Return these rows, all of document `index`, with the channel scales of that document alone."""
         cut = self[rows]
         return replace(cut, channels=self.channels[index : index + 1], document=torch.zeros_like(cut.document))
 
     @property
     def finite(self) -> bool:
-        """Whether every value is decoded to a finite number."""
+        """Whether every value decodes to a finite number."""
         values = self.values
-        if values.dtype == torch.float8_e4m3fn:  # it has no infinity, and torch compares none of its values
+        if values.dtype == torch.float8_e4m3fn:  # e4m3 has NaN but no infinity, and torch cannot compare its values
             values = torch.where((values.view(torch.uint8) & 127) == 127, torch.nan, 0.0)
         scales = (self.scale, self.channels)
         if not all(bool(all_finite(part)) for part in (values, *scales) if part.is_floating_point()):
             return False
-        # Nothing decodes to more than this; only where that is too much, what it does decode to is looked at.
+        # An upper bound on the decoded values. They are decoded only if the bound itself is too large.
         most = LARGEST * math.prod(float(part.abs().max()) for part in scales if part.numel())
         return most < torch.finfo(torch.bfloat16).max or bool(all_finite(self.decode()))
 
     def unbind(self) -> list["Encoded"]:
-        """[N, A, W] → A times [N, W]: layer by layer, so that they need not be decoded all at once."""
+        """Split [N, A, W] into A layers [N, W], so that they need not be decoded all at once."""
         layers = zip(self.values.unbind(1), self.scale.unbind(1), self.channels.unbind(1), strict=True)
         return [replace(self, values=values, scale=scale, channels=channels) for values, scale, channels in layers]
 
     def decode(self) -> Tensor:
-        """[N, ..., W]: bf16, or what went in where the codec keeps it whole."""
+        """Return the states [N, ..., W] in bf16; the codec bf16 returns its values as they are."""
         codec = CODECS[self.codec]
         if not codec.block:
             return self.values
@@ -120,8 +120,9 @@ class Encoded:
 
 
 def encode(states: Tensor, codec: str) -> tuple[Encoded, Tensor]:
-    """States [N, ..., W] of one document, of any float dtype, encoded; and whether all of them are finite in bf16, []
-    bool on their device: the host waits for nothing."""
+    """Encode the states [N, ..., W] of one document, of any float dtype.
+
+    Also return whether all of them are finite in bf16: [] bool on their device, so that the host need not wait."""
     how = CODECS[codec]
     width = states.shape[-1]
     if not how.block:
@@ -131,17 +132,17 @@ def encode(states: Tensor, codec: str) -> tuple[Encoded, Tensor]:
     channels = states.new_empty(1, *states.shape[1:-1], 0, dtype=torch.bfloat16)
     finite = torch.ones((), dtype=torch.bool, device=states.device)
     if how.channels:
-        finite = all_finite((states * (1 + 1 / how.largest)).bfloat16())  # no value is decoded to more
+        finite = all_finite((states * (1 + 1 / how.largest)).bfloat16())  # no value decodes to more
         channels = _channel_scales(states)
         states = states / channels.float()
     blocks = _blocks(states, how.block)
-    if codec == "int4":  # the extreme value itself becomes -8, which uses all sixteen
+    if codec == "int4":  # the extreme value itself becomes -8, so that all sixteen levels are used
         extreme = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
     else:
         extreme = blocks.abs().amax(-1, keepdim=True)
     scale = (extreme / how.largest).bfloat16()
-    finite = finite & all_finite((scale * how.largest).bfloat16())  # what the extreme value would be decoded to
-    scale = torch.where(scale.abs() < torch.finfo(scale.dtype).tiny, 1.0, scale)  # a block of nothing, or next to it
+    finite = finite & all_finite((scale * how.largest).bfloat16())  # what the extreme value decodes to
+    scale = torch.where(scale.abs() < torch.finfo(scale.dtype).tiny, 1.0, scale)  # a block of zeros, or nearly
     scaled = _from_blocks(blocks / scale.float(), width)
     if codec == "fp8":
         values = scaled.clamp(-448, 448).to(how.dtype)
@@ -157,11 +158,12 @@ def encode(states: Tensor, codec: str) -> tuple[Encoded, Tensor]:
 
 
 def _channel_scales(states: Tensor) -> Tensor:
-    """[1, ..., W] bf16: the power of two next to each channel's mean absolute value over a document's rows; 1 where
-    that is nothing, or next to it.
+    """Return each channel's scale, [1, ..., W] bf16: the power of two nearest to its mean absolute value over a
+    document's rows, or 1 where that mean is zero or nearly.
 
-    The mean lies between what the few rows want in which a channel is very large (often a document's first token) and
-    what all others want: a median costs the former's other channels, a mean square this channel of the latter.
+    The mean is a compromise between the few rows in which a channel is very large (often a document's first token) and
+    all others. A median would cost precision in the other channels of the former, a mean square in this channel of the
+    latter.
     """
     mean = states.abs().sum(0, keepdim=True) / max(1, len(states))
     known = mean >= 2.0**-100
@@ -169,20 +171,20 @@ def _channel_scales(states: Tensor) -> Tensor:
 
 
 def all_finite(values: Tensor) -> Tensor:
-    """[] bool, on the values' device."""
+    """Return whether all values are finite: [] bool, on their device."""
     if not values.numel():
         return torch.ones((), dtype=torch.bool, device=values.device)
-    return torch.stack(values.aminmax()).isfinite().all()  # forty times as fast as of each
+    return torch.stack(values.aminmax()).isfinite().all()  # forty times as fast as isfinite of each value
 
 
 def plain(states: Tensor) -> Encoded:
-    """States [N, ..., W] as they are."""
+    """Wrap states [N, ..., W] as they are."""
     document = torch.zeros(len(states), dtype=torch.int64, device=states.device)
     return Encoded("bf16", states.shape[-1], states, states[..., :0], states[:1, ..., :0], document)
 
 
 def concatenate(parts: Sequence[Encoded]) -> Encoded:
-    """Rows of several documents, one after another; all of one codec and width."""
+    """Join the rows of several documents, all of one codec and width."""
     joined = torch.cat([_plain_bytes(part.values) for part in parts]).view(parts[0].values.dtype)
     before = [0, *accumulate(len(part.channels) for part in parts)]
     return replace(
@@ -195,12 +197,12 @@ def concatenate(parts: Sequence[Encoded]) -> Encoded:
 
 
 def _plain_bytes(values: Tensor) -> Tensor:
-    """fp8 as bytes: torch 2.9 neither indexes it on a CPU nor joins it under autocast, to which it is too narrow."""
+    """View fp8 as bytes: torch 2.9 can neither index it on a CPU nor join it under autocast, as it is too narrow."""
     return values.view(torch.uint8) if values.dtype == torch.float8_e4m3fn else values
 
 
 def _blocks(values: Tensor, block: int) -> Tensor:
-    """[..., W] → [..., blocks, B], the last block filled up with zeros."""
+    """[..., W] → [..., blocks, B], the last block padded with zeros."""
     filled = torch.nn.functional.pad(values, (0, -values.shape[-1] % block))
     return filled.unflatten(-1, (-1, block))
 

@@ -1,4 +1,4 @@
-"""What extraction stores of a conversation, and training reads."""
+"""One conversation, as extraction stores it and training reads it."""
 
 from dataclasses import dataclass
 
@@ -10,28 +10,29 @@ from eagle31_train.store.codec import Encoded, plain
 
 
 def supervised_positions(loss_mask: Tensor) -> Tensor:
-    """[M] int64, ascending: positions but the first whose next token is the assistant's, by loss_mask [T] bool."""
+    """Return the positions, except 0, whose next token the assistant wrote: [M] int64, ascending.
+
+    loss_mask: [T] bool, true where the assistant wrote the token."""
     return loss_mask[2:].nonzero()[:, 0] + 1
 
 
 def attended_positions(supervised: Tensor | NDArray) -> int:
-    """How many positions slots attend to: the last slot is one before the last supervised position."""
+    """Return how many positions slots attend to. The last slot is the position before the last supervised one."""
     return int(supervised[-1]) if len(supervised) else 0
 
 
 @dataclass(frozen=True)
 class Document:
-    """One tokenized conversation with the target's states, as far as training needs them: T tokens, A auxiliary layers,
-    H hidden.
+    """One tokenized conversation, with those of the target's states that training needs.
+
+    Shapes: T tokens, A auxiliary layers, H hidden size, M supervised positions. Positions count from 0.
 
     tokens: [T] int64.
     loss_mask: [T] bool, true where the assistant wrote the token.
-    top1: [T] int64, the target's arg-max over the full vocabulary at this position, that is its
-        prediction of the next token; -1 where the next token is not the assistant's.
-    aux: [attended, A, H] auxiliary hidden states of the first positions: no slot sees the others.
+    top1: [T] int64, the target's arg-max over the full vocabulary at each position, that is, its
+        prediction of the next token; -1 where the assistant did not write the next token.
+    aux: [attended, A, H] auxiliary hidden states of the first `attended` positions: no slot sees later ones.
     last: [M, H] last hidden states, before the final norm, in order of `supervised`.
-
-    Positions count from 0.
     """
 
     tokens: Tensor
@@ -42,7 +43,7 @@ class Document:
 
     @classmethod
     def of(cls, tokens: Tensor, loss_mask: Tensor, top1: Tensor, aux: Tensor, last: Tensor) -> "Document":
-        """From the states of all positions, aux [T, A, H] and last [T, H], of any float dtype, on any device."""
+        """Build a document from the states of all positions: aux [T, A, H], last [T, H]; any float dtype and device."""
         supervised = supervised_positions(loss_mask)
         needed = last[to_device(supervised, last.device)]
         return cls(tokens, loss_mask, top1, plain(aux[: attended_positions(supervised)]), plain(needed))

@@ -1,19 +1,19 @@
-"""The files of a store, and how its small ones are read.
+"""The files of a store, and functions that read the small ones.
 
-    provenance.json     what the states are of: {"fingerprint", "inputs", "states"}; written first
+    provenance.json     what the states were made from: {"fingerprint", "inputs", "states"}; written first
     plan.json           every sample's tokens and supervised positions, every shard's samples (`shard_plan.Plan`)
-    stream.json         how many bytes the extraction may keep, and how many processes share it, while it runs
+    stream.json         while extraction runs: how many bytes it may keep, and how many processes share it
     target.safetensors  the target's embedding rows, final norm and lm_head; target.json is its line
     trajectories.safetensors  the target's answers to some held-out prompts, by which training measures acceptance
                         (`evaluation/trajectories.py`); trajectories.json is its line
     shards/train-00000.safetensors …   many samples each, concatenated without padding (see `shard`)
     shards/train-00000.json …          one `Line` for each committed shard, with its checksum
-    shards.jsonl        those lines together, in the order of the plan; replaces them once all are there
+    shards.jsonl        all of those lines, in the order of the plan; replaces them once they are complete
     consumed.json       which shards a training has used up and removed (`stream.Consumed`)
-    manifest.json       written last: the store is complete; lists the small files, for people: each knows its checksum
+    manifest.json       written last: the store is complete; its list of files is for people, each has its own checksum
 
-Every JSON file carries a checksum of itself (`sealed`). A shard is committed once its line is there. While a store is
-written each line is a file of its own, so that processes commit shards independently, on a disk or in a bucket.
+Every JSON file carries a checksum of itself (`sealed`). A shard is committed once its line exists. While a store is
+being written, each line is a separate file, so that processes commit shards independently, on a disk or in a bucket.
 """
 
 from collections.abc import Callable
@@ -49,7 +49,7 @@ REMAKE = f"run `{EXTRACT}` again, which makes what is damaged or missing anew"
 
 
 class Manifest(TypedDict):
-    """Of a complete store; what else it says concerns people."""
+    """The manifest of a complete store. Its other entries are for people."""
 
     fingerprint: str
     inputs: dict[str, Any]
@@ -85,10 +85,14 @@ class Bound(TypedDict):
 
 @dataclass(frozen=True)
 class Line:
-    """What commits a shard, or another big file. fidelity: the gate's result, where it compared the shard. agreement:
-    how far answers are the target's own (`targets.extraction.Agreement`), then the checksum of the draft vocabulary.
-    checksums: of a shard's parts, for readers of some, 16 characters each: tokens, loss mask and arg-max together; then
-    the states of each sample. Earlier versions had none of these, or some."""
+    """The record that commits a shard or another big file. Lines of earlier versions lack some or all of these fields:
+
+    fidelity: the gate's result, if it compared the shard.
+    agreement: how far answers are the target's own (`targets.extraction.Agreement`), then the checksum of the draft
+        vocabulary.
+    checksums: 16 characters for each part of a shard, so that parts can be read alone: tokens, loss mask and arg-max
+        together, then the states of each sample.
+    """
 
     name: str
     store: str  # fingerprint of the store that it belongs to
@@ -96,7 +100,7 @@ class Line:
     checksum: str
     fidelity: list[float] | None = None
     agreement: list[int] | None = None
-    checksums: str | None = None  # one text: a list would take each process 90 bytes a sample
+    checksums: str | None = None  # one string: a list would take 90 bytes per sample in each process
 
     def sealed(self) -> bytes:
         """One line of JSON with a checksum of itself."""
@@ -104,12 +108,12 @@ class Line:
 
 
 def line_name(name: str) -> str:
-    """The file that commits a shard's file of this name."""
+    """Return the name of the file whose line commits the big file `name`."""
     return name.replace(".safetensors", ".json")
 
 
 def read_record(storage: Storage, name: str, parse: Callable[[Any], T], store: str | None = None) -> T | None:
-    """A small file of a store, as `parse_record` reads it, once more where it is damaged; None if it is missing."""
+    """Read a small file with `parse_record`, twice if it seems damaged. Return None if it is missing."""
     where = f"{storage.location}/{name}"
     with suppress(FileNotFoundError):
         return read_twice(storage, name, lambda: parse_record(storage.read(name), where, parse, store))
@@ -117,16 +121,18 @@ def read_record(storage: Storage, name: str, parse: Callable[[Any], T], store: s
 
 
 def read_twice(storage: Storage, name: str, read: Callable[[], T]) -> T:
-    """`read()` of a file; where that says that it is damaged, once more, from where the file lies."""
+    """Return `read()`. On DamagedError, drop cached copies of the file and read once more."""
     with suppress(DamagedError):
         return read()
-    storage.forget(name)  # no sooner: an error that is being handled keeps the file mapped, whose pages then stay
+    storage.forget(name)  # after the `with`: an error being handled keeps the file mapped, and mapped pages stay
     return read()
 
 
 def parse_record(data: bytes, where: str, parse: Callable[[Any], T], store: str | None = None) -> T:
-    """A sealed JSON object, made a T by `parse`; DamagedError, naming `where`, if it is torn, altered, of another type,
-    or of another store than `store`, a fingerprint that earlier versions did not record in every file."""
+    """Unseal a JSON object and return what `parse` makes of it.
+
+    DamagedError, naming `where`, if it is torn, altered, of another type, or of a store with another fingerprint than
+    `store`. Earlier versions did not record that in every file."""
     try:
         value = unseal(data)
         record = parse(value)
@@ -138,7 +144,7 @@ def parse_record(data: bytes, where: str, parse: Callable[[Any], T], store: str 
 
 
 def read_line(storage: Storage, name: str, store: str) -> Line | None:
-    """The line that commits a big file; None if it is missing; DamagedError as `parse_record`."""
+    """Return the line that commits a big file, or None if it is missing. DamagedError as in `parse_record`."""
     line = read_record(storage, line_name(name), partial(foreign.typed, Line), store)
     if line is not None and line.name != name:
         raise DamagedError(f"{storage.location}/{line_name(name)} is damaged (it belongs to {line.name})")
@@ -148,8 +154,9 @@ def read_line(storage: Storage, name: str, store: str) -> Line | None:
 def open_checked(
     storage: Storage, line: Line, opener: Callable[[Path], T], what: str = "", verified: bool = False
 ) -> T:
-    """`opener` of a big file that is as its line says; the checksum of one that is `verified` already is not compared.
-    DamagedError, which names the file and then `what`, if it is another; FileNotFoundError if it is missing."""
+    """Compare a big file with its line (with `verified`, only its size), then return `opener` of it.
+
+    DamagedError, naming the file and then `what`, if they differ; FileNotFoundError if the file is missing."""
 
     def checked(path: Path) -> T:
         if (size := path.stat().st_size) != line.size:

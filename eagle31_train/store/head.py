@@ -1,4 +1,4 @@
-"""A store without its states: what its small files say, complete or begun, and what is wrong with them."""
+"""A store without its states, complete or begun: what its small files say, and what is wrong with them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ from eagle31_train.store.tensors import first_not_finite, wrong_shape
 
 @dataclass(frozen=True)
 class Problem:
-    """Something wrong, in one line; with the file in shards/ that must go, so that extraction makes it anew."""
+    """Something wrong, in one line, and the file to remove, if any, so that extraction makes it anew."""
 
     text: str
     file: str | None = None
@@ -31,8 +31,9 @@ class Problem:
 
 @dataclass
 class Head:
-    """What the small files of a store say, as far as they are there and whole. lines: of committed shards, by shard.
-    consumed: names of shards that a training has used up."""
+    """What the small files of a store say, as far as they exist and are intact.
+
+    lines: the lines of committed shards, by name. consumed: names of shards that a training has used up."""
 
     storage: Storage
     manifest: dict[str, Any] | None = None
@@ -43,7 +44,7 @@ class Head:
 
 
 def near(storage: Storage) -> Path | None:
-    """The store of the run that a folder without one belongs to, or is."""
+    """Return the store of a run if the storage is that run's folder, or one in it, and no store itself; else None."""
     if storage.size(files.PROVENANCE) is not None:
         return None
     folder = Path(storage.location)
@@ -52,9 +53,10 @@ def near(storage: Storage) -> Path | None:
 
 
 def read_head(storage: Storage, every_line: bool = False) -> tuple[Head, list[Problem]]:
-    """The small files, and what is wrong with them; missing files are not. UserError for a damaged record of what a
-    training has used up, which extraction cannot make again. every_line: also those that have files of their own, as
-    many as there are shards, while a store is written."""
+    """Read the small files, and find what is wrong with them. A missing file is wrong only in a complete store.
+
+    UserError for a damaged record of what a training has used up, which extraction cannot make again. every_line: also
+    read lines in separate files, of which there is one per shard while a store is being written."""
     problems: list[Problem] = []
 
     def read(name: str, parse: Callable[[Any], Any], store: str | None = None) -> Any:
@@ -86,7 +88,7 @@ def read_head(storage: Storage, every_line: bool = False) -> tuple[Head, list[Pr
 def read_lines(
     storage: Storage, plan: Plan, shards: Sequence[PlannedShard], store: str
 ) -> tuple[dict[str, Line], list[Problem]]:
-    """The lines of these shards that are there, in files of their own or merged (then of all), and what is damaged."""
+    """Return the lines of these shards found in separate files, or of all if they are merged, and what is damaged."""
 
     def read(shard: PlannedShard) -> Line | Problem | None:
         try:
@@ -96,7 +98,7 @@ def read_lines(
 
     there = storage.sizes("shards").keys() if len(shards) > 1 else {shard.line for shard in shards}
     own = at_once(read, [shard for shard in shards if shard.line in there])
-    # Merged ones last: the first process may be merging them just now, and removes the others then.
+    # Merged lines last: the first process may be merging them right now, and then removes the separate files.
     merged = _merged_lines(storage, store)
     found = {one.name: one for one in [*(merged or []), *own] if isinstance(one, Line)}
     lines = {shard.name: found[shard.name] for shard in plan.shards if shard.name in found}
@@ -109,7 +111,7 @@ def read_lines(
 
 
 def _merged_lines(storage: Storage, store: str) -> list[Line | Problem] | None:
-    """The lines of shards.jsonl, once more where some are damaged; None without it."""
+    """Read the lines of shards.jsonl, twice if some seem damaged. Return None if it is missing."""
 
     def parse(number: int, text: bytes) -> Line | Problem:
         where = f"{storage.location}/{files.SHARDS}:{number}"
@@ -132,14 +134,16 @@ def _merged_lines(storage: Storage, store: str) -> list[Line | Problem] | None:
 
 
 def big_files(storage: Storage) -> list[str]:
-    """The big files beside the shards: the target's weights, and the trajectories of stores that have them."""
+    """Name the big files beside the shards: the target's weights, and trajectories in stores that have them."""
     trajectories = storage.size(files.TRAJECTORIES_LINE) is not None
     return [files.TARGET, files.TRAJECTORIES] if trajectories else [files.TARGET]
 
 
 def read_tensors(storage: Storage, name: str, provenance: Mapping[str, Any]) -> dict[str, Tensor]:
-    """A big file beside the shards, mapped. DamagedError, naming it, if it is missing, or not as it was written, or a
-    value is not finite, or the target's weights are not of the size that the store's provenance says."""
+    """Map a big file beside the shards.
+
+    DamagedError, naming it, if it is missing or altered, holds a value that is not finite, or holds target weights of
+    another size than the store's provenance says."""
 
     def load(path: Path) -> dict[str, Tensor]:
         tensors = load_file(path)
@@ -165,8 +169,10 @@ def _line_of(storage: Storage, name: str, provenance: Mapping[str, Any]) -> Line
 
 
 def finished(storage: Storage, provenance: Provenance, overwrite: bool) -> dict[str, Any] | None:
-    """The manifest of a complete store of these inputs, of whose shards only sizes are compared; None if there is work
-    to do. A damaged store loses its manifest. UserError for a store of other inputs, unless `overwrite`."""
+    """Return the manifest of a complete store of these inputs, or None if there is work to do.
+
+    Of shards, only sizes are compared. A damaged store loses its manifest. UserError for a store of other inputs,
+    unless `overwrite`."""
     if storage.size(artifacts.MANIFEST) is None:
         return None
     head, problems = read_head(storage)
@@ -175,7 +181,7 @@ def finished(storage: Storage, provenance: Provenance, overwrite: bool) -> dict[
         provenance.refuse_other(storage.location, head.manifest, overwrite)
         if not provenance.matches(head.manifest):
             return None
-        if damage is None and head.provenance is not None:  # which is there where nothing is damaged
+        if damage is None and head.provenance is not None:  # never None if nothing is damaged
             damage = _first_damage(head, head.provenance)
     if damage:
         note(f"{damage}; making it again")
@@ -185,11 +191,12 @@ def finished(storage: Storage, provenance: Provenance, overwrite: bool) -> dict[
 
 
 def _first_damage(head: Head, provenance: Mapping[str, Any]) -> str | None:
-    """Name the first big file of a complete store that is missing or not as long as it was written."""
+    """Describe the first big file of a complete store that is missing or damaged. Of shards, and of every file of a
+    remote store, only sizes are compared."""
     storage = head.storage
     try:
         lines = [_line_of(storage, name, provenance) for name in big_files(storage)]
-        if not storage.remote:  # no download only to compare
+        if not storage.remote:  # do not download only to compare
             for line in lines:
                 read_tensors(storage, line.name, provenance)
     except DamagedError as error:

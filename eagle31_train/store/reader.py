@@ -1,5 +1,7 @@
-"""Reading a store: complete, or while it is still being written. The samples that are read are checked first, and not
-the whole shard: else every process of a training would read the whole store."""
+"""Reading a store, complete or still being written.
+
+Each sample is checked when it is read, instead of its whole shard: otherwise every process of a training would read the
+whole store."""
 
 import threading
 import time
@@ -31,12 +33,12 @@ class Store:
     """A store, opened for reading.
 
     Args:
-        storage: where it lies, or its folder.
+        storage: the store's storage, or its folder.
         follow: read it while it is being written, waiting for shards that are not there yet.
-        patience: seconds to wait for one.
-        pause: sleeps between looks at whether the store is begun; may raise.
+        patience: seconds to wait for a shard.
+        pause: sleeps between checks whether the store is begun; may raise.
 
-    UserError if the store is missing, incomplete (without `follow`) or damaged, or, while reading, a shard is.
+    UserError if the store is missing, incomplete (without `follow`) or damaged; while reading, if a shard is.
     """
 
     def __init__(
@@ -65,7 +67,7 @@ class Store:
         self._provenance = head.provenance
         self.fingerprint: str = head.provenance["fingerprint"]
         self.inputs: dict[str, Any] = head.provenance["inputs"]
-        self.states: dict[str, Any] = head.provenance["states"]  # what they mean
+        self.states: dict[str, Any] = head.provenance["states"]  # what the states mean
         self._lines = head.lines
         self._bound: int | None = None
         self._lock = threading.Lock()
@@ -81,7 +83,7 @@ class Store:
 
     @cached_property
     def trajectories(self) -> dict[str, Tensor]:
-        """The target's own answers to some held-out prompts, as `evaluation/trajectories.py` names them; {} without."""
+        """The target's own answers to some held-out prompts, as `evaluation/trajectories.py` names them; {} if none."""
         return self._tensors(files.TRAJECTORIES) if self.storage.size(files.TRAJECTORIES_LINE) is not None else {}
 
     def _tensors(self, name: str) -> dict[str, Tensor]:
@@ -92,14 +94,14 @@ class Store:
 
     @property
     def max_bytes(self) -> int | None:
-        """The bound that the extraction keeps, or kept last: with one, who follows removes what it used up."""
+        """The extraction's bound, current or last known. With one, a training that follows removes what it used up."""
         bound = read_bound(self.storage, self.fingerprint)
-        if bound and bound["max_bytes"] is not None:  # gone once it is over, and what is left is used up all the same
+        if bound and bound["max_bytes"] is not None:  # no record once extraction is over; the rest is used up as before
             self._bound = bound["max_bytes"]
         return self._bound
 
     def close(self) -> None:
-        """Nothing more is read: waits for a shard end, and nothing is fetched ahead any more."""
+        """Stop reading: end waits for shards, and stop prefetching."""
         self._stopped.set()
         self.storage.close()
 
@@ -107,8 +109,9 @@ class Store:
         return StoreSplit(self, name)
 
     def wait_for(self, shards: Iterable[PlannedShard], pause: Pause | None = None) -> None:
-        """Return once all of these shards are committed, at once in a complete store; UserError if one does not come.
-        `pause` sleeps between looks and may raise; without it, `close` ends the wait."""
+        """Wait until all of these shards are committed. UserError if one does not come.
+
+        `pause` sleeps between checks and may raise; without it, `close` ends the wait."""
         for shard in shards:
             if shard.name not in self._lines:
                 wait(
@@ -127,9 +130,9 @@ class Store:
         return shard.name in self._lines
 
     def open(self, shard: PlannedShard, whole: bool = False) -> ShardFile:
-        """A shard, mapped, as its line says; `whole`: mapped anew, once all of it is compared with its checksum."""
+        """Map a shard, checked against its line. With `whole`, map it anew, comparing all of it with its checksum."""
         self.wait_for([shard])
-        with self._lock:  # batches are read in the background, and held-out samples beside that
+        with self._lock:  # batches are read in the background while held-out samples are read
             if whole:
                 self._open.pop(shard.name, None)
                 self.storage.forget(shard.name)
@@ -155,7 +158,7 @@ class Store:
             raise UserError(f"{where} is missing: see `eagle31 store verify {self.location}`") from None
 
     def release(self, shards: Sequence[PlannedShard]) -> None:
-        """Unmap shards that are needed no more, so that their bytes are free once they are removed."""
+        """Unmap shards that are no longer needed, so that removing them frees their bytes."""
         with self._lock:
             for shard in shards:
                 self._open.pop(shard.name, None)
@@ -167,9 +170,9 @@ class StoreSplit:
     def __init__(self, store: Store, name: str) -> None:
         self.store = store
         self.lengths = store.plan.lengths[name]
-        self.supervised = store.plan.supervised.get(name)  # positions of each; None in stores of earlier versions
+        self.supervised = store.plan.supervised.get(name)  # positions per sample; None in stores of earlier versions
         self.shards = store.plan.of(name)
-        self._firsts = [shard.first for shard in self.shards]  # a pair for each of 10^7 samples would take 800 MB
+        self._firsts = [shard.first for shard in self.shards]  # pairs per sample would take 800 MB for 10^7 of them
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -180,24 +183,24 @@ class StoreSplit:
         return self.shards[bisect_right(self._firsts, index) - 1]
 
     def sizes(self, indices: Sequence[int]) -> tuple[list[int], list[int] | None]:
-        """Of these samples the tokens, and the supervised positions, as far as these are known."""
+        """Return the number of tokens of each sample, and of supervised positions, or None if those are unknown."""
         counts = self.supervised
         return [self.lengths[i] for i in indices], None if counts is None else [counts[i] for i in indices]
 
     def wait_for(self, indices: Iterable[int]) -> None:
-        """Return once all of these samples can be read; at once in a complete store."""
+        """Wait until all of these samples can be read."""
         self.store.wait_for(dict.fromkeys(self.shard_of(index) for index in indices))
 
     def passed(self, step: int) -> None:
-        """What steps up to this one read has been read: none of it is fetched ahead any more."""
+        """Note that everything up to this step has been read, so that none of it is prefetched any more."""
         self.store.storage.passed(step)
 
     def read(self, index: int, states: bool = True) -> Document:
-        """One sample, with the states that are needed (see `Document`), mapped from the file until they are used."""
+        """Return one sample, with the states that training needs (see `Document`), mapped until they are used."""
         shard = self.shard_of(index)
         with suppress(DamagedError):
             return self.store.open(shard).read(index - shard.first, states)
-        # A disk may err for once. Not while the error is handled, see `read_twice`.
+        # Try again, as a disk may err once; after the `with`, for the reason in `read_twice`.
         return self.store.open(shard, whole=True).read(index - shard.first, states)
 
     def read_all(self, indices: Iterable[int]) -> list[Document]:

@@ -1,12 +1,12 @@
-"""One shard's file: many samples end to end, without padding, their states encoded.
+"""A shard file: many samples end to end, without padding, with encoded states.
 
-For S samples of N tokens together, of which slots attend to C and M are supervised (see `Document`):
+For S samples of N tokens in all, C of them attended by slots and M supervised (see `Document`):
 
     tokens [N] int32, loss_mask [N] bool, top1 [N] int32
     aux.values [C, A, …], aux.scale [C, A, …]; last.values [M, …], last.scale [M, …]
-    aux.channels [S, A, H], last.channels [S, H]: with codecs that scale channels
+    aux.channels [S, A, H], last.channels [S, H]: only for codecs that scale channels
 
-Where a sample's rows begin follows from the lengths and the loss mask, and is stored nowhere else.
+Where a sample's rows begin is not stored: it follows from the lengths and the loss mask.
 """
 
 import re
@@ -31,8 +31,7 @@ NONE = plain(torch.empty(0, 0))
 
 
 def write_shard(path: Path, documents: Sequence[Document]) -> str:
-    """Write samples, whose states are encoded by the store's codecs, into a file; the checksums of its parts, as `Line`
-    has them."""
+    """Write samples, whose states the store's codecs have encoded, to a file. Return `Line.checksums` for it."""
     tensors = {
         "tokens": torch.cat([document.tokens for document in documents]).int(),
         "loss_mask": torch.cat([document.loss_mask for document in documents]),
@@ -53,9 +52,11 @@ def _of_states(document: Document) -> str:
 
 
 class ShardFile:
-    """A shard of samples of these lengths, mapped into memory: what is read is copied only when it is used.
-    DamagedError if it is not one of such samples and states, or holds ids beyond `vocab_size`, or where a part is not
-    as its line's `checksums` say, of states when they are first read; one of `foreign.NO_TENSORS` if it is no shard."""
+    """A shard of samples of these lengths, mapped into memory: data is copied only when it is used.
+
+    DamagedError if it does not hold such samples and states, if it holds ids beyond `vocab_size`, or if a part does not
+    match its line's `checksums`; states are compared when they are first read. One of `foreign.NO_TENSORS` if the file
+    is no shard."""
 
     def __init__(
         self, path: Path, lengths: Sequence[int], shape: Shape, vocab_size: int, checksums: str | None = None
@@ -69,13 +70,13 @@ class ShardFile:
         whole, *of_samples = re.findall(r".{16}", checksums) if checksums else [None]
         if whole and checksum([self.tokens, self.loss_mask, self.top1]) != whole:
             raise DamagedError("is not as it was written (a checksum differs)")
-        self._unread = dict(enumerate(of_samples))  # samples → what their states must be
-        # Where each of S samples begins, and the last ends: [S + 1] each.
+        self._unread = dict(enumerate(of_samples))  # sample → checksum that its states must have
+        # Where each of S samples begins, and where the last ends: [S + 1] each.
         supervised = [supervised_positions(mask) for mask in self.loss_mask.split(list(lengths))]
         self._edges, self._aux_edges, self._last_edges = _find_rows(lengths, supervised)
         self.aux = _states(tensors, "aux", shape.aux_codec, (shape.aux_layers, shape.hidden_size), self._aux_edges)
         self.last = _states(tensors, "last", shape.last_codec, (shape.hidden_size,), self._last_edges)
-        # Ids that the vocabulary lacks: as indices they fail far from here, or silently wrap.
+        # An id outside the vocabulary, used as an index, would fail far from here, or silently wrap.
         for name, ids, least in (("tokens", self.tokens, 0), ("top1", self.top1, -1)):
             if len(ids) and (ids.min() < least or ids.max() >= vocab_size):
                 raise DamagedError(f"holds {name} outside the {vocab_size} tokens of its target's vocabulary")
@@ -84,12 +85,12 @@ class ShardFile:
                 raise DamagedError("lacks the target's arg-max (top1) before some of the assistant's tokens")
 
     def not_finite(self) -> list[int]:
-        """Samples, counted from the shard's first, of which a state is NaN or infinite."""
+        """Return the samples, counted from the shard's first, that have a NaN or infinite state."""
         documents = enumerate(map(self.read, range(len(self._edges) - 1)))
         return [i for i, one in documents if not (one.aux.finite and one.last.finite)]
 
     def read(self, index: int, states: bool = True) -> Document:
-        """Sample `index` of the shard; without `states`, those are empty. DamagedError: they are not as written."""
+        """Return sample `index` of the shard, with empty states unless `states`. DamagedError if they were altered."""
 
         def cut(edges: list[int]) -> slice:
             return slice(edges[index], edges[index + 1])
@@ -101,20 +102,21 @@ class ShardFile:
         if states and (expected := self._unread.get(index)) is not None:
             if _of_states(document) != expected:
                 raise DamagedError("is not as it was written (a sample's checksum differs)")
-            self._unread.pop(index, None)  # which another thread may have done meanwhile
+            self._unread.pop(index, None)  # another thread may have popped it meanwhile
         return document
 
 
 def _find_rows(lengths: Sequence[int], supervised: Sequence[Tensor]) -> tuple[list[int], list[int], list[int]]:
-    """Where the tokens, auxiliary and last states of each sample begin."""
+    """Return where each sample's tokens, auxiliary states and last states begin, and where the last sample's end."""
     counts = (lengths, map(attended_positions, supervised), map(len, supervised))
     edges, aux_edges, last_edges = ([0, *accumulate(count)] for count in counts)
     return edges, aux_edges, last_edges
 
 
 def _states(tensors: Mapping[str, Tensor], name: str, codec: str, row: tuple[int, ...], edges: list[int]) -> Encoded:
-    """A shard's states, a row of this shape for each position; DamagedError if they are of another shape or type than
-    the store's: they would fail far from here."""
+    """Return a shard's states, with a row of shape `row` for each position.
+
+    DamagedError if their shape or type is not the store's: they would fail far from here."""
     how, samples, (*outer, width) = CODECS[codec], len(edges) - 1, row
     blocks = -(-width // how.block) if how.block else 0
     expected = {
@@ -134,8 +136,9 @@ def _states(tensors: Mapping[str, Tensor], name: str, codec: str, row: tuple[int
 def open_shard(
     storage: Storage, plan: Plan, shard: PlannedShard, line: Line, states: Mapping[str, Any], whole: bool = True
 ) -> ShardFile:
-    """A shard's file, if it is what the plan, its line and the store's states say; see `open_checked`. `whole`: it is
-    compared with its checksum now; else its parts are with theirs, when each is first read."""
+    """Open a shard's file if it matches the plan, its line and the store's states; see `open_checked`.
+
+    With `whole`, compare the file with its checksum now; otherwise compare each part when it is first read."""
     lengths, shape = plan.lengths[shard.split][shard.first : shard.end], shape_of(states)
     checksums = None if whole else line.checksums
     return open_checked(

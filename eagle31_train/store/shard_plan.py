@@ -1,5 +1,7 @@
-"""What a store will hold, worked out from the data alone: which samples each shard has, and how many bytes. So a killed
-extraction goes on, processes share the work without exchanging messages, and training knows every step in advance."""
+"""What a store will hold, computed from the data alone: the samples of each shard, and its size in bytes.
+
+So a killed extraction can go on, processes share the work without messages, and training knows every step in advance.
+"""
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,13 +21,13 @@ from eagle31_train.store.document import attended_positions
 from eagle31_train.store.format import line_name
 
 SPLITS = ("heldout", "train")  # in the order of extraction: training evaluates from its first steps on
-HEADER = 4096  # more than the names, shapes and offsets at the head of a shard's file take
+HEADER = 4096  # bytes, more than a shard file's header takes: names, shapes and offsets
 TOKEN_BYTES = 4 + 1 + 4  # tokens, loss_mask, top1
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What decides the size of a state: H, A, and the codecs of auxiliary and last states."""
+    """What determines the bytes of a state: H, A, and the codecs of auxiliary and last states."""
 
     hidden_size: int
     aux_layers: int
@@ -34,13 +36,13 @@ class Shape:
 
     @property
     def row_bytes(self) -> tuple[int, int]:
-        """What one position's auxiliary states take, all layers together, and its last hidden state."""
+        """Bytes of one position's auxiliary states, all layers together, and of its last hidden state."""
         aux, last = (CODECS[codec].row_bytes(self.hidden_size) for codec in (self.aux_codec, self.last_codec))
         return aux * self.aux_layers, last
 
     @property
     def document_bytes(self) -> int:
-        """What a document takes besides its positions' states."""
+        """Bytes of a document besides its positions' states."""
         aux, last = (CODECS[codec].document_bytes(self.hidden_size) for codec in (self.aux_codec, self.last_codec))
         return aux * self.aux_layers + last
 
@@ -51,7 +53,7 @@ def shape_of(states: Mapping[str, Any]) -> Shape:
 
 @dataclass(frozen=True)
 class PlannedShard:
-    """Samples first to end - 1 of a split, in one file; `bytes` is what that takes at most."""
+    """Samples first to end - 1 of a split, in one file of at most `bytes`."""
 
     name: Annotated[str, Field(pattern=r"^shards/(heldout|train)-[0-9]{5,9}\.safetensors$")]
     split: str
@@ -77,12 +79,16 @@ class _Lengths(TypedDict):
 
 @dataclass(frozen=True)
 class Plan:
-    """A store's samples and shards: per split the tokens of every sample, and how many of its positions are supervised
-    (nothing in plans of earlier versions); the shards in the order of extraction."""
+    """A store's samples and shards.
+
+    lengths: tokens of every sample, per split.
+    shards: in the order of extraction.
+    supervised: supervised positions of every sample, per split; empty in plans of earlier versions.
+    """
 
     lengths: dict[str, list[int]]
     shards: list[PlannedShard]
-    supervised: dict[str, "array[int]"] = field(default_factory=dict)  # there may be 10^7
+    supervised: dict[str, "array[int]"] = field(default_factory=dict)  # arrays: there may be 10^7 samples
 
     @property
     def tokens(self) -> int:
@@ -92,7 +98,7 @@ class Plan:
         return [shard for shard in self.shards if shard.split == split]
 
     def share(self, rank: int, ranks: int) -> list[PlannedShard]:
-        """What one of several processes extracts: in order, each shard by the one that has fewest tokens so far."""
+        """Return one process's shards. In order, each shard goes to the process with the fewest tokens so far."""
         loads, mine = [(0, process) for process in range(ranks)], []  # a heap
         for shard in self.shards:
             tokens, lightest = loads[0]
@@ -108,7 +114,7 @@ class Plan:
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> "Plan":
-        """Raises ValueError where the JSON is not a plan."""
+        """Read a plan from its JSON. ValueError if it is not one."""
         lengths = foreign.typed(_Lengths, value.get("lengths"))
         counts = foreign.typed(_Lengths, value["supervised"]) if "supervised" in value else {}
         supervised = {split: array("q", counts.pop(split)) for split in list(counts)}
@@ -133,7 +139,7 @@ class Plan:
 
 
 def make_plan(loss_masks: Mapping[str, Iterable[ArrayLike]], shard_tokens: int, shape: Shape) -> Plan:
-    """Plan a store for samples given by their loss masks [T], per split; each is looked at once."""
+    """Plan a store for samples given by their loss masks [T], per split. Each mask is read once."""
     shards: list[PlannedShard] = []
     lengths: dict[str, list[int]] = {}
     supervised: dict[str, array[int]] = {}
@@ -153,7 +159,7 @@ def make_plan(loss_masks: Mapping[str, Iterable[ArrayLike]], shard_tokens: int, 
 
 
 def plan_shards(lengths: Sequence[int], shard_tokens: int) -> list[tuple[int, int]]:
-    """Cut samples, in order, into shards of at most `shard_tokens` (a longer sample has its own): (first, end)."""
+    """Cut samples, in order, into shards (first, end) of at most `shard_tokens`; a longer sample has its own."""
     shards, first, held = [], 0, 0
     for index, length in enumerate(lengths):
         if held and held + length > shard_tokens:
@@ -164,7 +170,7 @@ def plan_shards(lengths: Sequence[int], shard_tokens: int) -> list[tuple[int, in
 
 
 def sample_size(loss_mask: ArrayLike, shape: Shape) -> tuple[int, int]:
-    """How many positions of a sample are supervised, and the bytes that it takes in its shard, see `Document`."""
+    """Return a sample's number of supervised positions, and its bytes in a shard; see `Document`."""
     supervised = np.flatnonzero(np.asarray(loss_mask, dtype=bool)[2:]) + 1  # `supervised_positions`, 10 times as fast
     aux, last = shape.row_bytes
     states = attended_positions(supervised) * aux + len(supervised) * last + shape.document_bytes

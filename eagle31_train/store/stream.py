@@ -1,7 +1,8 @@
-"""A store that is written and read at once: waiting for the other side, the bound of bytes, and what is used up.
+"""A store that is read while it is written: waiting for the other side, the bound on bytes, and consumed shards.
 
-The two sides meet in two small files. `stream.json` is the extraction's: how many bytes it may keep, and how many
-processes write. `consumed.json` is the training's: which shards it has used up, recorded first and removed then.
+The two sides communicate through two small files. The extraction writes `stream.json`: how many bytes it may keep, and
+how many processes write. The training writes `consumed.json`: which shards it has used up. It records them before it
+removes them.
 """
 
 import time
@@ -20,7 +21,7 @@ from eagle31_train.store.format import CONSUMED, REMAKE, STREAM, Bound, read_rec
 from eagle31_train.store.sealed import DamagedError, seal
 from eagle31_train.store.shard_plan import PlannedShard
 
-POLL = 0.5  # seconds between looks at what other processes have done
+POLL = 0.5  # seconds between checks of what other processes have done
 Pause = Callable[[float], bool | None]  # sleeps so many seconds; returns True once nobody waits any more
 
 
@@ -31,8 +32,10 @@ def wait(
     progress: Callable[[], object] = lambda: None,
     pause: Pause = time.sleep,
 ) -> None:
-    """Poll until a condition holds; says once who waits for `what`. UserError after `patience` seconds without any
-    change of `progress()`; RuntimeError where the `pause` between looks returns True: nobody waits any more."""
+    """Poll until a condition holds. If it does not hold at once, print `what`, which says who waits for what.
+
+    UserError after `patience` seconds without any change of `progress()`. RuntimeError if the `pause` between two polls
+    returns True: nobody waits any more."""
     if until():
         return
     note(f"{what} …", error=True)
@@ -48,16 +51,16 @@ def wait(
 
 @dataclass(frozen=True)
 class Consumed:
-    """What the training `by` (a fingerprint) has used up and removed of a store; `finished`: it wants no more."""
+    """What the training `by` (a fingerprint) has used up of a store. `finished`: it needs no more shards."""
 
     by: Annotated[str, Field(min_length=1)]
-    shards: list[Annotated[str, Field(pattern=r"^shards/train-[0-9]{5,9}\.safetensors$")]]  # which may be removed
+    shards: list[Annotated[str, Field(pattern=r"^shards/train-[0-9]{5,9}\.safetensors$")]]  # these may be removed
     finished: bool
     store: str = ""
 
 
 def read_consumed(storage: Storage, store: str) -> Consumed:
-    """What a training has used up of the store with this fingerprint; UserError if the record is damaged."""
+    """Return what a training has used up of the store with this fingerprint. UserError if the record is damaged."""
     try:
         return read_record(storage, CONSUMED, partial(foreign.typed, Consumed), store) or Consumed("", [], False)
     except DamagedError as error:
@@ -65,7 +68,7 @@ def read_consumed(storage: Storage, store: str) -> Consumed:
 
 
 def check_consumer(storage: Storage, store: str, by: str) -> Consumed:
-    """What is used up already; UserError if it was by another training than `by`."""
+    """Return what is used up already. UserError if another training than `by` has used it up."""
     consumed = read_consumed(storage, store)
     if consumed.by not in ("", by):
         text = f"parts of {storage.location} were used up and removed by another training ({consumed.by}, this is {by})"
@@ -74,7 +77,7 @@ def check_consumer(storage: Storage, store: str, by: str) -> Consumed:
 
 
 def consume(storage: Storage, store: str, shards: Sequence[PlannedShard], by: str, finished: bool) -> None:
-    """Record that training `by` has used up shards, beside what it had before, and remove them."""
+    """Record that training `by` has used up these shards, in addition to earlier ones, then remove them."""
     before = check_consumer(storage, store, by)
     names = list(dict.fromkeys([*before.shards, *(shard.name for shard in shards)]))
     after = Consumed(by, names, finished, store)
@@ -87,7 +90,7 @@ def consume(storage: Storage, store: str, shards: Sequence[PlannedShard], by: st
 
 
 def read_bound(storage: Storage, store: str) -> Bound | None:
-    """What a running extraction of the store keeps to; None if it is over; UserError if the record is damaged."""
+    """Return the bound of the store's running extraction; None if it is over. UserError if the record is damaged."""
     try:
         return read_record(storage, STREAM, partial(foreign.typed, Bound), store)
     except DamagedError as error:

@@ -1,7 +1,7 @@
-"""Safetensors files, written as the store wants it; the library reads them.
+"""A writer of safetensors files for the store; the safetensors library reads them.
 
-The library's own `save_file` writes under a random name and renames: a kill leaves a file that nobody knows to
-remove, and a full disk comes as an error that says so only in its text.
+The library's own `save_file` writes under a random name and renames. A kill then leaves a file that nobody knows to
+remove, and a full disk raises an error that says so only in its text.
 """
 
 import json
@@ -32,9 +32,10 @@ NAMES = {
 
 
 def save_file(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """Write tensors of the CPU at `path`: the same bytes for the same tensors. OSError, such as for a full disk.
-    `metadata`: of the whole file; transformers refuses one without {"format": "pt"}."""
-    # Wide elements first, so that each stands at a multiple of its size, where it can be mapped.
+    """Write CPU tensors to `path`: the same bytes for the same tensors. OSError if the disk is full, for example.
+
+    `metadata` describes the whole file; transformers refuses a file without {"format": "pt"}."""
+    # Wide elements first, so that each is aligned to its size, and can be mapped.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     entries: dict[str, dict[str, Any]] = {"__metadata__": metadata} if metadata else {}
     end = 0
@@ -51,7 +52,7 @@ def save_file(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] |
 
 
 def checksum(tensors: Iterable[Tensor]) -> str:
-    """XXH3-64 of the bytes of tensors on the CPU, as hex."""
+    """Return the XXH3-64 of the bytes of CPU tensors, as hex."""
     digest = xxhash.xxh3_64()
     for tensor in tensors:
         digest.update(_bytes(tensor).data)
@@ -69,8 +70,9 @@ def _write_all(file: Any, data: Any) -> None:
 
 
 def wrong_shape(weights: Mapping[str, Tensor], vocab_size: int, hidden_size: int) -> str | None:
-    """Which of the target's weights is missing, or not of its size, in words; None if none is. Without lm_head the
-    embedding stands for it; only beside one it may have padding rows."""
+    """Describe the first of the target's weights that is missing or has a wrong type or size; None if there is none.
+
+    Without lm_head, the embedding takes its place. With one, the embedding may have padding rows."""
     sizes = {"embed_tokens": (-1, hidden_size), "norm": (hidden_size,), "lm_head": (vocab_size, hidden_size)}
     if "lm_head" not in weights:
         sizes["embed_tokens"] = sizes.pop("lm_head")
@@ -85,8 +87,8 @@ def wrong_shape(weights: Mapping[str, Tensor], vocab_size: int, hidden_size: int
 
 
 def first_not_finite(tensors: Mapping[str, Tensor]) -> str | None:
-    """The name of a tensor that holds NaN or an infinity; None if none does. Rows of an embedding beyond lm_head's are
-    padding, which nobody reads."""
+    """Return the name of a tensor that holds NaN or an infinity, or None. Embedding rows beyond lm_head's are padding
+    that nobody reads, and are not checked."""
     if {"embed_tokens", "lm_head"} <= tensors.keys():
         tensors = {**tensors, "embed_tokens": tensors["embed_tokens"][: len(tensors["lm_head"])]}
     floats = ((name, tensor) for name, tensor in tensors.items() if tensor.is_floating_point())

@@ -1,4 +1,4 @@
-"""Writing a store: every shard is committed whole, by any number of processes, and never past a bound of bytes."""
+"""Writing a store: any number of processes commit whole shards, and never exceed a bound on bytes."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,17 +23,17 @@ from eagle31_train.store.tensors import first_not_finite, save_file
 
 
 class StoreWriter:
-    """Writes a store shard by shard; one of the same provenance that an earlier run began is continued.
+    """Writes a store shard by shard, or continues one of the same provenance that an earlier run began.
 
     Args:
-        provenance: what the states are of: {"fingerprint", "inputs", "states"}.
-        rank, ranks: which of several writing processes this is. Rank 0 prepares and finishes the store, the
-            others wait for it; they meet through files alone. Another number may go on with a begun store.
+        provenance: what the states were made from: {"fingerprint", "inputs", "states"}.
+        rank, ranks: which of several writing processes this is. Rank 0 prepares and finishes the store, and the
+            others wait for it. They communicate only through files. A begun store may be continued by another number.
         max_bytes: keep no more than this; shards wait until a training has used up earlier ones.
         patience: seconds to wait for another process, or for free bytes.
-        remedy: what to do about a begun store of another provenance, given that.
+        remedy: says what to do about a begun store of another provenance, given that provenance.
 
-    UserError for a begun store of another provenance without `overwrite`, or a bound too small for any training.
+    UserError for a begun store of another provenance without `overwrite`, or for a bound too small for any training.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class StoreWriter:
             self._prepare()
         else:
             self._await_first()
-        # Others may be at theirs already: a continued store is prepared from the start.
+        # Only this process's files: in a continued store, which counts as prepared, others may be writing already.
         storage.clean([name for shard in self.mine() for name in (shard.name, shard.line)])
         self._sizes = storage.sizes("shards")
         self._consumed = set(read_consumed(storage, self.id).shards)
-        self._gone: set[str] = set()  # of these, what certainly lies there no more
+        self._gone: set[str] = set()  # those of _consumed that are certainly removed
         self.lines = self._committed(plan.shards if rank == 0 else self.mine())
 
     def mine(self) -> list[PlannedShard]:
@@ -77,16 +77,17 @@ class StoreWriter:
         return self.plan.share(self.rank, self.ranks)
 
     def has(self, shard: PlannedShard) -> bool:
-        """Whether the shard was committed and is of its listed size, or was used up, when this last looked."""
+        """Return whether, at the last look, the shard was committed and had its line's size, or was used up."""
         line = self.lines.get(shard.name)
         return line is not None and (self._sizes.get(shard.name) == line.size or self._used_up(shard))
 
     def wait_for_quota(self, shard: PlannedShard, check: Callable[[], None] = lambda: None) -> bool:
-        """Return once a shard fits under the bound; False if the training that follows wants no more. Meanwhile it
-        calls `check` now and then, which may raise.
+        """Wait until a shard fits under the bound. Return False if the training that follows needs no more.
 
-        Counted by the plan, not by what lies there: a shard may be written once it and all before it that are not used
-        up fit together. So processes cannot pass the bound together, and the shards that training needs first always
+        `check` is called now and then meanwhile, and may raise.
+
+        The plan is counted, not the files: a shard may be written once it fits together with all earlier shards that
+        are not used up. So processes cannot exceed the bound together, and the shards that training needs first always
         fit.
         """
         if (most := self.max_bytes) is None:
@@ -99,7 +100,7 @@ class StoreWriter:
             check()
             consumed = read_consumed(self.storage, self.id)
             ended = consumed.finished and shard.split == "train"
-            # The training records first and removes then: what it had no time for would lie beside what comes.
+            # The training records shards before it removes them. Remove what it had no time to, to make room.
             if new := set(consumed.shards) - self._gone:
                 for name in new & self.storage.sizes("shards").keys():
                     self.storage.remove(name)
@@ -117,26 +118,27 @@ class StoreWriter:
         fidelity: Sequence[float] | None = None,
         agreement: Sequence[int] | None = None,
     ) -> None:
-        """Commit one shard: its file, then its line, with `fidelity` and `agreement` as `Line` has them; UserError if
-        the disk is full."""
+        """Commit one shard: its file, then its line (see `Line` for `fidelity` and `agreement`). UserError if the disk
+        is full."""
         facts = {"fidelity": fidelity and list(fidelity), "agreement": agreement and list(agreement)}
         old = self.lines.get(shard.name)
         line = self._commit(shard.name, lambda path: write_shard(path, documents), old, **facts)
-        if self._used_up(shard):  # its line was lost, and is all that is still wanted
+        if self._used_up(shard):  # only its line was lost and is still needed
             self.storage.remove(shard.name)
         self.lines[shard.name], self._sizes[shard.name] = line, line.size
 
     @property
     def has_trajectories(self) -> bool:
-        """Whether they are there, as an earlier start wrote them."""
+        """Whether an earlier start wrote trajectories, and they are intact."""
         try:
             return bool(read_tensors(self.storage, files.TRAJECTORIES, self.provenance))
         except DamagedError:
             return False
 
     def write_tensors(self, file: str, tensors: dict[str, Tensor]) -> None:
-        """Write `TRAJECTORIES`, if any, and then `TARGET`, for which a training waits. UserError where a tensor is not
-        finite, which training would find hours later, if at all."""
+        """Write the file `TRAJECTORIES` or `TARGET`; `TARGET` last, since a training waits for it.
+
+        UserError if a tensor is not finite, which training would find hours later, if at all."""
         if wrong := first_not_finite(tensors):
             raise UserError(
                 f"{self.storage.location}/{file} would hold {wrong} with values that are not finite (NaN or infinite): "
@@ -146,18 +148,18 @@ class StoreWriter:
             old = files.read_line(self.storage, file, self.id)
         except DamagedError:
             old = None
-        # The same bytes replace those of an earlier start: a training that begins meanwhile finds them all along.
+        # The bytes are the same as an earlier start's, so that a training that begins meanwhile always finds them.
         self._commit(file, lambda path: save_file({name: one.cpu() for name, one in tensors.items()}, path), old)
 
     def _commit(self, name: str, save: Callable[[Path], str | None], old: Line | None, **facts: Any) -> Line:
-        """Build a big file by `save`, give it its name, then write its line, with these facts and the checksums of its
-        parts that `save` returns; nothing else of it stays."""
+        """Build a big file with `save`, commit it, then write its line, with these facts and the checksums of parts
+        that `save` returns. The scratch file is always removed."""
         scratch = self.storage.scratch(name)
         try:
             with artifacts.explained(f"write {scratch}", "mend that and run the same command again, which goes on"):
                 facts["checksums"] = save(scratch)
                 line = Line(name, self.id, scratch.stat().st_size, artifacts.checksum(scratch), **facts)
-                if old not in (None, line):  # a kill must not leave the line of another file beside the new one
+                if old not in (None, line):  # a kill must not leave the old file's line beside the new file
                     self.storage.remove(files.line_name(name))
                 self.storage.put(scratch, name)
                 self.storage.write(files.line_name(name), line.sealed())
@@ -166,16 +168,16 @@ class StoreWriter:
             scratch.unlink(missing_ok=True)
 
     def gather(self) -> list[Line] | None:
-        """The lines of all shards, in order, once all are there; None if the training that follows wants no more."""
+        """Wait until all shards are there, and return their lines in order; None if the training needs no more."""
         missing = [shard for shard in self.plan.shards if not self.has(shard)]
         total = len(missing)
 
         def complete() -> bool:
             nonlocal missing
-            self._sizes = self.storage.sizes("shards")  # before the lines: a shard's new line is after it
+            self._sizes = self.storage.sizes("shards")  # before the lines: a shard's new line is written after it
             awaited = [shard for shard in missing if shard.line not in self._sizes]
-            if not awaited:  # what is damaged or gone, its own process makes again: the line may still be the old one
-                for shard in missing:  # a line that is gone meanwhile is of a file that is being replaced
+            if not awaited:  # a damaged or missing shard is remade by its own process: its line may be the old one
+                for shard in missing:  # a line that is gone by now belongs to a shard that is being replaced
                     self.lines.pop(shard.name, None)
                 self.lines |= read_lines(self.storage, self.plan, missing, self.id)[0]
                 awaited = missing = [shard for shard in missing if not self.has(shard)]
@@ -189,9 +191,9 @@ class StoreWriter:
         return None if missing else [self.lines[shard.name] for shard in self.plan.shards]
 
     def finish(self, lines: Sequence[Line], totals: dict[str, Any]) -> dict[str, Any]:
-        """Rank 0: write the lines of all shards and the manifest, with `totals`, which makes the store complete."""
+        """Complete the store (rank 0): write the lines of all shards, then the manifest, with `totals`."""
         self.storage.write(files.SHARDS, b"".join(line.sealed() for line in lines))
-        at_once(self.storage.remove, [shard.line for shard in self.plan.shards])  # their lines stand elsewhere now
+        at_once(self.storage.remove, [shard.line for shard in self.plan.shards])  # now in shards.jsonl
         self.storage.remove(files.STREAM)
         contents = {name: self.storage.read(name) for name in files.NEEDED}
         manifest = {
@@ -210,7 +212,7 @@ class StoreWriter:
         """Begin the store, or check that what was begun is this one."""
         storage = self.storage
         begun = self._begun()
-        # Shards of unknown origin pass for nobody's; but their lines tell whose they are, too.
+        # Refuse shards of unknown origin, unless their lines, too, say that they are this store's.
         if begun is None and storage.sizes("shards") and not self._committed(self.plan.shards):
             raise UserError(f"{storage.location} holds shards, but no whole {files.PROVENANCE}: remove it")
         if begun is not None and begun != self.provenance:
@@ -222,18 +224,18 @@ class StoreWriter:
                     "would remove it: move it away, or give the store a folder of its own (store_dir=…)"
                 )
             storage.discard()
-        storage.remove(artifacts.MANIFEST)  # whoever reads it now finds it unfinished
+        storage.remove(artifacts.MANIFEST)  # from now on a reader finds it unfinished
         storage.clean([files.TARGET, files.TRAJECTORIES])
         storage.write(files.PLAN, seal({**self.plan.to_json(), "store": self.id}))
         storage.write(files.STREAM, seal({"max_bytes": self.max_bytes, "processes": self.ranks, "store": self.id}))
         storage.write(files.PROVENANCE, seal(self.provenance, indent=2))
-        if storage.size(files.SHARDS) is not None:  # a store that was complete: its lines get files of their own again
+        if storage.size(files.SHARDS) is not None:  # the store was complete: split its lines into separate files again
             for line in self._committed(self.plan.shards).values():
                 storage.write(files.line_name(line.name), line.sealed())
             storage.remove(files.SHARDS)
 
     def _begun(self) -> dict[str, Any] | None:
-        """The provenance of the store that was begun, if it is whole; UserError for another's that must stay."""
+        """Return the provenance of the store that was begun, or None. UserError if it is another's and must stay."""
         try:
             begun = files.read_record(self.storage, files.PROVENANCE, dict)
         except DamagedError:
@@ -245,7 +247,7 @@ class StoreWriter:
         return begun
 
     def _await_first(self) -> None:
-        """Wait until rank 0 has prepared the store for as many processes: else shards would be nobody's, or two's."""
+        """Wait until rank 0 has prepared the store for `ranks` processes: else a shard would have no owner, or two."""
         what = "extract: waiting for the first process to prepare the store"
         if (others := self._processes()) not in (None, self.ranks):
             what += f" for {self.ranks} processes; {others} share it so far (extract.parts is the same for every part)"
@@ -254,12 +256,12 @@ class StoreWriter:
     def _prepared(self) -> bool:
         if self._begun() != self.provenance:
             return False
-        if self.storage.size(artifacts.MANIFEST) is not None:  # complete since this process asked (`finished`)
+        if self.storage.size(artifacts.MANIFEST) is not None:  # completed after this process asked (`finished`)
             return True
         return self.storage.size(files.SHARDS) is None and self._processes() == self.ranks
 
     def _processes(self) -> int | None:
-        """How many processes share the store, as far as rank 0 has said so."""
+        """Return how many processes share the store, or None if rank 0 has not said so."""
         try:
             bound = read_bound(self.storage, self.id)
         except UserError:  # damaged, or another store's: rank 0 is about to replace it
@@ -272,7 +274,7 @@ class StoreWriter:
         return shard.name in self._consumed
 
     def _committed(self, shards: Sequence[PlannedShard]) -> dict[str, Line]:
-        """The lines of these shards, as far as they are there; a damaged one is none."""
+        """Return the intact lines of these shards, and print what is wrong with others."""
         lines, problems = read_lines(self.storage, self.plan, shards, self.id)
         for problem in problems:
             note(f"extract: {problem.text}", error=True)

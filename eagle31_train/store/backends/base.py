@@ -1,4 +1,4 @@
-"""What every storage back end offers, and the one in a folder of this machine."""
+"""The interface of storage back ends, and the back end for a local folder."""
 
 import errno
 import os
@@ -15,23 +15,23 @@ from eagle31_train.common.errors import UserError
 
 T = TypeVar("T")
 S = TypeVar("S")
-AT_ONCE = 32  # requests under way: over a network each waits some 30 ms, and a large store has 20,000 shards
+AT_ONCE = 32  # concurrent requests: over a network each takes some 30 ms, and a large store has 20,000 shards
 MOST = 1 << 32  # bytes of a small file: the plan of a hundred million samples
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})  # this machine's disk, or a quota on it
 
 
 def at_once(call: Callable[[S], T], items: Sequence[S]) -> list[T]:
-    """`call` of each of these, in their order, AT_ONCE at a time."""
+    """Call `call` on every item, AT_ONCE at a time, and return the results in order."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
         return list(pool.map(call, items))
 
 
 class Use(NamedTuple):
-    """That a file is going to be read."""
+    """A file that is going to be read."""
 
-    turn: int  # when, counted upwards
+    turn: int  # when, counting upwards
     name: str
-    bytes: int  # that it takes at most
+    bytes: int  # at most
 
 
 class Storage(ABC):
@@ -39,19 +39,19 @@ class Storage(ABC):
     UserError for what the user can mend: permissions, credentials, a full disk, a host that cannot be reached."""
 
     location: str  # as the user wrote it, for messages
-    folder: Path  # of this machine: where files lie, or copies of them
+    folder: Path  # on this machine: has the files, or copies of them
     remote: bool
 
     @abstractmethod
     def read(self, name: str) -> bytes:
-        """A file's content; FileNotFoundError if it is absent."""
+        """Return a file's content. FileNotFoundError if it is absent."""
 
     @abstractmethod
     def write(self, name: str, data: bytes) -> None:
         """Write a small file, whole or not at all."""
 
     def scratch(self, name: str) -> Path:
-        """Where, on this machine, to build a big file that `put` then commits."""
+        """Return where, on this machine, to build a big file for `put` to commit."""
         path = self.folder / name
         with self._explained("write", name):
             artifacts.make_folder(path.parent)
@@ -59,27 +59,28 @@ class Storage(ABC):
 
     @abstractmethod
     def _explained(self, what: str, name: str) -> AbstractContextManager[None]:
-        """Around the use of this machine's disk for a file: its errors as UserError."""
+        """Context manager that turns errors of this machine's disk, used for a file, into UserError."""
 
     @abstractmethod
     def lock(self, name: str) -> Path:
-        """A file of this machine for `locks.alone`, the same for all who write here; `discard` leaves it."""
+        """Return a local file for `locks.alone`, the same for all who write here. `discard` leaves it alone."""
 
     @abstractmethod
     def put(self, scratch: Path, name: str) -> None:
-        """Commit the finished file `scratch` under its name; what is left of `scratch` is its builder's to remove."""
+        """Commit the finished file `scratch` under its name. The caller removes `scratch` if it is left."""
 
     @abstractmethod
     def size(self, name: str) -> int | None:
-        """A file's bytes; None if it is absent."""
+        """Return a file's size in bytes, or None if it is absent."""
 
     @abstractmethod
     def listing(self, folder: str) -> dict[str, int | None]:
-        """All that lies directly in a folder ("" is the storage itself), whosever it is, as it is now: a file's bytes
-        by its name, None of a folder. Nothing where the folder is absent, or is a file."""
+        """List everything that is now directly in a folder ("" is the storage itself), whoever wrote it.
+
+        Return the size in bytes by name, None for a folder; {} if the folder is absent or is a file."""
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """Of these the visible files, by names relative to the storage."""
+        """Return the sizes of the visible files directly in a folder, by names relative to the storage."""
         there = {name: size for name, size in self.listing(folder).items() if not name.startswith(".")}
         prefix = f"{folder}/" if folder else ""
         return {prefix + name: size for name, size in there.items() if size is not None}
@@ -94,11 +95,12 @@ class Storage(ABC):
 
     @abstractmethod
     def local(self, name: str) -> Path:
-        """A file of this machine with the content of `name`: itself, or a copy in the bounded cache. Use `opened`:
-        copies leave the cache while others are fetched. FileNotFoundError if it is absent."""
+        """Return a local file with the content of `name`: the file itself, or a copy in the bounded cache.
+
+        FileNotFoundError if it is absent. Prefer `opened`: copies are evicted while others are fetched."""
 
     def opened(self, name: str, opener: Callable[[Path], T]) -> T:
-        """`opener(local(name))`, again where another fetch evicted the copy before it was open."""
+        """Return `opener(local(name))`; try again if the copy was evicted before it was open."""
         while True:
             path = self.local(name)
             try:
@@ -108,19 +110,19 @@ class Storage(ABC):
                     raise
 
     def forget(self, name: str) -> None:  # noqa: B027
-        """Drop the copy of a file in a cache, or in the kernel's memory, so that it is read where it lies."""
+        """Drop copies of a file in a cache, or in the kernel's memory, so that it is read from its source."""
 
     def prefetch(self, uses: Iterable[Use]) -> None:  # noqa: B027
-        """Fetch these in the background, in this order and ahead of their turns; and no others any more."""
+        """Fetch these, and no longer any others, in the background: in this order, ahead of their turns."""
 
     def passed(self, turn: int) -> None:  # noqa: B027
-        """All that is due up to this turn has been read, here or by other processes: fetch none of it ahead."""
+        """Note that all due up to this turn has been read, here or by other processes: do not prefetch it."""
 
     def close(self) -> None:  # noqa: B027
         """Stop fetching in the background."""
 
     def clean(self, names: Sequence[str]) -> None:
-        """Remove what killed writes of these names have left."""
+        """Remove what killed writes of these files have left."""
         for name in names:
             self.scratch(name).unlink(missing_ok=True)
 
@@ -161,7 +163,7 @@ class LocalStorage(Storage):
 
     def size(self, name: str) -> int | None:
         with self._explained("read", name), suppress(FileNotFoundError, NotADirectoryError):
-            status = (self.folder / name).stat()  # one question: another process may remove the file between two
+            status = (self.folder / name).stat()  # one call: another process may remove the file between two
             return status.st_size if stat.S_ISREG(status.st_mode) else None
         return None
 
@@ -192,7 +194,7 @@ class LocalStorage(Storage):
 
     def clean(self, names: Sequence[str]) -> None:
         super().clean(names)
-        artifacts.remove_backup(self.folder)  # of a killed `discard`
+        artifacts.remove_backup(self.folder)  # left by a killed `discard`
 
     def _explained(self, what: str, name: str) -> AbstractContextManager[None]:
         remedy = "mend that or choose another store_dir, then run the same command again"

@@ -1,4 +1,4 @@
-"""Whole files fetched from elsewhere into a bounded folder, ahead of their use, shared by threads and processes.
+"""A bounded folder of copies of remote files, fetched whole, ahead of their use, and shared by threads and processes.
 
     base/.lock                                                     held while space is reserved, or a file gets its name
     base/.store-<hash>.extracting-0                                held by a process that extracts into the store
@@ -6,12 +6,11 @@
     base/store-<hash>/shards/.train-00000.safetensors.<bytes>.part    being fetched, by whoever holds a lock on it
     base/store-<hash>/shards/.train-00000.safetensors.tmp             being built for upload
 
-All processes of a machine that use the folder keep its bound together, and share the work: one of them fetches a file,
-the others that want it now wait for it, and fetch it only if the first one failed or died. A file counts with its full
-size from the moment that its part file exists. A part that nobody holds is what a kill left, and goes. Nobody waits for
-anything while holding a part, so all waiting ends. Files leave in the order of their last use; a mapping that is open
-stays valid. What a power cut spoils has another size or checksum, which the reader compares; `forget` then lets it be
-fetched again.
+All processes of a machine that use the folder share its bound and the work: one of them fetches a file; others that
+need it wait, and fetch it themselves only if the first one failed or died. A file counts with its full size as soon as
+its part file exists. A part that nobody locks was left by a kill, and is removed. Nobody waits for anything while
+holding a part, so there is no deadlock. The least recently used files are evicted; an open mapping stays valid. A file
+spoilt by a power cut has another size or checksum, which the reader compares; `forget` then lets it be fetched again.
 """
 
 import fcntl
@@ -30,18 +29,18 @@ from eagle31_train.store.backends.base import Storage, Use
 
 STORE = re.compile(r"store-[0-9a-f]{16}")  # nothing else in the folder is ever counted or removed
 PART = re.compile(r"\.(?P<name>.+)\.(?P<bytes>\d+)\.part")
-ABANDONED = 24 * 3600  # seconds after which a file built for upload is what a kill left
-POLL = 0.05  # seconds between looks for what others fetch, or for the space that they hold
+ABANDONED = 24 * 3600  # seconds after which a file built for upload counts as left by a kill
+POLL = 0.05  # seconds between checks for files that others fetch, or space that they hold
 THREADS = 2  # files fetched at a time in the background
-GRACE = 5.0  # seconds that `close` waits for what is being fetched
+GRACE = 5.0  # seconds that `close` waits for files being fetched
 
 
 class CachedStorage(Storage):
-    """A storage whose files are fetched into a folder of bounded size, in the background too.
+    """A storage whose files are fetched into a folder of bounded size, on demand or in the background.
 
     Args:
-        base: the folder that the bound holds for; several stores may share it.
-        key: 16 hex digits that stand for the store.
+        base: the folder with the bound; several stores may share it.
+        key: 16 hex digits that identify the store.
         limit: bytes that all files of all stores under `base` may take.
     """
 
@@ -49,12 +48,12 @@ class CachedStorage(Storage):
 
     def __init__(self, base: Path, key: str, limit: int) -> None:
         self.base, self.folder, self.limit = base, base / f"store-{key}", limit
-        # The other half is for what is being read, and for files that are fetched on demand. Processes that train
-        # together look ahead to the same files, and count those that others fetch.
+        # The other half is for files being read, and for files fetched on demand. Processes that train together
+        # prefetch the same files, and each counts those that others fetch.
         self.ahead = limit // 2
         self._sizes: dict[str, int] = {}
-        # `_changed` guards what follows. `_head` is prefetched next, then `_uses`. `_ready` are prefetched or under way
-        # and not yet used. All that is due up to `_turn` has been read.
+        # `_changed` guards the following. `_head` is prefetched next, then `_uses`. Files in `_ready` are prefetched,
+        # or being fetched, and not yet used. All that is due up to `_turn` has been read.
         self._changed = threading.Condition()
         self._uses: Iterator[Use] = iter(())
         self._head: Use | None = None
@@ -67,14 +66,15 @@ class CachedStorage(Storage):
 
     @abstractmethod
     def _download(self, name: str, path: Path, size: int) -> None:
-        """Put a file's content at `path`, or raise."""
+        """Download a file's content to `path`, or raise."""
 
     def local(self, name: str) -> Path:
-        """The file on this machine, fetched if it is not there with its right size. FileNotFoundError if it is absent
-        where it comes from; UserError if it does not fit, or fetching failed."""
+        """Return the local copy of a file, fetching it if there is none of the right size.
+
+        FileNotFoundError if the file is absent at its source; UserError if it does not fit, or if fetching failed."""
         try:
             while not self._obtain(name):
-                time.sleep(POLL)  # another thread or process fetches it, or what is in the way will be done soon
+                time.sleep(POLL)  # another thread or process is fetching it, or needs its space for a moment
         finally:
             self._used(name)
         return self.folder / name
@@ -88,14 +88,14 @@ class CachedStorage(Storage):
         return self.base / f".{self.folder.name}.{name}"
 
     def _obtain(self, name: str) -> bool:
-        """Whether the file is there now, if need be because it was fetched here."""
-        if name not in self._sizes:  # files of a store are written once: one question per file and process
+        """Return whether the file is local, fetching it if needed; False if the caller must try again later."""
+        if name not in self._sizes:  # files of a store are written once: ask once per file and process
             if (size := self.size(name)) is None:
                 raise FileNotFoundError(f"{self.location}/{name}")
             self._sizes[name] = size
         size, path = self._sizes[name], self.folder / name
         if _holds(path, size):
-            with suppress(FileNotFoundError):  # just evicted
+            with suppress(FileNotFoundError):  # it was just evicted
                 _touch(path)
                 return True
         part = path.with_name(f".{path.name}.{size}.part")
@@ -105,21 +105,22 @@ class CachedStorage(Storage):
                     if not self._make_room(path, size):
                         return False
                     fcntl.flock(held.enter_context(part.open("xb")), fcntl.LOCK_EX)
-                    held.callback(part.unlink, missing_ok=True)  # before the lock goes
+                    held.callback(part.unlink, missing_ok=True)  # before the lock is released
                 self._download(name, part, size)
                 _touch(part)
-                with self._locked():  # whoever counts sees the part or the file, never none or both
+                with self._locked():  # others count either the part or the file, never none or both
                     part.replace(path)
-                    held.close()  # later, the next one's part may have this name
+                    held.close()  # not later: by then another fetch may have a part of this name
         except Exception:
-            self._sizes.pop(name, None)  # it may have been replaced where it comes from
+            self._sizes.pop(name, None)  # the source may have replaced it
             raise
         return True
 
     # ---------------------------------------------------------------- the bound
 
     def _make_room(self, path: Path, size: int) -> bool:
-        """Remove what was not used for longest until a file fits; False if it cannot now, UserError if never."""
+        """Evict the least recently used files until this one fits. Return False if it cannot fit now; UserError if it
+        never will."""
         files, parts, building = self._scan()
         path.parent.mkdir(parents=True, exist_ok=True)
         if path in parts or _holds(path, size):
@@ -139,12 +140,12 @@ class CachedStorage(Storage):
         return True
 
     def _scan(self) -> tuple[list[tuple[int, int, Path]], dict[Path, int], int]:
-        """Whole files as (last use, bytes, path), bytes of the files being fetched, and bytes being built."""
+        """Return whole files as (last use, bytes, path), the bytes of files being fetched, and bytes being built."""
         files, parts, building = [], {}, 0
         stores = [folder for folder in self.base.iterdir() if STORE.fullmatch(folder.name)]
         for path in [path for folder in stores for path in folder.rglob("*")]:
             part = PART.fullmatch(path.name)
-            with suppress(FileNotFoundError):  # finished, or forgotten, between two lines
+            with suppress(FileNotFoundError):  # it was renamed or removed meanwhile
                 if part and _abandoned(path):
                     path.unlink()
                 elif part:
@@ -173,8 +174,8 @@ class CachedStorage(Storage):
     # ---------------------------------------------------------------- ahead of use
 
     def prefetch(self, uses: Iterable[Use]) -> None:
-        """See `Storage.prefetch`: no more than `ahead` bytes, or one file, that are not yet used. What is not obtained
-        is left to `local`."""
+        """See `Storage.prefetch`. At most `ahead` bytes, or one file, are prefetched and not yet used. A file that
+        cannot be fetched is left to `local`."""
         with self._changed:
             self._uses, self._ready, self._turn = iter(uses), {}, -1
             self._head = next(self._uses, None)
@@ -204,12 +205,12 @@ class CachedStorage(Storage):
     def _work(self) -> None:
         while (name := self._next()) is not None:
             try:
-                self._obtain(name)  # or another process does, ahead of its use and of ours
+                self._obtain(name)  # if another process is fetching it, that will do
             except Exception:  # `local` tries again, and raises it
                 self._used(name)
 
     def _next(self) -> str | None:
-        """Wait for the next file to fit into the look-ahead, and take it; None: closed."""
+        """Wait until the next file fits into the look-ahead, then take it. Return None once closed."""
         with self._changed:
             while not self._stopped:
                 self._ready = {name: use for name, use in self._ready.items() if use.turn > self._turn}
@@ -225,7 +226,7 @@ class CachedStorage(Storage):
 
 
 def _holds(path: Path, size: int) -> bool:
-    """Whether a file of this size is there; one of another size is damaged or outdated, and goes."""
+    """Return whether a file of this size is there. Remove one of another size: it is damaged or outdated."""
     with suppress(FileNotFoundError):
         if path.stat().st_size == size:
             return True
@@ -234,13 +235,13 @@ def _holds(path: Path, size: int) -> bool:
 
 
 def _touch(path: Path) -> None:
-    """Note that a file is used."""
-    now = time.time_ns()  # not utime's own: that is the kernel's coarse clock, too coarse to tell two uses apart
+    """Record that a file is used."""
+    now = time.time_ns()  # utime's own default, the kernel's coarse clock, cannot tell two uses apart
     os.utime(path, ns=(now, now))
 
 
 def _abandoned(part: Path) -> bool:
-    with part.open("rb+") as file:  # NFS locks exclusively only what may be written
+    with part.open("rb+") as file:  # NFS has exclusive locks only for files open for writing
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

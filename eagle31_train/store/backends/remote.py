@@ -1,4 +1,4 @@
-"""A store anywhere that fsspec reaches: every call tried eight times in all, every transfer compared with its size."""
+"""A store anywhere that fsspec reaches: every call is tried up to eight times, every transfer checked by its size."""
 
 import random
 import re
@@ -17,27 +17,27 @@ from eagle31_train.store.backends.base import FULL
 from eagle31_train.store.backends.cache import CachedStorage
 
 T = TypeVar("T")
-TRIES = 8  # in all, the first one included: two minutes of waits, and one call in 15,000 lost where 30 % fail
-FIRST_WAIT = 1.0  # seconds; doubled from try to try
+TRIES = 8  # in all: two minutes of waits, and one call in 15,000 lost where 30 % fail
+FIRST_WAIT = 1.0  # seconds; doubled after every try
 LASTING = (PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError)
 NO_BUCKET = re.compile(r"NoSuchBucket|bucket does not exist", re.IGNORECASE)
 
 
 class RemoteStorage(CachedStorage):
-    """A folder `root` of any fsspec file system, an instance of our own, with a bounded cache on this machine."""
+    """A folder `root` of any fsspec file system (an instance that nothing else uses), with a bounded local cache."""
 
     def __init__(self, location: str, fs: Any, root: str, cache_dir: Path, cache_bytes: int) -> None:
-        # fsspec remembers listings; what another process has just written would be missing from them.
+        # fsspec caches listings, which would lack what another process has just written.
         fs.dircache.use_listings_cache = False
         self.location, self.fs, self.root = location.rstrip("/"), fs, root.rstrip("/")
         key = artifacts.fingerprint(fs.unstrip_protocol(self.root))
         super().__init__(cache_dir, key, cache_bytes)
-        self._reached = False  # whether there was a call before, which is the first to find a wrong address
+        self._reached = False  # whether there was a call before: the first one finds a wrong address
 
     def read(self, name: str) -> bytes:
         def call() -> bytes:
             data: bytes = self.fs.cat_file(self._path(name))
-            self._compare(len(data), self.size(name))  # whose tries are its own
+            self._compare(len(data), self.size(name))  # which has tries of its own
             return data
 
         return self._call("reading", name, call)
@@ -59,7 +59,7 @@ class RemoteStorage(CachedStorage):
 
     def listing(self, folder: str) -> dict[str, int | None]:
         def call() -> list[dict[str, Any]]:
-            self.fs.invalidate_cache()  # drivers with a memory of their own
+            self.fs.invalidate_cache()  # some drivers have caches of their own
             entries: list[dict[str, Any]] = self.fs.ls(self._path(folder), detail=True)
             return entries
 
@@ -67,9 +67,9 @@ class RemoteStorage(CachedStorage):
         with suppress(FileNotFoundError):
             for entry in self._call("listing", folder, call):
                 one = PurePosixPath(entry["name"].strip("/"))
-                # Asked for a file, drivers list the file itself; some list a folder in itself, too.
+                # Given a file, drivers list the file itself. Some list a folder within itself, too.
                 if one.parent == PurePosixPath(self._path(folder).strip("/")):
-                    # A web server's listing knows no sizes.
+                    # A web server's listing has no sizes.
                     found[one.name] = int(entry["size"] or 0) if entry["type"] == "file" else None
         return found
 
@@ -79,8 +79,9 @@ class RemoteStorage(CachedStorage):
         self.forget(name)
 
     def discard(self) -> None:
-        """Remove every file, the manifest first, and last what stands beside the shards, which says whose they are:
-        what a kill leaves is never taken for complete, and the same command goes on."""
+        """Remove every file: the manifest first, and last the files beside the shards, which say whose they are.
+
+        What a kill leaves is then never taken for complete, and the same command can go on."""
         self.remove(artifacts.MANIFEST)
 
         def call() -> None:
@@ -91,7 +92,7 @@ class RemoteStorage(CachedStorage):
                 if some:
                     self.fs.rm(some)
             self.fs.invalidate_cache()
-            if left := self.fs.find(self.root):  # S3's bulk delete keeps quiet about what it could not delete
+            if left := self.fs.find(self.root):  # S3's bulk delete does not report what it could not delete
                 raise OSError(f"{len(left)} files are still there")
 
         self._call("removing", "", call)
@@ -102,11 +103,11 @@ class RemoteStorage(CachedStorage):
         return f"{self.root}/{name}".rstrip("/")
 
     def _call(self, what: str, name: str, call: Callable[[], T]) -> T:
-        """The result of `call()`, tried TRIES times in all where it fails for a passing reason. If nobody answers the
-        very first call, the endpoint is a wrong one, and not one that is down.
+        """Return `call()`, trying up to TRIES times if it fails for a transient reason.
 
-        FileNotFoundError if nothing is there; OSError with an errno of FULL if a disk is full, and only the caller
-        knows which; UserError for anything else that stays.
+        FileNotFoundError if nothing is there; OSError with an errno of FULL if a disk is full, as only the caller knows
+        which disk; UserError for any other failure that lasts. If nothing answers the very first call, the endpoint is
+        taken to be wrong, not down.
         """
         where = f"{self.location}/{name}"
         reached, self._reached = self._reached, True
@@ -119,7 +120,7 @@ class RemoteStorage(CachedStorage):
                 full = isinstance(error, OSError) and error.errno in FULL
                 if full or isinstance(error, UserError | FileNotFoundError):
                     raise
-                # Python's own are this program's mistakes, but for what a driver says of its arguments.
+                # Built-in exceptions are bugs of this program, except those by which drivers reject arguments.
                 builtin = type(error).__module__ == "builtins" and not isinstance(error, OSError | EOFError)
                 if builtin and not isinstance(error, ValueError | NotImplementedError):
                     raise
@@ -127,7 +128,7 @@ class RemoteStorage(CachedStorage):
                 if number == TRIES or lasting:
                     advice = "check the address, the network and the credentials, then run the same command again"
                     raise UserError(f"{where}: {what} failed ({describe(error)}): {advice}") from error
-                # Half of the wait is drawn: ranks that failed together shall not come back together.
+                # Half of the wait is random, so that ranks that failed together do not come back together.
                 wait = FIRST_WAIT * 2 ** (number - 1) * random.uniform(0.5, 1.0)
                 said = f"{where}: {what} failed ({describe(error)}), try {number} of {TRIES}, next in {wait:.1f} s"
                 note(said, error=True)
@@ -155,31 +156,31 @@ class RemoteStorage(CachedStorage):
         self.forget(name)
         try:
             self._call(what, name, call)
-        except OSError as error:  # all others are UserError by now
+        except OSError as error:  # anything else is a UserError by now
             why = "no space left there: free some" if error.errno in FULL else f"{describe(error)}: correct the address"
             raise UserError(f"{self.location}/{name}: {what} failed, {why}") from error
 
     def _make_folders(self, path: str) -> None:
-        """Folders, for file systems that want them. Never the first part of an address, which may be a bucket."""
+        """Make a file's folders, for file systems that need them; never the first part, which may be a bucket."""
         for parent in map(str, reversed(PurePosixPath(path).parents[:-2])):
             if not self.fs.isdir(parent):
                 self.fs.mkdir(parent, create_parents=False)
 
     @staticmethod
     def _compare(came: int | None, expected: int | None) -> None:
-        """A file cut short looks like any other to most drivers."""
+        """Raise OSError if a file was cut short, which most drivers do not notice."""
         if came != expected:
             raise OSError(f"{came} bytes came, not {expected}")
 
 
 # ---------------------------------------------------------------- what is tried again
 #
-# fsspec's drivers raise what they like: Python's own OSErrors, exceptions of their HTTP libraries, of their vendors'
-# kits. What says by its class that it will stay is raised at once; of all others a later try may succeed.
+# fsspec's drivers raise all kinds of exceptions: Python's own OSErrors, those of HTTP libraries and of vendors' SDKs.
+# An exception whose class says that the failure lasts is raised at once. After any other, a later try may succeed.
 
 
 def lacks_bucket(error: Exception) -> bool:
-    """Whether it is the bucket that is missing, not a file in it."""
+    """Return whether the bucket is missing, not a file in it."""
     return isinstance(error, FileNotFoundError) and bool(NO_BUCKET.search(f"{error} {error.__cause__!r}"))
 
 
@@ -188,7 +189,7 @@ def describe(error: BaseException) -> str:
 
 
 def unreachable(error: BaseException | None) -> bool:
-    """Whether an exception comes from a host's unknown name, or its refusal, or a lack of credentials."""
+    """Return whether an exception comes from an unknown host, a refused connection or missing credentials."""
     while error is not None:
         unknown = isinstance(error, socket.gaierror) and error.errno != socket.EAI_AGAIN
         if unknown or isinstance(error, ConnectionRefusedError) or type(error).__name__ == "NoCredentialsError":
