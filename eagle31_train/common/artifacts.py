@@ -1,7 +1,7 @@
-"""Files that stages hand over: written whole or not at all, and known by what they were made from.
+"""Files that stages hand over: written whole or not at all, and identified by what they were made from.
 
 Every stage leaves a `manifest.json`, written last, with a hash of all that its output depends on (provenance.py) and
-a list of its files. Nothing else counts as finished.
+a list of its files. Output without one does not count as finished.
 """
 
 import hashlib
@@ -22,12 +22,12 @@ from eagle31_train.common.errors import UserError
 
 MANIFEST = "manifest.json"
 LARGE, SAMPLES, BLOCK = 1 << 30, 256, 1 << 18  # see `weights_fingerprint`
-CHUNK = 1 << 22  # bytes that are read at once
+CHUNK = 1 << 22  # bytes per read
 
 
 @contextmanager
 def explained(doing: str, remedy: str) -> Iterator[None]:
-    """Around the use of this machine's disk: its errors as UserError, but for that of a file which is absent."""
+    """Context manager around use of the local disk that turns OSError, except FileNotFoundError, into UserError."""
     try:
         yield
     except FileNotFoundError:
@@ -37,27 +37,27 @@ def explained(doing: str, remedy: str) -> Iterator[None]:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and those above it, unless it is there, so that their names survive a power cut; UserError where
-    none can be, as under /proc."""
+    """Make a folder and its missing parents, so that their names survive a power cut. UserError where no folder can be
+    made, as under /proc."""
     if path.is_dir():
         return
     make_folder(path.parent)
     refuse_dead_link(path)
     try:
         path.mkdir(exist_ok=True)
-    except FileNotFoundError:  # what that says is of the folder above; other errors are `console.explained`'s
+    except FileNotFoundError:  # which is about the parent; `console.explained` handles other errors
         raise UserError(f"{path} cannot be made there: choose another folder") from None
     fsync_path(path.parent)
 
 
 def refuse_dead_link(folder: Path) -> None:
-    """UserError for a link to nothing, or to itself: no folder can be made there."""
+    """Raise UserError for a link to nothing, or to itself: no folder can be made there."""
     if folder.is_symlink() and not os.path.exists(folder):  # noqa: PTH110 (Path's raises for a link to itself)
         raise UserError(f"{folder} is a link that leads nowhere: remove it, or choose another folder") from None
 
 
 def fingerprint(value: Any) -> str:
-    """16 hex digits that change whenever the JSON of `value` does."""
+    """Return 16 hex digits that change whenever the JSON of `value` does."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -67,7 +67,7 @@ def file_sha256(path: Path) -> str:
 
 
 def checksum(path: Path) -> str:
-    """XXH3-128 of a file's bytes, as hex: finds any accident as surely as SHA-256 does, at the memory's speed."""
+    """Return the XXH3-128 of a file, as hex. It detects any accident as surely as SHA-256, at the memory's speed."""
     return _digest(path, xxhash.xxh3_128())
 
 
@@ -88,14 +88,15 @@ def fsync_path(path: Path) -> None:
 
 
 def forget_pages(path: Path) -> None:
-    """Let the kernel drop its copy of a file, so that the disk is asked again: it may have erred for once."""
+    """Let the kernel drop its copy of a file, so that it is read from the disk again, which may have erred once."""
     with suppress(OSError), path.open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def commit(temporary: Path, final: Path) -> None:
-    """Give a finished file or folder its name, and make it survive a power cut. A folder's predecessor is kept as
-    `.NAME.old` meanwhile: a kill at any instant leaves one of them whole."""
+    """Rename a finished file or folder to its final name, so that it survives a power cut.
+
+    Meanwhile a folder's predecessor is kept as `.NAME.old`: a kill at any instant leaves one of them whole."""
     for path in [temporary, *temporary.rglob("*")] if temporary.is_dir() else [temporary]:
         fsync_path(path)
     if final.is_dir():
@@ -107,7 +108,8 @@ def commit(temporary: Path, final: Path) -> None:
 
 @contextmanager
 def building(folder: Path) -> Iterator[Path]:
-    """An empty folder that replaces `folder` when the block ends, and is removed if it fails."""
+    """Context manager that yields an empty folder. It replaces `folder` when the block ends; if that fails, it is
+    removed."""
     folder = _linked(folder)
     temporary = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -149,7 +151,7 @@ class MissingKeyError(UserError, LookupError):
 
 
 class Record(dict[str, Any]):
-    """A JSON object of ours, read back. A missing key is a UserError: somebody altered the file."""
+    """A JSON object that this project wrote, read back. A missing key is a UserError: somebody altered the file."""
 
     def __init__(self, value: Mapping[str, Any], path: Path, made_by: str) -> None:
         super().__init__(value)
@@ -176,7 +178,7 @@ def read_json(path: Path, made_by: str) -> Record:
 
 
 def list_files(folder: Path, files: Iterable[Path]) -> dict[str, dict[str, Any]]:
-    """The manifest's `files`: relative name → size in bytes and SHA-256."""
+    """Return the manifest's `files`: relative name → size in bytes and SHA-256."""
     return {
         str(file.relative_to(folder)): {"bytes": file.stat().st_size, "sha256": file_sha256(file)}
         for file in sorted(files)
@@ -184,8 +186,8 @@ def list_files(folder: Path, files: Iterable[Path]) -> dict[str, dict[str, Any]]
 
 
 def first_damaged(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """Name the first listed file that is missing or not as it was written, by its `sha256`, or in checkpoints by its
-    `checksum`; None if all are whole. What seems not to be is read from the disk once more."""
+    """Describe the first listed file that is missing or damaged, judged by its `sha256`, or in checkpoints by its
+    `checksum`. Return None if all are intact. A file that seems damaged is read from the disk once more."""
     for name, entry in files.items():
         file = folder / name
         if not file.is_file():
@@ -204,13 +206,13 @@ def first_damaged(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> str |
 
 
 def discard(folder: Path) -> None:
-    """Remove a folder of ours. It is renamed first, so it is gone at once; behind a link an empty one stays."""
+    """Remove a folder. It is renamed first, so that it is gone at once. If it is a link, its target stays, empty."""
     back_up(folder)
     shutil.rmtree(backup_of(folder))
 
 
 def back_up(folder: Path) -> None:
-    """Rename a folder of ours to `.NAME.old`, in place of another one there; behind a link an empty one stays."""
+    """Rename a folder to `.NAME.old`, replacing any earlier backup. If it is a link, its target stays, empty."""
     remove_backup(folder)
     _linked(folder).replace(backup_of(folder))
     if folder.is_symlink():
@@ -223,7 +225,7 @@ def remove_backup(folder: Path) -> None:
 
 
 def restore_backup(folder: Path) -> bool:
-    """Put the backup in the folder's place again; whether there was one."""
+    """Put a folder's backup back in its place. Return whether there was one."""
     if there := (old := backup_of(folder)).exists():
         shutil.rmtree(_linked(folder), ignore_errors=True)
         old.replace(_linked(folder))
@@ -231,26 +233,27 @@ def restore_backup(folder: Path) -> bool:
 
 
 def backup_of(folder: Path) -> Path:
-    """Where its backup lies, if it has one."""
+    """Return the path of a folder's backup, which need not exist."""
     folder = _linked(folder)
     return folder.with_name(f".{folder.name}.old")
 
 
 def _linked(folder: Path) -> Path:
-    """Where the files of a folder lie: on another disk, perhaps, to which a link leads."""
+    """Return the folder that a link leads to, perhaps on another disk, or the folder itself if it is no link."""
     return Path(os.path.realpath(folder)) if folder.is_symlink() else folder
 
 
 def weights_fingerprint(path: str) -> str:
-    """What tells two targets apart: names, sizes and contents of a local directory's weights, config and code; of files
-    past LARGE bytes, SAMPLES blocks spread over the file. Of a hub id it is the id alone."""
+    """Return a fingerprint of a target: of the names, sizes and contents of a local directory's weights, config and
+    code. Of files over LARGE bytes, only SAMPLES blocks spread over the file are read. Of a hub id, it has the id
+    alone."""
     kinds = ("*.safetensors", "*.bin", "config.json", "*.py")
     files = sorted(file for kind in kinds for file in Path(path).glob(kind)) if Path(path).is_dir() else []
     return fingerprint([(f.name, f.stat().st_size, _content_sha256(f)) for f in files] or path)
 
 
 def rendering_fingerprint(path: str) -> str:
-    """Likewise of a local directory's tokenizer and chat template."""
+    """Return a fingerprint of a local directory's tokenizer and chat template; of a hub id, that of the id alone."""
     kinds = ["tokenizer*", "chat_template*", "additional_chat_templates/*", "special_tokens_map.json"]
     kinds += ["added_tokens.json", "vocab*", "merges*", "*.model", "*.tiktoken"]
     files = sorted({file for kind in kinds for file in Path(path).glob(kind) if file.is_file()})
@@ -272,7 +275,7 @@ def _content_sha256(path: Path) -> str:
 def describe_change(
     old: dict[str, Any], new: dict[str, Any], prefix: str = "", options: Mapping[str, str] = MappingProxyType({})
 ) -> str:
-    """Name what differs between two sets of inputs: by its option, where `options` has one for the record's name."""
+    """Describe what differs between two sets of inputs. `options` maps names in records to their options, if any."""
     changes = []
     for key in sorted(old.keys() | new.keys()):
         before, after = old.get(key, "nothing"), new.get(key, "nothing")  # None is a value of its own
@@ -287,5 +290,5 @@ def describe_change(
 
 
 def _brief(value: Any) -> Any:
-    """Of a hash as many digits as tell it from another."""
+    """Shorten a hash to as many digits as tell it from another."""
     return f"{value[:12]}…" if isinstance(value, str) and re.fullmatch(r"[0-9a-f]{32,}", value) else value

@@ -1,4 +1,4 @@
-"""A thread of its own for one call at a time."""
+"""A background thread that runs one call at a time."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -6,8 +6,9 @@ from typing import Any
 
 
 class Background:
-    """Runs calls in a thread, one at a time: `start` waits for the call before, and raises its error. Python does not
-    exit before the thread is done, whatever ends the main thread."""
+    """Runs calls in a thread, one at a time: `start` waits for the previous call, and raises its error.
+
+    Python does not exit before the thread is done, whatever ends the main thread."""
 
     def __init__(self, name: str) -> None:
         self._thread = ThreadPoolExecutor(1, name)
@@ -18,7 +19,7 @@ class Background:
 
     def __exit__(self, error: object, *_: object) -> None:
         try:
-            if error is None:  # which comes first
+            if error is None:  # the block's own error takes precedence
                 self.wait()
         finally:
             self._thread.shutdown()
@@ -28,15 +29,15 @@ class Background:
         self._call = self._thread.submit(call, *arguments)
 
     def check(self) -> None:
-        """Raise what the call has raised, without waiting for it."""
+        """Raise the call's error if it has failed, without waiting for it."""
         if self._call is not None and self._call.done():
             self.wait()
 
     def wait(self) -> None:
-        """Return when nothing is under way."""
+        """Wait until no call is running, and raise its error."""
         if self._call is None:
             return
-        error = self._call.exception()  # Ctrl-C meanwhile leaves it to be waited for again
+        error = self._call.exception()  # after Ctrl-C here, the call can be waited for again
         self._call = None
         if error is not None:
             raise error

@@ -1,4 +1,4 @@
-"""What a command shows: its lines in order, a bar on a terminal and plain lines in a log, no libraries' chatter."""
+"""What a command prints: lines in order, a bar on a terminal but plain lines in a log, and no chatter of libraries."""
 
 import argparse
 import errno
@@ -21,15 +21,15 @@ from eagle31_train.common.errors import Interrupted, SharedError, Stopped, UserE
 
 EVERY = 30.0  # seconds between two lines of a log
 LINE = "{desc}: {percentage:.0f} %, {n_fmt} of {total_fmt}, {rate_fmt}, {remaining} left{postfix}"
-COUNT = "{desc}: {n_fmt} {unit}s, {rate_fmt}{postfix}"  # where nobody knows how many there will be
-BARS = {  # of libraries: the module and function that turn them off, and the variable that does before the import
+COUNT = "{desc}: {n_fmt} {unit}s, {rate_fmt}{postfix}"  # if the total is unknown
+BARS = {  # libraries' bars: the module and function that turn them off, and the variable that does before the import
     "datasets.utils": ("disable_progress_bars", "HF_DATASETS_DISABLE_PROGRESS_BARS"),
     "huggingface_hub.utils": ("disable_progress_bars", "HF_HUB_DISABLE_PROGRESS_BARS"),
     "transformers.utils.logging": ("disable_progress_bar", "HF_HUB_DISABLE_PROGRESS_BARS"),
 }
 
 
-# What a user can mend: no room, and a path that leads where it cannot be used.
+# Errors that a user can mend: no room, and a path that cannot be used.
 REMEDIES = {errno.ENOSPC: "make room", errno.EDQUOT: "make room", errno.EROFS: "choose another place"}
 CORRECTED = (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ELOOP)
 REMEDIES |= dict.fromkeys(CORRECTED, "correct the option or permissions")
@@ -39,30 +39,30 @@ INTERRUPTED = 128 + signal.SIGINT
 
 
 def parser(description: str | None, **options: Any) -> argparse.ArgumentParser:
-    """A parser whose help keeps the line ends of its description."""
+    """Make a parser whose help keeps the line breaks of its description."""
     return argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter, **options
     )
 
 
 def ranks() -> int:
-    """How many processes a launcher (accelerate, torchrun) started together; 1 without one."""
+    """Return how many processes a launcher (accelerate, torchrun) started together; 1 without one."""
     return int(os.environ.get("WORLD_SIZE") or 1)
 
 
 def rank() -> int:
-    """Which of them this is; a RANK that a scheduler or a shell left over says nothing of a process alone."""
+    """Return which of them this is; 0 for a lone process, whatever RANK a scheduler or a shell left over."""
     return int(os.environ.get("RANK") or 0) if ranks() > 1 else 0
 
 
 def is_main() -> bool:
-    """Whether this is the first process of its launch, which speaks for all."""
+    """Return whether this is the first process of its launch, which speaks for all."""
     return rank() == 0
 
 
 def refuse_lone_process() -> None:
-    """UserError in the one process that accelerate's launcher starts where several were asked for, as it does with
-    --cpu and for profiles of one process: it then sets MASTER_ADDR, and no WORLD_SIZE."""
+    """Raise UserError if accelerate's launcher started one process where several were asked for, as it does with --cpu
+    and for profiles of one process. It then sets MASTER_ADDR, but no WORLD_SIZE."""
     asked = os.environ.get
     if "ACCELERATE_MIXED_PRECISION" in os.environ and asked("MASTER_ADDR") == "127.0.0.1" and not asked("WORLD_SIZE"):
         raise UserError(
@@ -73,7 +73,7 @@ def refuse_lone_process() -> None:
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Around a command: it ends with 2 on a user's mistake, with 75 if it was told to stop and saved, 130 on Ctrl-C."""
+    """Context manager around a command: exit with 2 on a user's mistake, 75 if stopped and saved, 130 on Ctrl-C."""
     _open_streams()
     try:
         yield
@@ -87,16 +87,16 @@ def explained() -> Iterator[None]:
         what = f"{error.filename} cannot be used ({error.strerror})" if error.filename else error
         _say_once(f"error: {shown.line(what)}: {REMEDIES[error.errno]}")
         raise SystemExit(2) from None
-    except ImportError as error:  # of a package that a target's weights or code turn out to want, at its first pass
-        named = error.name or ""  # none where a library asks for a package in words of its own
+    except ImportError as error:  # of a package that a target's weights or code turn out to need, at its first pass
+        named = error.name or ""  # none if a library asks for a package in its own words
         if named.partition(".")[0] in OURS or (named and not isinstance(error, ModuleNotFoundError)):
             raise
         _say_once(f"error: {shown.line(error)}: install what is missing")
         raise SystemExit(2) from None
     except RuntimeError as error:
-        if _said():  # another process has ended, and told why; this one has lost its connection
+        if _said():  # another process has ended and said why, and this one has lost its connection
             raise SystemExit(2) from None
-        # torch's, which need not be imported here; AcceleratorError: of pinned memory, or a device that others fill.
+        # Known by name, so as not to import torch. AcceleratorError is for pinned memory, or a device that others fill.
         if type(error).__name__ not in ("OutOfMemoryError", "AcceleratorError") or "out of memory" not in str(error):
             raise
         remedy = "lower data.generate.batch_size, extract.batch_tokens or evaluate.batch_size"
@@ -119,33 +119,33 @@ def explained() -> Iterator[None]:
 
 
 def _lead_nowhere(stream: TextIO) -> None:
-    """Drop what a stream could not write: Python would try again at its end, and make the exit status 120."""
+    """Redirect a stream to /dev/null, as Python at exit would try to write the rest, and make the exit status 120."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _open_streams() -> None:
-    """Let standard streams that a scheduler, or `>&-`, closed lead nowhere: Python has None for them, on which every
-    command and library fails, and a file of ours would be given their numbers, which child processes write to."""
+    """Open standard streams that a scheduler, or `>&-`, closed, on /dev/null. For Python they are None, on which every
+    command and library fails; and a file of ours would be given their numbers, which child processes write to."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # in the order of their numbers
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115 (stays open)
 
 
 def _ends_told() -> Path | None:
-    """The file in which the processes of one launch of torchrun's tell one another why they end."""
-    own = os.environ.get("TORCHELASTIC_ERROR_FILE")  # in a folder of this process, in one of the launch
+    """Return the file in which the processes of one torchrun launch tell one another why they end; None without one."""
+    own = os.environ.get("TORCHELASTIC_ERROR_FILE")  # in this process's folder, which is in the launch's
     return Path(own).parent.parent / "said" if own else None
 
 
 def _said() -> bool:
-    """Whether another process of the launch has told why it ends."""
+    """Return whether another process of the launch has told why it ends."""
     file = _ends_told()
     return file is not None and file.is_file() and file.stat().st_size > 0
 
 
 def _say_once(line: str) -> None:
-    """Why a command ends. Of processes that torchrun starts together, those that would say the same leave it to the
-    first; they wait until it has spoken, since torchrun ends all when one has ended."""
+    """Print why a command ends. Of the processes of one torchrun launch, only the first prints a given line. The others
+    wait until it has, since torchrun ends all when one has ended."""
     entry = " ".join(line.split()).encode(errors="replace")
     with ExitStack() as files:
         said = None
@@ -164,7 +164,7 @@ def _say_once(line: str) -> None:
 
 @contextmanager
 def tidy() -> Iterator[None]:
-    """Around a command: its lines come in order, `| head` ends it without a traceback, no bars in logs."""
+    """Context manager around a command: lines come in order, `| head` ends it without a traceback, no bars in logs."""
     logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
     for module, (off, variable) in BARS.items():
         if module.startswith("datasets") or not sys.stderr.isatty():
@@ -172,7 +172,7 @@ def tidy() -> Iterator[None]:
             if module in sys.modules:
                 getattr(sys.modules[module], off)()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # Of a letter that a terminal's encoding lacks, its number: LANG=en_US is Latin-1, which has no arrows.
+        # Print the number of a letter that the terminal's encoding lacks: LANG=en_US is Latin-1, which has no arrows.
         sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
     record, warning = logging.getLogRecordFactory(), warnings.formatwarning
     logging.setLogRecordFactory(lambda *given, **named: _cleaned(record(*given, **named)))
@@ -189,14 +189,14 @@ def tidy() -> Iterator[None]:
 
 
 def _cleaned(record: logging.LogRecord) -> logging.LogRecord:
-    """What a library logs, which may quote files that others made."""
-    with suppress(Exception):  # a message that does not fit its values: logging itself says so
+    """Clean what a library logs, which may quote files that others made."""
+    with suppress(Exception):  # the message does not fit its values: logging itself says so
         record.msg, record.args = shown.clean(record.getMessage()), None
     return record
 
 
 class Progress(tqdm):
-    """tqdm's bar on a terminal. In a log a line every EVERY seconds, and none of what is shorter."""
+    """tqdm's bar on a terminal; in a log, a line every EVERY seconds, and none for what takes less."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self.in_log = not sys.stderr.isatty()
@@ -213,14 +213,14 @@ class Progress(tqdm):
             super().display(msg, pos)
 
     def close(self) -> None:
-        """End it; what was done is the command's own to say."""
+        """End the bar. It is for the command to say what was done."""
         if self.in_log:
-            self.delay = float("inf")  # there is no bar to end
+            self.delay = float("inf")  # a log has no bar to end
         super().close()
 
 
 def note(text: str, error: bool = False) -> None:
-    """What a command says: lines of their own, above the bar; `error`: on standard error."""
+    """Print text on lines of its own, above the bar; with `error`, on standard error."""
     text = shown.clean(text)
     file = sys.stderr if error else sys.stdout
     try:
@@ -228,7 +228,7 @@ def note(text: str, error: bool = False) -> None:
             tqdm.write(text, file=file)
         else:
             print(text, file=file, flush=True)
-    except OSError as failure:  # /dev/full, or a log on a disk that is
+    except OSError as failure:  # /dev/full, or a log on a full disk
         if error:  # nobody can be told
             return
         if isinstance(failure, BrokenPipeError):  # see `tidy`
@@ -238,6 +238,6 @@ def note(text: str, error: bool = False) -> None:
 
 
 def say(text: str, error: bool = False) -> None:
-    """`note`, by the first process of a launch alone."""
+    """`note` in the first process of a launch only."""
     if is_main():
         note(text, error)

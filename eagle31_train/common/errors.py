@@ -1,33 +1,33 @@
-"""How a stage ends early: what the user can mend, and a stop that the user asked for."""
+"""How a stage ends early: errors that the user can mend, and stops that the user asked for."""
 
 from eagle31_train.common import shown
 
 
 class UserError(ValueError):
-    """Something the user can mend. The text says what, where, and what to do, in one line."""
+    """An error that the user can mend. The text says in one line what is wrong, where, and what to do."""
 
     def __init__(self, text: object) -> None:
         super().__init__(shown.line(text))
 
 
 class SharedError(UserError):
-    """Every process of a launch raises it, and the first has printed it already."""
+    """A UserError that every process of a launch raises, and that the first has already printed."""
 
 
 class Stopped(Exception):  # noqa: N818 (not an error: the run asked for it)
-    """The stage saved and left before its end because it was told to; the same command goes on. Exit status 75."""
+    """The stage was told to stop, and has saved its state. The same command goes on. Exit status 75."""
 
 
 class Interrupted(Stopped):
-    """Likewise, by Ctrl-C. Exit status 130."""
+    """The stage was stopped by Ctrl-C, and has saved its state. Exit status 130."""
 
 
 class Refused(Exception):  # noqa: N818 (one of many is left out, and the run goes on)
-    """Why a row, a prompt or an answer is of no use; the same text for like cases, which are counted."""
+    """A row, a prompt or an answer cannot be used. The text says why; cases with the same text are counted together."""
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message that says something, with the next where that is announced by a colon, or
-    by `datasets` as the names to choose from."""
+    """Return the first line of an error's message that is not empty. The next line is added if the first ends with a
+    colon, or if it has the names to choose from, as in an error of `datasets`."""
     first, *more = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return " ".join([first, *more[:1]]) if first.endswith(":") or first.startswith("Config name is missing") else first

@@ -1,7 +1,7 @@
-"""What others made (files of the hub, answers of a server, rows of data), read within bounds of size, depth and type.
+"""Reading what others made (files of the hub, answers of a server, rows of data) within bounds of size, depth and type.
 
-Everything here raises ValueError or OSError with a text that follows the name of what was read; the caller knows what
-to do about it and makes a UserError.
+Everything here raises ValueError or OSError, with a text to be put after the name of what was read. The caller, which
+knows what to do about it, makes a UserError.
 """
 
 import json
@@ -16,13 +16,13 @@ from safetensors import SafetensorError
 from typing_extensions import NotRequired, TypedDict
 
 MOST = 1 << 28  # bytes of a JSON file: indices and tokenizers have a tenth
-TEXTS = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")  # that libraries read whole
-DEEPEST = 100  # objects and lists within each other: no format in use has more than a dozen; Python gives up at 1000
+TEXTS = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")  # files that libraries read whole
+DEEPEST = 100  # nested objects and lists: no format in use has more than a dozen; Python gives up at 1000
 
-# What safetensors raises for a file that is damaged, or tells of impossible tensors (TypeError: of 2⁶³ rows).
+# What safetensors raises for a file that is damaged, or that describes impossible tensors (TypeError: of 2⁶³ rows).
 NO_TENSORS = (SafetensorError, RuntimeError, ValueError, TypeError, IndexError, KeyError)
 
-# The types of fields, and what nothing real goes beyond: what is allocated by such a number stays small.
+# The types of fields, with bounds that nothing real exceeds: what is allocated by such a number stays small.
 Count = Annotated[int, Field(ge=0, le=1 << 16)]  # layers, heads, experts, labels
 Width = Annotated[int, Field(ge=0, le=1 << 24)]  # hidden sizes; tokens of a vocabulary
 Number = Annotated[float, Field(allow_inf_nan=False)]
@@ -34,7 +34,7 @@ Scaling = dict[str, str | bool | Annotated[int, Field(le=1 << 53)] | Number | li
 
 
 def check_file(path: Path, most: int | None = MOST) -> None:
-    """OSError or ValueError unless it is a regular file (a pipe would be waited for) of at most so many bytes."""
+    """Raise OSError or ValueError unless it is a regular file (a pipe would block) of at most `most` bytes."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise ValueError("it is no regular file")
@@ -43,7 +43,7 @@ def check_file(path: Path, most: int | None = MOST) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """ValueError, naming the first entry, unless all are folders, or regular files and texts of at most MOST bytes."""
+    """Raise ValueError, naming the first bad entry, unless all are folders or regular files, texts up to MOST bytes."""
     for path in sorted(folder.iterdir()):
         try:
             if not path.is_dir():
@@ -53,19 +53,19 @@ def check_folder(folder: Path) -> None:
 
 
 def parse_json(data: str | bytes | bytearray) -> Any:
-    """The value of a JSON text; a ValueError if it is none, or nested more than DEEPEST deep."""
+    """Return the value of a JSON text. ValueError if it is not JSON, or if it is nested more than DEEPEST deep."""
     try:
         value = json.loads(data)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     opened = data.count("[") + data.count("{") if isinstance(data, str) else data.count(b"[") + data.count(b"{")
-    if opened > DEEPEST:  # seldom: most rows cost no walk
+    if opened > DEEPEST:  # seldom: most rows need no walk
         check_depth(value)
     return value
 
 
 def check_depth(value: Any, most: int = DEEPEST) -> None:
-    """Raise a ValueError if lists and dicts lie more than `most` deep in each other."""
+    """Raise ValueError if lists and dicts are nested more than `most` deep."""
     layer, depth = [value], 0
     while layer := [i for v in layer if isinstance(v, dict | list) for i in (v.values() if isinstance(v, dict) else v)]:
         depth += 1
@@ -74,7 +74,7 @@ def check_depth(value: Any, most: int = DEEPEST) -> None:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A JSON file that holds an object; ValueError if it is too large or holds none, OSError if there is none."""
+    """Read a JSON file that holds an object. ValueError if it is too large or holds none, OSError if it is missing."""
     check_file(path)
     value = parse_json(path.read_bytes())
     if not isinstance(value, dict):
@@ -83,15 +83,16 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def typed(kind: Any, value: Any) -> Any:
-    """The value itself, known to be of a type; of a dataclass, made of an object that has its fields and no others.
-    ValueError names the first field that is missing or of another type."""
+    """Check that a value is of a type, and return it. A dataclass is made from an object with its fields and no others.
+
+    ValueError, naming the first field that is missing or of another type."""
     try:
         _adapter(kind).validate_python(value, strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))
         raise ValueError(f"{where}: {first['msg']}" if where else first["msg"]) from None
-    make: Any = kind  # of what it was: 5 among floats stays 5
+    make: Any = kind  # from the value as it was: 5 among floats stays 5
     return make(**value) if is_dataclass(kind) else value
 
 
@@ -102,5 +103,5 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
     hints = get_type_hints(kind, include_extras=True)
     optional = {field.name for field in fields(kind) if (field.default, field.default_factory) != (MISSING, MISSING)}
     entries = {name: NotRequired[hint] if name in optional else hint for name, hint in hints.items()}
-    make: Any = TypedDict  # mypy knows no fields of run time
+    make: Any = TypedDict  # mypy does not know fields made at run time
     return TypeAdapter(with_config(ConfigDict(extra="forbid"))(make("fields", entries)))

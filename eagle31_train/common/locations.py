@@ -1,4 +1,4 @@
-"""Where files are: those of the project, in a checkout or an installed wheel, and those that a glob matches."""
+"""Where files are: the project's own, in a checkout or an installed wheel, and those that a glob matches."""
 
 import glob
 from pathlib import Path
@@ -7,20 +7,20 @@ PACKAGE = Path(__file__).resolve().parent.parent
 ROOT = PACKAGE.parent  # of a checkout, or site-packages
 IN_CHECKOUT = not (PACKAGE / "configs").is_dir()
 CONFIGS = ROOT / "configs" if IN_CHECKOUT else PACKAGE / "configs"
-# Where data_prep/ and train/ are: names too common to stand beside other projects' in site-packages.
+# The folder of data_prep/ and train/, names that are too common for the top of site-packages.
 STAGES = ROOT if IN_CHECKOUT else PACKAGE / "stages"
-# Of targets that the project makes itself; never within an installation.
+# The folder of targets that the project makes itself, which is never within an installation.
 MODELS = (ROOT if IN_CHECKOUT else Path.cwd()) / "models"
 
 
 def project(path: str) -> str:
-    """A path of `${project:…}` in a recipe: models/… or a file that comes with the packages."""
+    """Resolve a path of `${project:…}` in a recipe: models/… or a file that comes with the packages."""
     first, _, rest = path.partition("/")
     return str(MODELS / rest if first == "models" else STAGES / path)
 
 
 def matching(pattern: str) -> list[Path]:
-    """The paths that a glob matches, in order; names of what exists, and of its first folders, are no patterns."""
+    """Return the paths that a glob matches, in order. Existing paths, and existing leading folders, are literal."""
     if not pattern or Path(pattern).exists():
         return [Path(pattern)] if pattern else []
     parts = Path(pattern).parts

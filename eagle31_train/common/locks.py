@@ -1,4 +1,4 @@
-"""One process at a time, by locks of the file system: they go with the process that holds them, however it ends."""
+"""One process at a time, by locks of the file system, which end with the process that holds them, however it ends."""
 
 import fcntl
 import os
@@ -12,25 +12,26 @@ from eagle31_train.common.errors import UserError
 
 
 def hold(file: IO[Any], who: str, instead: str = "name=… or run_dir=…") -> None:
-    """Lock an open file until it is closed; where the file system has no locks, nothing is locked. UserError if another
-    process holds it: says `who` ("another process trains in runs/a now"), and its number if it is ours and here;
-    `instead`: the options that choose another output."""
+    """Lock an open file until it is closed. Where the file system has no locks, nothing is locked.
+
+    UserError if another process holds the lock. The text has `who` ("another process trains in runs/a now"), the number
+    of that process if it is ours and on this machine, and `instead`, the options that choose another output."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        # Processes go on when their launcher is killed, and nobody notices: so they are named.
+        # Name the processes: they go on, unnoticed, when their launcher is killed.
         pids = " ".join(map(str, users_of(file)))
         which, end = (f" (process {pids})", f", end it with `kill {pids}`") if pids else ("", "")
         raise UserError(f"{who}{which}: wait for it{end}, or choose another {instead}") from None
-    except OSError:  # a file system without locks: nearly every process is the only one, so it goes on
+    except OSError:  # the file system has no locks: go on, since nearly every process is the only one
         pass
 
 
 def users_of(file: IO[Any]) -> list[int]:
-    """The other processes of this machine that have an open file open too, as far as /proc shows us."""
+    """Return the numbers of other processes of this machine that have the file open, as far as /proc shows them."""
     wanted, pids = os.fstat(file.fileno()), set()
     for entry in Path("/proc").glob("[0-9]*/fd/*"):
-        with suppress(OSError):  # ended meanwhile, or somebody else's
+        with suppress(OSError):  # the process has ended, or is another user's
             if os.path.samestat(entry.stat(), wanted):
                 pids.add(int(entry.parts[2]))
     return sorted(pids - {os.getpid()})
@@ -38,13 +39,13 @@ def users_of(file: IO[Any]) -> list[int]:
 
 @contextmanager
 def alone(path: Path, who: str, instead: str = "name=… or run_dir=…") -> Iterator[None]:
-    """While this lasts, no other process holds `path`, a file for this alone, gone afterwards; UserError as `hold`."""
+    """Context manager that keeps out other processes by the lock file `path`, removed at its end. Errors as `hold`."""
     make_folder(path.parent)
     mine = False
     while not mine:
         with path.open("a") as file:
             hold(file, who, instead)
-            # Else whoever had it has removed it since it was opened, and the next would make another.
+            # Otherwise its last holder removed the file after we opened it, and the next process would make another.
             if mine := path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno())):
                 try:
                     yield
@@ -53,6 +54,6 @@ def alone(path: Path, who: str, instead: str = "name=… or run_dir=…") -> Ite
 
 
 def writing(folder: Path, instead: str = "name=… or run_dir=…") -> AbstractContextManager[None]:
-    """`alone` in writing this folder: two would build it in one temporary folder, each removing the other's files."""
+    """Write a folder `alone`: two writers would build it in one temporary folder, and remove each other's files."""
     whole = folder.absolute()  # `.` has no name
     return alone(whole.with_name(f".{whole.name}.lock"), f"another process writes {folder} now", instead)

@@ -1,4 +1,4 @@
-"""What a record says of where it was made: processor, versions of packages, commit."""
+"""What a record says about where it was made: processor, versions of packages, commit."""
 
 import platform
 import subprocess
@@ -9,7 +9,7 @@ from typing import Any
 
 from eagle31_train.common.errors import UserError
 
-GIT_SECONDS = 10.0  # a checkout on a slow network disk is not waited for
+GIT_SECONDS = 10.0  # wait no longer for a checkout on a slow network disk
 
 
 def processor() -> str:
@@ -20,8 +20,8 @@ def processor() -> str:
 
 
 def gpus() -> int:
-    """How many GPUs this process may use; UserError if torch counts some that it cannot use."""
-    import torch  # seconds, which `--help` need not wait for
+    """Return how many GPUs this process may use. UserError if torch counts some that it cannot use."""
+    import torch  # takes seconds, which `--help` need not wait for
 
     count = torch.cuda.device_count()
     if count and not torch.cuda.is_available():  # NVML counts them, CUDA does not start
@@ -33,7 +33,7 @@ def gpus() -> int:
 
 
 def versions(packages: Iterable[str]) -> dict[str, str | None]:
-    """Of these packages; None for one that is not installed."""
+    """Return the versions of packages, None for one that is not installed."""
     result: dict[str, str | None] = {}
     for name in packages:
         try:
@@ -44,8 +44,8 @@ def versions(packages: Iterable[str]) -> dict[str, str | None]:
 
 
 def checkout(root: Path) -> dict[str, Any] | None:
-    """{"commit": 40 hex digits, "changed": whether tracked files differ from it} of the checkout at `root`; None if
-    that is no checkout's top, or git does not answer."""
+    """Return {"commit": 40 hex digits, "changed": whether tracked files differ from it} of the checkout at `root`, or
+    None if `root` is not the top of a checkout or git does not answer."""
     try:
         if Path(_git(root, "rev-parse", "--show-toplevel")).resolve() != root.resolve():
             return None

@@ -1,6 +1,7 @@
-"""The order of the data: a pure function of (seed, epoch, lengths, windows), the same for any number of ranks. A global
-batch is a list of sample indices. `share` splits it into micro-batches, which affects only speed and memory, since the
-loss is normalised over the whole global batch."""
+"""The order of the data: a pure function of (seed, epoch, lengths, windows), the same for any number of ranks.
+
+A global batch is a list of sample indices. `share` splits it into micro-batches, which affects only speed and memory,
+since the loss is normalised over the whole global batch."""
 
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
@@ -9,21 +10,21 @@ from heapq import heapreplace
 import numpy as np
 
 PACKED = 64  # batches that are packed together
-SLOT_COST = 4  # cost of a slot at one depth, a context position being 1: in FLOPs 4.5 to 9.8, by recipe
+SLOT_COST = 4  # cost of a slot at one depth, in context positions: by FLOPs 4.5 to 9.8, depending on the recipe
 
 
 def global_batches(
     lengths: Sequence[int], batch_tokens: int, seed: int, epoch: int, windows: Sequence[range] | None = None
 ) -> list[list[int]]:
-    """One epoch: window by window, samples in random order, packed, the batches shuffled again.
+    """Return the batches of one epoch. In each window, samples are shuffled and packed, then batches are shuffled.
 
-    Every sample occurs exactly once. A batch holds at most `batch_tokens` tokens, and so must every sample
-    (`build.tokens_of_a_step` tells the user). Packing keeps steps equally large; PACKED batches' worth of samples are
-    packed together, so that it stays nearly random which samples share a batch.
+    Every sample occurs exactly once. No batch has more than `batch_tokens` tokens, nor may any sample
+    (`build.tokens_of_a_step` tells the user). Packing makes steps about equally large. Samples are packed PACKED
+    batches' worth at a time, so that it stays nearly random which samples share a batch.
 
     Args:
-        windows: ranges of samples that are trained one after another: in order in the first epoch, which may follow a
-            store that is still being written, later in random order. None: all samples are one window.
+        windows: ranges of samples to train on one after another: in order in the first epoch, which may follow a
+            store that is still being written, and later in random order. None: all samples are one window.
     """
     assert max(lengths, default=0) <= batch_tokens, "a sample is longer than the budget of a batch"
     random = np.random.Generator(np.random.PCG64([seed, epoch]))
@@ -46,12 +47,12 @@ def global_batches(
 
 
 def longest_first(samples: Sequence[int], lengths: Sequence[int] | Mapping[int, int]) -> list[int]:
-    """Samples, longest first, ties by index. (Two sorts by one number are faster than one sort by pairs.)"""
+    """Sort samples, longest first, ties by index. (Two sorts by one number are faster than one sort by pairs.)"""
     return sorted(sorted(samples), key=lengths.__getitem__, reverse=True)
 
 
 def best_fit(samples: Sequence[int], lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
-    """Best fit, longest first: each sample goes into the fullest batch that still has room for it."""
+    """Pack samples by best fit, longest first: each goes into the fullest batch that still has room for it."""
     batches: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (tokens left, batch), ascending
     for index in longest_first(samples, lengths):
@@ -74,7 +75,7 @@ def schedule(
     max_steps: int | None,
     windows: Sequence[range] | None = None,
 ) -> list[list[int]]:
-    """Every global batch of a run, in order: item i is what optimizer step i+1 trains on."""
+    """Return every global batch of a run, in order: item i is what optimizer step i+1 trains on."""
     batches: list[list[int]] = []
     for epoch in range(epochs):
         batches += global_batches(lengths, batch_tokens, seed, epoch, windows)
@@ -84,12 +85,12 @@ def schedule(
 
 
 def costs(lengths: Sequence[int], slots: Sequence[int] | None, ttt_length: int) -> list[int]:
-    """Relative cost of training each sample: mostly its slots; prompts cost little.
+    """Return the relative cost of training each sample: mostly that of its slots, since prompts cost little.
 
     Args:
         lengths: tokens of each sample.
-        slots: slots of each sample that the step trains; its supervised positions approximate all of them. None in
-            stores of earlier versions, which did not count them: then the cost is the tokens.
+        slots: how many slots of each sample the step trains; for all of them, its supervised positions are an
+            estimate. None for stores of earlier versions, which did not count them: then the cost is the tokens.
     """
     if slots is None:
         return list(lengths)

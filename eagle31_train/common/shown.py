@@ -1,15 +1,15 @@
-"""Text for people: what others wrote is shown as it is, and does nothing to a terminal, a page or the text beside it.
+"""Text for people: what others wrote is shown as it is, and cannot affect a terminal, a page or the text beside it.
 
-Everything that prints, or writes a page or a card, sends text through `clean`; a UserError is a `line`.
+Everything that prints, or writes a page or a card, passes text through `clean`; a UserError's text is a `line`.
 """
 
 import re
 
-LONGEST = 1500  # characters of a line; the end, which says what to do, stays
+LONGEST = 1500  # characters of a line; its end stays, as it says what to do
 
-# What is not seen, but acts: controls (\x1b begins a terminal's commands), marks that turn the order of the letters
-# (\u202e shows "gpj.exe" as "exe.jpg"), breaks other than \n, halves of surrogate pairs, invisible letters. The two
-# joiners, \u200c and \u200d, stay: scripts and emoji are made of them.
+# Characters that are invisible, but have effects: controls (\x1b begins a terminal's commands), marks that change the
+# direction of text (\u202e shows "gpj.exe" as "exe.jpg"), line breaks other than \n, lone surrogates, invisible
+# letters. The joiners \u200c and \u200d stay: scripts and emoji need them.
 _ACTING = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
     "\ufffe\uffff\ud800-\udfff\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e007f]"
@@ -17,11 +17,11 @@ _ACTING = re.compile(
 
 
 def clean(text: object) -> str:
-    r"""Text in which such characters are spelt, \x1b as Python spells it; line breaks and tabs stay."""
+    r"""Return text with such characters escaped, as in Python's \x1b. Line breaks and tabs stay."""
     return _ACTING.sub(lambda match: match[0].encode("unicode_escape", "surrogatepass").decode(), str(text))
 
 
 def line(text: object) -> str:
-    """The same in one line, of which the middle is left out where it is too long to be read."""
+    """Return clean text on one line, without its middle if it is longer than LONGEST."""
     shown = clean(" ".join(str(text).splitlines()))
     return shown if len(shown) <= LONGEST else f"{shown[: LONGEST * 3 // 4]} … {shown[-LONGEST // 4 :]}"

@@ -1,6 +1,6 @@
-"""Copies between this machine's memory and a device for which the host does not wait.
+"""Copies between host memory and a device for which the host does not wait.
 
-On CUDA they go through pinned memory, whose blocks torch keeps and uses again.
+On CUDA they go through pinned memory, whose blocks torch keeps and reuses.
 """
 
 from collections.abc import Callable
@@ -17,17 +17,17 @@ Moved = TypeVar("Moved", bound="DataclassInstance")
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """A tensor of this machine's memory on a device, in the order of what is queued there."""
+    """Copy a tensor from host memory to a device, in the order of what is queued there."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 def to_host(x: Tensor) -> Tensor:
-    """A tensor in this machine's memory: from CUDA only once what is queued there now is done."""
+    """Copy a tensor to host memory. From CUDA, it holds the values only once what is queued there now is done."""
     return x.to("cpu", non_blocking=x.is_cuda)
 
 
 def each_tensor(value: Moved, move: Callable[[Tensor], Tensor]) -> Moved:
-    """A dataclass with its tensors, and those of dataclasses in it, replaced."""
+    """Return a dataclass with its tensors, and those of dataclasses in it, replaced by `move` of each."""
     changed: dict[str, Any] = {}
     for field in fields(value):
         part = getattr(value, field.name)

@@ -6,7 +6,7 @@ from eagle31_train.common.errors import UserError
 
 
 def byte_count(text: str, option: str) -> int:
-    """Bytes from "200GB", "64GiB", "1.5TB" or a plain number; `option` is where it was asked for."""
+    """Parse a number of bytes from "200GB", "64GiB", "1.5TB" or a plain number. `option` is for the error."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
     if match is None or float(match[1]) <= 0:
         raise UserError(f"{option}={text} is no number of bytes: write it like 200GB, 64GiB or 1000000")
@@ -15,7 +15,7 @@ def byte_count(text: str, option: str) -> int:
 
 
 def parse_limit(text: str | None) -> float | None:
-    """Seconds from "3h50m", "90m", "30s" or "2d"; None for no limit. A UserError if it is no such time."""
+    """Parse seconds from "3h50m", "90m", "30s" or "2d"; None is no limit. UserError if it is no such time."""
     if text is None:
         return None
     parts = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", text.replace(" ", ""))
