@@ -1,12 +1,12 @@
 """Decoding of a batch of prompts: plain, and by chain speculation, with the counts that vLLM makes.
 
-As in vLLM 0.32, every verification is one draft, and counts are of all tokens that it proposed and all that the target
+As in vLLM 0.32, every verification is one draft. Counts include all tokens that it proposed, and all that the target
 agreed with, **also those past the end-of-sequence token or past max_new_tokens**, which are then cut from the output.
 Nothing is drafted after the token that ends the output. Drafts are not shortened near max_new_tokens; near the target's
 last position vLLM does shorten them, so such prompts are not decoded here (`evaluating.longest_prompt`).
 
-Greedily, and drawing with greedy drafts (`sampling.py`), speculation gives plain decoding's output, token for token.
-A sequence that has ended leaves its batch.
+In greedy decoding, and in sampling with greedy drafts (`sampling.py`), speculation gives plain decoding's output, token
+for token. A sequence that has ended leaves its batch.
 """
 
 import time
@@ -32,7 +32,7 @@ class Limits:
     end_ids: Collection[int]
 
     def append(self, output: list[int], new: list[int]) -> bool:
-        """Add new tokens to an output up to its end, an end token included; whether it has ended."""
+        """Append new tokens to an output up to its end, an end token included. Return whether it has ended."""
         for token in new:
             output.append(token)
             if token in self.end_ids or len(output) == self.max_new_tokens:
@@ -42,9 +42,13 @@ class Limits:
 
 @dataclass
 class Decoded:
-    """One output and what it took. seconds: the batch's wall time until its last output ended, shared out evenly;
-    accepted: for each draft, in order, how many of its tokens the target agreed with. Where asked for, beyond: what the
-    target would have gone on with; aux: [len(prompt) + len(tokens) - 2, A, H] its auxiliary states."""
+    """One output and what it took.
+
+    seconds: the batch's wall time until its last output ended, shared out evenly.
+    accepted: how many tokens of each draft, in order, the target agreed with.
+    beyond: if asked for, what the target would have written next.
+    aux: if asked for, the target's auxiliary states, [len(prompt) + len(tokens) - 2, A, H].
+    """
 
     tokens: list[int] = field(default_factory=list)
     seconds: float = 0.0
@@ -62,8 +66,10 @@ def decode_plain(
     beyond: int = 0,
     states: bool = False,
 ) -> list[Decoded]:
-    """Decode one token of every prompt (token ids, at least one prompt) per forward pass. seeds: of each prompt's
-    draws. beyond: how many tokens past its end each output is followed. states: keep the target's auxiliary states."""
+    """Decode one token of every prompt (token ids, at least one prompt) per forward pass.
+
+    seeds: one per prompt, for its draws. beyond: how many tokens to decode past the end of each output. states: keep
+    the target's auxiliary states."""
     began = _now(target)
     target.reset(len(prompts))
     chooser = Chooser(sampling, seeds or [0] * len(prompts))
@@ -71,7 +77,7 @@ def decode_plain(
     seen: list[list[Tensor]] = [[] for _ in prompts]
     batch = list(range(len(prompts)))  # prompts that go on
     ended = [False] * len(prompts)
-    over = 0.0  # when the last output ended; what lies beyond is nobody's answer
+    over = 0.0  # when the last output ended; tokens beyond it are not timed
     new = [list(prompt) for prompt in prompts]
     while batch:
         if states:
@@ -107,8 +113,9 @@ def decode_speculative(
     sampling: Sampling = GREEDY,
     seeds: Sequence[int] | None = None,
 ) -> list[Decoded]:
-    """Decode by verifying `draft_tokens` proposals of every prompt per forward pass. target_ids: [Vd] int64, the
-    target's id of each of the drafter's tokens; others as `decode_plain`'s."""
+    """Decode by verifying `draft_tokens` proposals of every prompt per forward pass.
+
+    target_ids: [Vd] int64, the target's id of each of the drafter's tokens. Other arguments are `decode_plain`'s."""
     capacity = max(len(prompt) for prompt in prompts) + limits.max_new_tokens + draft_tokens
     drafts = DraftDecoder(drafter, target_ids, capacity, len(prompts))
     began = _now(target)
@@ -118,8 +125,8 @@ def decode_speculative(
     batch = list(range(len(prompts)))
 
     aux, logits = target.read(prompts, 1)
-    new = [[token] for token in chooser.next(logits)]  # what every sequence goes on with
-    # What the drafter has not read: states of positions, and the token that follows each.
+    new = [[token] for token in chooser.next(logits)]  # the new tokens of every sequence
+    # What the drafter has not read yet: states of positions, and the token that follows each.
     states = [aux[row, aux.shape[1] - len(prompt) :] for row, prompt in enumerate(prompts)]
     after = [[*prompt[1:], *tokens] for prompt, tokens in zip(prompts, new, strict=True)]
     while True:
@@ -138,7 +145,7 @@ def decode_speculative(
         newest = torch.tensor([tokens[-1:] for tokens in after], device=proposed.device)
         aux, logits = target.read(torch.cat([newest, proposed], 1).tolist(), draft_tokens + 1)
         new = after = chooser.verify(logits, proposed, target_ids)
-        # The target's own token follows the last that it agreed with; the rest never happened.
+        # The target's own token follows the last draft that it agreed with. Forget the rest.
         target.forget([draft_tokens + 1 - len(tokens) for tokens in new])
         states = [aux[row, : len(tokens)] for row, tokens in enumerate(new)]
         for index, tokens in zip(batch, new, strict=True):
@@ -150,7 +157,7 @@ def decode_speculative(
 
 
 def _leave(going: list[int], batch: list[int], target: CachedTarget, chooser: Chooser) -> list[int]:
-    """The prompts of the rows that go on; the others leave target and chooser."""
+    """Remove rows that do not go on from target and chooser. Return the prompts of those that do."""
     if 0 < len(going) < len(batch):
         target.select(going)
         chooser.select(going)

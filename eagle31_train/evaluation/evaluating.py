@@ -1,5 +1,7 @@
-"""Evaluate drafters of one target, alone or side by side. Every drafter's measurement of every workload is kept in a
-file of its own: a run that was stopped goes on with what is left, and one more drafter is decoded alone."""
+"""Evaluate drafters of one target, alone or side by side.
+
+Every drafter's measurement of every workload is kept in its own file, so that a stopped run goes on with what is left,
+and an additional drafter is decoded alone."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -36,15 +38,16 @@ def evaluate(
     folder: Path,
     verified: int | None = None,
 ) -> tuple[dict[str, Any], list[Workload], list[dict[str, list[Measurement]]]]:
-    """Decode all workloads with all drafters, of which the others are compared with the first. What was loaded for it
-    is free again afterwards. UserError: input that is wrong, or an output that is not plain decoding's, ties apart.
+    """Decode all workloads with all drafters, and compare the others with the first. Afterwards, free what was loaded.
+
+    UserError for wrong input, or for an output that is not plain decoding's, except by ties.
 
     Args:
-        checkpoints: of each drafter by name, its trainings.
+        checkpoints: the trainings of each drafter, by its name.
         data: stage 1's manifest. folder: keeps the measurements. verified: see `Candidate`.
 
     Returns:
-        The result (see `results.py`); what was decoded; and the measurements of each, by drafter, of every training.
+        The result (see `results.py`); the workloads; and for each workload, by drafter, a measurement per training.
     """
     options = config.evaluate
     headline, most = options.num_speculative_tokens, options.max_speculative_tokens
@@ -67,11 +70,11 @@ def decode(
     folder: Path,
     verified: Mapping[str, int | None],
 ) -> list[dict[str, list[Measurement]]]:
-    """Of each workload, the measurements by drafter, of every training; arguments and errors as of `evaluate`, but for
-    `verified`, which is of each drafter by name."""
-    # Prompts before the target: what is wrong with them is reported within seconds.
+    """Return, for each workload and by drafter, a measurement per training. Arguments and errors are `evaluate`'s,
+    except that `verified` is by drafter."""
+    # Loaded only after the prompts: what is wrong with those is reported within seconds.
     model = load_model(config.target, config.evaluate.dtype)
-    target = CachedTarget(model, [1])  # every drafter reads layers of its own
+    target = CachedTarget(model, [1])  # every drafter reads its own layers
     candidates, trainings = [], {}
     for name, some in checkpoints.items():
         trainings[name] = [name] if len(some) == 1 else [f"{name}/{number}" for number in range(1, len(some) + 1)]
@@ -87,7 +90,7 @@ def decode(
 def load(
     checkpoint: DrafterCheckpoint, name: str, target: CachedTarget, config: Config, verified: int | None = None
 ) -> Candidate:
-    """The drafter as it is served: weights rounded to the target's dtype, and run in evaluate.dtype."""
+    """Load a drafter as it is served: weights rounded to the target's dtype, and run in evaluate.dtype."""
     drafter = checkpoint.load(target, DTYPES[config.target.dtype], DTYPES[config.evaluate.dtype])
     ids = torch.from_numpy(checkpoint.vocab.target_ids).to(target.embedding.weight.device)
     return Candidate(name, checkpoint.identity, drafter, ids, verified)
@@ -100,8 +103,8 @@ def choose_workloads(
     caveats: Iterable[str] = (),
     drafted: Iterable[int] = (),
 ) -> list[Workload]:
-    """The workloads that are asked for, of prompts that every drafter has positions for and none was measured on.
-    caveats: notes for all of them. drafted: numbers of draft tokens that are tried here."""
+    """Return the workloads that are asked for. Every drafter has positions for their prompts, and none was measured on
+    them. caveats: notes for all workloads. drafted: numbers of draft tokens that are tried here."""
     positions = [stretched(one.shape.max_position_embeddings, one.shape.rope_scaling) for one in checkpoints]
     measured_on = {prompt for one in checkpoints for prompt in one.measured_on}
     chosen = workloads(config, data, longest_prompt(config, positions, drafted), list(caveats), measured_on)
@@ -112,22 +115,22 @@ def choose_workloads(
 
 
 def longest_prompt(config: Config, positions: Iterable[int | None], drafted: Iterable[int] = ()) -> int:
-    """How many tokens a prompt may have, so that vLLM takes it and drafts every time: near the last position it drafts
-    less. UserError where a limit of vLLM's is no number."""
+    """Return how many tokens a prompt may have for vLLM to take it and to draft every time: near the last position it
+    drafts less. UserError if a limit of vLLM's is no number."""
     options, target = config.evaluate, read_config(config.target)
     served = max_model_len(config) if options.backend == "vllm" else None
-    # Past a longrope's short contexts a token's keys depend on what is read beside it, unless vLLM is told a length.
+    # Past longrope's short contexts, a token's keys depend on what is read beside it, unless vLLM is given a length.
     limits = [*positions, served, hf.positions(target) if served else hf.served_positions(target)]
     if options.backend == "vllm":
         drafted = [*drafted, *options.serve_speculative_tokens]
-    # What vLLM needs beyond an answer, or it shortens the last drafts: positions of a verification, and of the next,
-    # which it prepares meanwhile as if all of it were accepted (seen in 0.32, async scheduling).
+    # Positions that vLLM needs beyond an answer, so as not to shorten the last drafts: those of a verification, and of
+    # the next one, which it prepares meanwhile as if the whole draft were accepted (seen in 0.32, async scheduling).
     past_the_end = 2 * (max(drafted, default=0) + 1)
     return min(limit for limit in limits if limit) - options.max_new_tokens - past_the_end
 
 
 def caveats(trainings: Mapping[str, Sequence[Inputs | None]], data: str) -> Iterator[str]:
-    """Which drafters may have been trained on the prompts, and which trainings of one differ beyond their seed."""
+    """Yield which drafters may have been trained on the prompts, and which trainings of one differ beyond the seed."""
     for name, inputs in trainings.items():
         if any(one is None or one.get("data") != data for one in inputs):
             yield f"{name} may have been trained on these prompts"
@@ -140,7 +143,7 @@ def caveats(trainings: Mapping[str, Sequence[Inputs | None]], data: str) -> Iter
 
 
 def _recipe(inputs: Inputs) -> Inputs:
-    """All that training depended on but the seed; options that are newer than a training have their defaults."""
+    """Return all that a training depended on except the seed. Options newer than the training have their defaults."""
     defaults = {"drafter": asdict(DrafterConfig()), "train": asdict(TrainConfig())}
     known = {name: {**provenance.recorded(name, new), **inputs.get(name, {})} for name, new in defaults.items()}
     return {**inputs, **known, "seed": None}
@@ -149,15 +152,16 @@ def _recipe(inputs: Inputs) -> Inputs:
 def measure(
     folder: Path, chosen: Sequence[Workload], measurer: Measurer, candidates: list[Candidate], inputs: Inputs
 ) -> list[dict[str, Measurement]]:
-    """Every workload's measurements by drafter; what `folder` has of them is read. UserError: as `Measurer.measure`;
-    also where the target wrote different outputs beside different drafters. inputs: what a measurement depends on
-    beside its workload and its drafter (`provenance.of_workload`)."""
+    """Return every workload's measurements by drafter, and read those that `folder` has.
+
+    UserError as in `Measurer.measure`, or if the target wrote different outputs beside different drafters. inputs: what
+    a measurement depends on besides its workload and its drafter (`provenance.of_workload`)."""
     measurements: list[dict[str, Measurement]] = []
     here, warm = measurer.machine, not measurer.options.warmup
     for workload in chosen:
-        # What is said of a workload may depend on who else is measured, and no count does.
+        # Notes on a workload may depend on which other drafters are measured; counts do not.
         decoded = provenance.recorded("evaluate", asdict(replace(workload, left_out={}, notes=[])))
-        # By what the drafter is and not by its name, which another drafter beside it may change.
+        # The key has what the drafter is, not its name, which other drafters beside it may change.
         whole = {"inputs": inputs, "workload": decoded}
         keys = {
             one.name: artifacts.fingerprint({**whole, "verified": one.verified, "drafter": one.identity})
@@ -181,7 +185,7 @@ def measure(
 
 
 def _refuse_other_outputs(workload: Workload, measurements: dict[str, Measurement], files: dict[str, Path]) -> None:
-    """UserError where the target wrote otherwise beside one drafter than beside another: they cannot be compared."""
+    """Raise UserError if the target's output differs between drafters: they cannot be compared."""
     outputs = [one.outputs for one in measurements.values()]
     for prompt, *answers in zip(workload.prompts, *outputs, strict=True):
         if any(answer != answers[0] for answer in answers):

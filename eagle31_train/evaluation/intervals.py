@@ -1,13 +1,12 @@
 """How far a number would move with other prompts: intervals by bootstrap over prompts.
 
 Every number here is a ratio of sums over prompts (accepted tokens over drafts, say). Tokens of one answer are alike, so
-the prompts are what is drawn again, whole, with replacement; the ratio is taken anew each time. The same draws serve
-every number of the same prompts, hence the difference of two drafters is paired: what makes a prompt hard for both
-cancels.
+whole prompts are resampled, with replacement, and the ratio is computed for each resample. All numbers of the same
+prompts share their resamples, so the difference of two drafters is paired: what makes a prompt hard for both cancels.
 
-The quantiles are somewhat outside 2.5 % and 97.5 %, as Student's t asks of few prompts (Hesterberg, "What Teachers
-Should Know About the Bootstrap", 2015): in simulated evaluations of 5 to 80 prompts the true value lay inside 93 to
-95 % of the intervals, and inside 84 to 94 % of plain percentiles.
+The quantiles are somewhat outside 2.5 % and 97.5 %, as Student's t requires for few prompts (Hesterberg, "What Teachers
+Should Know About the Bootstrap", 2015). In simulated evaluations of 5 to 80 prompts, the true value was inside 93 to
+95 % of the intervals, and inside 84 to 94 % of plain percentile intervals.
 """
 
 from dataclasses import dataclass
@@ -22,16 +21,16 @@ Floats = NDArray[np.float64]
 Interval = list[float | None]  # value, low, high; None where there is none
 NOTHING: Interval = [None, None, None]
 LEVEL, RESAMPLES, SEED = 0.95, 2000, 0
-FEWEST = 5  # prompts; of 2, 3 and 4 the range, which no resample leaves, holds the true value in 49, 76 and 87 %
-ROUNDING = 1e-12  # of a value: draws that are no farther apart are equal
+FEWEST = 5  # prompts; the range of 2, 3 and 4, which no resample leaves, holds the true value in 49, 76 and 87 %
+ROUNDING = 1e-12  # relative to a value: draws that are no farther apart count as equal
 
 
 @dataclass(frozen=True)
 class Estimate:
     """M numbers of the same prompts.
 
-    values: [M], NaN where nothing was counted. draws: [R, M], the same with the prompts drawn again.
-    prompts: [M] int64, prompts that say anything about each.
+    values: [M], NaN where nothing was counted. draws: [R, M], the values for each resample of the prompts.
+    prompts: [M] int64, how many prompts say anything about each number.
     """
 
     values: Floats
@@ -49,8 +48,10 @@ class Estimate:
         return Estimate(values, draws, np.minimum(self.prompts, other.prompts))
 
     def intervals(self) -> list[Interval]:
-        """[value, low, high] of each. Fewer than FEWEST prompts have no interval, nor have prompts that are all alike:
-        their draws are equal, however far others would be. Nothing counted has no value."""
+        """Return [value, low, high] of each number. Where nothing was counted, there is no value.
+
+        There is no interval for fewer than FEWEST prompts, nor for prompts that are all alike: their draws are equal,
+        however different other prompts would be."""
         intervals: list[Interval] = []
         for value, draws, prompts in zip(self.values.tolist(), self.draws.T, self.prompts.tolist(), strict=True):
             finite = draws[np.isfinite(draws)]
@@ -65,7 +66,7 @@ class Estimate:
 
 
 def ratios(numerators: Any, denominators: Any) -> Estimate:
-    """Ratios of sums over prompts: of [P, M] and [P, M], or [P] where that is the same for all."""
+    """Return ratios of sums over prompts: of [P, M] to [P, M], or to [P] if that is the same for all."""
     above = np.asarray(numerators, dtype=np.float64)
     below = np.asarray(denominators, dtype=np.float64)
     below = np.broadcast_to(below if below.ndim == 2 else below[:, None], above.shape)
@@ -78,19 +79,19 @@ def ratios(numerators: Any, denominators: Any) -> Estimate:
 
 @lru_cache(maxsize=8)
 def _weights(prompts: int) -> Floats:
-    """[R, P]: how often each prompt is drawn in each of the resamples."""
+    """Return how often each prompt is drawn in each resample, [R, P]."""
     drawn = np.random.default_rng(SEED).multinomial(prompts, np.full(prompts, 1 / prompts), size=RESAMPLES)
     return drawn.astype(np.float64)
 
 
 def tail_of(prompts: int) -> float:
-    """The quantile of the draws at which the interval of so many prompts begins: below 2.5 %."""
+    """Return the quantile of the draws at which the interval of so many prompts begins. It is below 2.5 %."""
     freedom = prompts - 1
     return NormalDist().cdf(_student(freedom) * np.sqrt(prompts / freedom))
 
 
 def _student(freedom: int) -> float:
-    """The lower quantile of Student's t, by Hill's expansion in the normal's (Abramowitz & Stegun 26.7.5)."""
+    """Return the lower quantile of Student's t, by Hill's expansion in the normal's (Abramowitz & Stegun 26.7.5)."""
     z = NormalDist().inv_cdf((1 - LEVEL) / 2)
     terms = [
         z,
@@ -102,7 +103,7 @@ def _student(freedom: int) -> float:
 
 
 def bracket(interval: Interval, form: str = "{:.3f}") -> str:
-    """An interval on one line: 2.013 [1.902, 2.124]."""
+    """Format an interval on one line: 2.013 [1.902, 2.124]."""
     value, low, high = interval
     shown = "–" if value is None else form.format(value)
     return shown + (f" [{form.format(low)}, {form.format(high)}]" if low is not None else "")

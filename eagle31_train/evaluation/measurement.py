@@ -1,6 +1,7 @@
-"""What was measured: how many drafted tokens of one drafter the target accepts on the prompts of one workload. The
-target's output does not depend on the drafter, so one output serves every drafter and number of draft tokens: the first
-K tokens of the draft that a server makes while token i is the newest are those of a server that drafts K."""
+"""What was measured: how many drafted tokens of one drafter the target accepts on the prompts of one workload.
+
+The target's output does not depend on the drafter, so one output serves every drafter and number of draft tokens: the
+first K tokens of the draft that a server makes while token i is the newest are those of a server that drafts K."""
 
 import os
 from dataclasses import dataclass, field
@@ -36,10 +37,13 @@ class Drift:
 
 @dataclass(frozen=True)
 class Counts:
-    """One drafter on one prompt. tokens: of the output. accepted: for each slot (each position of the output that a
-    draft can start at) how many tokens of the draft made there the target agrees with; empty where drafts are sampled.
-    seen: by number of draft tokens, the accepted tokens of each verification of a real decoding, where one was made and
-        gave this output: at a tie it may give another."""
+    """One drafter on one prompt.
+
+    tokens: of the output.
+    accepted: for each slot (each position of the output that a draft can start at), how many tokens of the draft made
+        there the target agrees with; empty if drafts are sampled.
+    seen: by number of draft tokens, the accepted tokens of each verification of a real decoding, if one was made and
+        gave this output; at a tie it may give another."""
 
     id: str
     source: str
@@ -49,12 +53,12 @@ class Counts:
     seen: dict[int, list[int]] = field(default_factory=dict)
 
     def verifications(self, draft_tokens: int) -> list[int]:
-        """`rounds`; where drafts are sampled, what the real decoding accepted."""
+        """Return `rounds`, or, if drafts are sampled, what the real decoding accepted."""
         return rounds(self.accepted, draft_tokens) if self.accepted else self.seen.get(draft_tokens, [])
 
 
 def rounds(accepted: list[int], draft_tokens: int) -> list[int]:
-    """What a server that drafts so many tokens accepts, verification by verification. accepted: as of `Counts`."""
+    """Return what a server that drafts so many tokens accepts in each verification. accepted: as in `Counts`."""
     made, at = [], 0
     while at < len(accepted):
         made.append(min(accepted[at], draft_tokens))
@@ -67,9 +71,9 @@ class Measurement:
     """One drafter on one workload.
 
     outputs: the target's token ids of every prompt. counts: of every prompt, in the same order.
-    tokens: of the prompts that were timed, decoded one at a time. plain, speculative: seconds that this took without
-        the drafter and with it at evaluate.num_speculative_tokens, for as many tokens (outputs differ in
-        length where drafts are sampled, and after a tie).
+    tokens: in the outputs of the prompts that were timed, decoded one at a time. plain, speculative: seconds for that
+        many tokens without the drafter, and with it at evaluate.num_speculative_tokens (outputs differ in length if
+        drafts are sampled, and after a tie).
     machine: what was measured on; empty for the present machine.
     """
 
@@ -82,7 +86,7 @@ class Measurement:
 
     @property
     def timed(self) -> int:
-        """How many prompts were timed: the first ones, whose outputs have `tokens` tokens together."""
+        """How many prompts were timed: the first ones, whose outputs have `tokens` tokens in all."""
         ends = accumulate(map(len, self.outputs))
         return next((n for n, end in enumerate(ends, 1) if end >= self.tokens), 0) if self.tokens else 0
 
@@ -91,7 +95,7 @@ _JSON = TypeAdapter(Measurement)
 
 
 def acceptance(drafts: int, per_position: list[int]) -> dict[str, Any]:
-    """Counts of drafts, and of those whose first 1, 2, … tokens were accepted, with their shares; None of nothing."""
+    """Return the number of drafts, and of those whose first 1, 2, … tokens were accepted, with shares (None if 0)."""
     return {
         "drafts": drafts,
         "accepted_per_position": per_position,
@@ -105,7 +109,7 @@ def write_measurement(file: Path, measurement: Measurement, **more: Any) -> None
 
 
 def read_measurement(file: Path) -> Measurement | None:
-    """What `write_measurement` wrote; None where there is no file, UserError where it is damaged."""
+    """Return what `write_measurement` wrote, or None if there is no file. UserError if it is damaged."""
     value = read_checked(file, "outcome")
     return None if value is None else _JSON.validate_python(value)
 
@@ -115,7 +119,7 @@ def write_checked(file: Path, name: str, value: dict[str, Any], **more: Any) -> 
 
 
 def read_checked(file: Path, name: str) -> dict[str, Any] | None:
-    """What `write_checked` wrote; None where there is no file, UserError where it is damaged."""
+    """Return what `write_checked` wrote, or None if there is no file. UserError if it is damaged."""
     if not file.is_file():
         return None
     record = artifacts.read_json(file, "this command")
@@ -126,7 +130,7 @@ def read_checked(file: Path, name: str) -> dict[str, Any] | None:
 
 
 def machine(device: torch.device) -> str:
-    """The name of a device; of a CPU with how many cores it has."""
+    """Return the name of a device; for a CPU, with its number of cores."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     count = os.cpu_count() or 1

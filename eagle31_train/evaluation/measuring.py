@@ -31,15 +31,17 @@ from eagle31_train.targets.cached import CachedTarget, why_alone
 
 Way = tuple[str, int]  # drafter's name and number of draft tokens; PLAIN for no drafter
 PLAIN: Way = ("", 0)
-TRIED_TOKENS = 8  # of an answer that is decoded only for its time
-TIE = 1e-4  # scores that float32 may round either way
+TRIED_TOKENS = 8  # tokens of an answer that is decoded only to warm up and to be timed
+TIE = 1e-4  # difference of scores that float32 may round either way
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A drafter in memory, beside its target. identity: its checkpoint's. target_ids: [Vd] int64, on the drafter's
-    device. verified: it decodes the first so many prompts of a workload for real; None: all of them. Where drafts are
-    sampled it decodes them all, since nothing else tells what is accepted then."""
+    """A drafter in memory, beside its target.
+
+    identity: its checkpoint's. target_ids: [Vd] int64, on the drafter's device.
+    verified: how many prompts of a workload, from the first on, it decodes for real; None is all. If drafts are
+        sampled, it decodes all, since nothing else then tells what is accepted."""
 
     name: str
     identity: str
@@ -50,8 +52,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Measurer:
-    """What all workloads share. model: as `load_model` gives it. seed: every prompt draws from one of its own.
-    threads: torch's where it decodes several prompts together; for one alone `warm_up` chooses."""
+    """What all workloads share.
+
+    model: from `load_model`. seed: each prompt's own seed is made from it. threads: how many torch uses to decode
+    several prompts together; for one prompt alone, `warm_up` chooses."""
 
     model: Any
     limits: Limits
@@ -65,12 +69,13 @@ class Measurer:
         return f"{here}, torch {torch.__version__}, transformers {version('transformers')}"
 
     def one_output(self, workload: Workload) -> bool:
-        """Whether one output of the target serves every drafter and every number of draft tokens."""
+        """Return whether one output of the target serves every drafter and every number of draft tokens."""
         return workload.temperature == 0 or self.options.draft_sampling == "greedy"
 
     def measure(self, workload: Workload, candidates: list[Candidate]) -> dict[str, Measurement]:
-        """Decode a workload with drafters of different names: the measurement of each, by name. UserError: speculation
-        changed an output, or many by ties, or the two ways of counting differ."""
+        """Decode a workload with drafters of different names. Return the measurement of each, by name.
+
+        UserError if speculation changed an output, or many by ties, or if the two ways of counting differ."""
         prompts, options, headline = workload.prompts, self.options, self.options.num_speculative_tokens
         one_output = self.one_output(workload)
         depths = [headline] if one_output else range(1, options.max_speculative_tokens + 1)
@@ -87,7 +92,7 @@ class Measurer:
             together = 1 if why_alone(self.model) else options.batch_size
             for number, batch in enumerate(batches(prompts, options.timed_prompts, together, most)):
                 ways = [way for way in every if way == PLAIN or max(batch) < verified[way[0]]]
-                # In turns, so that a busy machine slows both alike.
+                # Alternate the order, so that a busy machine slows all ways alike.
                 turns = ways if number % 2 == 0 else ways[::-1]
                 with threads(self.threads if len(batch) > 1 else torch.get_num_threads()):
                     decoded = {way: self._decode(way, workload, batch, candidates) for way in turns}
@@ -115,7 +120,7 @@ class Measurer:
         return measurements
 
     def warm_up(self, workload: Workload, candidates: list[Candidate]) -> None:
-        """Decode a few tokens in every way: the first also pay for what libraries set up. Then choose the threads."""
+        """Decode a few tokens in every way, as the first also pay for libraries' setup. Then choose the threads."""
         ways = [PLAIN, *((candidate.name, self.options.num_speculative_tokens) for candidate in candidates)]
         limits = replace(self.limits, max_new_tokens=min(TRIED_TOKENS, self.limits.max_new_tokens))
         briefly = replace(self, limits=limits)
@@ -129,7 +134,7 @@ class Measurer:
             use_quickest_threads(decode)
 
     def _decode(self, way: Way, workload: Workload, batch: list[int], candidates: list[Candidate]) -> list[Decoded]:
-        """The answers to the prompts at these indices, with their auxiliary states where PLAIN serves every drafter."""
+        """Answer the prompts at these indices. PLAIN keeps auxiliary states if one output serves every drafter."""
         rows = [workload.prompts[at] for at in batch]
         ids, seeds = [prompt.ids for prompt in rows], [seed_of(self.seed, prompt) for prompt in rows]
         sampling = Sampling(workload.temperature, workload.top_p, self.options.draft_sampling, workload.top_k)
@@ -145,7 +150,7 @@ class Measurer:
     def _count(
         self, workload: Workload, prompt: Prompt, decoded: Mapping[Way, Decoded], candidate: Candidate, aux: list[int]
     ) -> Counts:
-        """`aux`: the layers of the auxiliary states."""
+        """Return a drafter's counts on a prompt. `aux`: the layers of the auxiliary states."""
         plain = decoded[PLAIN]
         real = {depth: answer for (name, depth), answer in decoded.items() if name == candidate.name}
         seen = {depth: answer.accepted for depth, answer in real.items()}
@@ -154,7 +159,7 @@ class Measurer:
         for answer in real.values():  # of one number of draft tokens
             if answer.tokens != plain.tokens:
                 self._check_difference(workload, prompt, plain.tokens, answer.tokens)
-                seen = {}  # a tie, after which it is of another answer
+                seen = {}  # a tie: what follows is another answer
         assert plain.aux is not None
         states = plain.aux[:, [aux.index(layer) for layer in candidate.drafter.shape.aux_layers]]
         trajectory = Trajectory(prompt.ids, plain.tokens, plain.beyond, states)
@@ -165,15 +170,15 @@ class Measurer:
         return counts
 
     def _check_difference(self, workload: Workload, prompt: Prompt, plain: list[int], speculative: list[int]) -> None:
-        """UserError where speculation gives another output. Where it parts from plain decoding at two tokens that score
-        the same but for float32's rounding, that is printed."""
+        """Raise UserError if speculation gives another output. If the outputs part at two tokens that score the same up
+        to float32's rounding, print that instead."""
         at = agreeing(plain, speculative)
         ours, theirs = (tokens[at] if at < len(tokens) else None for tokens in (speculative, plain))
         gap, scores = "one output is shorter", np.inf
         if ours is not None and theirs is not None:
             logits = CachedTarget(self.model, [1]).read_plain([prompt.ids + plain[:at]])[0, 0]
             scores = float(logits[theirs] - logits[ours])
-            if workload.temperature:  # what decides is the race's logarithm; rounding is of the logits
+            if workload.temperature:  # the race's logarithm decides; the logits are rounded
                 draws = stream(seed_of(self.seed, prompt), at, TARGET).standard_exponential(max(ours, theirs) + 1)
                 scores -= workload.temperature * float(np.log(draws[theirs] / draws[ours]))
             gap = f"the target's scores differ by {scores:.3g}"
@@ -185,8 +190,8 @@ class Measurer:
     def _refuse_other_counts(
         self, prompt: Prompt, candidate: Candidate, trajectory: Trajectory, counts: Counts
     ) -> None:
-        """UserError where a real decoding accepted otherwise than the run from every position. Where two draft tokens
-        score the same but for rounding, either may be drafted: that is printed."""
+        """Raise UserError if a real decoding accepted otherwise than the run from every position. If two draft tokens
+        score the same up to rounding, either may be drafted: print that instead."""
         for depth, seen in counts.seen.items():
             expected = rounds(counts.accepted, depth)
             if seen == expected:
@@ -216,8 +221,8 @@ def _layers(candidates: list[Candidate]) -> list[int]:
 
 
 def batches(prompts: list[Prompt], timed: int, size: int, verified: int) -> Iterator[list[int]]:
-    """Indices of prompts to be decoded together: the `timed` first alone, others of like length by `size`, and those
-    that are decoded in every way, the first `verified`, apart."""
+    """Yield indices of prompts to decode together: the first `timed` alone, others of similar length `size` at a time.
+    The first `verified`, which are decoded in every way, are never mixed with the rest."""
     timed = min(timed, verified)
     yield from ([index] for index in range(timed))
     for part in (range(timed, verified), range(verified, len(prompts))):
@@ -227,7 +232,7 @@ def batches(prompts: list[Prompt], timed: int, size: int, verified: int) -> Iter
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """While it lasts, torch computes on so many threads."""
+    """Context manager: torch computes on `count` threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -255,5 +260,5 @@ def use_quickest_threads(work: Callable[[], object]) -> None:
 
 
 def seed_of(seed: int, prompt: Prompt) -> int:
-    """A seed of its own for every prompt, whatever is decoded beside it."""
+    """Return a prompt's own seed, which does not depend on what is decoded beside it."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{prompt.ids}".encode()).digest()[:6], "big")

@@ -1,5 +1,6 @@
-"""Perturbations: named transforms of prompts, under which a drafter's acceptance is measured once more. Each is a pure
-function of the prompt and of what is given around it, and makes other token ids, or has it sampled otherwise."""
+"""Perturbations: named transforms of prompts, under which a drafter's acceptance is measured once more.
+
+Each is a pure function of the prompt and a `Context`. It gives other token ids, or another temperature."""
 
 import hashlib
 import re
@@ -22,7 +23,7 @@ CONTEXT_AFTER = "\n\nThat was the archive. This is my question:\n\n"
 
 @dataclass(frozen=True)
 class Filler:
-    """A text that may stand before prompts, but not before the one that it answers: `of` are that one's token ids."""
+    """A text that may be put before any prompt but the one that it answers, whose token ids are `of`."""
 
     of: tuple[int, ...]
     text: str
@@ -30,7 +31,7 @@ class Filler:
 
 @dataclass(frozen=True)
 class Context:
-    """What perturbations read beside the prompt: template, data.max_length, and texts that fill long contexts."""
+    """What perturbations read besides the prompt: template, data.max_length, and texts that fill long contexts."""
 
     template: ChatTemplate
     max_length: int
@@ -42,8 +43,9 @@ Transform = Callable[[list[Message], Prompt, Context], list[int]]  # messages ar
 
 @dataclass(frozen=True)
 class Perturbation:
-    """`meaning` in one line; no transform: the prompt stays as it is; temperature: instead of evaluate.temperature;
-    filled: with other texts before the prompt."""
+    """A perturbation, with its meaning in one line. Without a transform, the prompt stays as it is.
+
+    temperature: replaces evaluate.temperature. filled: other texts are put before the prompt."""
 
     name: str
     meaning: str
@@ -52,7 +54,7 @@ class Perturbation:
     filled: bool = False
 
     def apply(self, prompt: Prompt, context: Context) -> Prompt:
-        """The prompt under the perturbation, with the same id and source; Refused where it has no such form."""
+        """Return the prompt under the perturbation, with the same id and source. Refused if it has no such form."""
         if self.transform is None:
             return prompt
         if prompt.messages is None:
@@ -61,7 +63,7 @@ class Perturbation:
 
 
 def find(name: str) -> Perturbation:
-    """The perturbation of a name; context_ and temperature_ take other numbers, too."""
+    """Return the perturbation of a name. context_ and temperature_ take other numbers, too."""
     if name in KNOWN:
         return KNOWN[name]
     for form, make in OF_NUMBERS.items():
@@ -83,7 +85,7 @@ def _system_absent(messages: list[Message], prompt: Prompt, context: Context) ->
 
 
 def _system(messages: list[Message], prompt: Prompt, context: Context, text: str) -> list[int]:
-    """`text` is the system message; one that the prompt has follows in it."""
+    """Make `text` the system message, and add to it the one that the prompt has, if any."""
     own = [message["content"] for message in messages if message["role"] == "system"]
     rest = [message for message in messages if message["role"] != "system"]
     system = {"role": "system", "content": "\n\n".join([context.template.as_text(text), *own])}
@@ -96,8 +98,8 @@ def _around(messages: list[Message], prompt: Prompt, context: Context, before: s
 
 
 def _long_context(messages: list[Message], prompt: Prompt, context: Context, length: Callable[[int], int]) -> list[int]:
-    """Texts before the question, so that the prompt has length(data.max_length) tokens, or, at a cut character,
-    nearly."""
+    """Put texts before the question, so that the prompt has length(data.max_length) tokens (or nearly, if a character
+    is cut)."""
     wanted = length(context.max_length)
 
     def built(text: str) -> list[int]:
@@ -107,7 +109,7 @@ def _long_context(messages: list[Message], prompt: Prompt, context: Context, len
     if missing < 0:
         raise Refused(f"it is longer than {wanted} tokens without anything before it")
     filling = _filling(prompt, context, wanted)
-    for _ in range(8):  # cutting between tokens may cost or save some at the seam
+    for _ in range(8):  # a cut may add or remove tokens at the seam
         # A character of several tokens may be cut in two; what is left of it decodes to U+FFFD.
         ids = built(context.template.decode(filling[:missing]).rstrip("\ufffd"))
         if len(ids) == wanted:
@@ -117,7 +119,7 @@ def _long_context(messages: list[Message], prompt: Prompt, context: Context, len
 
 
 def _filling(prompt: Prompt, context: Context, length: int) -> list[int]:
-    """At least `length` tokens of texts that do not answer the prompt, from another one on for every prompt."""
+    """Return at least `length` tokens of texts that do not answer the prompt. Its id decides which text is first."""
     texts = [filler.text for filler in context.fillers if filler.of != tuple(prompt.ids)]
     if not any(text.strip() for text in texts):
         raise Refused("there is no other text to put before it")

@@ -1,5 +1,7 @@
-"""Prompts as token ids: of the held-out split, of JSON lines, of the Hugging Face hub, or as `datasets` saved them. A
-`Suite` says how a row becomes a question; rows of our own forms, with prompt, turns or messages, need no such words."""
+"""Prompts as token ids: from the held-out split, JSON lines, the Hugging Face hub, or a folder that `datasets` saved.
+
+A `Suite` says how a row becomes a question. Rows of our own forms, with prompt, turns or messages, need no such words.
+"""
 
 import re
 import string
@@ -25,7 +27,7 @@ OWN_FORMS = ("prompt", "turns", "messages")
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids up to and with the generation prompt, and, where they are known, the messages that they say."""
+    """Token ids up to and including the generation prompt, and, if known, the messages that they encode."""
 
     id: str
     source: str
@@ -36,13 +38,13 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Suite:
-    """Where a set of prompts lies and how a row becomes a question.
+    """Where a set of prompts is, and how a row becomes a question.
 
     path: a file or glob of JSON lines, a folder that `datasets` saved or can load, or a hub id.
     prompt: a column (a text, texts of which the first is asked, or messages), or a text with {column}s in it.
     tools, id, source: columns. only: {column: value, or list of values} that rows must have.
-    placeholder: what stands in rows whose text is not public; they are left out.
-    subset, split, revision: of a data set, and not looked at where path is a file; each of several subsets is a source.
+    placeholder: the text in rows whose own text is not public; such rows are left out.
+    subset, split, revision: of a data set; ignored if path is a file. Each of several subsets is a source.
     """
 
     path: Annotated[str, Field(min_length=1)]
@@ -68,7 +70,7 @@ class Suite:
 
 
 def suite_of(name: str, given: Any) -> Suite:
-    """The suite that an option describes: a path, or a mapping of `Suite`'s fields; UserError for anything else."""
+    """Return the suite that an option describes: a path, or a mapping of `Suite`'s fields. UserError for any other."""
     options = {"path": given} if isinstance(given, str) else given
     if isinstance(options, dict):
         options = {key: value for key, value in options.items() if value is not None}
@@ -83,8 +85,9 @@ def suite_of(name: str, given: Any) -> Suite:
 
 
 def choose(prompts: list[Prompt], count: int, longest: int) -> tuple[list[Prompt], list[str]]:
-    """`count` distinct prompts of at most `longest` tokens, in turns of every source, in its order, as long as it has
-    some; also the ids of those passed over as longer. UserError: none is left."""
+    """Choose up to `count` distinct prompts of at most `longest` tokens: one from each source in turn, in its order.
+
+    Also return the ids of longer prompts, which were passed over. UserError if no prompt is left."""
     by_source: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         by_source.setdefault(prompt.source, []).append(prompt)
@@ -109,20 +112,22 @@ def choose(prompts: list[Prompt], count: int, longest: int) -> tuple[list[Prompt
 
 
 def from_heldout(dataset: Path, template: ChatTemplate | None = None) -> list[Prompt]:
-    """Of every held-out conversation what stands before the assistant's first word, in the split's order; with
-    `template` the messages are read off the tokens, where they are the user's, perhaps after a system message."""
+    """Return what precedes the assistant's first word in every held-out conversation, in the split's order.
+
+    With `template`, messages are read off the tokens, if they are the user's, perhaps after a system message."""
     prompts = [prompt_of(row) for row in samples.load(dataset, "heldout") if any(row["loss_mask"])]
     return [replace(one, messages=template.messages_of(one.ids)) for one in prompts] if template else prompts
 
 
 def prompt_of(row: Mapping[str, Any]) -> Prompt:
-    """What stands in a conversation of stage 1 before the assistant's first word."""
+    """Return what precedes the assistant's first word in a conversation of stage 1."""
     return Prompt(row["id"], row["source"], row["input_ids"][: row["loss_mask"].index(True)])
 
 
 def from_suite(name: str, suite: Suite, option: str, template: ChatTemplate) -> tuple[list[Prompt], list[str]]:
-    """The prompts of a suite, and notes for readers of their numbers; UserError where it cannot be read so. `name` is
-    the source of those that have none; without one, each file is a source."""
+    """Return the prompts of a suite, and notes for readers of its numbers. UserError if the suite cannot be read.
+
+    `name` is the source of prompts that have none; if it is empty, each file is a source."""
     prompts: dict[str, Prompt] = {}
     seen: Counter[str] = Counter()
     named = {key: column for key in ("tools", "id", "source") if (column := getattr(suite, key))}
@@ -159,7 +164,7 @@ def from_suite(name: str, suite: Suite, option: str, template: ChatTemplate) -> 
 
 
 def _rows(name: str, suite: Suite, option: str) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
-    """Of each row: where it stands, an id and a source in case that it has none, and its columns."""
+    """Yield for each row where it stands, an id and a source in case it has none, and its columns."""
     folder = Path(suite.path).is_dir() and (option != "evaluate.prompts" or _is_saved(suite.path))
     if not folder and not is_hub_set(suite.path):
         for path, file in find_files(suite.path, option):
@@ -192,18 +197,18 @@ def _dataset(suite: Suite, subset: str | None, option: str) -> Any:
 
 
 def _split(suite: Suite, option: str, splits: Callable[[], list[str]]) -> str:
-    """The suite's, or the only one that there is, where the option names none."""
+    """Return the suite's split, or the only one that there is if the option cannot name a split."""
     names = splits() if option == "evaluate.prompts" else []
     return names[0] if len(names) == 1 else suite.split
 
 
 def _is_saved(folder: str) -> bool:
-    """Whether `datasets` saved it; such a folder has splits and no subsets."""
+    """Return whether `datasets` saved the folder, which then has splits and no subsets."""
     return any((Path(folder) / name).is_file() for name in ("dataset_dict.json", "dataset_info.json"))
 
 
 def _messages(prompt: str | None, row: dict[str, Any], where: str) -> tuple[list[Message], int]:
-    """The messages of a row before the first answer, and how many turns it has; `prompt`: as of `Suite`."""
+    """Return a row's messages before the first answer, and how many turns it has. `prompt`: as in `Suite`."""
     value, turns = None, 1
     system = row.get("system") if prompt in (None, *OWN_FORMS) else None
     try:
@@ -230,7 +235,7 @@ def _messages(prompt: str | None, row: dict[str, Any], where: str) -> tuple[list
 def _rendered(
     row: Mapping[str, Any], messages: list[Message], name: str, source: str, template: ChatTemplate, where: str
 ) -> Prompt:
-    """The prompt of a row's messages; `name` and `source` stand in for what the row does not say."""
+    """Render the prompt of a row's messages. `name` and `source` stand in for what the row does not say."""
     tools = row.get("tools")
     try:
         if template_args(row.get(TEMPLATE_ARGS)):

@@ -1,20 +1,20 @@
 """The result of an evaluation or comparison as plain data: what tables, pictures, pages and cards are made from.
 
-As JSON. An interval is [value, low, high], with null for what cannot be told; K is a number of draft tokens, as text; N
+In JSON, an interval is [value, low, high], with null for what cannot be told; K is a number of draft tokens, as text; N
 is a drafter's name:
 
     draft_tokens    K of the headline
     drafters        [N, …]; the others are compared with the first
-    workloads       [workload, …], of which each has
+    workloads       [workload, …], each of which has
         name, suite, perturbation (or null), temperature, top_p, top_k (if set), prompts, notes
-        verified    prompts that were decoded by real speculation with every drafter, but for ties
-        tokens_per_second  {"plain" or N: of real decoding, one prompt at a time}, of a drafter that was measured alone
-        timed       {prompts: how many of the first these are, by_depth: {K: their acceptance length}}, likewise
+        verified    prompts that were decoded by real speculation with every drafter, without ties
+        tokens_per_second  {"plain" or N: of real decoding, one prompt at a time}, if one drafter was measured alone
+        timed       {prompts: how many, the first ones, by_depth: {K: their acceptance length}}, likewise
         drafters    {N: numbers}
         differences {N: {K: {difference: interval, ratio: interval}}}  of acceptance lengths, N - first and N / first;
-                    of a perturbed workload kept_ratio: interval, too, which is kept of N / kept of the first
+                    for a perturbed workload, also kept_ratio: interval, which is kept of N / kept of the first
         verdict     {N: {better: {K: the better one's name, or null}}}
-    and of a drafter on a workload, numbers has
+    and a drafter's numbers on a workload have
         prompts, generated_tokens
         by_depth    {K: {acceptance_length: interval, drafts, accepted_per_position: [counts]}}
         cumulative, conditional  [interval of position 1, 2, …], of drafts of the largest K
@@ -22,7 +22,7 @@ is a drafter's name:
         by_source   {source: prompts … conditional, as above}
         by_repetition  {"repeating" or "new": {K: {acceptance_length: interval, drafts}}}, or {}
         by_training [{K: acceptance length}], where a drafter has several trainings
-        kept        {K: interval}, of a perturbed workload: acceptance length there / on the plain form of these prompts
+        kept        {K: interval}, for a perturbed workload: acceptance length on it / on these prompts' plain form
 
 Several trainings of one drafter count as one: a prompt's counts are sums over them, and are resampled together.
 """
@@ -41,17 +41,18 @@ from eagle31_train.evaluation.prompts import Prompt
 from eagle31_train.evaluation.workloads import Workload
 
 Drafters = Mapping[str, Sequence[Measurement]]  # by name: one measurement for each training
-Trainings = Sequence[Sequence[Counts]]  # of each, its prompts, which are the same and in one order
-# A text repeats itself where its newest tokens, so many, stand in this order before, in prompt or answer: what stood
-# there could be looked up without a drafter, and small targets repeat themselves much.
+Trainings = Sequence[Sequence[Counts]]  # by training, then by prompt; all have the same prompts, in one order
+# A text repeats itself where its newest TOKENS tokens occurred before in this order, in prompt or answer. What followed
+# could then be looked up without a drafter. Small targets repeat themselves much.
 TOKENS = 4
 
 
 def summarise(
     measured: Sequence[tuple[Workload, Drafters]], depths: Sequence[int], draft_tokens: int
 ) -> dict[str, Any]:
-    """The result of some workloads, each with the same drafters and trainings. depths: numbers of draft tokens,
-    ascending. draft_tokens: that of the headline."""
+    """Return the result of some workloads, which all have the same drafters and trainings.
+
+    depths: numbers of draft tokens, ascending. draft_tokens: that of the headline."""
     plain = {workload.suite: drafters for workload, drafters in measured if workload.perturbation is None}
     return {
         "draft_tokens": draft_tokens,
@@ -64,7 +65,7 @@ def summarise(
 
 
 def per_prompt(workload: Workload, measurement: Measurement, draft_tokens: int) -> list[dict[str, Any]]:
-    """Every prompt of the manifest; `accepted` has an entry for every draft in order, `reach` one for every slot."""
+    """Return a row per prompt for the manifest. `accepted` has an entry per draft in order, `reach` one per slot."""
     rows = []
     for prompt, output, counts in zip(workload.prompts, measurement.outputs, measurement.counts, strict=True):
         accepted = counts.verifications(draft_tokens)
@@ -74,7 +75,7 @@ def per_prompt(workload: Workload, measurement: Measurement, draft_tokens: int) 
 
 
 def _workload(workload: Workload, drafters: Drafters, plain: Drafters | None, depths: Sequence[int]) -> dict[str, Any]:
-    """A workload's result; `plain`: the same drafters on the plain form of a perturbed workload."""
+    """Return a workload's result. `plain`: the same drafters on the plain form of a perturbed workload."""
     counts = {name: [one.counts for one in trainings] for name, trainings in drafters.items()}
     first, *others = drafters
     prompts = counts[first][0]
@@ -122,7 +123,7 @@ def _workload(workload: Workload, drafters: Drafters, plain: Drafters | None, de
 
 
 def _speeds(drafters: Drafters, depths: Sequence[int]) -> dict[str, Any]:
-    """Of one training alone: of several, measured with a few prompts each, it would be noise."""
+    """Return speeds if there is a single training. For several, each timed on a few prompts, they would be noise."""
     (name, one), *more = [(name, one) for name, trainings in drafters.items() for one in trainings]
     if more or not one.tokens:
         return {}
@@ -170,12 +171,12 @@ def acceptance_lengths(trainings: Trainings, depths: Sequence[int]) -> Estimate:
 
 
 def _values(trainings: Trainings, depths: Sequence[int]) -> dict[str, float | None]:
-    """The same by depth, without intervals."""
+    """Return acceptance lengths by depth, without intervals."""
     return _by_depth(depths, [value for value, _, _ in acceptance_lengths(trainings, depths).intervals()])
 
 
 def _reached(trainings: Trainings, draft_tokens: int) -> NDArray[np.int64]:
-    """[P, draft_tokens + 1]: drafts of each prompt whose first 0 (so all of them), 1, 2, … tokens were accepted."""
+    """Count each prompt's drafts whose first 0 (that is, all), 1, 2, … tokens were accepted: [P, draft_tokens + 1]."""
     exactly = [
         [np.bincount(each.verifications(draft_tokens), minlength=draft_tokens + 1) for each in one] for one in trainings
     ]
@@ -183,7 +184,7 @@ def _reached(trainings: Trainings, draft_tokens: int) -> NDArray[np.int64]:
 
 
 def _drift(trainings: Trainings) -> dict[str, list[Interval]] | None:
-    """Means over the slots of all prompts: a prompt weighs as many slots as its output has."""
+    """Return means over the slots of all prompts: a prompt counts by the number of its slots."""
     drifts = [(at, each, each.drift) for one in trainings for at, each in enumerate(one) if each.drift is not None]
     if not drifts:
         return None
@@ -201,8 +202,10 @@ def _by_depth(depths: Sequence[int], values: Sequence[Any]) -> dict[str, Any]:
 
 
 def better(numbers: Mapping[str, Any], names: tuple[str, str], differences: Mapping[str, Any]) -> dict[str, str | None]:
-    """By number of draft tokens, which of two drafters (`names`) the interval of their difference, second - first,
-    favours, if each of its trainings is ahead of each of the other's. numbers: of the drafters."""
+    """Return the better of two drafters (`names`), or None, by number of draft tokens.
+
+    It is the one that the interval of their difference, second - first, favours, provided that each of its trainings is
+    ahead of each of the other's. numbers: of the drafters."""
     better: dict[str, str | None] = {}
     for depth, each in differences.items():
         _, low, high = each["difference"]
@@ -216,14 +219,14 @@ def better(numbers: Mapping[str, Any], names: tuple[str, str], differences: Mapp
 
 
 def _trainings(numbers: dict[str, Any], depth: str) -> list[Any]:
-    """The acceptance length of each training; None of one that drafted nothing."""
+    """Return the acceptance length of each training, None for one that drafted nothing."""
     if "by_training" in numbers:
         return [lengths[depth] for lengths in numbers["by_training"]]
     return [numbers["by_depth"][depth]["acceptance_length"][0]]
 
 
 def repeats(prompt: Sequence[int], output: Sequence[int]) -> NDArray[np.bool_]:
-    """[N] bool: whether the text repeats itself up to each of the N tokens of the output."""
+    """Return whether the text, up to each of the N tokens of the output, ends by repeating itself: [N] bool."""
     ids, seen, found = [*prompt, *output], set[tuple[int, ...]](), []
     for end in range(1, len(ids) + 1):
         newest = tuple(ids[max(0, end - TOKENS) : end])
@@ -235,8 +238,8 @@ def repeats(prompt: Sequence[int], output: Sequence[int]) -> NDArray[np.bool_]:
 def by_repetition(
     prompts: Sequence[Prompt], trainings: Sequence[Measurement], depths: Sequence[int]
 ) -> Mapping[str, Mapping[str, Any]]:
-    """{"repeating" or "new": {K: {acceptance_length: interval, drafts}}}; nothing where drafts were sampled, of which
-    not every place was looked at. trainings: of one drafter, on these prompts."""
+    """Return {"repeating" or "new": {K: {acceptance_length: interval, drafts}}}, or {} if drafts were sampled: then not
+    every slot was drafted from. trainings: of one drafter, on these prompts."""
     if any(each.tokens > 1 and not each.accepted for one in trainings for each in one.counts):
         return {}
     again = [repeats(prompt.ids, output) for prompt, output in zip(prompts, trainings[0].outputs, strict=True)]

@@ -1,14 +1,14 @@
-"""Acceptance without the target: its own answers to some held-out prompts, with the auxiliary states on the way.
+"""Acceptance without the target: from its own answers to some held-out prompts, with the auxiliary states on the way.
 
-Greedily, speculation changes no token, so these say what a real decoding with any drafter would accept (`unrolled.py`).
-Extraction, which has the target in memory, decodes them as stage 4 does and writes them beside the shards; training
-measures its drafter on them and needs no target.
+In greedy decoding, speculation changes no token, so these say what a real decoding with any drafter would accept
+(`unrolled.py`). Extraction, which has the target in memory, decodes them as stage 4 does and writes them beside the
+shards; training measures its drafter on them and needs no target.
 
 The file holds, for trajectory i: i.prompt, i.output, i.beyond, [n] int32 each, and i.aux, in the target's dtype,
 [len(prompt) + len(output) - 2, A, H].
 
-The prompts are the last ones of each source, of which stage 4 takes the first; it leaves out those that a run was
-measured on, by their `digest`.
+The prompts are the last ones of each source. Stage 4 takes the first ones, and leaves out those that a run was measured
+on, by their `digest`.
 """
 
 import hashlib
@@ -43,14 +43,14 @@ WITHOUT = "extract: no trajectories are stored, so training will not measure acc
 
 
 def record(config: Config, engine: Engine, writer: StoreWriter, splits: dict[str, "Dataset"]) -> None:
-    """Answer `extract.trajectories` held-out prompts greedily and write them, once; say so where that cannot be."""
+    """Answer `extract.trajectories` held-out prompts greedily and write them, once. If that fails, say so and go on."""
     if not config.extract.trajectories or not len(splits["heldout"]) or writer.has_trajectories:
         return
     began = time.perf_counter()
     try:
         trajectories = decode(config, engine, splits["heldout"])
     except Exception as error:
-        # Whatever a target's own code makes of a cache, or a GPU of its size: its states can be extracted all the same.
+        # The target's own code may fail with a cache, or the GPU be too small. Its states can be extracted anyway.
         note(f"{WITHOUT}: {'' if isinstance(error, UserError) else type(error).__name__ + ': '}{error}")
         return
     tensors: dict[str, Tensor] = {}
@@ -63,7 +63,7 @@ def record(config: Config, engine: Engine, writer: StoreWriter, splits: dict[str
 
 
 def decode(config: Config, engine: Engine, heldout: "Dataset") -> list[Trajectory]:
-    """The target's own answers to held-out prompts, of which a draft can be made; UserError where there are none."""
+    """Return the target's own answers to held-out prompts that have a slot to draft at. UserError if there is none."""
     if not isinstance(engine, TransformersEngine):
         raise UserError(f"extract.engine={engine.name} does not decode")
     target, options = CachedTarget(engine.target.model, engine.layers), config.evaluate
@@ -74,7 +74,7 @@ def decode(config: Config, engine: Engine, heldout: "Dataset") -> list[Trajector
     prompts = choose_prompts(heldout_prompts, config.extract.trajectories, options.num_prompts, longest)
     limits = Limits(options.max_new_tokens, frozenset(end_ids))
     trajectories: list[Trajectory] = []
-    # Each batch takes as many passes as its longest answer has tokens: so there are as few batches as can be.
+    # Each batch takes as many passes as its longest answer has tokens, so make as few batches as possible.
     tokens = 1 if why_alone(target.model) else config.extract.batch_tokens
     shown = {"desc": "held-out answers", "total": len(prompts), "unit": "prompt", "disable": not is_main()}
     with Progress(**shown) as progress:
@@ -91,8 +91,10 @@ def decode(config: Config, engine: Engine, heldout: "Dataset") -> list[Trajector
 
 
 def choose_prompts(heldout: Sequence[Prompt], count: int, evaluated: int, longest: int) -> list[list[int]]:
-    """At most `count`, from the end of each source, and at most half of its distinct ones: evaluation has the others,
-    of which `evaluated` are left, or FEWEST where that cannot be. UserError: there is none."""
+    """Choose at most `count` prompts, from the end of each source, and at most half of its distinct ones.
+
+    The others are for evaluation: `evaluated` of them are left, unless fewer than FEWEST could then be chosen here.
+    UserError if there is no prompt to choose."""
     distinct = {tuple(prompt.ids): prompt for prompt in heldout[::-1]}.values()
     by_source: dict[str, list[Prompt]] = {}
     for prompt in distinct:
@@ -105,7 +107,7 @@ def choose_prompts(heldout: Sequence[Prompt], count: int, evaluated: int, longes
 
 
 def read(store: Store, draft_tokens: int) -> list[Trajectory]:
-    """Those of a store, if any; UserError if they do not go on far enough to draft so many tokens."""
+    """Return a store's trajectories, if any. UserError if they do not go on far enough to draft so many tokens."""
     tensors, trajectories = store.trajectories, []
     for i in range(len(tensors) // 4):
         prompt, output, beyond = (tensors[f"{i}.{name}"].tolist() for name in IDS)
@@ -119,13 +121,13 @@ def read(store: Store, draft_tokens: int) -> list[Trajectory]:
 
 
 def digest(prompt: Sequence[int]) -> str:
-    """What a run keeps of a prompt that it was measured on."""
+    """Return what a run records of a prompt that it was measured on."""
     return hashlib.sha256(repr(list(prompt)).encode()).hexdigest()[:16]
 
 
 def reached(drafter: Drafter, target_ids: Tensor, trajectories: Iterable[Trajectory], draft_tokens: int) -> list[int]:
-    """Of the verifications that decoding with the drafter would make: how many there are, and of how many the first 1,
-    2, … drafted tokens are accepted, [draft_tokens + 1]. drafter, target_ids: as `unroll`'s."""
+    """Count the verifications that decoding with the drafter would make, and those whose first 1, 2, … drafted tokens
+    are accepted: [draft_tokens + 1]. drafter, target_ids: as in `unroll`."""
     verified: list[int] = []
     for one in trajectories:
         there = replace(one, aux=one.aux.to(target_ids.device))

@@ -1,16 +1,16 @@
 """Draft freely from every position of a target's output at once: how far each draft gets, and how the drafter drifts.
 
 Once the target has answered, a server's cache holds the step-0 rows of the verified positions and nothing of earlier
-drafts. So the attention of training (`model/attention.py`) is that of serving, fed with the drafter's own tokens: what
-`model/decode.py` drafts from one position after another, this drafts from all of them, in one batch for each step.
+drafts. So training's attention (`model/attention.py`), fed with the drafter's own tokens, is that of serving. What
+`model/decode.py` drafts from one position after another, this module drafts from all of them, in one batch per step.
 
-Shares of the attention take no second softmax: every value gets a column for each kind of key, 1 for its own kind and 0
-for the others. What attention makes of the columns is the share of each kind.
+Shares of the attention need no second softmax: every value gets a column for each kind of key, 1 for its own kind and 0
+for the others. The attention's output in these columns is the share of each kind.
 
 Cost, for N positions, S slots and K steps: 2 N (fc + projections of keys and values) FLOPs once, and
 2 K S (layer + lm_head, in parameters) + 2 K S N (widths of a key and a value, of all heads). For Llama 3.1 8B, its
 drafter, 32,000 draft tokens and K = 8 that is two fifths of one forward pass of the target over the same tokens. Memory
-is linear in N, beside at most `SCORES` scores.
+is linear in N, plus at most `SCORES` scores.
 
 Shapes: N positions; S slots; K steps; D draft hidden; h query heads; g key/value heads; dv width of a value.
 """
@@ -29,10 +29,10 @@ from eagle31_train.model.layer import Layer, applied_to
 from eagle31_train.model.packing import Layout, make_layout
 from eagle31_train.store.codec import plain
 
-SINKS = 4  # positions at the start of a sequence, which attention falls back upon
+SINKS = 4  # first positions of a sequence, which attention falls back on
 SCORES = 2**24  # scores over the draft vocabulary that are held at once
 KINDS = 4  # of keys: sink, prompt, verified, own
-COLUMNS = 8  # that tell them; CUDA's kernel wants widths in eights
+COLUMNS = 8  # added to values to mark kinds; CUDA's kernel needs widths in multiples of 8
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Trajectory:
 
     @property
     def slots(self) -> int:
-        """How many positions of the output a draft can be made at: all before the token that ends it."""
+        """How many output positions a draft can be made at: all before the token that ends the output."""
         return len(self.output) - 1
 
     @property
@@ -69,7 +69,7 @@ class Step:
     """One step of every slot.
 
     tokens: [S] int64, drafted, as target ids. read, written: [S, D], the state g_k and the output z_k.
-    shares: [S, h, KINDS], of the attention of each head, of all layers; entropy: [S] fp64, of the draft distribution,
+    shares: [S, h, KINDS], of the attention of each head of every layer; entropy: [S] fp64, of the draft distribution,
         in nats. Both are empty without drift.
     """
 
@@ -112,7 +112,7 @@ def unroll(
 
 @torch.no_grad()
 def narrowest(drafter: Drafter, target_ids: Tensor, trajectory: Trajectory, slot: int, depth: int) -> float:
-    """The least gap between the two best scores of any step of the draft at one slot."""
+    """Return the smallest gap between the two best scores in any step of the draft at one slot."""
     gaps = []
     for step in steps(drafter, target_ids, trajectory.at(slot), depth, drift=False):
         best, second = drafter.lm_head(step.written[0]).double().topk(2).values.tolist()
@@ -122,7 +122,7 @@ def narrowest(drafter: Drafter, target_ids: Tensor, trajectory: Trajectory, slot
 
 @torch.no_grad()
 def steps(drafter: Drafter, target_ids: Tensor, trajectory: Trajectory, depth: int, drift: bool) -> Iterator[Step]:
-    """Steps 0 .. depth-1 of all slots (at least one); arguments as of `unroll`."""
+    """Yield steps 0 .. depth-1 of all slots (at least one). Arguments are `unroll`'s."""
     device, prompt = target_ids.device, len(trajectory.prompt)
     # Row p: the state of position p beside the token at p + 1. The first slot is at the prompt's last position.
     first, N = prompt - 1, prompt - 1 + trajectory.slots
@@ -133,7 +133,7 @@ def steps(drafter: Drafter, target_ids: Tensor, trajectory: Trajectory, depth: i
         for slots in (torch.arange(N), torch.arange(first, N))
     )
     layers = [MarkedLayer(layer, kinds(positions, prompt) if drift else None) for layer in drafter.stack]
-    newest = tokens[first:]  # what the slots read: at step 0 the target's tokens, then those that were drafted last
+    newest = tokens[first:]  # what the slots read: at step 0 the target's tokens, then the tokens drafted last
     reads = (_beside(drafter, newest) for _ in range(depth))
     aux, slots, following = plain(trajectory.aux[:N]), positions[first:], _beside(drafter, tokens)
     for g, z in drafter.unroll(layers, aux, positions, slots, (every, layout), following, reads):
@@ -146,8 +146,10 @@ def steps(drafter: Drafter, target_ids: Tensor, trajectory: Trajectory, depth: i
 
 
 class MarkedLayer(AttendingLayer):
-    """A layer whose values tell of what kind their keys are. kind: [N] int64, of every position; None marks nothing.
-    shares: [S, h, KINDS], what the newest step's attention gave each kind; [S, h, 0] where nothing is marked."""
+    """A layer whose values are marked with the kind of their keys.
+
+    kind: [N] int64, of every position; None marks nothing.
+    shares: [S, h, KINDS], of the newest step's attention, for each kind; [S, h, 0] if nothing is marked."""
 
     def __init__(self, layer: Layer, kind: Tensor | None) -> None:
         super().__init__(layer, call)
@@ -174,31 +176,33 @@ class MarkedLayer(AttendingLayer):
 
 
 def _beside(drafter: Drafter, tokens: Tensor) -> Read:
-    """How the first layer reads states [n, D]: beside the embeddings of tokens [n]."""
+    """Return how the first layer reads states [n, D]: joined to the embeddings of tokens [n]."""
     e = drafter.midlayer.input_layernorm(drafter.embed(tokens))
     return lambda normed: applied_to(torch.cat([e, normed], -1))
 
 
 def kinds(positions: Tensor, prompt: int) -> Tensor:
-    """Positions [N] → [N] int64, of what kind their step-0 keys are: 0 sink, 1 prompt, 2 verified (own keys are 3).
+    """Positions [N] → [N] int64, the kinds of their step-0 keys: 0 sink, 1 prompt, 2 verified (own keys are 3).
+
     The key of the prompt's last position is the prompt's, though its row reads the target's first token."""
     return (positions >= SINKS).long() + (positions >= max(SINKS, prompt)).long()
 
 
 def rms(states: Tensor) -> Tensor:
-    """States [n, D] → the root of each one's mean square, [n] fp64."""
+    """States [n, D] → the root mean square of each, [n] fp64."""
     return states.double().square().mean(-1).sqrt()
 
 
 def _marked(values: Tensor, kind: Tensor) -> Tensor:
-    """Values [n, g, dv] of kinds [n] → [n, g, dv + COLUMNS]."""
+    """Values [n, g, dv] of kinds [n] → marked values [n, g, dv + COLUMNS]."""
     columns = F.one_hot(kind, COLUMNS).to(values.dtype)[:, None].expand(-1, values.shape[1], -1)
     return torch.cat([values, columns], -1)
 
 
 def _read_out(drafter: Drafter, z: Tensor, entropies: bool) -> tuple[Tensor, Tensor]:
-    """Outputs z [S, D] → the best draft token [S] of each, and the entropy [S] of its distribution, if asked for; some
-    rows at a time, since all scores may not fit."""
+    """Outputs z [S, D] → the best draft token [S] of each, and, if asked for, the entropy [S] of its distribution.
+
+    Some rows are done at a time, since all scores may not fit."""
     choice, entropy = [], []
     for rows in z.split(max(1, SCORES // drafter.shape.draft_vocab_size)):
         scores = drafter.lm_head(rows)

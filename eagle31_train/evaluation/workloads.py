@@ -27,12 +27,12 @@ PROMPTS = "prompts"  # those of evaluate.prompts
 MEASURED = "used to measure acceptance during training"
 TRAINED_ON = "prompts are in the training data, too"  # the end of a note that belongs beside the numbers themselves
 TOO_LONG = "more than {} tokens, which is what target and drafter leave beside the answer"
-LOOPING = 0.3  # compressed share of a text; of the demo's held-out answers 14 % are under it
+LOOPING = 0.3  # compressed share of a text's bytes; 14 % of the demo's held-out answers are below it
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Prompts that are reported together, and how they are decoded. left_out: by id, why; notes: for readers."""
+    """Prompts that are reported together, and how they are decoded. left_out: reasons, by id. notes: for readers."""
 
     name: str
     suite: str
@@ -59,17 +59,18 @@ def workloads(
     caveats: Sequence[str] = (),
     measured_on: Collection[str] = (),
 ) -> list[Workload]:
-    """Everything that the configuration wants decoded, the held-out prompts (or evaluate.prompts) first; UserError
-    where that cannot be had. A suite's prompts are chosen as they are, of those that no training was measured on; its
-    perturbed forms are of the same prompts, less those that do not fit.
+    """Return all workloads of the configuration, the held-out prompts (or evaluate.prompts) first.
+
+    UserError if one cannot be had. A suite's prompts are chosen in their plain form, from those that no training was
+    measured on. Its perturbed forms are of the same prompts, without those that do not fit.
 
     Args:
-        data: stage 1's manifest. longest: tokens that a prompt may have. caveats: notes for all of them.
-        measured_on: prompts, as `trajectories.digest` knows them.
+        data: stage 1's manifest. longest: tokens that a prompt may have. caveats: notes for all workloads.
+        measured_on: prompts, by their `trajectories.digest`.
     """
     options, perturbations, template = config.evaluate, _perturbations(config), ChatTemplate.load(config.target)
     template.check_rows(config.target, describe_target(config.target).vocab_size)
-    # Asked of the manifest: `datasets` saves an empty split and then cannot load it.
+    # From the manifest: `datasets` saves an empty split and then cannot load it.
     splits = {name for name, split in data["splits"].items() if split["conversations"]}
     dataset = config.data_folder / "dataset"
     sets: dict[str, tuple[list[Prompt], list[str]]] = {}
@@ -105,7 +106,7 @@ def workloads(
 
 
 def inputs(config: Config) -> dict[str, Any]:
-    """What the workloads depend on beside stage 1's data: options, and the contents of files by their hashes."""
+    """Return what the workloads depend on besides stage 1's data: options, and hashes of the contents of files."""
     options, target = config.evaluate, config.target
     facts: dict[str, Any] = {"perturbations": [perturbation.name for perturbation in _perturbations(config)]}
     suites = _suites(config)
@@ -131,7 +132,7 @@ def inputs(config: Config) -> dict[str, Any]:
 
 
 def trained_prompts(dataset: Path) -> frozenset[str]:
-    """What stands before the first answer of each sample of the training split, as `trajectories.digest` knows it."""
+    """Return the `trajectories.digest` of what precedes the first answer in each sample of the training split."""
     return frozenset(digest(ids[: mask.argmax()].tolist()) for ids, mask in samples.masked(dataset, "train"))
 
 
@@ -145,7 +146,7 @@ def _perturbations(config: Config) -> list[Perturbation]:
 
 
 def _suites(config: Config) -> dict[str, tuple[str, Suite]]:
-    """By name, with the option that says where it lies; one that is null leaves out what a recipe has."""
+    """Return suites by name, with the option that says where each is. A null suite removes one that a recipe has."""
     options = config.evaluate
     suites = {} if options.prompts is None else {PROMPTS: ("evaluate.prompts", Suite(options.prompts))}
     for name, given in options.suites.items():
@@ -201,14 +202,14 @@ def _perturbed(plain: Workload, perturbation: Perturbation, context: Context, lo
 
 
 def _answers(dataset: Path, template: ChatTemplate) -> list[Filler]:
-    """Answers of the held-out split, less those that end in a loop: they would draw the target into one, too."""
+    """Return answers of the held-out split, without those that end in a loop: they would draw the target into one."""
     fillers = []
     for row in samples.load(dataset, HELDOUT):
         ids, mask = row["input_ids"], row["loss_mask"]
         text = template.decode([token for token, supervised in zip(ids, mask, strict=True) if supervised])
-        for token in template.special:  # where answers end
+        for token in template.special:  # such as the end of an answer
             text = text.replace(token, " ")
-        # Prose takes about half its bytes compressed, loops a tenth.
+        # Compressed, prose takes about half its bytes, loops a tenth.
         if len(zlib.compress(text.encode())) >= LOOPING * len(text.encode()):
             fillers.append(Filler(tuple(ids[: mask.index(True)]), text))
     return fillers

@@ -1,4 +1,4 @@
-"""A drafter as it is served: vLLM with and without it, under load, by the clock and by vLLM's own report."""
+"""A drafter as it is served: vLLM with and without it, under load, by the clock and by vLLM's own counters."""
 
 import json
 import time
@@ -20,12 +20,12 @@ from eagle31_train.evaluation.serving.engine import Installation, flags, server_
 from eagle31_train.evaluation.serving.server import MODULE, Answer, Question, Server, pick_port, run_load
 from eagle31_train.targets.completions import WHOLE_DISTRIBUTION
 
-if TYPE_CHECKING:  # the card, which imports this package, has no need of datasets
+if TYPE_CHECKING:  # the model card imports this package, and does not need datasets
     from eagle31_train.evaluation.prompts import Prompt
 
 Load = tuple[list[Answer], Counter[str]]  # what was answered at one concurrency, and what vLLM counted meanwhile
 WARM_TOKENS = 16  # of an answer that is thrown away
-SETTLED_SECONDS = 60.0  # until the counters know of the last answer
+SETTLED_SECONDS = 60.0  # at most, until the counters include the last answer
 
 
 def measure_serving(
@@ -36,16 +36,16 @@ def measure_serving(
     engine: Installation,
     folder: Path | None = None,
 ) -> dict[str, Any]:
-    """Serve the target alone, then every draft with each of evaluate.serve_speculative_tokens; `report.py` has the
-    form. UserError: a server that does not start or breaks off.
+    """Serve the target alone, then every drafter with each of evaluate.serve_speculative_tokens. `report.py` describes
+    the result. UserError if a server does not start or breaks off.
 
-    Every server is started once. What it did is recorded in `folder`, and none is started again whose record is there:
-    a very large target takes an hour to start.
+    Every server is started once, and what it did is recorded in `folder`. One that has a record is not started again: a
+    very large target takes an hour to start.
 
     Args:
         drafts: exported checkpoints by the names under which they are reported.
-        prompts: sent several times over where they are too few to keep all users busy.
-        end_ids: tokens that end an answer. engine: as `check` gives it.
+        prompts: sent several times over if they are too few to keep all users busy.
+        end_ids: tokens that end an answer. engine: from `check`.
         folder: of the records and of each server's log; default: run_dir/servers.
     """
     options = config.evaluate
@@ -57,7 +57,7 @@ def measure_serving(
         "evaluate.concurrency, evaluate.num_prompts"
     )
     plain = servers.loads(None, 0)
-    # Sampled answers differ: with a drafter, other random numbers choose.
+    # Sampled answers differ anyway: with a drafter, other random numbers choose.
     reference = None if options.temperature else plain[options.concurrency[0]][0]
 
     def row(name: str | None, depth: int, users: int, load: Load) -> report.Row:
@@ -94,10 +94,10 @@ class _Servers:
     folder: Path
 
     def loads(self, name: str | None, depth: int) -> dict[int, Load]:
-        """What the server with a draft of that length did, by concurrency: now, or as it is recorded."""
+        """Return what a server with drafts of `depth` tokens did, by concurrency. Start it if there is no record."""
         draft = self.drafts[name] if name is not None else None
         what = f"serve {name}, {depth} draft tokens" if name is not None else "serve without a drafter"
-        # By what the weights hold, and not by where they lie, nor by what the drafter is called beside others.
+        # The key has the contents of the weights, not where they are, nor the drafter's name among others.
         arguments = server_arguments(self.config, draft, depth, 0)
         if draft is not None:
             arguments["speculative_config"]["model"] = artifacts.weights_fingerprint(str(draft))
@@ -115,7 +115,7 @@ class _Servers:
         }
 
     def _serve(self, draft: Path | None, depth: int, what: str, log: Path) -> dict[str, Any]:
-        """Start a server, let it answer everything, and end it: answers, and vLLM's counts, by concurrency, as JSON."""
+        """Start a server, let it answer everything, and end it. Return answers and counts by concurrency, as JSON."""
         from eagle31_train.targets.pretrained import out_of_reach  # imports transformers
 
         options, port = self.config.evaluate, pick_port()
@@ -140,7 +140,7 @@ class _Servers:
                 counted = settled(server, done)
                 counted.subtract(before)
                 if draft is not None:
-                    report.speculation(counted, depth)  # or it raises, before more is asked
+                    report.speculation(counted, depth)  # raises, before more is asked, if there are no counts
                 (speed, _, _) = report.speed(answers).intervals()[0]
                 if speed is None:
                     raise UserError(f"{what}: every answer ended with its first token: choose other prompts")
@@ -153,7 +153,7 @@ class _Servers:
 def questions(
     config: Config, prompts: Sequence["Prompt"], end_ids: Collection[int], concurrency: int
 ) -> list[Question]:
-    """Every prompt, as often as keeps all users busy for two turns at least."""
+    """Return every prompt, as often as is needed to keep all users busy for at least two turns."""
     options = config.evaluate
     common: dict[str, Any] = {
         "max_tokens": options.max_new_tokens,
@@ -169,7 +169,7 @@ def questions(
 
 
 def settled(server: Server, answered: int) -> Counter[str]:
-    """The counters, once they know of all answers and no longer move: vLLM counts after it has answered."""
+    """Return the counters once they include all answers and no longer change: vLLM counts after it has answered."""
     deadline = time.monotonic() + SETTLED_SECONDS
     before: Counter[str] | None = None
     while time.monotonic() < deadline:

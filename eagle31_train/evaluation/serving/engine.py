@@ -1,4 +1,4 @@
-"""The vLLM that serves: its arguments, what its own python has, and whether it can do what is to be measured."""
+"""The vLLM that serves: its arguments, its version and device, and whether it can do what is to be measured."""
 
 import json
 import os
@@ -21,9 +21,9 @@ from eagle31_train.targets.description import class_without_eagle3
 # Arguments that the measurement sets itself.
 OURS = {"model", "revision", "trust_remote_code", "speculative_config", "host", "port", "api_key"}
 OURS |= {"enable_prefix_caching", "disable_log_stats"}  # prompts are sent again and again; the counters are read
-PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")  # whose product is of devices
+PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")  # devices: the product of these
 PROBE_SECONDS = 600.0  # importing torch from a cold shared disk takes minutes
-# What it prints last is the answer, after anything that vLLM says of itself.
+# The last line that it prints is the answer; vLLM may print others before.
 PROBE = """
 import json
 from vllm.version import __version__
@@ -33,7 +33,8 @@ print(json.dumps([__version__, torch.cuda.get_device_name() if torch.cuda.is_ava
 
 
 def target_arguments(config: Config) -> dict[str, Any]:
-    """What the target needs of vLLM: what it needed before, its own code, devices, or a class that takes drafts."""
+    """Return what the target needs of vLLM: its revision and own code, a class that takes drafts, and devices and
+    quantization as in its extraction by vLLM."""
     target, engine = config.target, config.extract.engine_args if config.extract.engine == "vllm" else {}
     wanted: dict[str, Any] = {"revision": target.revision, "trust_remote_code": target.trust_remote_code or None}
     if class_without_eagle3(target):
@@ -42,8 +43,8 @@ def target_arguments(config: Config) -> dict[str, Any]:
 
 
 def speculation(config: Config, drafter: str, draft_tokens: int, parallel: bool) -> dict[str, Any]:
-    """vLLM's --speculative-config. parallel: the drafter is one; vLLM would draft with it as with a chain's, and say
-    nothing."""
+    """Return vLLM's --speculative-config. parallel: the drafter is a parallel one; unless this is set, vLLM drafts with
+    it as with a chain drafter, and says nothing."""
     options: dict[str, Any] = {"method": "eagle3", "model": drafter, "num_speculative_tokens": draft_tokens}
     if parallel:
         options["parallel_drafting"] = True
@@ -53,18 +54,19 @@ def speculation(config: Config, drafter: str, draft_tokens: int, parallel: bool)
 
 
 def server_arguments(config: Config, drafter: Path | None, draft_tokens: int, port: int) -> dict[str, Any]:
-    """All arguments of one server, by name; UserError where evaluate.vllm_args has one that is ours to set. drafter:
-    its checkpoint; None serves the target alone."""
+    """Return all arguments of one server, by name. UserError if evaluate.vllm_args has one of `OURS`.
+
+    drafter: its checkpoint; None serves the target alone."""
     given = {name.replace("-", "_"): value for name, value in config.evaluate.vllm_args.items()}
     for name in OURS & given.keys():
         raise UserError(f"evaluate.vllm_args.{name} cannot be set: it is the measurement's own, or target.*'s")
     wanted = {
         "model": config.target.path,
         **target_arguments(config),
-        "dtype": config.target.dtype,  # speed is that of what will be served, not of the exact evaluation
+        "dtype": config.target.dtype,  # measure the speed of what will be served, not of the exact evaluation
         "seed": config.seed,
         "enable_prefix_caching": False,
-        "disable_uvicorn_access_log": True,  # a line for every request is work that serving has no part in
+        "disable_uvicorn_access_log": True,  # a log line for every request is no part of serving
         "host": "127.0.0.1",
         **given,
         "port": port,
@@ -75,17 +77,19 @@ def server_arguments(config: Config, drafter: Path | None, draft_tokens: int, po
 
 
 def answering_arguments(config: Config, devices: int, port: int) -> dict[str, Any]:
-    """Of the server of the target alone that answers in stage 1: on these devices as many copies as there is room for,
-    of as many devices each as the options say, unless evaluate.vllm_args say how many copies."""
+    """Return the arguments of the server that answers in stage 1, of the target alone.
+
+    It has as many copies as fit on the devices, each on as many devices as the options say, unless evaluate.vllm_args
+    says how many copies."""
     arguments = server_arguments(config, None, 0, port)
-    arguments |= {"enable_prefix_caching": None, "served_model_name": None}  # as vLLM has them
+    arguments |= {"enable_prefix_caching": None, "served_model_name": None}  # vLLM's own defaults
     told = any(name.startswith("data_parallel") for name in arguments)
     copies = devices // devices_of(arguments)
     return arguments if told or copies < 2 else {**arguments, "data_parallel_size": copies}
 
 
 def max_model_len(config: Config) -> int | None:
-    """The longest sequence that vLLM is told to take; UserError where it is told by words that only vLLM knows."""
+    """Return the longest sequence that vLLM is set to take, or None. UserError if only vLLM can read the setting."""
     limit = server_arguments(config, None, 0, 0).get("max_model_len")
     if limit is not None and (type(limit) is not int or limit < 1):
         raise UserError(f"evaluate.vllm_args.max_model_len={limit} is no number from 1 on, as 32768: give one, or none")
@@ -93,7 +97,7 @@ def max_model_len(config: Config) -> int | None:
 
 
 def flags(arguments: Mapping[str, Any]) -> list[str]:
-    """Arguments as the command line takes them; true and false are --name and --no-name, null leaves it to vLLM."""
+    """Return arguments for the command line. true and false become --name and --no-name; null leaves it to vLLM."""
     line: list[str] = []
     for name, value in arguments.items():
         dashed = name.replace("_", "-")
@@ -115,7 +119,7 @@ class Installation:
 
 
 def check(config: Config) -> Installation:
-    """Ask vLLM's python what it is; UserError where it, or an option of serving, will not do."""
+    """Ask vLLM's python for its version and device. UserError if it, or an option of serving, will not do."""
     options = config.evaluate
     arguments = server_arguments(config, None, 0, 0)
     max_model_len(config)
@@ -141,5 +145,5 @@ def check(config: Config) -> Installation:
 
 
 def devices_of(arguments: Mapping[str, Any]) -> int:
-    """How many devices a server with these arguments takes."""
+    """Return how many devices a server with these arguments takes."""
     return prod(size for name in PARALLEL if isinstance(size := arguments.get(name), int))

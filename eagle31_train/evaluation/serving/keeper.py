@@ -1,10 +1,10 @@
-"""Keeps a server no longer than whoever asked for it; with nothing but the standard library.
+"""Keeps a server running only as long as the process that asked for it; needs only the standard library.
 
     python keeper.py GRACE COMMAND …
 
-The command runs in a process group of its own until the other end of this process's standard input is closed, as the
-kernel does whichever way its holder ends; then the whole group ends, first asked, and after GRACE seconds made to. Exit
-status: the command's.
+The command runs in its own process group until the other end of this process's standard input is closed. The kernel
+closes it however its holder ends. Then the whole group is ended, by SIGTERM and, after GRACE seconds, by SIGKILL. The
+exit status is the command's.
 """
 
 import os
@@ -17,7 +17,7 @@ from contextlib import suppress
 
 
 def keep(grace: float, command: list[str]) -> int:
-    """Run a command until it ends or nobody holds our standard input; its exit status."""
+    """Run a command until it ends, or until the other end of our standard input is closed. Return its exit status."""
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     try:
         while child.poll() is None:
@@ -29,10 +29,10 @@ def keep(grace: float, command: list[str]) -> int:
 
 
 def end(child: subprocess.Popen, grace: float) -> None:
-    """End a process and all of its group: an engine outlives its server otherwise."""
+    """End a process and all of its group; otherwise an engine would outlive its server."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         deadline = time.monotonic() + grace
-        with suppress(ProcessLookupError):  # nobody of the group is left
+        with suppress(ProcessLookupError):  # the group has no processes left
             os.killpg(child.pid, number)
             while time.monotonic() < deadline:
                 child.poll()  # or it stays in the group as a zombie

@@ -42,7 +42,7 @@ PREEMPTIONS = "vllm:num_preemptions_total"
 
 
 def speed(answers: Sequence[Answer]) -> Estimate:
-    """Tokens/s/user, over prompts: one that was sent several times counts as one."""
+    """Return tokens/s/user, over prompts: one that was sent several times counts as one."""
     sums = np.zeros((2, 1 + max(answer.prompt for answer in answers), 1))
     for answer in answers:
         sums[:, answer.prompt, 0] += len(answer.tokens) - 1, answer.last - answer.first
@@ -58,8 +58,10 @@ def row(
     plain: Sequence[Answer] | None,
     reference: Sequence[Answer] | None,
 ) -> Row:
-    """One line of the report. counted: what vLLM counted meanwhile. plain: the same questions without a drafter; None
-    for that itself. reference: the answers that these are compared with; None where they need not be equal."""
+    """Return one row of the report.
+
+    counted: what vLLM counted meanwhile. plain: answers to the same questions without a drafter; None if `answers` are
+    those. reference: answers that `answers` are compared with; None if they need not be equal."""
     tokens = sum(len(answer.tokens) for answer in answers)
     seconds = max(answer.last for answer in answers) - min(answer.sent for answer in answers)
     expected = {answer.prompt: answer.tokens for answer in reference or ()}
@@ -93,8 +95,9 @@ def _spread(values: list[float]) -> dict[str, float | None]:
 
 
 def best(rows: Sequence[Row]) -> list[Row]:
-    """The number of draft tokens with the greatest speed-up, for each drafter and concurrency; 0 where none pays: where
-    none has all of its interval above one. One that pays goes before a greater speed-up that may be none."""
+    """Return the number of draft tokens with the greatest speed-up, for each drafter and concurrency; 0 if none pays.
+
+    A number pays if its whole interval is above one. It goes before one with a greater speed-up that does not pay."""
     tried: dict[tuple[str, int], list[Row]] = {}
     for one in rows:
         if one["speedup"] is not None and one["speedup"][0] is not None:
@@ -113,7 +116,7 @@ def _pays(speedup: Interval) -> bool:
 
 
 def verdict(chosen: Sequence[Row]) -> list[str]:
-    """How many tokens to draft, a line for each drafter and concurrency."""
+    """Say how many tokens to draft, on a line for each drafter and concurrency."""
     return [
         f"{one['drafter']} at concurrency {one['concurrency']}: "
         f"{'' if one['draft_tokens'] else 'no gain shown, '}best with num_speculative_tokens={one['tried']}, "
@@ -123,7 +126,7 @@ def verdict(chosen: Sequence[Row]) -> list[str]:
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
-    """What went otherwise than a measurement should, row by row."""
+    """Say what did not go as in a good measurement, row by row."""
     lines = []
     for one in rows:
         where = f"{one['drafter'] or 'no drafter'}, {one['draft_tokens']} draft tokens, {one['concurrency']} users: "
@@ -139,7 +142,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
 
 
 def parse(text: str) -> Counter[str]:
-    """The counters of /metrics by name, those of a position by NAME[i]; histograms only by their _sum and _count."""
+    """Parse the counters of /metrics by name, those of a position by NAME[i]. Histograms have only _sum and _count."""
     counters: Counter[str] = Counter()
     for name, labels, value in _LINE.findall(text):
         if name.endswith("_bucket"):
@@ -150,7 +153,7 @@ def parse(text: str) -> Counter[str]:
 
 
 def speculation(counted: Counter[str], draft_tokens: int) -> dict[str, Any]:
-    """Acceptance as vLLM counts it; UserError where this vLLM has no such counters."""
+    """Return acceptance as vLLM counts it. UserError if this vLLM has no such counters."""
     if missing := [name for name in (DRAFTS, f"{PER_POSITION}[0]") if name not in counted]:
         raise UserError(f"this vLLM counts no {missing[0]}: eagle31 reads those of vLLM 0.32")
     positions = [round(counted[f"{PER_POSITION}[{i}]"]) for i in range(draft_tokens)]

@@ -1,5 +1,7 @@
-"""vLLM's OpenAI server, started in its own environment and gone when we are; and the users who ask it: so many at once,
-each with the next prompt as soon as its last is answered."""
+"""vLLM's OpenAI server, and the users who ask it.
+
+The server runs in its own environment, and ends when this process does. Of the concurrent users, each sends the next
+prompt as soon as its last is answered."""
 
 import http.client
 import json
@@ -24,10 +26,10 @@ from eagle31_train.common.errors import UserError
 
 MODULE = "vllm.entrypoints.openai.api_server"
 START_SECONDS = 3600.0  # a very large target loads and compiles for most of an hour
-GRACE_SECONDS = 10.0  # between being asked to end and being made to
-USELESS = ("initialization failed", "engine dead", "EngineDeadError")  # what follows from an earlier error
+GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL
+USELESS = ("initialization failed", "engine dead", "EngineDeadError")  # these follow from an earlier error
 SILENCE_SECONDS = 600.0  # between two pieces of an answer
-ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "PYTHONSAFEPATH": "1"}  # where nobody says otherwise
+ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "PYTHONSAFEPATH": "1"}  # defaults
 
 
 def pick_port() -> int:
@@ -42,37 +44,38 @@ def _end(*_: object) -> NoReturn:
 
 @dataclass
 class Server:
-    """A server on loopback for as long as the `with` block lasts, or this process, whichever ends first: `command`
-    starts it, `port` is where it will listen, `log` the file for all that it says; `offline`: the hub is out of reach,
+    """A server on loopback that lasts as long as the `with` block, or this process, whichever ends first.
+
+    command: starts it. port: where it will listen. log: the file for all its output. offline: the hub is out of reach,
     and what its cache has is used."""
 
     command: list[str]
     port: int
     log: Path
     offline: bool = False
-    _before: Any = field(default=None, init=False, repr=False)  # what SIGTERM did
+    _before: Any = field(default=None, init=False, repr=False)  # the earlier handler of SIGTERM
 
     def __enter__(self) -> "Server":
         artifacts.make_folder(self.log.parent)
-        # A key that the shell has would be asked of every request.
+        # With a key from the shell, vLLM would require it in every request.
         environment = {**ENVIRONMENT, **{k: v for k, v in os.environ.items() if k != "VLLM_API_KEY"}}
         environment |= {"HF_HUB_OFFLINE": "1"} if self.offline else {}
         keeper = Path(__file__).with_name("keeper.py")
         with self.log.open("w", encoding="utf-8") as log:
             log.write(f"$ {shlex.join(self.command)}\n")
             log.flush()
-            # Its standard input is a pipe whose other end nobody but this process has.
+            # Its standard input is a pipe whose other end only this process has.
             self._keeper = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(keeper), str(GRACE_SECONDS), *self.command],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=environment,
-                start_new_session=True,  # Ctrl-C is for us, who then close the pipe
+                start_new_session=True,  # Ctrl-C reaches only this process, which then closes the pipe
             )
         try:
             if threading.current_thread() is threading.main_thread():
-                # Whoever starts this command again after SIGTERM may want the memory that the server has.
+                # End the server on SIGTERM: whoever starts this command again may need its memory.
                 self._before = signal.signal(signal.SIGTERM, _end)
             self._wait()
         except BaseException:
@@ -86,7 +89,7 @@ class Server:
     def close(self) -> None:
         """End the server, and wait until it is gone."""
         assert self._keeper.stdin is not None
-        if self._before is not None:  # a second one, as of a group's, must not end the wait
+        if self._before is not None:  # a second SIGTERM, as when a group is sent one, must not end the wait
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         try:
             self._keeper.stdin.close()
@@ -99,7 +102,7 @@ class Server:
                 signal.signal(signal.SIGTERM, self._before)
 
     def _wait(self) -> None:
-        """Until it answers; UserError where it ends, or does not."""
+        """Wait until the server answers. UserError if it ends, or does not answer."""
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             self.check()
@@ -111,13 +114,13 @@ class Server:
         raise UserError(f"{late} ({self.last_words()}): see {self.log}")
 
     def check(self, dying: bool = False) -> None:
-        """UserError if the server has ended; one that is dying is given the time for it."""
+        """Raise UserError if the server has ended. If it is `dying`, first give it the time to end."""
         with suppress(subprocess.TimeoutExpired):
             status = self._keeper.wait(2 + 2 * GRACE_SECONDS if dying else 0)
             raise UserError(f"vLLM's server ended with exit status {status} ({self.last_words()}): see {self.log}")
 
     def ask(self, path: str) -> tuple[int, str]:
-        """As `get`, of a server that has started; UserError if it has ended since, or is silent."""
+        """Like `get`, once the server has started. UserError if it has ended since, or is silent."""
         try:
             return self.get(path)
         except (OSError, http.client.HTTPException) as error:
@@ -134,18 +137,18 @@ class Server:
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
 
     def last_words(self) -> str:
-        """The last error that the log tells, or else its last line."""
+        """Return the last error in the log, or else its last line."""
         with self.log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 1_000_000))
             lines = file.read().decode(errors="replace").splitlines()[1:]
         errors = [line.strip() for line in lines if "rror" in line and not any(word in line for word in USELESS)]
-        errors = [line for line in errors if re.search(r"Error: \S", line)] or errors  # which say what it was
+        errors = [line for line in errors if re.search(r"Error: \S", line)] or errors  # prefer those with a text
         return ([*lines[-1:], *errors] or ["it said nothing"])[-1][-300:]
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is sent: the prompt's place among all, its id and tokens, and the rest of the request."""
+    """What is sent: the prompt's index among all, its id and tokens, and the rest of the request."""
 
     prompt: int
     id: str
@@ -155,7 +158,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back, and when: on the clock of `time.perf_counter`, in seconds."""
+    """What came back, and when, in seconds on the clock of `time.perf_counter`."""
 
     prompt: int
     tokens: list[int]
@@ -169,7 +172,7 @@ class Answer:
 
     @property
     def tpot(self) -> float | None:
-        """Time per token after the first; None where there is no other."""
+        """Seconds per token after the first; None if there is only one."""
         return (self.last - self.first) / (len(self.tokens) - 1) if len(self.tokens) > 1 else None
 
 
@@ -179,8 +182,9 @@ def run_load(
     concurrency: int,
     finished: Callable[[], Any] = lambda: None,
 ) -> list[Answer]:
-    """Have all questions answered, `concurrency` under way at a time: the answers in the questions' order. UserError
-    where the server ended, refused, broke off or fell silent."""
+    """Have all questions answered, `concurrency` at a time. Return the answers in the questions' order.
+
+    UserError if the server ended, refused, broke off or fell silent."""
     pool = ThreadPoolExecutor(concurrency)
     try:
         answers = [pool.submit(_answer, server, question) for question in questions]
@@ -188,7 +192,7 @@ def run_load(
             answer.result()
             finished()
         return [answer.result() for answer in answers]
-    finally:  # after an error or Ctrl-C, those that are under way end with the server, which the caller closes
+    finally:  # after an error or Ctrl-C, requests under way end with the server, which the caller closes
         pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -197,7 +201,7 @@ def _answer(server: Server, question: Question) -> Answer:
         try:
             return _ask(connection, question)
         except (OSError, http.client.HTTPException) as error:
-            # Where the server died, its connections end first, and its keeper last.
+            # When the server dies, its connections end first, and its keeper last.
             silent = isinstance(error, TimeoutError)
             server.check(dying=not silent)
             what = f"was silent for {SILENCE_SECONDS:.0f} s" if silent else "broke off"
