@@ -37,8 +37,9 @@ def explained(doing: str, remedy: str) -> Iterator[None]:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and its missing parents, so that their names survive a power cut. UserError where no folder can be
-    made, as under /proc."""
+    """Make a folder and its missing parents, so that their names survive a power cut.
+
+    UserError where no folder can be made, as under /proc."""
     if path.is_dir():
         return
     make_folder(path.parent)
@@ -108,8 +109,7 @@ def commit(temporary: Path, final: Path) -> None:
 
 @contextmanager
 def building(folder: Path) -> Iterator[Path]:
-    """Context manager that yields an empty folder. It replaces `folder` when the block ends; if that fails, it is
-    removed."""
+    """Context manager: an empty folder that replaces `folder` when the block ends, and is removed if it fails."""
     folder = _linked(folder)
     temporary = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -186,8 +186,9 @@ def list_files(folder: Path, files: Iterable[Path]) -> dict[str, dict[str, Any]]
 
 
 def first_damaged(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """Describe the first listed file that is missing or damaged, judged by its `sha256`, or in checkpoints by its
-    `checksum`. Return None if all are intact. A file that seems damaged is read from the disk once more."""
+    """Describe the first listed file that is missing or damaged, or return None.
+
+    Files are compared by `sha256`, in checkpoints by `checksum`. One that differs is read from the disk once more."""
     for name, entry in files.items():
         file = folder / name
         if not file.is_file():
@@ -244,9 +245,9 @@ def _linked(folder: Path) -> Path:
 
 
 def weights_fingerprint(path: str) -> str:
-    """Return a fingerprint of a target: of the names, sizes and contents of a local directory's weights, config and
-    code. Of files over LARGE bytes, only SAMPLES blocks spread over the file are read. Of a hub id, it has the id
-    alone."""
+    """Return a fingerprint of a target: names, sizes and contents of a local directory's weights, config and code.
+
+    Of files over LARGE bytes, it has SAMPLES blocks spread over the file. Of a hub id, it has the id alone."""
     kinds = ("*.safetensors", "*.bin", "config.json", "*.py")
     files = sorted(file for kind in kinds for file in Path(path).glob(kind)) if Path(path).is_dir() else []
     return fingerprint([(f.name, f.stat().st_size, _content_sha256(f)) for f in files] or path)

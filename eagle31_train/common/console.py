@@ -61,8 +61,9 @@ def is_main() -> bool:
 
 
 def refuse_lone_process() -> None:
-    """Raise UserError if accelerate's launcher started one process where several were asked for, as it does with --cpu
-    and for profiles of one process. It then sets MASTER_ADDR, but no WORLD_SIZE."""
+    """Raise UserError if accelerate's launcher started one process where several were asked for.
+
+    It does so with --cpu and for profiles of one process. It then sets MASTER_ADDR, but no WORLD_SIZE."""
     asked = os.environ.get
     if "ACCELERATE_MIXED_PRECISION" in os.environ and asked("MASTER_ADDR") == "127.0.0.1" and not asked("WORLD_SIZE"):
         raise UserError(
@@ -124,8 +125,10 @@ def _lead_nowhere(stream: TextIO) -> None:
 
 
 def _open_streams() -> None:
-    """Open standard streams that a scheduler, or `>&-`, closed, on /dev/null. For Python they are None, on which every
-    command and library fails; and a file of ours would be given their numbers, which child processes write to."""
+    """Open standard streams that a scheduler, or `>&-`, closed, on /dev/null.
+
+    For Python they are None, on which every command and library fails. And a file of ours would be given their numbers,
+    which child processes write to."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # in the order of their numbers
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115 (stays open)
@@ -144,8 +147,9 @@ def _said() -> bool:
 
 
 def _say_once(line: str) -> None:
-    """Print why a command ends. Of the processes of one torchrun launch, only the first prints a given line. The others
-    wait until it has, since torchrun ends all when one has ended."""
+    """Print why a command ends, once: of the processes of one torchrun launch, only the first prints a given line.
+
+    The others wait until it has, since torchrun ends all when one has ended."""
     entry = " ".join(line.split()).encode(errors="replace")
     with ExitStack() as files:
         said = None

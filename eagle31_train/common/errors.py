@@ -27,7 +27,8 @@ class Refused(Exception):  # noqa: N818 (one of many is left out, and the run go
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message that is not empty. The next line is added if the first ends with a
-    colon, or if it has the names to choose from, as in an error of `datasets`."""
+    """Return the first line of an error's message that is not empty.
+
+    The next line is added after a colon, and where `datasets` has the names to choose from in it."""
     first, *more = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return " ".join([first, *more[:1]]) if first.endswith(":") or first.startswith("Config name is missing") else first

@@ -44,8 +44,9 @@ def versions(packages: Iterable[str]) -> dict[str, str | None]:
 
 
 def checkout(root: Path) -> dict[str, Any] | None:
-    """Return {"commit": 40 hex digits, "changed": whether tracked files differ from it} of the checkout at `root`, or
-    None if `root` is not the top of a checkout or git does not answer."""
+    """Return {"commit": 40 hex digits, "changed": whether tracked files differ from it} of the checkout at `root`.
+
+    None if `root` is not the top of a checkout, or if git does not answer."""
     try:
         if Path(_git(root, "rev-parse", "--show-toplevel")).resolve() != root.resolve():
             return None

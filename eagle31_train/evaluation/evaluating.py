@@ -70,8 +70,9 @@ def decode(
     folder: Path,
     verified: Mapping[str, int | None],
 ) -> list[dict[str, list[Measurement]]]:
-    """Return, for each workload and by drafter, a measurement per training. Arguments and errors are `evaluate`'s,
-    except that `verified` is by drafter."""
+    """Return, for each workload and by drafter, a measurement per training.
+
+    Arguments and errors are `evaluate`'s, except that `verified` is by drafter."""
     # Loaded only after the prompts: what is wrong with those is reported within seconds.
     model = load_model(config.target, config.evaluate.dtype)
     target = CachedTarget(model, [1])  # every drafter reads its own layers
@@ -103,8 +104,9 @@ def choose_workloads(
     caveats: Iterable[str] = (),
     drafted: Iterable[int] = (),
 ) -> list[Workload]:
-    """Return the workloads that are asked for. Every drafter has positions for their prompts, and none was measured on
-    them. caveats: notes for all workloads. drafted: numbers of draft tokens that are tried here."""
+    """Return the workloads asked for, with prompts that fit every drafter's positions and that none was measured on.
+
+    caveats: notes for all workloads. drafted: numbers of draft tokens that are tried here."""
     positions = [stretched(one.shape.max_position_embeddings, one.shape.rope_scaling) for one in checkpoints]
     measured_on = {prompt for one in checkpoints for prompt in one.measured_on}
     chosen = workloads(config, data, longest_prompt(config, positions, drafted), list(caveats), measured_on)
@@ -115,8 +117,9 @@ def choose_workloads(
 
 
 def longest_prompt(config: Config, positions: Iterable[int | None], drafted: Iterable[int] = ()) -> int:
-    """Return how many tokens a prompt may have for vLLM to take it and to draft every time: near the last position it
-    drafts less. UserError if a limit of vLLM's is no number."""
+    """Return how many tokens a prompt may have for vLLM to take it and to draft every time.
+
+    Near the last position vLLM drafts less. UserError if a limit of vLLM's is no number."""
     options, target = config.evaluate, read_config(config.target)
     served = max_model_len(config) if options.backend == "vllm" else None
     # Past longrope's short contexts, a token's keys depend on what is read beside it, unless vLLM is given a length.

@@ -170,8 +170,9 @@ class Measurer:
         return counts
 
     def _check_difference(self, workload: Workload, prompt: Prompt, plain: list[int], speculative: list[int]) -> None:
-        """Raise UserError if speculation gives another output. If the outputs part at two tokens that score the same up
-        to float32's rounding, print that instead."""
+        """Raise UserError if speculation gives another output.
+
+        If the outputs part at two tokens that score the same up to float32's rounding, print that instead."""
         at = agreeing(plain, speculative)
         ours, theirs = (tokens[at] if at < len(tokens) else None for tokens in (speculative, plain))
         gap, scores = "one output is shorter", np.inf
@@ -190,8 +191,9 @@ class Measurer:
     def _refuse_other_counts(
         self, prompt: Prompt, candidate: Candidate, trajectory: Trajectory, counts: Counts
     ) -> None:
-        """Raise UserError if a real decoding accepted otherwise than the run from every position. If two draft tokens
-        score the same up to rounding, either may be drafted: print that instead."""
+        """Raise UserError if a real decoding accepted otherwise than the run from every position.
+
+        If two draft tokens score the same up to rounding, either may be drafted: print that instead."""
         for depth, seen in counts.seen.items():
             expected = rounds(counts.accepted, depth)
             if seen == expected:

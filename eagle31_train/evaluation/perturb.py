@@ -98,8 +98,7 @@ def _around(messages: list[Message], prompt: Prompt, context: Context, before: s
 
 
 def _long_context(messages: list[Message], prompt: Prompt, context: Context, length: Callable[[int], int]) -> list[int]:
-    """Put texts before the question, so that the prompt has length(data.max_length) tokens (or nearly, if a character
-    is cut)."""
+    """Put texts before the question for a prompt of length(data.max_length) tokens, or nearly, at a cut character."""
     wanted = length(context.max_length)
 
     def built(text: str) -> list[int]:

@@ -1,6 +1,6 @@
 """Prompts as token ids: from the held-out split, JSON lines, the Hugging Face hub, or a folder that `datasets` saved.
 
-A `Suite` says how a row becomes a question. Rows of our own forms, with prompt, turns or messages, need no such words.
+A `Suite` says how a row becomes a question. Rows of our own forms, with prompt, turns or messages, need no such help.
 """
 
 import re

@@ -43,7 +43,7 @@ from eagle31_train.evaluation.workloads import Workload
 Drafters = Mapping[str, Sequence[Measurement]]  # by name: one measurement for each training
 Trainings = Sequence[Sequence[Counts]]  # by training, then by prompt; all have the same prompts, in one order
 # A text repeats itself where its newest TOKENS tokens occurred before in this order, in prompt or answer. What followed
-# could then be looked up without a drafter. Small targets repeat themselves much.
+# could then be looked up without a drafter. Small targets repeat themselves often.
 TOKENS = 4
 
 
@@ -238,8 +238,9 @@ def repeats(prompt: Sequence[int], output: Sequence[int]) -> NDArray[np.bool_]:
 def by_repetition(
     prompts: Sequence[Prompt], trainings: Sequence[Measurement], depths: Sequence[int]
 ) -> Mapping[str, Mapping[str, Any]]:
-    """Return {"repeating" or "new": {K: {acceptance_length: interval, drafts}}}, or {} if drafts were sampled: then not
-    every slot was drafted from. trainings: of one drafter, on these prompts."""
+    """Return {"repeating" or "new": {K: {acceptance_length: interval, drafts}}}; {} if drafts were sampled.
+
+    Sampled drafts were not made at every slot. trainings: of one drafter, on these prompts."""
     if any(each.tokens > 1 and not each.accepted for one in trainings for each in one.counts):
         return {}
     again = [repeats(prompt.ids, output) for prompt, output in zip(prompts, trainings[0].outputs, strict=True)]

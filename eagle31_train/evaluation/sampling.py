@@ -31,8 +31,9 @@ TARGET, DRAFT, ACCEPT = range(3)  # what a stream of random numbers is for
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are sampled: greedily at temperature 0; of all tokens where top_k is None. drafts: "greedy" or
-    "probabilistic", as vLLM's draft_sample_method."""
+    """How tokens are sampled: greedily at temperature 0.
+
+    drafts: "greedy" or "probabilistic", as vLLM's draft_sample_method. top_k: None is all."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -119,8 +120,7 @@ class Chooser:
         return tokens
 
     def _draw(self, weights: Tensor, purpose: int, offset: int) -> Tensor:
-        """Draw tokens [B] int64 by weights [B, V], which need not sum to one. `offset` 0 is each sequence's next
-        token."""
+        """Draw tokens [B] int64 by weights [B, V], which need not sum to one; offset 0 is a sequence's next token."""
         rows = [each.standard_exponential(weights.shape[1]) for each in self._streams(purpose, offset)]
         return (weights / torch.from_numpy(np.stack(rows)).to(weights.device)).argmax(-1)
 
@@ -146,8 +146,9 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
 
 
 def probabilities(logits: Tensor, temperature: float, top_p: float, top_k: int | None = None) -> Tensor:
-    """Return probabilities [B, V] fp64 from logits [B, V] at a temperature, cut to the top_k likeliest tokens if set,
-    then to the fewest of these whose mass reaches top_p."""
+    """Return probabilities [B, V] fp64 from logits [B, V] at a temperature.
+
+    They are cut to the top_k likeliest tokens if set, then to the fewest of these whose mass reaches top_p."""
     p = (likeliest(logits, top_k).double() / temperature).softmax(-1)
     if top_p >= 1:
         return p

@@ -126,8 +126,9 @@ def digest(prompt: Sequence[int]) -> str:
 
 
 def reached(drafter: Drafter, target_ids: Tensor, trajectories: Iterable[Trajectory], draft_tokens: int) -> list[int]:
-    """Count the verifications that decoding with the drafter would make, and those whose first 1, 2, … drafted tokens
-    are accepted: [draft_tokens + 1]. drafter, target_ids: as in `unroll`."""
+    """Count the verifications that decoding with the drafter would make: [draft_tokens + 1].
+
+    First all, then those whose first 1, 2, … drafted tokens are accepted. drafter, target_ids: as in `unroll`."""
     verified: list[int] = []
     for one in trajectories:
         there = replace(one, aux=one.aux.to(target_ids.device))

@@ -49,7 +49,8 @@ def inspect(storage: Storage) -> tuple[Head, list[Problem]]:
 def check(storage: Storage, checked: Counter[str]) -> Iterator[Problem]:
     """Yield everything that is wrong with a store, complete or begun. UserError if there is no store.
 
-    `checked` counts intact shards, tokens and bytes; shards still to come; consumed ones; `complete` is 1 if it is."""
+    `checked` counts intact shards, tokens and bytes, shards still to come, and consumed ones. Its `complete` is 1 for a
+    complete store."""
     head, problems = inspect(storage)
     yield from problems
     if head.plan is None or head.provenance is None:

@@ -158,12 +158,12 @@ def encode(states: Tensor, codec: str) -> tuple[Encoded, Tensor]:
 
 
 def _channel_scales(states: Tensor) -> Tensor:
-    """Return each channel's scale, [1, ..., W] bf16: the power of two nearest to its mean absolute value over a
-    document's rows, or 1 where that mean is zero or nearly.
+    """Return a document's channel scales, [1, ..., W] bf16.
 
-    The mean is a compromise between the few rows in which a channel is very large (often a document's first token) and
-    all others. A median would cost precision in the other channels of the former, a mean square in this channel of the
-    latter.
+    A scale is the power of two nearest to the channel's mean absolute value over the rows, or 1 if that is zero or
+    nearly. The mean is a compromise between the few rows in which a channel is very large (often a document's first
+    token) and all others. A median would cost precision in the other channels of the former, a mean square in this
+    channel of the latter.
     """
     mean = states.abs().sum(0, keepdim=True) / max(1, len(states))
     known = mean >= 2.0**-100

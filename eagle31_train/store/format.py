@@ -10,7 +10,7 @@
     shards/train-00000.json …          one `Line` for each committed shard, with its checksum
     shards.jsonl        all of those lines, in the order of the plan; replaces them once they are complete
     consumed.json       which shards a training has used up and removed (`stream.Consumed`)
-    manifest.json       written last: the store is complete; its list of files is for people, each has its own checksum
+    manifest.json       written last: the store is complete; its list of files is for people: each has its own checksum
 
 Every JSON file carries a checksum of itself (`sealed`). A shard is committed once its line exists. While a store is
 being written, each line is a separate file, so that processes commit shards independently, on a disk or in a bucket.

@@ -191,8 +191,9 @@ def finished(storage: Storage, provenance: Provenance, overwrite: bool) -> dict[
 
 
 def _first_damage(head: Head, provenance: Mapping[str, Any]) -> str | None:
-    """Describe the first big file of a complete store that is missing or damaged. Of shards, and of every file of a
-    remote store, only sizes are compared."""
+    """Describe the first big file of a complete store that is missing or damaged.
+
+    Of shards, and of every file of a remote store, only sizes are compared."""
     storage = head.storage
     try:
         lines = [_line_of(storage, name, provenance) for name in big_files(storage)]

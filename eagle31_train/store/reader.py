@@ -38,7 +38,7 @@ class Store:
         patience: seconds to wait for a shard.
         pause: sleeps between checks whether the store is begun; may raise.
 
-    UserError if the store is missing, incomplete (without `follow`) or damaged; while reading, if a shard is.
+    UserError if the store is missing, incomplete (without `follow`) or damaged, or if a shard is when it is read.
     """
 
     def __init__(

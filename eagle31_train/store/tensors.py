@@ -87,8 +87,9 @@ def wrong_shape(weights: Mapping[str, Tensor], vocab_size: int, hidden_size: int
 
 
 def first_not_finite(tensors: Mapping[str, Tensor]) -> str | None:
-    """Return the name of a tensor that holds NaN or an infinity, or None. Embedding rows beyond lm_head's are padding
-    that nobody reads, and are not checked."""
+    """Return the name of a tensor that holds NaN or an infinity, or None.
+
+    Embedding rows beyond lm_head's are padding that nobody reads, and are not checked."""
     if {"embed_tokens", "lm_head"} <= tensors.keys():
         tensors = {**tensors, "embed_tokens": tensors["embed_tokens"][: len(tensors["lm_head"])]}
     floats = ((name, tensor) for name, tensor in tensors.items() if tensor.is_floating_point())

@@ -100,7 +100,7 @@ class StoreWriter:
             check()
             consumed = read_consumed(self.storage, self.id)
             ended = consumed.finished and shard.split == "train"
-            # The training records shards before it removes them. Remove what it had no time to, to make room.
+            # The training records shards before it removes them. Remove any that it left, to free their bytes.
             if new := set(consumed.shards) - self._gone:
                 for name in new & self.storage.sizes("shards").keys():
                     self.storage.remove(name)
@@ -118,8 +118,7 @@ class StoreWriter:
         fidelity: Sequence[float] | None = None,
         agreement: Sequence[int] | None = None,
     ) -> None:
-        """Commit one shard: its file, then its line (see `Line` for `fidelity` and `agreement`). UserError if the disk
-        is full."""
+        """Commit one shard: its file, then its line. UserError if the disk is full. See `Line` for other arguments."""
         facts = {"fidelity": fidelity and list(fidelity), "agreement": agreement and list(agreement)}
         old = self.lines.get(shard.name)
         line = self._commit(shard.name, lambda path: write_shard(path, documents), old, **facts)
@@ -152,8 +151,9 @@ class StoreWriter:
         self._commit(file, lambda path: save_file({name: one.cpu() for name, one in tensors.items()}, path), old)
 
     def _commit(self, name: str, save: Callable[[Path], str | None], old: Line | None, **facts: Any) -> Line:
-        """Build a big file with `save`, commit it, then write its line, with these facts and the checksums of parts
-        that `save` returns. The scratch file is always removed."""
+        """Build a big file with `save`, commit it, then write its line. The scratch file is always removed.
+
+        The line has these facts, and the checksums of the file's parts that `save` returns."""
         scratch = self.storage.scratch(name)
         try:
             with artifacts.explained(f"write {scratch}", "mend that and run the same command again, which goes on"):

@@ -36,11 +36,11 @@ def measure_serving(
     engine: Installation,
     folder: Path | None = None,
 ) -> dict[str, Any]:
-    """Serve the target alone, then every drafter with each of evaluate.serve_speculative_tokens. `report.py` describes
-    the result. UserError if a server does not start or breaks off.
+    """Serve the target alone, then every drafter with each of evaluate.serve_speculative_tokens.
 
-    Every server is started once, and what it did is recorded in `folder`. One that has a record is not started again: a
-    very large target takes an hour to start.
+    `report.py` describes the result. UserError if a server does not start or breaks off. Every server is started once,
+    and what it did is recorded in `folder`. One that has a record is not started again: a very large target takes an
+    hour to start.
 
     Args:
         drafts: exported checkpoints by the names under which they are reported.

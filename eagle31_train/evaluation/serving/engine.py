@@ -33,8 +33,7 @@ print(json.dumps([__version__, torch.cuda.get_device_name() if torch.cuda.is_ava
 
 
 def target_arguments(config: Config) -> dict[str, Any]:
-    """Return what the target needs of vLLM: its revision and own code, a class that takes drafts, and devices and
-    quantization as in its extraction by vLLM."""
+    """Return what the target needs of vLLM: what its extraction by vLLM needed, its own code, a class for drafts."""
     target, engine = config.target, config.extract.engine_args if config.extract.engine == "vllm" else {}
     wanted: dict[str, Any] = {"revision": target.revision, "trust_remote_code": target.trust_remote_code or None}
     if class_without_eagle3(target):
@@ -43,8 +42,9 @@ def target_arguments(config: Config) -> dict[str, Any]:
 
 
 def speculation(config: Config, drafter: str, draft_tokens: int, parallel: bool) -> dict[str, Any]:
-    """Return vLLM's --speculative-config. parallel: the drafter is a parallel one; unless this is set, vLLM drafts with
-    it as with a chain drafter, and says nothing."""
+    """Return vLLM's --speculative-config.
+
+    parallel: this is a parallel drafter; unless it is set, vLLM drafts as with a chain drafter, and says nothing."""
     options: dict[str, Any] = {"method": "eagle3", "model": drafter, "num_speculative_tokens": draft_tokens}
     if parallel:
         options["parallel_drafting"] = True

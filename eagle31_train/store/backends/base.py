@@ -35,8 +35,10 @@ class Use(NamedTuple):
 
 
 class Storage(ABC):
-    """Named files under one address. Names are relative and use `/`: "shards/train-00000.json". Every method raises
-    UserError for what the user can mend: permissions, credentials, a full disk, a host that cannot be reached."""
+    """Named files under one address. Names are relative and use `/`: "shards/train-00000.json".
+
+    Every method raises UserError for what the user can mend: permissions, credentials, a full disk, a host that cannot
+    be reached."""
 
     location: str  # as the user wrote it, for messages
     folder: Path  # on this machine: has the files, or copies of them
@@ -116,7 +118,7 @@ class Storage(ABC):
         """Fetch these, and no longer any others, in the background: in this order, ahead of their turns."""
 
     def passed(self, turn: int) -> None:  # noqa: B027
-        """Note that all due up to this turn has been read, here or by other processes: do not prefetch it."""
+        """Note that everything due up to this turn has been read, here or by others: do not prefetch it."""
 
     def close(self) -> None:  # noqa: B027
         """Stop fetching in the background."""

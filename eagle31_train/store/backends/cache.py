@@ -119,8 +119,9 @@ class CachedStorage(Storage):
     # ---------------------------------------------------------------- the bound
 
     def _make_room(self, path: Path, size: int) -> bool:
-        """Evict the least recently used files until this one fits. Return False if it cannot fit now; UserError if it
-        never will."""
+        """Evict the least recently used files until this one fits.
+
+        Return False if it cannot fit now; UserError if it never will."""
         files, parts, building = self._scan()
         path.parent.mkdir(parents=True, exist_ok=True)
         if path in parts or _holds(path, size):
@@ -174,8 +175,9 @@ class CachedStorage(Storage):
     # ---------------------------------------------------------------- ahead of use
 
     def prefetch(self, uses: Iterable[Use]) -> None:
-        """See `Storage.prefetch`. At most `ahead` bytes, or one file, are prefetched and not yet used. A file that
-        cannot be fetched is left to `local`."""
+        """See `Storage.prefetch`. At most `ahead` bytes, or one file, are prefetched and not yet used.
+
+        A file that cannot be fetched is left to `local`."""
         with self._changed:
             self._uses, self._ready, self._turn = iter(uses), {}, -1
             self._head = next(self._uses, None)
