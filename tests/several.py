@@ -21,7 +21,7 @@ from forking import print_to, served
 from planting import instead_of, replaced
 from torch.nn import functional
 
-from eagle31_train import cli, compose
+from eagle31_train import compose
 from eagle31_train.common import order
 from eagle31_train.common.errors import Stopped, UserError
 from eagle31_train.model.loss import Objective
@@ -233,7 +233,7 @@ def harm_weights(patch, rank):
 def harm_options(patch, rank, option):
     """One rank is given another option."""
     if int(os.environ["RANK"]) == rank:
-        instead_of(cli, "load_config")(lambda load, words: load([*words, option]))(patch)
+        instead_of(compose, "load_config")(lambda load, words: load([*words, option]))(patch)
 
 
 def harm_absent(patch, steps):
