@@ -2,4 +2,4 @@
 
 import os
 
-PARENT = os.getppid()  # as this process began; another one later tells that who launched it has ended
+PARENT = os.getppid()  # at start; a different parent later means that the launcher has ended

@@ -15,7 +15,7 @@ from pathlib import Path
 from eagle31_train.common.console import explained, note, tidy
 from eagle31_train.common.errors import UserError
 
-# Command → the module that is run, and what it does. The stages first, in their order.
+# Command → the module to run, and what it does.
 COMMANDS = {
     "run": ("eagle31_train.run", "every stage in turn, from prompts to a checkpoint that vLLM serves"),
     "plan": ("eagle31_train.plan", "the drafter's shape, bytes, FLOPs, hours and memory, before anything is spent"),
@@ -31,12 +31,12 @@ COMMANDS = {
     "new": ("eagle31_train.new", "write a commented recipe into this folder"),
     "completion": ("eagle31_train.completion", "completion of commands and options for bash or zsh"),
 }
-# Commands whose modules take seconds to import, for which `--help` does not wait: what their usage has before options.
+# Commands whose modules take seconds to import, which `--help` avoids → what their usage line shows before the options.
 SLOW = {"evaluate": "", "export": "", "summary": "", "compare": "DRAFTER … "}
 
 
 def main() -> None:
-    with explained(), tidy():  # Ctrl-C while libraries are imported, too, which takes seconds
+    with explained(), tidy():  # also handles Ctrl-C during imports, which take seconds
         _run(sys.argv[1] if len(sys.argv) > 1 else "--help")
 
 
@@ -58,7 +58,7 @@ def _run(command: str) -> None:
         Path.cwd()
     except FileNotFoundError:
         raise UserError("the folder that this was started in is gone: change into another") from None
-    from eagle31_train.common.locations import STAGES  # which asks for that folder, too
+    from eagle31_train.common.locations import STAGES  # this import needs the working directory, too
 
     sys.argv = [f"eagle31 {command}", *sys.argv[2:]]
     if command in SLOW and {"-h", "--help"} & set(sys.argv):
@@ -66,7 +66,7 @@ def _run(command: str) -> None:
 
         source = Path(__file__).with_name(f"{command}.py").read_text(encoding="utf-8")
         cli.run(lambda _: None, ast.get_docstring(ast.parse(source)) or "", before=SLOW[command])
-    sys.path.insert(0, str(STAGES))  # before a train.py or data_prep/ of the user's own
+    sys.path.insert(0, str(STAGES))  # ahead of the user's own train.py or data_prep/
     runpy.run_module(COMMANDS[command][0], run_name="__main__")
 
 

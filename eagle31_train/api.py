@@ -40,11 +40,11 @@ Prompt = str | list[dict[str, Any]] | list[int]  # a user's words, messages, or 
 
 @dataclass(frozen=True)
 class Sample:
-    """One conversation of T tokens with its target's states, decoded; A auxiliary layers, H hidden.
+    """One conversation of T tokens with the target's decoded states: A auxiliary layers, hidden size H, bfloat16.
 
-    tokens [T] int64; loss_mask [T] bool, true where the assistant wrote the token; aux [n, A, H], states of the first
-    n positions, as many as a draft may attend to; last [M, H], last hidden states before the final norm at the
-    `supervised` [M] int64 positions, whose distribution the drafter learns. States are bfloat16.
+    tokens [T] int64; loss_mask [T] bool, true where the assistant wrote the token; supervised [M] int64, positions
+    whose distribution the drafter learns; aux [n, A, H], states of the first n positions, those that a draft may
+    attend to; last [M, H], last hidden states at the supervised positions, before the final norm.
     """
 
     tokens: Tensor
@@ -56,17 +56,17 @@ class Sample:
 
 @dataclass(frozen=True)
 class OpenStore:
-    """A store that is read; made by `open_store`. aux_layers: the layers of `Sample.aux`, as inputs of layer i."""
+    """A store opened for reading by `open_store`. aux_layers: the layers whose inputs are in `Sample.aux`."""
 
     store: Store
     aux_layers: list[int]
 
     def count(self, split: str) -> int:
-        """Samples of a split, train or heldout."""
+        """Return the number of samples in a split, train or heldout."""
         return len(self._split(split))
 
     def sample(self, split: str, index: int) -> Sample:
-        """One sample, its states decoded.
+        """Return one sample with its states decoded.
 
         Raises:
             UserError: no such split, or its shard is missing or damaged.
@@ -83,13 +83,13 @@ class OpenStore:
 
 
 def open_store(where: str | Path, cache_dir: str | Path = "store-cache", cache_bytes: int = 64 * 10**9) -> OpenStore:
-    """Open a complete store: a folder, or a URL as s3://bucket/store.
+    """Open a complete store: a folder, or a URL such as s3://bucket/store.
 
     Args:
-        cache_dir, cache_bytes: where copies of a URL's shards are kept, and the most that these take.
+        cache_dir, cache_bytes: folder for local copies of a URL's shards, and their maximum total size.
 
     Raises:
-        UserError: there is none, or it is not finished.
+        UserError: there is no store, or it is not finished.
     """
     store = Store(open_storage(str(where), Path(cache_dir), cache_bytes))
     return OpenStore(store, store.states["aux_layers"])
@@ -112,8 +112,11 @@ class Generation:
 
 @dataclass(repr=False)
 class Speculator:
-    """A drafter beside its target in memory; made by `load`. target_ids: [Vd] int64, the target's token of each row of
-    the drafter's lm_head. ends: tokens that end an answer. longest: positions that both have, None for any number."""
+    """A drafter and its target in memory; made by `load`.
+
+    target_ids: [Vd] int64, the target's token for each row of the drafter's lm_head. ends: tokens that end an answer.
+    longest: positions that both models have, None if unlimited.
+    """
 
     target: CachedTarget
     drafter: Drafter
@@ -129,10 +132,10 @@ class Speculator:
         """Load a drafter (a run, an exported or published checkpoint, a hub id) and its target (a folder or hub id).
 
         Args:
-            dtype: that both compute in; a run's weights are first rounded to its target's, as they are served. In
-                float32 outputs equal the target's own greedy ones, token for token.
-            options: further options of the target, as `target.*` of a recipe: revision, trust_remote_code, …
-                A run's chat template and its variables are its own where they are not given.
+            dtype: precision of all computation. A run's weights are first rounded to its target's dtype, as for
+                serving. In float32, outputs equal the target's own greedy ones, token for token.
+            options: further `target.*` options, as in a recipe: revision, trust_remote_code, … The chat template and
+                its variables default to the run's.
 
         Raises:
             UserError: one of them cannot be read, or they do not belong together.
@@ -156,7 +159,7 @@ class Speculator:
 
     @torch.inference_mode()
     def draft(self, prompt: Prompt, count: int = 3) -> list[int]:
-        """The `count` tokens that the drafter proposes after the target's first one; UserError as `generate`."""
+        """Return the `count` tokens that the drafter proposes after the target's first one; raises as `generate`."""
         ids, _ = self._ids_and_room(prompt, count)
         self.target.reset()
         aux, logits = self.target.read([ids], 1)
@@ -166,12 +169,13 @@ class Speculator:
 
     @torch.inference_mode()
     def generate(self, prompt: Prompt, num_speculative_tokens: int = 3, max_new_tokens: int = 128) -> Generation:
-        """Answer greedily, verifying so many drafted tokens at a time. An answer ends with an end token, after
-        `max_new_tokens`, or where target or drafter have no more positions.
+        """Answer greedily, verifying `num_speculative_tokens` drafted tokens at a time.
+
+        An answer ends with an end token, after `max_new_tokens`, or when the target or the drafter is out of positions.
 
         Raises:
-            UserError: nothing to draft or to write, a prompt of no tokens or of others than the target's, or one that
-                leaves no positions.
+            UserError: a count is below 1, or the prompt is empty, has tokens that the target lacks, or leaves no
+                positions.
         """
         if max_new_tokens < 1:
             raise UserError(f"max_new_tokens={max_new_tokens}: there must be one to write")
@@ -186,10 +190,11 @@ class Speculator:
     def score(
         self, prompts: Sequence[Prompt], num_speculative_tokens: int = 3, max_new_tokens: int = 128
     ) -> dict[str, Any]:
-        """Acceptance length on some prompts, [value, low, high] with a 95 % interval over five or more of them, and at
-        each depth. UserError for a text instead of several, whose letters would be the prompts, or for none.
+        """Return the acceptance length on some prompts, and the acceptance at each depth.
 
-        Depth k is the share of drafts whose first k tokens were accepted.
+        The length is [value, low, high], with a 95 % interval for five or more prompts. Acceptance at depth k is the
+        share of drafts whose first k tokens were accepted. UserError for no prompts, or for a single text, whose
+        letters would be the prompts.
         """
         ids = any(isinstance(one, int) or getattr(one, "ndim", 1) == 0 for one in prompts)
         if isinstance(prompts, str) or ids or not len(prompts):
@@ -206,11 +211,11 @@ class Speculator:
         }
 
     def ids(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt, by the target's chat template. An array or a tensor of ids may be a batch of one."""
+        """Return a prompt's token ids, by the target's chat template. An array or tensor may be a batch of one."""
         given: Any = prompt.tolist() if hasattr(prompt, "tolist") else prompt
         if isinstance(given, str):
             given = [{"role": "user", "content": given}]
-        given = [one.item() if hasattr(one, "item") else one for one in given]  # of a list of scalars
+        given = [one.item() if hasattr(one, "item") else one for one in given]  # NumPy or torch scalars
         if len(given) == 1 and isinstance(given[0], list):
             given = given[0]
         if all(isinstance(one, int) for one in given):
@@ -223,7 +228,7 @@ class Speculator:
             raise UserError(f"the prompt cannot be rendered: {error}") from None
 
     def _ids_and_room(self, prompt: Prompt, drafted: int) -> tuple[list[int], int]:
-        """A prompt's ids, and how many tokens can be written after it while so many are drafted at a time."""
+        """Return a prompt's ids and how many tokens can follow it, with `drafted` of them drafted at a time."""
         if drafted < 1:
             raise UserError(f"{drafted} tokens to draft: there must be one")
         ids, vocabulary = self.ids(prompt), self.target.embedding.weight.shape[0]

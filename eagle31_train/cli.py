@@ -1,4 +1,4 @@
-"""The one way every stage is called: its options composed and checked, then the stage.
+"""The entry point of every stage: compose and check its options, then run it.
 
     eagle31 extract +experiment=smollm2 target.dtype=float32
 
@@ -28,12 +28,12 @@ def run(
     resolve: bool = True,
     tells: str = "target.dtype",
 ) -> None:
-    """Parse the command line, compose the configuration, run the stage; exits as `console.explained` says.
+    """Parse the command line, compose the configuration, run the stage; exit as `console.explained` says.
 
     Args:
         resolve: see `load_config`.
-        tells: the option of precision that the stage uses, of which a line says how it was resolved.
-        before: what the usage line has before the options; the caller reads it.
+        tells: the precision option that the stage uses; if it was `auto`, print how it was resolved.
+        before: what the usage line shows before the options; the caller parses it.
     """
     usage = f"%(prog)s {before}[-h] [--cfg] [--config-dir DIR] [RUN] [key=value ...]"
     options = parser(description, prog=_program(), usage=usage, epilog=_options_help())
@@ -66,7 +66,7 @@ def run(
 
 
 def _program() -> str:
-    """How this command was called: `eagle31 plan`, or `python -m eagle31_train.plan`."""
+    """Return how this command was called: `eagle31 plan`, or `python -m eagle31_train.plan`."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is None or sys.argv[0].startswith("eagle31 "):
         return Path(sys.argv[0]).name
@@ -74,8 +74,10 @@ def _program() -> str:
 
 
 def with_recipe(words: list[str], target: TargetConfig | None = None) -> list[str]:
-    """The words of a command line; with the recipe ANY in front where it names none, and no run, and with room for the
-    thoughts of a `target` that has them, unless the words say how long answers may be."""
+    """Return the words of a command line, with the recipe ANY in front if they name neither a recipe nor a run.
+
+    A `target` that thinks then gets room for its thoughts, too, unless the words say how long answers may be.
+    """
     if any(word.lstrip("+").startswith("experiment=") or is_run(word) for word in words):
         return words
     if target is None or {"data.generate.max_new_tokens", "data.max_length"} & set(map(key_of, words)):
@@ -86,7 +88,7 @@ def with_recipe(words: list[str], target: TargetConfig | None = None) -> list[st
 
 
 def _better_recipes(target: str) -> str:
-    """The shipped recipes for a target, by its hub id: each has the name of its target's file. Or how to write one."""
+    """Return the shipped recipes for a hub id, or how to write one. A recipe has the name of its target's file."""
     made = [f for f in sorted((CONFIGS / "target").glob("*.yaml")) if (CONFIGS / "experiment" / f.name).is_file()]
     own = [f"+experiment={file.stem}" for file in made if OmegaConf.select(OmegaConf.load(file), "path") == target]
     return f"for this target there is {', '.join(own)}" if own else "write your own by `eagle31 new NAME`"

@@ -1,4 +1,4 @@
-"""Which options go together: a stage that needs to know, and whoever looks before any stage runs, ask the same."""
+"""Which options go together: the same checks for a stage and for `eagle31 run` before its first stage."""
 
 from eagle31_train.common.errors import UserError
 from eagle31_train.common.units import byte_count, parse_limit
@@ -6,7 +6,7 @@ from eagle31_train.config import Config, TrainConfig
 
 
 def check_options(config: Config) -> None:
-    """UserError for options that contradict each other, or say nothing, on any machine."""
+    """Raise UserError for options that contradict each other, or have no effect, on any machine."""
     if config.name == "plain":
         raise UserError("name=plain is what decoding without a drafter is called: choose another")
     if len(config.train.betas) != 2:
@@ -37,7 +37,7 @@ def check_options(config: Config) -> None:
 
 
 def check_zero(t: TrainConfig) -> None:
-    """UserError for what cannot be trained under DeepSpeed's ZeRO."""
+    """Raise UserError for options that cannot be trained under DeepSpeed's ZeRO."""
     if t.optimizer == "muon":
         raise UserError(
             "train.optimizer=muon needs whole matrices, which DeepSpeed cuts up: launch with ddp or fsdp2, or give "
@@ -46,7 +46,7 @@ def check_zero(t: TrainConfig) -> None:
 
 
 def check_longest(row: str, tokens: int, batch_tokens: int) -> None:
-    """UserError if the longest conversation, called `row`, fits in no batch of the training."""
+    """Raise UserError if the longest conversation, called `row`, does not fit in a training batch."""
     if tokens > batch_tokens:
         raise UserError(
             f"{row} has {tokens} tokens: set train.batch_tokens={tokens} or more, or make data and store with "
@@ -55,7 +55,7 @@ def check_longest(row: str, tokens: int, batch_tokens: int) -> None:
 
 
 def check_context_parallel(context: int, devices: int, name: str) -> None:
-    """UserError if devices, called `name`, cannot be put into groups of so many that share conversations."""
+    """Raise UserError if devices, called `name`, cannot form groups of `context` that share conversations."""
     if devices % context:
         wrong = f"train.context_parallel={context} does not divide {name}={devices}"
         raise UserError(f"{wrong}: take a multiple of {context}")

@@ -58,26 +58,26 @@ def main(argv: list[str] | None = None) -> None:
         word for word in words if not word.startswith(("-", "+", "~")) and is_drafter(word) and word not in folders
     ]
     options = [word for word in words if word not in given]
-    if not given and not {"-h", "--help", "--cfg"} & set(words):  # which want none
+    if not given and not {"-h", "--help", "--cfg"} & set(words):  # these need no drafter
         note("error: give drafters: eagle31 compare runs/a runs/b", error=True)
         raise SystemExit(2)
     if given and not any(word.lstrip("+").startswith("experiment=") for word in options):
         firsts = [trainings[0] for _, trainings in map(parted, given)]
         runs = [first for first in firsts if compose.is_run(first)]
         if runs or not any(word.startswith("target.path=") for word in options):
-            options = [(runs or firsts)[0], *options]  # one that is no run is refused
+            options = [(runs or firsts)[0], *options]  # refused if it is not a run
     cli.run(lambda config: compare(named(given), config), __doc__ or "", options, before=SLOW["compare"])
 
 
 def compare(trainings: Named, config: Config) -> None:
-    """Measure the drafters, and write which is better; UserError for all that the user can mend."""
+    """Measure the drafters and write which is better; UserError for whatever the user can correct."""
     out = folder_of(trainings, config)
     engine = check_serving(config) if config.evaluate.backend == "vllm" else None
     drafts = {name: exported(some[0]) for name, some in trainings.items()} if engine else {}
     data = read_data(config)
     checkpoints = {name: [read(one, config, data) for one in some] for name, some in trainings.items()}
     with writing(out, "compare.out=…"):  # before hours are spent
-        # Comparisons without a folder of their own share what is measured.
+        # Comparisons without compare.out share their measurements.
         shared = Path(config.compare.out or COMPARISONS)
         result, decoded, _ = evaluate(config, checkpoints, data, shared / "workloads", config.compare.verified)
         first, *others = trainings
@@ -91,11 +91,11 @@ def compare(trainings: Named, config: Config) -> None:
             "verified": config.compare.verified,
         }
         note(tables.as_text(result))
-        write(out, result)  # before vLLM, which may fail after hours
+        write(out, result)  # before vLLM, which may fail hours later
         if engine is None:
             return
         workload = decoded[0]
-        gc.collect()  # the target, which has cycles: vLLM asks for nearly all memory that a GPU has
+        gc.collect()  # frees the target, which has reference cycles: vLLM takes nearly all GPU memory
         torch.cuda.empty_cache()
         served = measure_serving(config, drafts, workload.prompts, data["end_ids"], engine, shared / "serving")
         firsts = [f"of {name}, the first of {len(some)} trainings" for name, some in trainings.items() if len(some) > 1]
@@ -105,28 +105,28 @@ def compare(trainings: Named, config: Config) -> None:
 
 
 def write(out: Path, result: dict[str, Any]) -> None:
-    """The page and its pictures, and then RESULT, by which readers know whether the pictures are its own."""
+    """Write the page and its pictures, then RESULT, which tells readers whether the pictures are its own."""
     files = evaluation_page.write(out, result)
     artifacts.write_json(out / evaluation_page.RESULT, {**result, "files": files})
     note(f"compare: {out / evaluation_page.PAGE}")
 
 
 def is_drafter(word: str) -> bool:
-    """Whether a word names a drafter: it is no option, or a folder whose name looks like one (runs/lr=1)."""
+    """Return whether a word names a drafter: not an option, or a folder whose name looks like one (runs/lr=1)."""
     return "=" not in word or os.path.isdir(parted(word)[1][0])  # noqa: PTH112 (Path's raises for a long option)
 
 
 def parted(word: str) -> tuple[str | None, list[str]]:
-    """A DRAFTER argument: its name, where it gives one, and its trainings."""
+    """Split a DRAFTER argument into its name, or None, and its trainings."""
     before, _, rest = word.partition(":")
     name, trainings = (before, rest) if before and rest and "/" not in before else (None, word)
     return name, [training.rstrip("/") or training[:1] for training in trainings.split(",")]
 
 
 def named(words: Sequence[str]) -> Named:
-    """Drafters by name: as NAME:… says, else as many last parts of the path as tell it apart; of an export two."""
+    """Return drafters by name: NAME:…, or the fewest last parts of the path that are unique (of an export, from 2)."""
     arguments = [parted(word) for word in words]
-    # Never all of an absolute path: names stand in pictures and on public cards.
+    # Never a whole absolute path: names appear in pictures and on public cards.
     paths = [Path(trainings[0]).absolute().parts[1:] for _, trainings in arguments]
     drafters_by_name: Named = {}
     for (given, trainings), path in zip(arguments, paths, strict=True):
@@ -149,7 +149,7 @@ def named(words: Sequence[str]) -> Named:
 
 
 def read_data(config: Config) -> dict[str, Any]:
-    """Stage 1's manifest. Where there is none, and prompts are given, what their measurement needs of it."""
+    """Return stage 1's manifest or, if there is none but prompts are given, the entries that measuring them needs."""
     manifest = config.data_folder / artifacts.MANIFEST
     if manifest.is_file():
         return provenance.read_data(config, whole=True)
@@ -161,10 +161,12 @@ def read_data(config: Config) -> dict[str, Any]:
 
 
 def read(drafter: str, config: Config, data: dict[str, Any]) -> DrafterCheckpoint:
-    """The checkpoint of a run, or of an exported or published draft, its weights read. UserError for one of another
-    target, and for one that may have been trained on held-out prompts."""
+    """Return the checkpoint of a run, or of an exported or published drafter, with its weights read.
+
+    UserError if it is of another target, or may have been trained on held-out prompts.
+    """
     checkpoint = DrafterCheckpoint.open(drafter, target_layers=lambda: read_config(config.target).num_hidden_layers)
-    checkpoint.tensors  # noqa: B018 (or damaged weights are refused after the target is loaded)
+    checkpoint.tensors  # noqa: B018 (refuses damaged weights before the target is loaded)
     checkpoint.check_target(config.target)
     meant = None if checkpoint.train or checkpoint.exported else checkpoint.target_name
     if meant and Path(meant).name != Path(config.target.name).name:
@@ -179,7 +181,7 @@ def read(drafter: str, config: Config, data: dict[str, Any]) -> DrafterCheckpoin
 
 
 def exported(drafter: str) -> Path:
-    """The folder of a drafter that vLLM can serve; UserError where there is none, or one of other weights."""
+    """Return the folder of a drafter that vLLM can serve; UserError if there is none, or it was made smaller."""
     place, counted = split_name(drafter)
     if counted == "outputs":
         raise UserError(f"{drafter}: vLLM would read its layer ids as inputs: leave evaluate.backend=vllm out")
@@ -200,7 +202,7 @@ def exported(drafter: str) -> Path:
 
 
 def folder_of(trainings: Named, config: Config) -> Path:
-    """Where the comparison is written; UserError where there is one of other drafters of the same names."""
+    """Return the folder to write to; UserError if it holds a comparison of other drafters with the same names."""
     if config.compare.out is not None:
         return Path(config.compare.out)
     out = COMPARISONS / "-".join(re.sub(r"[^\w.]+", "_", name) for name in trainings)

@@ -21,7 +21,7 @@ SCRIPT = """{zsh}_eagle31() {{
 }}
 complete -o default -F _eagle31 eagle31"""
 COMMON = "--help --cfg --config-dir"
-# By command and the word before, as patterns of the shell; the first that fits. All others take options of a recipe.
+# Shell pattern of command and previous word → completions. The first match wins; without one, a recipe's options.
 WORDS = {
     "run --from|run --until": " ".join(STAGES),
     "run --profile": " ".join(PROFILES),
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> None:
     words += [f"+{group}={name}" for group in ("experiment", "suite") for name in compose.choices(group)]
     recipe = " ".join([COMMON, *words])
     by_pattern = {**WORDS, "run *": f"--from --until --profile {recipe}"}
-    cases = [(pattern.replace(" ", "\\ "), some) for pattern, some in by_pattern.items()]  # for `case` of the shell
+    cases = [(pattern.replace(" ", "\\ "), some) for pattern, some in by_pattern.items()]  # escaped for `case`
     lines = "\n".join(f'    {pattern}) words="{some}" ;;' for pattern, some in cases)
     with tidy():
         note(SCRIPT.format(zsh=zsh, commands=" ".join(COMMANDS), cases=lines, options=recipe))

@@ -45,11 +45,11 @@ def load_config(
     """Compose `configs/config.yaml` with the overrides and check it against the schema.
 
     Args:
-        overrides: `key=value`, `+experiment=NAME`, `+experiment=FILE.yaml` of a recipe of one's own, or a run's folder,
+        overrides: `key=value`, `+experiment=NAME`, `+experiment=FILE.yaml` for your own recipe, or a run's folder
             for all of its options.
-        saved: a resolved configuration, as runs keep it, to begin with instead.
-        config_dir: a folder with groups of one's own, like `configs/`: experiment/, target/, …
-        resolve: give options that say `auto` of a precision the value that this machine, or a record, decides.
+        saved: a run's resolved configuration, to start from instead.
+        config_dir: a folder with your own groups, like `configs/`: experiment/, target/, …
+        resolve: replace each precision of `auto` by the value that a record, or this machine, decides.
 
     Raises:
         UserError: an unknown key or group, a value of the wrong type, or a mandatory option that is missing or empty.
@@ -61,10 +61,10 @@ def load_config(
             raise UserError(f"{' and '.join(runs)} are two runs: give one")
         saved = Path(runs[0], *SAVED)
         rest = [word for word in overrides if word not in runs]
-        anew = any(key_of(word) == "name" for word in rest)  # another run, with its options
+        anew = any(key_of(word) == "name" for word in rest)  # a new run with that run's options
         overrides = ["run_dir=runs/${name}" if anew else f"run_dir={runs[0]}", "overwrite=false", *rest]
     if saved is not None and any(key_of(word).startswith(GIVES_DATA) for word in overrides):
-        overrides = ["regenerate=null", *overrides]  # as it follows from these, unless they say it, too
+        overrides = ["regenerate=null", *overrides]  # follows from these, unless it is given, too
     folders = [CONFIGS, *([config_dir.resolve()] if config_dir else [])]
     keys = {key_of(word) for word in overrides}
     if twice := [f"{old} is called {new} now" for old, new in RENAMED.items() if {old, new} <= keys]:
@@ -87,7 +87,7 @@ def load_config(
 
 
 def is_run(word: str) -> bool:
-    """Whether a word of a command line is the folder of a run, which has its options."""
+    """Return whether a word of a command line is a run's folder, with the run's options in it."""
     return os.path.isfile(Path(word, *SAVED))  # noqa: PTH113 (Path's raises for a long word)
 
 
@@ -96,7 +96,7 @@ def key_of(override: str) -> str:
 
 
 def _store_recipe(file: Path) -> None:
-    """Let Hydra know a recipe by the name in GIVEN, wherever its file lies."""
+    """Register a recipe file with Hydra, under the name in GIVEN."""
     if not file.is_file():
         raise UserError(f"+experiment={file}: there is no file {file}")
     try:
@@ -107,7 +107,7 @@ def _store_recipe(file: Path) -> None:
 
 
 def _checked_group(override: str, folders: list[Path]) -> str:
-    """`group=name` or `group=[name,…]` in Hydra's grammar, if there are such files."""
+    """Return `group=name` or `group=[name,…]` in Hydra's grammar; UserError if there are no such files."""
     group, value = key_of(override), override.partition("=")[2]
     if group == "experiment" and value.endswith((".yaml", ".yml")):
         _store_recipe(Path(_at_home(value)))
@@ -130,7 +130,7 @@ def _checked_group(override: str, folders: list[Path]) -> str:
 
 @functools.cache
 def _schema() -> DictConfig:
-    """The options with types and defaults, and the old names, empty: recipes may still have them."""
+    """Return the options with types and defaults, and the old names as null, since recipes may still have them."""
     schema = OmegaConf.structured(Config)
     with open_dict(schema):
         for old in (*RENAMED, *REMOVED):
@@ -140,35 +140,37 @@ def _schema() -> DictConfig:
 
 @functools.cache
 def _shipped(groups: tuple[str, ...]) -> DictConfig:
-    """The root with groups of `configs/` alone, for which Hydra takes a tenth of a second."""
+    """Return the root with groups of `configs/` only. Cached, as Hydra takes a tenth of a second."""
     return _composed(groups, None, [CONFIGS])
 
 
 def _composed(groups: Sequence[str], saved: Path | None, folders: list[Path]) -> DictConfig:
-    """The root with groups: one that the recipe has already is replaced, others are added."""
+    """Return the root with groups: each replaces the recipe's own, or is added if it has none."""
     OmegaConf.register_new_resolver("project", project, replace=True)
     ConfigStore.instance().store(name="schema", node=_schema())
     root = "config"
     if saved is not None:
-        # Options that were added since have their defaults.
+        # Options that were added since get their defaults.
         whole = typing.cast(DictConfig, OmegaConf.merge(_schema(), OmegaConf.load(saved)))
         if not groups:
-            return _with_new_names(whole, tell=False)  # Hydra would take a tenth of a second for the same
+            return _with_new_names(whole, tell=False)  # the same as Hydra's, which takes a tenth of a second
         root = "saved"
         ConfigStore.instance().store(name=root, node=whole)
     searched = f"hydra.searchpath=[{','.join(_quoted(f'file://{folder}') for folder in folders[1:])}]"
     recipe = [searched, *(f"+{word}" for word in groups if key_of(word) == "experiment")]
     others = [word for word in groups if key_of(word) != "experiment"]
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        if others:  # Hydra takes a group that the recipe does not name only with the plus
+        if others:  # Hydra requires the plus for a group that the recipe does not name
             named = compose(root, recipe, return_hydra_config=True).hydra.runtime.choices
             recipe += [word if key_of(word) in named else f"+{word}" for word in others]
         return _with_new_names(compose(root, recipe), tell=saved is None)
 
 
 def _with_new_names(composed: DictConfig, tell: bool) -> DictConfig:
-    """The configuration with values of old names given to the options that they mean; `tell`: which is said, of
-    a recipe that someone wrote and can correct, and not of what a run recorded; what is gone is always said."""
+    """Return the configuration with the values of old names moved to the options that they mean.
+
+    tell: report renamed options, for a recipe that can be corrected, not a run's record. Removed ones always are.
+    """
     values: Any = _at_home(OmegaConf.to_container(composed))
     for old in (*RENAMED, *REMOVED):
         section, _, key = old.rpartition(".")
@@ -183,7 +185,7 @@ def _with_new_names(composed: DictConfig, tell: bool) -> DictConfig:
 
 
 def _at_home(value: Any) -> Any:
-    """The value with each `~/…` in it as a path in the user's home: bash and YAML leave it as it stands."""
+    """Return the value with each `~/…` in it expanded to the user's home, which bash and YAML do not do."""
     if isinstance(value, dict):
         return {key: _at_home(one) for key, one in value.items()}
     if isinstance(value, list):
@@ -197,7 +199,7 @@ def _say_new_name(old: str) -> None:
 
 
 def _to_config(composed: DictConfig, recipe: str) -> Config:
-    if OmegaConf.is_missing(composed, "name"):  # OmegaConf stumbles over run_dir, which is made of it
+    if OmegaConf.is_missing(composed, "name"):  # OmegaConf fails on run_dir, which contains it
         unknown = OmegaConf.is_missing(composed.target, "path")
         composed.name = "unnamed" if unknown else TargetConfig(composed.target.path).name.rpartition("/")[2].lower()
     if missing := sorted(OmegaConf.missing_keys(composed)):
@@ -214,7 +216,7 @@ def _to_config(composed: DictConfig, recipe: str) -> Config:
         _refuse_empty(option, getattr(config, option))
     for name, (kind, field) in OPTIONS.items():
         value = operator.attrgetter(name)(config)
-        # OmegaConf looks neither at the type of what ${…} leads to nor into lists in lists.
+        # OmegaConf checks neither the type of what ${…} resolves to nor lists in lists.
         if name in FREE and not isinstance(value, dict):
             raise UserError(f"{name}={value} is no mapping")
         listed = isinstance(value, list) and not any(isinstance(item, list | dict) for item in value)
@@ -228,13 +230,13 @@ def _to_config(composed: DictConfig, recipe: str) -> Config:
 
 
 def _refuse_empty(option: str, value: Any) -> None:
-    """UserError for an empty text: of a path or a name it would mean another one, or none, in silence."""
+    """Raise UserError for an empty text: as a path or name it would silently mean another one, or none."""
     if isinstance(value, str) and not value.strip():
         raise UserError(f"{option}= is empty: give {option}=… a value (is a variable of the shell not set?)")
 
 
 def _set(config: DictConfig, override: str) -> None:
-    """Change one option as `key=value` says, or remove the free-form one of `~key`; UserError where it is none."""
+    """Set one option from `key=value`, or remove a free-form entry for `~key`; UserError if there is none."""
     key, (_, equals, value) = key_of(override), override.partition("=")
     if not equals and "/" in override:
         saved = Path(override, *SAVED)
@@ -271,8 +273,10 @@ def _set(config: DictConfig, override: str) -> None:
 
 
 def _parsed(override: str, value: str, kind: Any) -> Any:
-    """A value as Hydra's grammar reads it for an option of type `kind` (Any: text is what nothing else can be). Text
-    that the grammar refuses, or takes for something else, is as it stands."""
+    """Parse a value by Hydra's grammar for an option of type `kind` (Any: what is nothing else is text).
+
+    Return text unchanged if the grammar refuses it, or takes it for something else.
+    """
     try:
         read = OverridesParser.create().parse_override(f"key={value}")
         parsed, unread = (None, "it is a sweep") if read.is_sweep_override() else (read.value(), "")
@@ -322,7 +326,7 @@ def _options(cls: type, prefix: str = "") -> Iterator[tuple[str, tuple[Any, data
 
 
 def _explain(error: BaseException) -> str:
-    """One line for an error of Hydra's or OmegaConf's: what it says, and its first cause."""
+    """Return one line for an error of Hydra or OmegaConf: its message and its first cause."""
     cause = error
     while cause.__cause__ is not None:
         cause = cause.__cause__

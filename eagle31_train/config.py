@@ -24,7 +24,7 @@ EXPORTS = ("vllm", "speculators", "sglang")
 
 
 def opt(default: Any, help: str, choices: tuple[str, ...] | None = None, finite: bool = True, **bounds: float) -> Any:
-    """A configuration field. choices and bounds (above, at_least, at_most, below) hold for a list's values, too."""
+    """Return a configuration field. choices and bounds (above, at_least, at_most, below) apply to a list's values."""
     metadata = {"help": help, "choices": choices, "bounds": bounds, "finite": finite}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: default.copy(), metadata=metadata)
@@ -32,7 +32,7 @@ def opt(default: Any, help: str, choices: tuple[str, ...] | None = None, finite:
 
 
 def check_value(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
-    """Refuse, with a UserError, a value that its option does not take; a list is checked item by item."""
+    """Raise UserError for a value that its option does not accept; check a list item by item."""
     if isinstance(value, list):
         for item in value:
             check_value(name, item, metadata)
@@ -51,12 +51,12 @@ COMPARE = {"above": operator.gt, "at_least": operator.ge, "at_most": operator.le
 
 
 def is_hub_id(path: str) -> bool:
-    """Whether a path is an `owner/name` of the hub, and nothing here."""
+    """Return whether a path is a hub id, `owner/name`, and not a local file or folder."""
     return bool(re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", path)) and not Path(path).exists()
 
 
 def is_hub_set(path: str) -> bool:
-    """Whether a path may be a data set of the hub: an `owner/name` that does not end as a file of rows does."""
+    """Return whether a path may be a hub data set: a hub id without the extension of a file of rows."""
     return is_hub_id(path) and not path.lower().removesuffix(".gz").endswith(ROW_FILES)
 
 
@@ -83,12 +83,12 @@ class TargetConfig:
 
     @property
     def name(self) -> str:
-        """The target as others may know it, wherever it lies: its hub id, or the last part of its folder."""
+        """The target's public name, wherever it is stored: its hub id, or the last part of its folder."""
         name = Path(self.path).name
         return self.path if self.is_hub_id else Path(self.path).resolve().name if name in ("", "..") else name
 
 
-OWN_SERVER = "vllm"  # data.generate.server: one that is started for the answers
+OWN_SERVER = "vllm"  # value of data.generate.server: start one for the answers
 
 
 @dataclass
@@ -116,8 +116,8 @@ class SelfPromptsConfig:
     system: dict[str, Any] = opt({}, "system prompts used in turn to write them, NAME: TEXT; left out of the data")
 
 
-SELF = "self"  # data.prompts, or a source's path: the target writes them
-SELF_WRITTEN = "prompts.jsonl"  # in the run's folder, once it has
+SELF = "self"  # value of data.prompts or a source's path: the target writes the prompts
+SELF_WRITTEN = "prompts.jsonl"  # in the run's folder, once the target has written it
 
 
 @dataclass
@@ -155,7 +155,7 @@ class DataConfig:
 
     @property
     def weighted_paths(self) -> list[tuple[str, Any]]:
-        """Path and weight of every source that has a path; nobody has checked the weight."""
+        """Path and weight of every source that has a path. Weights are unchecked."""
         entries = [one for one in self.sources.values() if isinstance(one, dict)]
         return [(path, one.get("weight", 1)) for one in entries if isinstance(path := one.get("path"), str)]
 
@@ -165,7 +165,7 @@ class DataConfig:
 
     @property
     def wants_answers(self) -> bool:
-        """Whether what is given is prompts alone: then the target answers them, unless `regenerate` says otherwise."""
+        """Whether only prompts are given; the target answers them, unless `regenerate` says otherwise."""
         return self.conversations is None and (self.prompts is not None or self.writes_prompts)
 
 
@@ -210,7 +210,7 @@ class DrafterConfig:
     mlp_bias: bool = opt(False, "biases of the MLP (llama without qk_norm only)")
     parallel: bool = opt(False, "draft all tokens in one pass, as P-EAGLE does (llama only)")
     ptd_token_id: int | None = opt(None, "parallel: id of the mask token; default: the vocabulary's last", at_least=0)
-    # What is null follows from the target's config.json (targets/derive.py)
+    # null: derived from the target's config.json (targets/derive.py)
     hidden_size: int | None = opt(None, "default: the target's", above=0)
     intermediate_size: int | None = opt(None, "width of the MLP; default: what one token of the target uses", above=0)
     num_attention_heads: int | None = opt(None, "query heads; default: the target's", above=0)
@@ -358,13 +358,13 @@ class Config:
 
     @property
     def target_name(self) -> str:
-        """The target as an export names it: as others know it, or as `vllm serve FOLDER` finds it here."""
+        """The target's name in an export: its public name or, if `vllm serve FOLDER` must find it, its local folder."""
         here = self.export_format == "speculators" and not self.target.is_hub_id
         return str(Path(self.target.path).resolve()) if here else self.target.name
 
     @property
     def writes_prompts(self) -> bool:
-        """Whether the target writes prompts itself: as options say, or, as by `eagle31 run`, since nothing is given."""
+        """Whether the target writes the prompts: options say so or, as for `eagle31 run`, nothing is given."""
         return self.data.writes_prompts or not (self.data.given or self.regenerate)
 
     @property
@@ -377,7 +377,7 @@ class Config:
 
     @property
     def store_location(self) -> str:
-        """Where stage 2 writes and the others read: a folder or a URL."""
+        """The store that stage 2 writes and later stages read: a folder or a URL."""
         return self.store_dir or str(Path(self.run_dir) / "store")
 
     @property
@@ -390,8 +390,7 @@ class Config:
 
 @dataclass(frozen=True)
 class DrafterShape:
-    """A drafter's architecture with nothing left to default: DrafterConfig joined with its target; saved as
-    `drafter.json`."""
+    """A drafter's complete architecture: DrafterConfig filled in from its target. Saved as `drafter.json`."""
 
     architecture: str
     hidden_size: int  # D
@@ -418,7 +417,7 @@ class DrafterShape:
     attention_bias: bool = False
     mlp_bias: bool = False
     parallel: bool = False
-    ptd_token_id: int | None = None  # of a parallel drafter alone
+    ptd_token_id: int | None = None  # parallel drafters only
     # MLA only
     q_lora_rank: int | None = None
     kv_lora_rank: int | None = None
@@ -428,20 +427,20 @@ class DrafterShape:
 
     @property
     def norms_states(self) -> bool:
-        """Whether fc reads the target's auxiliary states behind a norm."""
+        """Whether the target's auxiliary states are normalized before fc."""
         return self.fc_norm or self.norm_before_fc
 
 
 def default_aux_layers(layers: int) -> list[int]:
-    """vLLM's choice for a target of N layers: 2, N//2, N-3."""
+    """Return vLLM's choice for a target of N layers: 2, N//2, N-3."""
     return [2, layers // 2, layers - 3]
 
 
-MLA_WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # and q_lora_rank, or none
+MLA_WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # q_lora_rank may be null
 
 
 def mla_widths(of: DrafterConfig | DrafterShape) -> tuple[int, int, int, int]:
-    """Widths of MLA: the latent, a key without position, a key with it, a value; UserError if one is not given."""
+    """Return MLA's widths: latent, key without position, key with position, value. UserError if one is missing."""
     if missing := [f"drafter.{name}" for name in MLA_WIDTHS if getattr(of, name) is None]:
         raise UserError(
             f"drafter.architecture=mla needs {', '.join(missing)}, which only a target with MLA has: give them"

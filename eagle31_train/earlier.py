@@ -1,9 +1,9 @@
-"""Options of earlier versions: how they are called now, what was added since, and what went."""
+"""Options of earlier versions: renamed, added since, and removed."""
 
 from typing import Any
 
-# Old names of options. They are still read, on the command line and in YAML files, and the new one is said. What is
-# recorded on the disk has the old names (`provenance.recorded`), so that earlier outputs stay up to date.
+# Old name → new name. Old names are still accepted, on the command line and in YAML files, with a note of the new one.
+# Records on disk use the old names (`provenance.recorded`), so that earlier outputs stay up to date.
 RENAMED: dict[str, str] = {
     "train.unroll": "train.ttt_length",
     "train.clip": "train.max_grad_norm",
@@ -17,7 +17,7 @@ RENAMED: dict[str, str] = {
     "evaluate.depths": "evaluate.max_speculative_tokens",
     "evaluate.serve_depths": "evaluate.serve_speculative_tokens",
 }
-# Options that came later, with the value that everything had until then, which is not recorded.
+# Option added later → the value that everything had until then. An option with that value is not recorded.
 ADDED: dict[str, Any] = {
     "drafter.norm_before_fc": False,
     "drafter.num_layers": 1,
@@ -33,7 +33,7 @@ ADDED: dict[str, Any] = {
     "evaluate.timed_prompts": 5,
     "evaluate.warmup": True,
 }
-# Options of before; given, they are left out, and it is said why.
+# Removed option → why. If given, it is ignored with a note.
 REMOVED = {
     **dict.fromkeys(("plan.hidden_size", "plan.vocab_size", "plan.layers"), "read from the target's config.json now"),
     "data.draft_vocab_coverage": "gone: give data.draft_vocab_size; stage 1 tells its share of the answers",
@@ -41,5 +41,5 @@ REMOVED = {
     "evaluate.leave_out": "gone: where rounding chose between equals, evaluation says so and goes on",
     "export_weights": "gone: weights are exported in target.dtype; export_vocab_size makes a drafter smaller",
 }
-# What they were where nobody had set them, if not null, false or empty: nothing is said of that.
+# Their defaults, if not null, false or empty. Such a value gets no note.
 UNSET = {"export_weights": "target"}

@@ -35,7 +35,7 @@ from eagle31_train.store import read_manifest
 
 
 def evaluate(config: Config) -> None:
-    """Run the stage; UserError where its input is wrong, or an output is not plain decoding's, ties apart."""
+    """Run the stage; UserError if its input is wrong, or an output differs from plain decoding's other than by ties."""
     began = time.perf_counter()
     if config.evaluate.backend == "vllm":
         serve(config)
@@ -52,7 +52,7 @@ def evaluate(config: Config) -> None:
         return
     checkpoint.check_data(data, config.data_folder)
     checkpoint.check_target(config.target, store=read_manifest(config))
-    provenance.read_data(config, whole=True)  # or it is refused
+    provenance.read_data(config, whole=True)  # refuses damaged data
 
     with writing(folder):  # before hours are spent
         # Measurements stay outside the stage's folder, so that adding a suite does not decode the others again.
@@ -69,7 +69,7 @@ def evaluate(config: Config) -> None:
         }
         if missing:
             note(f"not measured: {', '.join(missing)} (no prompt of these sources was decoded)")
-        # Measuring refuses other outputs but ties, whose prompts are not verified.
+        # Measuring refuses any difference except ties, and does not count prompts with ties as verified.
         equal = all(one["verified"] == one["prompts"] for one in result["workloads"])
         facts = {
             "result": result,
@@ -83,7 +83,7 @@ def evaluate(config: Config) -> None:
 
 
 def serve(config: Config) -> None:
-    """Measure the exported checkpoint as vLLM serves it; UserError where it is not what was trained."""
+    """Measure the exported checkpoint as vLLM serves it; UserError if it is not an export of what was trained."""
     began = time.perf_counter()
     run_dir = Path(config.run_dir)
     exported, checkpoint = read_export(run_dir), DrafterCheckpoint.open(run_dir / "export")
@@ -94,14 +94,14 @@ def serve(config: Config) -> None:
             raise UserError(f"{run_dir / 'export'} was not exported so: {remedy}")
     engine = check_serving(config)
     data = provenance.read_data(config)
-    # Of the checkpoint and not of its card, which shows what is measured here.
+    # Depends on the checkpoint, not on its card, which shows what is measured here.
     made_of = made_from(config, data, {"train": exported["inputs"]["train"], "export": exported["checkpoint"]}, engine)
     folder = run_dir / "serving"
     if provenance.up_to_date(folder, made_of, config.overwrite):
         note(f"evaluate: up to date ({folder})")
         return
     checkpoint.check_data(data, config.data_folder)
-    # A quantized copy of the target may well have a name of its own.
+    # Not an error: a quantized copy of the target may have another name.
     other = checkpoint.other_target(config.target, read_manifest(config))
     if other:
         note(f"evaluate: {other}")
@@ -121,9 +121,11 @@ def serve(config: Config) -> None:
 
 
 def _write(folder: Path, result: dict[str, Any], made_of: Provenance, facts: dict[str, Any], began: float) -> None:
-    """The page and its pictures, then the manifest of these facts; what other options left is removed before: pages of
-    both would lie side by side."""
-    if folder.is_dir():  # of a kill before the manifest was there, too
+    """Write the page and its pictures, then the manifest of these facts.
+
+    First remove what other options left, or pages of both would lie side by side.
+    """
+    if folder.is_dir():  # even without a manifest, which a killed evaluation did not write
         artifacts.discard(folder)
     files = evaluation_page.write(folder, result)
     record = made_of.record(**facts, files=files, seconds=time.perf_counter() - began)
@@ -135,10 +137,10 @@ def _write(folder: Path, result: dict[str, Any], made_of: Provenance, facts: dic
 def made_from(
     config: Config, data: dict[str, Any], drafter: dict[str, str], engine: Installation | None = None
 ) -> Provenance:
-    """All that the counts depend on; `drafter`: what tells it from others; `engine`: by which it is served."""
+    """Return all that the counts depend on. drafter: its identity. engine: the vLLM that serves it, if any."""
     temperatures = [perturb.find(name).temperature for name in config.evaluate.perturbations]
     server = None
-    if engine:  # of its arguments those that other options than evaluate.vllm_args give
+    if engine:  # only the arguments that come from other options than evaluate.vllm_args
         given = server_arguments(config, None, 0, 0)
         server = {"vllm": engine.version, "server": {name: given[name] for name in target_arguments(config)}}
     sampled = bool(config.evaluate.temperature or any(temperatures))

@@ -37,15 +37,15 @@ from eagle31_train.store.tensors import save_file
 
 
 def export(config: Config) -> None:
-    """Write `run_dir/export` and `run_dir/export.json`; upload with push=true. A UserError, and nothing written, if an
-    input is missing or damaged, was made with other options, or breaks the contract."""
+    """Write `run_dir/export` and `run_dir/export.json`; upload with push=true. Raise UserError, and write nothing, if
+    an input is missing or damaged, was made with other options, or breaks the contract."""
     started = time.monotonic()
     hub.check(config)
     run = Path(config.run_dir)
     checkpoint = served(config)
     shape = exported_shape(config, checkpoint)
     checkpoint.check_target(config.target, by_name=True, store=read_manifest(config))
-    data = None  # stage 1's manifest, whose counts are on the card, unless it is gone
+    data = None  # stage 1's manifest, for the counts on the card; None if it is gone
     if (config.data_folder / artifacts.MANIFEST).is_file():
         data = provenance.read_data(config)
         checkpoint.check_data(data, config.data_folder)
@@ -60,7 +60,7 @@ def export(config: Config) -> None:
     compared = [Path(one) for one in config.comparisons]
     there = identity_there(run, fingerprint) if compared else None
     results = card.read_results(run, checkpoint.identity, fingerprint, compared, there)
-    said = {  # on the card, where it is given
+    said = {  # shown on the card if set
         "license": config.license,
         "drawn": config.evaluate.draft_sampling != "greedy",
         "revision": config.target.revision,
@@ -76,7 +76,7 @@ def export(config: Config) -> None:
         **{name: value for name, value in said.items() if value},
     }
     made_from = dataclasses.replace(made_from, card=card_inputs)
-    if not (run / "export").exists():  # killed while it was replaced
+    if not (run / "export").exists():  # its replacement was killed
         artifacts.restore_backup(run / "export")
     theirs = added(run, config.overwrite)
     if provenance.whole(run / "export", run / EXPORTED, made_from, config.overwrite, EXPORT):
@@ -92,7 +92,7 @@ def export(config: Config) -> None:
                 for name, file in copies.items():
                     (temporary / name).parent.mkdir(parents=True, exist_ok=True)
                     shutil.copyfile(file, temporary / name)
-                (run / EXPORTED).unlink(missing_ok=True)  # it is the old folder's
+                (run / EXPORTED).unlink(missing_ok=True)  # it describes the old folder
             ours = (file for file in (run / "export").rglob("*") if file.is_file())
             files = artifacts.list_files(run, (file for file in ours if file not in theirs))
             record = made_from.record(files=files, checkpoint=fingerprint)
@@ -113,16 +113,18 @@ def export(config: Config) -> None:
 
 
 def identity_there(run: Path, fingerprint: str) -> str | None:
-    """By what comparisons know an export of these very weights, if a whole one is there already."""
-    with suppress(UserError):  # of a damaged one, which is made again
+    """Return the identity that comparisons give to an existing, undamaged export of these weights, or None."""
+    with suppress(UserError):  # a damaged export is made again
         if (run / EXPORTED).is_file() and run_folder.read_export(run)["checkpoint"] == fingerprint:
             return DrafterCheckpoint.open(str(run / "export")).identity
     return None
 
 
 def trained_by(config: Config, data: Mapping[str, Any] | None) -> Config:
-    """These options, but for those that the training was given: the card's commands are to repeat it. What the target
-    (of stage 1's manifest) decides by itself stays open, and positions are the export's."""
+    """Return these options with those of the training restored, so that the card's commands repeat it.
+
+    Options that the target (in stage 1's manifest) decides by itself stay open; positions stay the export's.
+    """
     run = Path(config.run_dir)
     if not (saved := run / "train" / run_folder.CONFIG).is_file():
         return config
@@ -142,10 +144,10 @@ def trained_by(config: Config, data: Mapping[str, Any] | None) -> Config:
 
 
 def added(run: Path, overwrite: bool) -> list[Path]:
-    """Files that others have put into `export/`, a licence or notes, and that stay. UserError if the card was edited,
-    unless `overwrite` allows to replace it."""
+    """Return files that others put into `export/`, such as a licence or notes, which stay. UserError if the card was
+    edited, unless `overwrite` allows replacing it."""
     readme = CARD[0]
-    if not (run / EXPORTED).is_file():  # nothing was exported, or what was is not listed yet
+    if not (run / EXPORTED).is_file():  # nothing was exported, or its files are not listed yet
         there = [file for file in (run / "export").rglob("*") if file.is_file()]
         ours = (*CARD, "export/config.json", f"export/{MODEL}")
         return [file for file in there if not str(file.relative_to(run)).startswith(ours)]
@@ -161,8 +163,11 @@ def added(run: Path, overwrite: bool) -> list[Path]:
 
 
 def exported_shape(config: Config, checkpoint: DrafterCheckpoint) -> DrafterShape:
-    """The trained shape, with as many positions as the options say: no weight depends on them, and vLLM may need more
-    of them than were trained with. A UserError if other options contradict the weights, whose card tells them."""
+    """Return the trained shape, with max_position_embeddings raised if the options say so.
+
+    No weight depends on it, and vLLM may need more positions than training had. UserError if other options contradict
+    the weights, since the card shows these options.
+    """
     shape, positions = checkpoint.shape, config.drafter.max_position_embeddings
     if positions is not None and positions > shape.max_position_embeddings:
         note(f"export: max_position_embeddings is {positions:,} now, {shape.max_position_embeddings:,} in training")
@@ -173,9 +178,9 @@ def exported_shape(config: Config, checkpoint: DrafterCheckpoint) -> DrafterShap
         del options["sliding_window"]
     for name, trained in dataclasses.asdict(shape).items():
         wanted = options.get(name)
-        if name == "rope_scaling":  # {} is no scaling, which a shape writes as None
+        if name == "rope_scaling":  # {} means no scaling, None in a shape
             wanted, trained = wanted or {}, trained or {}
-            if options["rope_theta"] is None:  # then what is given went over the target's
+            if options["rope_theta"] is None:  # then the given entries replaced some of the target's
                 wanted = trained | wanted
         if wanted is not None and wanted != trained:
             raise UserError(
@@ -186,12 +191,12 @@ def exported_shape(config: Config, checkpoint: DrafterCheckpoint) -> DrafterShap
 
 
 def write_checkpoint(checkpoint: DrafterCheckpoint, shape: DrafterShape, config: Config, folder: Path) -> None:
-    """Write what vLLM serves, the weights rounded to the target's dtype; a UserError if they break the contract in it,
-    or the format has no such drafters. shape: the checkpoint's; max_position_embeddings may be another one."""
+    """Write what vLLM serves, with the weights rounded to the target's dtype. UserError if they then break the
+    contract, or the format has no such drafters. shape: the checkpoint's, except perhaps max_position_embeddings."""
     dtype = config.target.dtype
     tensors = {name: one.to(getattr(torch, dtype)) for name, one in checkpoint.tensors.items()}
     contract.require(tensors, shape, str(checkpoint.folder / MODEL))
-    if checkpoint.vocab.pruned:  # else vLLM has no parameter to put d2t into, and refuses it
+    if checkpoint.vocab.pruned:  # otherwise vLLM has no parameter for d2t, and refuses it
         tensors["d2t"] = torch.from_numpy(checkpoint.vocab.d2t)
         tensors["t2d"] = torch.from_numpy(checkpoint.vocab.t2d)
     if config.export_format == "speculators":

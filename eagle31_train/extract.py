@@ -15,7 +15,7 @@ from eagle31_train.config import Config
 
 
 def extract(config: Config) -> None:
-    # They take seconds; a mistyped option has been refused by now.
+    # These imports take seconds, so they follow the check of the options.
     from eagle31_train.evaluation import trajectories
     from eagle31_train.targets import extraction
 

@@ -34,10 +34,10 @@ def main() -> None:
             os.kill(os.getpid(), number)
 
     try:
-        launch = import_module("accelerate.commands.launch")  # takes seconds, in which Ctrl-C may come
+        launch = import_module("accelerate.commands.launch")  # takes seconds, during which Ctrl-C may come
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, pass_on)
-        # In another thread torchrun leaves signals alone, with a warning; and how a process ended is told below.
+        # In another thread torchrun leaves signals alone, but warns of it. How a process ended is reported below.
         logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
         with ThreadPoolExecutor(1) as thread:
             thread.submit(launch.main).result()
@@ -50,11 +50,11 @@ def main() -> None:
         if isinstance(error, elastic.ChildFailedError):
             rank, failure = error.get_first_failure()
             status = failure.exitcode
-        elif isinstance(error, CalledProcessError):  # of one process
+        elif isinstance(error, CalledProcessError):  # a launch of one process
             rank, status = 0, error.returncode
         else:
             raise
-        if status < 0:  # else it has said why itself
+        if status < 0:  # otherwise the process itself has said why
             killer, reason = signal.Signals(-status), ", for want of memory perhaps"
             note(f"error: rank {rank} was killed by {killer.name}{reason * (killer == signal.SIGKILL)}", error=True)
         raise SystemExit(status if status > 0 else 128 - status) from None

@@ -13,8 +13,8 @@ from eagle31_train.config import Config
 
 
 def plan(config: Config) -> None:
-    """Print the plan; UserError: see `reckon`."""
-    # They take seconds; a mistyped option has been refused by now.
+    """Print the plan; raises as `reckon` does."""
+    # These imports take seconds, so they follow the check of the options.
     from eagle31_train.planning import sections
     from eagle31_train.planning.planned import reckon
     from eagle31_train.targets.description import doubts
@@ -27,5 +27,5 @@ def plan(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    # A precision of `auto` is that of the devices of plan.*, and not of this machine.
+    # A precision of `auto` means that of the devices in plan.*, not of this machine.
     cli.run(plan, __doc__ or "", resolve=False)

@@ -1,7 +1,7 @@
-"""Precision `auto`: bf16 where the hardware multiplies in it, float32 elsewhere. What was begun stays as it was begun.
+"""Precision `auto`: bf16 where the hardware multiplies in it, float32 elsewhere.
 
-Without such instructions bf16 is slower than float32 (docs/log.md). An option that says `auto` gets its
-value when the command line is read, and from the records that are there: what one machine began, another goes on with.
+Without such instructions bf16 is slower than float32 (docs/log.md). `auto` is resolved when the command line is read.
+Existing records come first, so that a run keeps its precision when another machine continues it.
 """
 
 import json
@@ -20,14 +20,14 @@ TRUE = ("1", "true", "yes", "on", "y", "t")  # as accelerate reads its environme
 
 
 def resolve(config: Config) -> dict[str, str]:
-    """Put a value in the place of every `auto`; returns option → a line on what the hardware decided, and why."""
+    """Replace every `auto` by a value; return option → a line on what the hardware decided, and why."""
     target, t, chosen = config.target, config.train, {}
     if target.dtype == AUTO:
         target.dtype = _recorded_dtype(config)
     if t.precision == AUTO:
         record = config.train_folder / "inputs.json"
         t.precision = _recorded(record, "inputs", "train", "precision")
-        if t.precision != AUTO and config.overwrite:  # it may be of another run, which this one is to replace
+        if t.precision != AUTO and config.overwrite:  # the record may be of a run that this one replaces
             chosen["train.precision"] = f"auto: train.precision={t.precision} (as in {record})"
     if target.dtype == AUTO:
         native, why = native_bf16(on_cpu=target.device == "cpu")
@@ -41,7 +41,7 @@ def resolve(config: Config) -> dict[str, str]:
 
 
 def native_bf16(on_cpu: bool) -> tuple[bool, str]:
-    """Whether products in bf16 are the hardware's own, and why we think so."""
+    """Return whether the hardware multiplies in bf16, and how we know."""
     if not on_cpu:
         import torch  # seconds, which `--help` need not wait for
 
@@ -55,15 +55,15 @@ def native_bf16(on_cpu: bool) -> tuple[bool, str]:
 
 
 def whole_float32() -> None:
-    """Have a GPU multiply float32 as float32, whatever this process's environment says: NVIDIA's containers set
-    TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, by which torch rounds the factors to eleven bits."""
+    """Make GPUs multiply float32 in full precision, whatever the environment says: NVIDIA's containers set
+    TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, with which torch rounds the factors to eleven bits."""
     import torch
 
     torch.set_float32_matmul_precision("highest")
 
 
 def _recorded_dtype(config: Config) -> str:
-    """In which the target ran for this run's store, training, answers or prompts, the first that there is."""
+    """Return the target's dtype from the first record of the run's store, training, answers and prompts, or `auto`."""
     run, dtypes = Path(config.run_dir), []
     if "://" not in config.store_location:
         dtypes.append(_recorded(Path(config.store_location) / "provenance.json", "inputs", "target", "dtype"))
@@ -73,7 +73,7 @@ def _recorded_dtype(config: Config) -> str:
 
 
 def _recorded(file: Path, *keys: str) -> str:
-    """The text at `keys` of a record, JSON or YAML; `auto` where it is missing or damaged, which its stage tells."""
+    """Return the text at `keys` of a JSON or YAML record; `auto` if missing or damaged, which its stage reports."""
     try:
         text = file.read_bytes()
         value = yaml.safe_load(text) if file.suffix == ".yaml" else json.loads(text)  # YAML takes minutes for megabytes

@@ -1,8 +1,8 @@
-"""When is an output up to date? When it was made from the inputs that are wanted now, and its files are as written.
+"""Whether an output is up to date: it was made from the current inputs, and its files are as written.
 
 Every output has a record, written last: `inputs`, all that it depends on; `fingerprint`, their hash; `files`, with
-sizes and checksums. One of other inputs is refused or, with overwrite=true, made again; so is one that is damaged.
-What each stage depends on stands below, stage by stage.
+sizes and checksums. An output of other inputs is refused or, with overwrite=true, made again. A damaged one is made
+again. What each stage depends on is listed below, stage by stage.
 """
 
 from collections.abc import Mapping
@@ -17,11 +17,11 @@ from eagle31_train.common.errors import UserError
 from eagle31_train.config import Config, TargetConfig
 from eagle31_train.earlier import ADDED, RENAMED
 
-# Raise a number when the same inputs make another output. Outputs of a lower one are then no longer up to date.
+# Raise a number when the same inputs give another output: outputs with a lower number are then out of date.
 LAYOUTS = {
     "embedded_target": 1,
     "toy_target": 1,
-    "answers": 2,  # of stage 1, only recorded: 1 has no token ids, and before it blank prompts were answered, too
+    "answers": 2,  # stage 1's; only recorded. 1 has no token ids; before that, blank prompts were answered, too
     "data": 2,
     "store": 2,
     "train": 3,
@@ -40,9 +40,9 @@ class Provenance:
     """What an output is made from.
 
     inputs: of JSON's types. card: inputs of the words and pictures around an output, which may change without it.
-    pointers: name of an input → the option that says where it lies, as it was given: perhaps it names a wrong place.
-    beside: how to have both outputs, and make again no more than must be, where only these inputs differ.
-    options: name of an input → the option that it comes from, where that has another name.
+    pointers: name of an input → the given option that locates it, which may point to a wrong place.
+    beside: how to keep both outputs with the least recomputation, and the inputs that may differ for that.
+    options: name of an input → the option that it comes from, if that has another name.
     """
 
     inputs: dict[str, Any]
@@ -60,23 +60,23 @@ class Provenance:
         return fingerprint(self.all_inputs)
 
     def record(self, **facts: Any) -> dict[str, Any]:
-        """The record of an output: its inputs, their fingerprint, and what else is known of it."""
+        """Return an output's record: its inputs, their fingerprint, and other facts."""
         return {"fingerprint": self.fingerprint, "inputs": self.all_inputs, **facts}
 
     def matches(self, record: Mapping[str, Any]) -> bool:
-        """Whether an output, whose record this is, was made from these inputs; the card may be another."""
+        """Return whether the output with this record was made from these inputs; its card may differ."""
         inputs = record.get("inputs", {})
         return fingerprint({**inputs, "card": None}) == fingerprint({**self.inputs, "card": None})
 
     def refuse_other(self, where: object, record: Mapping[str, Any], overwrite: bool) -> None:
-        """Unless it may be overwritten, refuse an output of other inputs with a UserError that names these."""
+        """Raise UserError, naming the changes, for an output of other inputs, unless it may be overwritten."""
         if not overwrite and not self.matches(record):
             change = describe_change(record.get("inputs", {}), self.all_inputs, options={**RENAMED, **self.options})
             change = change.replace("train.decays: nothing there, maps here", LM_HEAD_DECAYED)
             raise UserError(f"{where} was made from other inputs ({change}): {self.remedy(record)}")
 
     def remedy(self, record: Mapping[str, Any]) -> str:
-        """What to do about an output of other inputs; it is replaced only where no option may point to a wrong one."""
+        """Return what to do about an output of other inputs: replace it only if no option may point to a wrong one."""
         before = record.get("inputs", {})
         wrong = [given for name, given in self.pointers.items() if before.get(name) != self.inputs.get(name)]
         if wrong:
@@ -88,8 +88,8 @@ class Provenance:
 
 
 def whole(output: Path, record_path: Path, provenance: Provenance, overwrite: bool, made_by: str) -> bool:
-    """Whether an output is there, whole, and made from these inputs, its card too; UserError: see `refuse_other`. The
-    record lists files relative to its own folder. made_by: the command that makes it."""
+    """Return whether an output exists, is undamaged, and was made from these inputs, its card included. Raises as
+    `refuse_other` does. The record lists files relative to its own folder. made_by: the command that makes it."""
     if not record_path.is_file():
         return False
     record = read_json(record_path, made_by)
@@ -102,13 +102,13 @@ def whole(output: Path, record_path: Path, provenance: Provenance, overwrite: bo
 
 
 def up_to_date(folder: Path, provenance: Provenance, overwrite: bool) -> bool:
-    """Whether the stage that writes `folder` is done for these inputs; see `whole`."""
+    """Return whether the stage that writes `folder` is done for these inputs; see `whole`."""
     return whole(folder, folder / MANIFEST, provenance, overwrite, "this command")
 
 
 def read_data(config: Config, whole: bool = False) -> dict[str, Any]:
-    """Stage 1's manifest, which describes its conversations and the target; UserError where there is none, or, with
-    `whole`, where its files are missing or damaged."""
+    """Return stage 1's manifest, which describes its conversations and the target. UserError if there is none or, with
+    `whole`, if its files are missing or damaged."""
     manifest = read_json(config.data_folder / MANIFEST, DATA)
     if whole and (damage := first_damaged(config.data_folder, manifest.get("files", {}))):
         raise UserError(f"{damage}: run `{DATA}` again")
@@ -116,25 +116,25 @@ def read_data(config: Config, whole: bool = False) -> dict[str, Any]:
 
 
 def recorded(section: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options under the names that they had before RENAMED; those of ADDED only with another value than there."""
+    """Return options under their names before RENAMED, without those that have the value given in ADDED."""
     named = {f"{section}.{name}": value for name, value in options.items()}
     kept = {name: value for name, value in named.items() if name not in ADDED or value != ADDED[name]}
     return {recorded_name(name): value for name, value in kept.items()}
 
 
 def recorded_name(option: str) -> str:
-    """What an option, such as train.fc_init_scale, is called in records."""
+    """Return the name in records of an option such as train.fc_init_scale."""
     return next((old for old, new in RENAMED.items() if new == option), option).split(".")[-1]
 
 
 def recorded_value(section: Mapping[str, Any], option: str) -> Any:
-    """An option's value in a section of a record; None where it has none."""
+    """Return an option's value in a section of a record. If it has none: the value in ADDED, or None."""
     return section.get(recorded_name(option), ADDED.get(option))
 
 
 # ---------------------------------------------------------------- what each stage's output depends on
 
-# Arguments of vLLM that decide where and how fast it runs, and not what it computes beyond rounding.
+# vLLM arguments that decide where and how fast it runs, but not what it computes, except for rounding.
 ENGINE_RESOURCES = {"tensor_parallel_size", "enable_expert_parallel", "distributed_executor_backend", "enforce_eager"}
 ENGINE_RESOURCES |= {"gpu_memory_utilization", "kv_cache_memory_bytes", "max_model_len", "max_num_seqs"}
 ENGINE_RESOURCES |= {"max_num_batched_tokens", "disable_log_stats"}
@@ -161,7 +161,7 @@ OF_STORE = {
 LM_HEAD_DECAYED = "train.weight_decay: there, by an earlier version, of lm_head, too; here of linear layers alone"
 # Options of evaluation that choose prompts, and are recorded with the workloads.
 CHOOSE_PROMPTS = {"prompts", "suites", "perturbations"}
-# Likewise; measurements are by one backend alone.
+# Also recorded with the workloads. A measurement is by one backend only.
 OF_WORKLOAD = {"num_prompts", "temperature", "top_p", "top_k", "backend"}
 SERVING_ONLY = {"serve_depths", "concurrency", "vllm_python", "vllm_args"}
 DECODING_ONLY = {"depths", "batch_size", "timed_prompts", "drift"}
@@ -186,7 +186,7 @@ def of_data(config: Config, corpus: Mapping[str, Any], template: Mapping[str, An
 
 
 def of_store(config: Config, data: Mapping[str, Any]) -> Provenance:
-    """Stage 2's store. data: stage 1's manifest; not its draft vocabulary, on which the states do not depend."""
+    """Stage 2's store. data: stage 1's manifest. Its draft vocabulary is left out, as states do not depend on it."""
     arguments = {n: value for n, value in config.extract.engine_args.items() if n not in ENGINE_RESOURCES}
     return Provenance(
         {
@@ -195,7 +195,7 @@ def of_store(config: Config, data: Mapping[str, Any]) -> Provenance:
             "tokenizer": data["inputs"]["tokenizer"],
             "template": data["inputs"]["template"],
             "target": {**target_identity(config.target), "aux_layers": config.target.aux_layers},
-            # Engines differ by their rounding, and quantization by more: one store holds the states of one.
+            # Engines round differently, and quantization changes more: a store holds the states of one engine.
             "engine": {"name": config.extract.engine, "args": arguments},
             "codecs": {"aux": config.store.aux_codec, "last": config.store.last_codec},
             "shard_tokens": config.extract.shard_tokens,
@@ -217,11 +217,11 @@ def of_training(
     chosen_on: the prompts whose measured acceptance chooses the step, if one is chosen."""
     options = recorded("train", asdict(config.train))
     recipe = {name: value for name, value in options.items() if name not in WITHOUT_EFFECT | {"init_revision"}}
-    if recipe["weight_decay"]:  # in earlier versions lm_head and an own embedding decayed, too
+    if recipe["weight_decay"]:  # in earlier versions lm_head and the drafter's own embedding decayed, too
         recipe["decays"] = "maps"
     states = f"data_dir={config.data_folder} store_dir={config.store_location}"
     choice = {name: recipe.pop(name) for name in ("keep_best", "early_stop")}
-    if chosen_on is not None:  # without it, all is as it was before there were such options
+    if chosen_on is not None:  # otherwise the record is as it was before these options existed
         choice |= {"prompts": chosen_on, "every": config.train.eval_every, "dtype": config.evaluate.dtype}
         recipe["choice"] = {**choice, "draft_tokens": config.evaluate.num_speculative_tokens}
     return Provenance(
@@ -249,11 +249,11 @@ def of_evaluation(
     server: Mapping[str, Any] | None = None,
 ) -> Provenance:
     """Stage 4's result. data: stage 1's manifest. drafter: its identity. workloads: what the prompts depend on.
-    sampled: some tokens are drawn, by the seed. server: of backend=vllm, its version and the target's arguments."""
+    sampled: some tokens are drawn, by the seed. server: for backend=vllm, its version and the target's arguments."""
     options = recorded("evaluate", asdict(config.evaluate))
-    # Of vLLM's measurements, too, comparisons decode in process, for which a target may be too large.
+    # Not advised for vLLM: comparisons always decode in process as well, for which the target may be too large.
     comparison = f"`eagle31 compare {config.run_dir} … compare.out=…`"
-    # How a measurement began is recorded with it: overwrite=true measures anew.
+    # The warm-up is recorded with each measurement; overwrite=true measures anew.
     left_out = {"warmup"} | CHOOSE_PROMPTS | (DECODING_ONLY if server else SERVING_ONLY)
     return Provenance(
         {
@@ -271,7 +271,7 @@ def of_evaluation(
 
 
 def of_workload(config: Config, end_ids: list[int], device: str, torch: str) -> dict[str, Any]:
-    """What a measurement depends on beside its workload and its drafter; other devices and versions round otherwise."""
+    """Return what a measurement depends on besides workload and drafter; devices and versions differ in rounding."""
     options = recorded("evaluate", asdict(config.evaluate))
     left_out = CHOOSE_PROMPTS | SERVING_ONLY | OF_WORKLOAD
     return {
@@ -288,7 +288,7 @@ def of_workload(config: Config, end_ids: list[int], device: str, torch: str) -> 
 def of_server(
     config: Config, arguments: Mapping[str, Any], requests: Mapping[str, Any], installation: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What a server's answers depend on: weights by what they hold, and not by where they lie."""
+    """Return what a server's answers depend on. Weights count by their content, not their path."""
     return {
         "layout": LAYOUTS["server"],
         "arguments": arguments,
@@ -317,6 +317,6 @@ def of_export(
         "target": config.target_name,
         "dtype": config.target.dtype,
     }
-    if config.export_format != "vllm":  # it names the draft tokens, too
+    if config.export_format != "vllm":  # speculators' config.json names the draft tokens, too
         checkpoint |= {"format": config.export_format, "draft_tokens": config.evaluate.num_speculative_tokens}
     return Provenance(checkpoint)

@@ -34,8 +34,8 @@ PROFILES = [*ALONE, "ddp", "fsdp2", "zero1", "zero2", "zero2_offload", "zero3", 
 
 
 def run(config: Config, overrides: list[str], first: str, last: str, profile: str | None = None) -> None:
-    """Run the stages from `first` to `last`, each in a process of its own, training as `profile` says; SystemExit if
-    one fails, with its status. UserError for options with which they could not end."""
+    """Run the stages from `first` to `last`, each in its own process, training as `profile` says. SystemExit with its
+    status if one fails. UserError for options with which they could not finish."""
     stages = stages_between(first, last, config.evaluate.backend)
     check_inputs(config, stages)
     if config.store.max_bytes and {"extract", "train"} <= set(stages):
@@ -56,13 +56,13 @@ def run(config: Config, overrides: list[str], first: str, last: str, profile: st
         note(f"run: {stage}")
         batch_tokens, made = config.train.batch_tokens, (config.data_folder / MANIFEST).is_file()
         if stage == "extract" and "train" in stages and batch_tokens and made:
-            from eagle31_train.evaluation.workloads import longest_sample  # seconds
+            from eagle31_train.evaluation.workloads import longest_sample  # slow to import
 
             longest = longest_sample(config.data_folder / "dataset")
             check_longest(f"a conversation in {config.data_folder}", longest, batch_tokens)
         early = ["push=false"] * (stage == "export" and "export" in stages[number + 1 :])
         words, processes = command(stage, config, profile)
-        # vLLM's workers and servers choose their own.
+        # vLLM's workers and servers choose their own number of threads.
         by_vllm = {"extract": config.extract.engine, "evaluate": config.evaluate.backend}.get(stage) == "vllm"
         threads = {} if by_vllm else {"OMP_NUM_THREADS": str(max(1, cores // processes))}
         status = finished([*words, *overrides, *early], threads | environment)
@@ -78,27 +78,27 @@ def run(config: Config, overrides: list[str], first: str, last: str, profile: st
 
 
 def check_inputs(config: Config, stages: list[str]) -> None:
-    """UserError for what a late stage would not find, before the first has begun."""
-    from eagle31_train.checkpoint import hub  # half a second, which `--help` need not wait for
+    """Raise UserError, before the first stage begins, for what a later stage would not find."""
+    from eagle31_train.checkpoint import hub  # takes half a second, which would delay `--help`
 
     options = config.evaluate
     if "evaluate" in stages and (options.prompts or options.suites or options.perturbations):
-        from eagle31_train.evaluation import workloads  # seconds
+        from eagle31_train.evaluation import workloads  # slow to import
 
         workloads.inputs(config)
     if "evaluate" in stages and options.backend == "vllm":
-        from eagle31_train.evaluation.serving import engine  # likewise, and vLLM's own torch
+        from eagle31_train.evaluation.serving import engine  # slow to import (vLLM's own torch)
 
         engine.check(config)
     if {"extract", "evaluate"} & set(stages) and config.target.device not in ("auto", "cpu"):
-        from eagle31_train.targets.hf import pick_device  # likewise
+        from eagle31_train.targets.hf import pick_device  # slow to import
 
         pick_device(config.target.device)
     if "export" in stages:
         hub.check(config)
     if config.train.finish and "train" in stages and not any((config.train_folder / "checkpoints").glob("step-*")):
         raise UserError(f"train.finish=true: {config.train_folder} has no checkpoint to end with: leave it out")
-    recorded = (config.train_folder / "inputs.json").is_file()  # such a run goes on without its first weights
+    recorded = (config.train_folder / "inputs.json").is_file()  # such a run goes on without its initial weights
     folders = [("train.init_from", config.train.init_from or ".")] * ("train" in stages and not recorded)
     folders += [("comparisons", one) for one in config.comparisons] * ("export" in stages)
     for option, folder in folders:
@@ -110,8 +110,8 @@ def check_inputs(config: Config, stages: list[str]) -> None:
 
 
 def check_source(config: Config) -> None:
-    """UserError for initial weights of other auxiliary layers than will be extracted, or of a target of other sizes."""
-    from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint  # seconds
+    """Raise UserError for initial weights whose auxiliary layers or target sizes differ from this run's."""
+    from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint  # slow to import
     from eagle31_train.targets.description import describe_target, kinds, pick_layers, read_raw
 
     t, target = config.train, describe_target(config.target)
@@ -138,7 +138,7 @@ def check_source(config: Config) -> None:
 
 
 def check_training(t: TrainConfig, profile: str | None) -> None:
-    """UserError for what cannot be trained so on this machine's devices."""
+    """Raise UserError for options with which this machine's devices cannot train."""
     profile, count = training_profile(profile)
     if profile.startswith("zero"):
         check_zero(t)
@@ -151,8 +151,8 @@ def check_training(t: TrainConfig, profile: str | None) -> None:
 
 
 def stages_between(first: str, last: str, backend: str) -> list[str]:
-    """The stages from `first` to `last`, in order; UserError if there are none. vLLM serves the export, so that one
-    comes before its evaluation, and after it again, for the card to show what was measured."""
+    """Return the stages from `first` to `last`, in order; UserError if there are none. With vLLM, export comes before
+    evaluation, which serves it, and again after it, so that the card shows what was measured."""
     if first == last:
         return [first]
     order = list(STAGES)
@@ -165,7 +165,7 @@ def stages_between(first: str, last: str, backend: str) -> list[str]:
 
 
 def finished(words: list[str], environment: dict[str, str]) -> int:
-    """Run a stage and return its exit status: 128 + N if signal N ended it, as shells say it.
+    """Run a stage and return its exit status: 128 + N if signal N ended it, as in a shell.
 
     Ctrl-C reaches the stage, which ends its servers and says so; a second one kills it. SIGTERM is passed on: a stage
     that went on alone would not save before the machine is taken away.
@@ -187,15 +187,15 @@ def finished(words: list[str], environment: dict[str, str]) -> int:
 
 
 def command(stage: str, config: Config, profile: str | None = None) -> tuple[list[str], int]:
-    """The words that start a stage, without its options, and how many processes that are; extraction and training on
-    all devices of this machine."""
+    """Return the words that start a stage, without its options, and how many processes it has. Extraction and training
+    use all devices of this machine."""
     script = Path(sys.executable).with_name("eagle31")
     program = [str(script)] if script.is_file() else ["-m", "eagle31_train"]
     alone = [sys.executable, *program, stage]
     if stage not in ("extract", "train"):
         return alone, 1
     one_has_it_all = config.extract.engine == "vllm" or config.target.device_map or config.target.device != "auto"
-    if stage == "extract" and one_has_it_all:  # the whole target
+    if stage == "extract" and one_has_it_all:  # one process has the whole target
         return alone, 1
     profile, count = training_profile(profile if stage == "train" else None)
     where = f"{count} GPU{'s' * (count > 1)}" if count else "the CPU"
@@ -209,7 +209,7 @@ def command(stage: str, config: Config, profile: str | None = None) -> tuple[lis
 
 
 def training_profile(given: str | None) -> tuple[str, int]:
-    """The profile, `given` or the one that fits this machine, and how many of its GPUs it uses."""
+    """Return the profile, `given` or the one that fits this machine, and how many of the GPUs it uses."""
     count = 0 if given == "cpu" else gpus()
     profile = given or ("ddp" if count > 1 else ALONE[count])
     return profile, min(count, ALONE.index(profile)) if profile in ALONE else count
@@ -228,14 +228,14 @@ def main() -> None:
             __doc__ or "",
             argv=words,
             before="[--from STAGE] [--until STAGE] [--profile PROFILE] ",
-            resolve=False,  # each stage does
+            resolve=False,  # each stage resolves for itself
         )
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
 def _stop(*_: object) -> None:
-    """Between stages; while one runs, `finished` has another handler."""
+    """Handle SIGTERM between stages; while one runs, `finished` has another handler."""
     raise Stopped("run: stopped; the same command goes on from there")
 
 

@@ -22,13 +22,13 @@ from eagle31_train.store import read_manifest
 
 
 def summarise(config: Config) -> None:
-    """Print the table; UserError if a stage has not run, or not on what was trained last, or the drafter is damaged."""
+    """Print the table; UserError if a stage has not run on the latest training, or the drafter is damaged."""
     run_dir = Path(config.run_dir)
     by_vllm = config.evaluate.backend == "vllm"
     evaluation = run_dir / ("serving" if by_vllm else "evaluate")
     manifests = {
         "data": provenance.read_data(config),
-        "extract": read_manifest(config) or {},  # a training that ended early, or wanted its store no more, has none
+        "extract": read_manifest(config) or {},  # none if training ended early, or no longer needed its store
         "train": artifacts.read_json(run_dir / "train" / artifacts.MANIFEST, "eagle31 train"),
         "evaluate": artifacts.read_json(evaluation / artifacts.MANIFEST, EVALUATE),
         "export": run_folder.read_export(run_dir),
@@ -64,7 +64,7 @@ def summarise(config: Config) -> None:
 
 
 def _decoded(manifest: dict[str, Any]) -> dict[str, str]:
-    """What stage 4 measured in process."""
+    """Return the rows for what stage 4 measured in process."""
     if (result := manifest.get("result")) is None:
         raise UserError(f"evaluate was last run by an earlier version: run `{EVALUATE} overwrite=true` again")
     workload, depth = result["workloads"][0], str(result["draft_tokens"])
@@ -73,7 +73,7 @@ def _decoded(manifest: dict[str, Any]) -> dict[str, str]:
     certainty = f"{LEVEL:.0%} interval" if interval[1] is not None else "no interval: too few prompts, or all alike"
     lengths = {name: of["by_depth"][depth]["acceptance_length"][0] for name, of in numbers["by_source"].items()}
     of = ""
-    if timed := workload.get("timed"):  # which earlier ones lack; its length is None where every answer was one token
+    if timed := workload.get("timed"):  # earlier results lack it; its length is None if every answer was one token
         timed_length = bracket([timed["by_depth"][depth], None, None], "{:.2f}")
         of = f" ({count(timed['prompts'], 'prompt')}, length {timed_length})"
     prompts = f"{count(workload['prompts'], 'prompt')} of {workload['name']}"
@@ -91,11 +91,12 @@ def _cautions(measured: dict[str, Any]) -> dict[str, str]:
 
 
 def _served(config: Config, manifest: dict[str, Any]) -> dict[str, str]:
-    """What stage 4 measured in vLLM at the least load, with the most draft tokens tried up to the headline's."""
+    """Return the rows for what stage 4 measured in vLLM at the least load. Of the draft lengths tried, take the longest
+    up to the headline's."""
     serving, headline = manifest["serving"], config.evaluate.num_speculative_tokens
     users = min(row["concurrency"] for row in serving["rows"])
     least = [row for row in serving["rows"] if row["concurrency"] == users]
-    # In earlier versions a drafter that rests has a row, too, of 0 draft tokens.
+    # Earlier versions also wrote a row of 0 draft tokens for a drafter that rests.
     plain = next(row["per_user"][0] for row in least if row["drafter"] is None)
     rows = {row["draft_tokens"]: row for row in least if row["drafter"] and row["draft_tokens"]}
     tokens = max((n for n in rows if n <= headline), default=max(rows))
