@@ -10,9 +10,9 @@ from eagle31_train.common import order
 from eagle31_train.config import TrainConfig
 from eagle31_train.planning.work import Work
 
-DRAWN = 100_000  # conversations, unless two steps have more: half a second
+DRAWN = 100_000  # conversations, which take half a second; more if two steps have more
 DEALT = 16  # steps
-FULL = 0.9  # of a step's tokens: the last one of an epoch may be nearly empty
+FULL = 0.9  # share of its tokens that a step needs to count: the last one of an epoch may be nearly empty
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ def deal(each: Sequence[Work], flops: Sequence[float], conversations: float, t: 
 
     Args:
         each: conversations that stand for all.
-        flops: what training takes of each of them.
+        flops: FLOPs of training on each of them.
         conversations: how many there are in all.
         replicas: ranks among which a step is shared; no conversation is divided.
     """
@@ -34,7 +34,7 @@ def deal(each: Sequence[Work], flops: Sequence[float], conversations: float, t: 
         return Dealt(1.0, 1.0)
     batch_tokens = t.batch_tokens
     assert batch_tokens is not None, "`reckon` fills it in"
-    step = batch_tokens * len(each) / sum(one.tokens for one in each)  # conversations of one
+    step = batch_tokens * len(each) / sum(one.tokens for one in each)  # conversations per step
     count = min(conversations, order.PACKED * step, max(DRAWN, 2 * step))
     drawn = np.random.default_rng(0).integers(len(each), size=max(1, round(count))).tolist()
     tokens, supervised, work = (

@@ -1,8 +1,8 @@
 """How many bytes training takes on a device: a micro-batch, and the state under each profile of configs/accelerate.
 
-Read off the code of `model/` and train/parallel.py, DeepSpeed 0.19.8 (runtime/zero/stage_1_and_2.py, stage3.py,
-partition_parameters.py) and torch's FSDP2 (distributed/fsdp/_fully_shard). State that is there all the time is exact
-but for some padding, all fp32; what comes and goes is an estimate. Tests hold both against measurements on a CPU.
+Derived from the code of `model/` and train/parallel.py, DeepSpeed 0.19.8 (runtime/zero/stage_1_and_2.py, stage3.py,
+partition_parameters.py) and torch's FSDP2 (distributed/fsdp/_fully_shard). Persistent state, all fp32, is exact except
+for some padding; transient memory is an estimate. Tests compare both with measurements on a CPU.
 
 Letters: A auxiliary layers, D and H hidden sizes of drafter and target, I MLP width, Vd draft vocabulary; K steps,
 S slots, N tokens, C positions; P trained parameters, W devices.
@@ -31,56 +31,56 @@ GROUP = 1_000_000_000  # DeepSpeed's own sub_group_size: elements that ZeRO-3 up
 class Activations:
     copies: float  # weights in the precision of the products
     kept: float  # what waits for the backward pass
-    head: float  # lm_head's gradient in fp32, worked out with the loss
-    loss: float  # what lives only while the loss is worked out
+    head: float  # lm_head's gradient in fp32, computed with the loss
+    loss: float  # what lives only while the loss is computed
     backward: float  # what lives only in the backward pass, gradients of `copies` included
 
     @property
     def after_forward(self) -> float:
-        """What is there between the forward and the backward pass."""
+        """Bytes between the forward and the backward pass."""
         return self.copies + self.kept + self.head
 
     @property
     def peak(self) -> float:
-        """At the worse of two moments: in the loss, and early in the backward pass."""
+        """Bytes at the worse of two moments: in the loss, and early in the backward pass."""
         return self.after_forward + max(self.loss, self.backward)
 
 
 @dataclass(frozen=True)
 class Step:
     value: int = 2  # bytes of a value in the precision of the products
-    decodes: bool = True  # the store's states become values of that precision on the device
+    decodes: bool = True  # the store's states are decoded to that precision on the device
     recompute: bool = False
     train_lm_head: bool = True
     lk: bool = False
-    logits: tuple[int, int] = LOGITS["other"]  # how many are alive at once: of a GPU's plain kernels
+    logits: tuple[int, int] = LOGITS["other"]  # how many are alive at once; default: a GPU's plain kernels
     flash: bool = True  # attention is CUDA's flash kernel in 16 bits
     context: int = 1  # ranks that share the conversations, train.context_parallel
 
 
 def activations(shape: DrafterShape, work: Work, step: Step) -> Activations:
-    """Of one micro-batch; `work` is what there is to do for it, by all ranks that share it."""
+    """Return the bytes of one micro-batch. work: what all ranks that share it have to do for it."""
     if step.context > 1:
-        # With all heads each rank has two pieces of a conversation, which cut two stretches: they end halfway through,
-        # on average. With a share of the heads it has whole stretches.
+        # A rank with all heads has two pieces of a conversation, which cut two stretches, halfway on average. A rank
+        # with a share of the heads has whole stretches.
         more = 0 if deals_heads(shape, step.context) else work.positions
         work = replace(work * (1 / step.context), copies=work.copies / step.context + more)
     w, value, low = widths(shape), step.value, step.value < FP32
     sizes = matrices(shape)
     head = sizes.pop("lm_head.weight")
     sizes.pop("embed_tokens.weight", None)
-    # The state's half of the first projections is copied into one piece. With bf16 there is a copy of every matrix,
-    # but of those that work is repeated with.
+    # The state's half of the first projections is copied into one piece. With bf16 every matrix has a copy, except
+    # those with which work is recomputed.
     entering = shape.hidden_size * (w.query_in + w.key_in)
     everything = sum(sizes.values())
-    fused = sizes["fc.weight"] * shape.norms_states  # without one nothing goes back through fc
+    fused = sizes["fc.weight"] * shape.norms_states  # without a norm no gradient goes back through fc
     cast = 2 * entering + fused if step.recompute else everything - sizes["fc.weight"] + fused
     S, K = work.slots[0], work.ttt_length
     outputs = S * K * shape.hidden_size
     keep = _kept_recomputing if step.recompute else _kept
     return Activations(
         copies=value * (entering + low * cast),
-        kept=keep(shape, w, work, step) + value * outputs,  # the outputs, then their gradient in their place
+        kept=keep(shape, w, work, step) + value * outputs,  # the outputs, later their gradient instead
         head=FP32 * head * step.train_lm_head,
         loss=value * low * (head + everything - cast) + _loss(shape, work, step),
         backward=value * (everything + _backward(shape, w, work, step)),
@@ -92,12 +92,13 @@ def matrices(shape: DrafterShape) -> dict[str, int]:
 
 
 def _loss(shape: DrafterShape, work: Work, step: Step) -> float:
-    """Bytes of logits while a block of them is alive.
+    """Return the bytes of the loss while a block of logits is alive.
 
-    Of the block's pairs, states and logits in the precision of the products. While divergences are worked out, of the
-    positions that teach them, likewise, and p in fp32; of a part of the pairs, in fp32: logits (with bf16), log q, the
-    teacher's rows of p, their product; three more with train.lk. After that, the gradient of the states, and weighted
-    in fp32; or, of a part of lm_head, its gradient before it is added up, and its factor.
+    Throughout: states and logits of the block's pairs, in the precision of the products. While divergences are
+    computed: logits of the positions that teach them, in that precision, and p in fp32; of a part of the pairs, in
+    fp32: logits (with bf16), log q, the teacher's rows of p, their product; three more with train.lk. After that: the
+    gradient of the states, and weighted in fp32; or, of a part of lm_head, its gradient before it is added up, and its
+    factor.
     """
     pairs = sum(work.pairs)
     block = min(step.logits[0], pairs * shape.draft_vocab_size)
@@ -111,8 +112,8 @@ def _loss(shape: DrafterShape, work: Work, step: Step) -> float:
 
 
 def _backward(shape: DrafterShape, w: Widths, work: Work, step: Step) -> float:
-    """Values: gradients of all keys and values, and of one step's MLP, with recomputation also what that keeps; or of
-    one step's attention."""
+    """Return the number of values: gradients of all keys and values, and the more of one step's MLP (with recomputation
+    also what that keeps) and one step's attention."""
     S, D, inner = work.slots[0], shape.hidden_size, shape.intermediate_size
     seen, dealt = _seen(shape, work, step), step.context > 1 and deals_heads(shape, step.context)
     keys = shape.num_layers * (w.keys + w.values) * (seen + S * (work.ttt_length - 1))
@@ -122,17 +123,17 @@ def _backward(shape: DrafterShape, w: Widths, work: Work, step: Step) -> float:
 
 
 def _seen(shape: DrafterShape, work: Work, step: Step) -> float:
-    """Step-0 keys that a device holds, of all heads or as many bytes."""
+    """Return the step-0 keys that a device holds; if it holds a share of the heads, the equivalent for all heads."""
     return work.positions * (1 if deals_heads(shape, step.context) else step.context)
 
 
 def _flash(shape: DrafterShape, w: Widths, work: Work, seen: float) -> float:
-    """Values while attention's gradient is worked out by CUDA's flash kernel, with `seen` keys; an fp32 number is two.
+    """Return the values while CUDA's flash kernel computes attention's gradient, with `seen` keys; fp32 counts twice.
 
-    Inside the kernel all have the wider width of a key and a value: copies of keys and values, and the gradients of
-    both, once more for every query head where heads share keys; the queries' gradient, in fp32 too; padded inputs and
-    outputs. After it, with copies, still these gradients, and those of the keys twice in fp32. Slots too
-    scattered for copies stand among all positions instead.
+    Inside the kernel, all are as wide as the wider of key and value: copies of keys and values; the gradients of both,
+    once more for every query head if heads share keys; the queries' gradient, in fp32 too; padded inputs and outputs.
+    After it, with copies, these gradients remain, and those of the keys twice in fp32. Slots too scattered for copies
+    are placed among all positions instead.
     """
     h, g = w.heads, shape.num_key_value_heads
     key, value = w.keys // g, w.values // g
@@ -146,23 +147,22 @@ def _flash(shape: DrafterShape, w: Widths, work: Work, seen: float) -> float:
 
 
 def _kept(shape: DrafterShape, w: Widths, work: Work, step: Step) -> float:
-    """Bytes that autograd keeps of the drafter's K steps; `numbers` are fp32, `values` as `step.value` says.
+    """Return the bytes that autograd keeps of the drafter's K steps; `numbers` are fp32, a value has `step.value`.
 
-    Each of several layers has its norm, keys and values; those below the last take every position for the slots of
-    step 0.
+    Each layer has its norm, keys and values. At step 0, layers below the last process every position, not the slots.
     """
     D, S, K, L, rows = shape.hidden_size, work.slots[0], work.ttt_length, shape.num_layers, _rows(shape, work)
-    # Key, value, RoPE's; of MLA what both come from, and its latent normed.
+    # Key, value, what RoPE keeps; for MLA also what both come from, and the normed latent.
     key = w.keys + w.values + w.rope + (w.key_in + w.key_up[0] if w.key_up[0] else 0)
-    # Query, RoPE's; of MLA the query's latent, and that normed.
+    # Query, what RoPE keeps; for MLA also the query's latent, and that normed.
     query, latents = w.queries + w.rope + 2 * w.query_up[0], bool(w.query_up[0])
     values = work.tokens * 2 * D + work.read * D * (L == 1)  # embeddings and their norm; those that queries read
     values += work.positions * (_fused(shape, step) + D + L * key)  # fc's norms, g_0, keys
-    values += (_seen(shape, work, step) - work.positions) * L * (w.keys + w.values)  # of other ranks
+    values += (_seen(shape, work, step) - work.positions) * L * (w.keys + w.values)  # keys and values of other ranks
     values += S * (K if shape.norm_output and not shape.parallel else 1) * D  # g_0, or z of every step
     values += rows * (2 * D + 2 * shape.intermediate_size + query + w.out)  # u, h; gate, up; attention
     values += L * S * (K - 1) * key  # a slot's own keys and values, at every step but the first
-    masked = S * (K - 1) * shape.parallel  # of the first layer, whose states and values are one row
+    masked = S * (K - 1) * shape.parallel  # rows of the first layer whose states and values are one shared row
     values -= masked * w.values
     numbers = work.tokens + work.positions * (_norms(shape) + L * (1 + bool(w.key_up[0])))
     numbers += rows * (2 + w.heads + latents) + S * K - masked  # norms, log-sum-exp per head; the last norm
@@ -171,7 +171,7 @@ def _kept(shape: DrafterShape, w: Widths, work: Work, step: Step) -> float:
 
 
 def _kept_recomputing(shape: DrafterShape, w: Widths, work: Work, step: Step) -> float:
-    """Likewise with train.activation_checkpointing: what is between the parts worked out again, and what these read."""
+    """Return the same with train.activation_checkpointing: what lies between the recomputed parts, and their inputs."""
     D, S, K, L, rows = shape.hidden_size, work.slots[0], work.ttt_length, shape.num_layers, _rows(shape, work)
     asking = work.tokens if L > 1 else work.read
     # Embeddings and their norm; the embeddings' half of the first projections.
@@ -180,28 +180,28 @@ def _kept_recomputing(shape: DrafterShape, w: Widths, work: Work, step: Step) ->
     values += _seen(shape, work, step) * L * (w.keys + w.values)
     values += S * K * D * shape.norm_before_residual + rows * (D + w.queries + w.out)  # state, query, output
     values += L * S * (K - 1) * (w.keys + w.values)
-    masked = S * (K - 1) * shape.parallel  # likewise
+    masked = S * (K - 1) * shape.parallel  # as in `_kept`
     values -= masked * (D + w.values + D * shape.norm_before_residual)
     numbers = work.tokens + work.positions * _norms(shape) + rows * (w.heads + 2)  # log-sum-exp per head, and position
     return step.value * values + FP32 * numbers
 
 
 def _norms(shape: DrafterShape) -> int:
-    """Numbers of a position that the norms before fc keep."""
+    """Return how many fp32 numbers per position the norms before fc keep."""
     return len(shape.aux_layers) * shape.fc_norm + shape.norm_before_fc
 
 
 def _rows(shape: DrafterShape, work: Work) -> float:
-    """Rows that pass through the layers, counted once for each: slots at every step, in the layers below the last at
-    step 0 every position."""
+    """Return the rows that pass through the layers, counted once per layer: slots at every step but, in layers below
+    the last, every position at step 0."""
     S, K = work.slots[0], work.ttt_length
     return S * K + (shape.num_layers - 1) * (work.positions + S * (K - 1))
 
 
 def _fused(shape: DrafterShape, step: Step) -> float:
-    """Values of a position that wait for the gradient of fc and of the norms before it."""
+    """Return the values per position that are kept for the gradients of fc and of the norms before it."""
     wide = len(shape.aux_layers) * shape.target_hidden_size
-    # The store's own states are the batch's. Decoded ones wait, or what the norm over all of them reads and makes.
+    # Undecoded states are counted with the batch. Decoded ones are kept; with norm_before_fc, its input and output.
     return wide * ((step.decodes or shape.norm_before_fc) + shape.norm_before_fc)
 
 
@@ -210,7 +210,7 @@ def _fused(shape: DrafterShape, step: Step) -> float:
 
 @dataclass(frozen=True)
 class Profile:
-    """One of configs/accelerate, by its file's name, and what it shards."""
+    """A launch profile: the name of its file in configs/accelerate, and what it shards."""
 
     name: str
     stage: int = 0  # 1: moments are sharded, 2: gradients too, 3: weights too
@@ -218,7 +218,7 @@ class Profile:
 
     @property
     def deepspeed(self) -> bool:
-        """Whether it is DeepSpeed's, with settings of this name in configs/deepspeed."""
+        """Whether it uses DeepSpeed, with settings of this name in configs/deepspeed."""
         return self.name.startswith("zero")
 
     @property
@@ -248,15 +248,16 @@ class State:
         return 2 * self.trained - sum(map(math.prod, self.orthogonal))
 
     def iterated(self, devices: int) -> float:
-        """Bytes while Newton-Schulz iterates on the largest matrix [m, n], m <= n: the momentum in fp32; in bf16 the
-        iterate and the next one, two products [m, m], and what each device's last matrix became."""
+        """Return the bytes while Newton-Schulz iterates on the largest matrix [m, n], m <= n: the momentum in fp32; in
+        bf16 the iterate and the next one, two products [m, m], and the result of each device's last matrix."""
         sizes = sorted(((min(size), max(size)) for size in self.orthogonal), key=math.prod, reverse=True)
         largest = max((FP32 * m * n + 2 * (2 * m * n + 2 * m * m) for m, n in sizes), default=0.0)
         return largest + 2 * sum(map(math.prod, sizes[:devices]))
 
     def touched(self, parts: int) -> int:
-        """Parameters of whole tensors that a device's part lies in, of the device with most: ZeRO-2 cuts each group,
-        end to end, into `parts`, and keeps whole the gradient of every tensor that begins, ends or lies in its part."""
+        """Return the parameters of all tensors that a device's part overlaps, for the device with most. ZeRO-2 cuts
+        each group, end to end, into `parts`; a device keeps the whole gradient of every tensor that overlaps its part.
+        """
         totals = [0] * parts
         for group in self.groups:
             size = math.ceil(sum(group) / (2 * parts)) * 2  # DeepSpeed aligns the whole group to two elements a part
@@ -268,24 +269,24 @@ class State:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one device. The first four are there all the time."""
+    """Bytes on one device. The first four are persistent."""
 
     weights: float
     moments: float
     copies: float  # flat copies of weights or gradients, and buckets
     target: float  # the target's frozen pieces
     step: float  # at the worst moment of a micro-batch's forward and backward pass
-    exchange: float  # when gradients go over the devices and the update is made
-    host: float = 0.0  # in the memory of the machine, for this process
+    exchange: float  # while gradients are exchanged and the update is made
+    host: float = 0.0  # host memory of this process
 
     @property
     def held(self) -> float:
-        """Between two steps."""
+        """Bytes between two steps."""
         return self.weights + self.moments + self.copies + self.target
 
     @property
     def peak(self) -> float:
-        """At the worst moment."""
+        """Bytes at the worst moment."""
         return self.held + max(self.step, self.exchange)
 
 
@@ -300,11 +301,11 @@ def memory(
     overlap: bool = False,
     accumulates: bool = False,
 ) -> Memory:
-    """Of one device under a profile.
+    """Return the memory of one device under a profile.
 
     Args:
         devices: W. target: bytes of the target's pieces.
-        micro, batch: bytes of one micro-batch, worked out and as it comes.
+        micro, batch: bytes of one micro-batch: its activations, and the batch as loaded.
         bucket: elements of DeepSpeed's reduce bucket. overlap: whether there are two.
         accumulates: a step has several micro-batches.
     """
@@ -318,26 +319,26 @@ def memory(
         step += accumulates * gradients
         exchange = state.iterated(devices) + gradients
     elif not profile.deepspeed:
-        # FSDP2 gathers in one buffer, which lives as long as the tensors that it is copied into; gradients likewise.
+        # FSDP2 gathers into one buffer, which lives as long as the tensors copied from it. So it is with gradients.
         weights, moments, copies = gathered / devices, moments / devices, 0.0
         step += 2 * gathered + accumulates * part
         exchange = max(gathered + whole, 2 * whole + part, part + state.iterated(devices))
     elif profile.stage == 3:
-        # Gathered in one buffer, then copied into tensors; gradients go bucket by bucket. DeepSpeed means to update
-        # fp32 weights where they are, but compares a device with its name, and so has a copy.
+        # Weights are gathered into one buffer, then copied into tensors; gradients go bucket by bucket. DeepSpeed means
+        # to update fp32 weights in place, but compares a device with its name, and so makes a copy.
         weights, moments = gathered / devices, 0.0 if profile.offload else 2 * part
         copies = bucket + moments
         step = batch + max(micro.after_forward + 2 * gathered, micro.peak + gathered)
         exchange = max(gathered + largest + flat, min(FP32 * GROUP, part))
         host = 5 * part if profile.offload else 0.0  # moments, weights, and gradients twice
-    else:  # ZeRO-1 and 2: all weights in one flat tensor, and the part that is updated once more
+    else:  # ZeRO-1 and 2: all weights in one flat tensor, and a second copy of the part that is updated
         moments, copies, partial = 2 * part, part, float(FP32 * state.touched(devices))
         if profile.stage == 1:  # all gradients, moved into the bucket one after another
             waiting, between = whole + max(0, flat - bucket), float(whole)
         else:
             waiting, between = largest + flat, partial
         if profile.offload:
-            # On the host: moments, weights, a buffer to send them, gradients; and one gradient on its way.
+            # On the host: moments, weights, a buffer to send them, gradients; and one gradient in transit.
             host, partial, between = 5 * part + largest + accumulates * partial, 0.0, 0.0
             moments, copies = 0.0, largest
         step += accumulates * between

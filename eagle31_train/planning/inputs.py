@@ -29,10 +29,10 @@ from eagle31_train.targets.description import (
     whole_config,
 )
 
-EXAMPLE = 100_000_000  # tokens that are planned for where nobody has counted or said how many there are
+EXAMPLE = 100_000_000  # tokens to plan for if they are neither counted nor given
 LOOKED_AT = 1000  # conversations whose loss masks stand for all of them
 MXFP4 = "mxfp4"
-QUANTIZED = {"fp8": 8, "fbgemm_fp8": 8, MXFP4: 4, "nvfp4": 4}  # methods and algorithms that say no number of bits
+QUANTIZED = {"fp8": 8, "fbgemm_fp8": 8, MXFP4: 4, "nvfp4": 4}  # methods and algorithms whose config lacks the bits
 LOADED = {"load_in_4bit": 4, "load_in_8bit": 8}
 OTHER_BITS = ("activations", "kv_cache")
 VISION = ("visual", "vision", "projector")  # parts of parameters' names that no text runs through
@@ -40,8 +40,8 @@ VISION = ("visual", "vision", "projector")  # parts of parameters' names that no
 
 @dataclass(frozen=True)
 class Parameters:
-    """Of a target: those that every token is multiplied with, those of all experts, the share of experts it is sent to,
-    and an input embedding that is not lm_head, too: a token reads one row of it."""
+    """A target's parameters: those that every token is multiplied with, those of all experts, the share of experts that
+    a token is sent to, and an input embedding that is not also lm_head, of which a token reads one row."""
 
     dense: float
     experts: float = 0.0
@@ -58,14 +58,14 @@ class Parameters:
 
     @property
     def active(self) -> float:
-        """As model cards count them."""
+        """The active parameters, as model cards count them."""
         return self.multiplied + self.embedding
 
 
 @dataclass(frozen=True)
 class Target:
-    """The target, how many parameters it has, and the bytes of one: as it lies on the disk and in vLLM, and as
-    transformers loads it, which unpacks MXFP4 where it lacks the package `kernels`."""
+    """The target, its parameters, and the bytes of one: on disk and in vLLM, and as loaded by transformers, which
+    unpacks MXFP4 if the package `kernels` is missing."""
 
     description: TargetDescription
     sizes: Parameters
@@ -77,15 +77,15 @@ class Target:
 class Data:
     origin: str  # where the numbers are from, in words
     work: Work  # of one pass over the training split
-    each: list[Work]  # conversations that stand for all; one where nobody has counted, as if all were equally long
+    each: list[Work]  # conversations that stand for all; if uncounted a single one, as if all were equally long
     heldout: float  # tokens held out, as a share of these
     longest: int  # tokens of the longest conversation
-    lengths: list[int] | None  # tokens of every training conversation, None where plan.tokens is not as many as these
+    lengths: list[int] | None  # tokens of every training conversation; None if uncounted, or with plan.tokens
     vocabulary: int | None  # Vd, None where it is not known
 
 
 def read_target(config: Config) -> Target:
-    """The target by its config.json alone; UserError if it has none, or its parameters cannot be counted."""
+    """Read the target from its config.json alone; UserError if it has none, or its parameters cannot be counted."""
     raw = read_raw(config.target)
     text = text_config(raw)
     given = config.plan.target_parameters
@@ -103,7 +103,7 @@ def read_target(config: Config) -> Target:
 
 
 def weight_bytes(quantization: Any, dtype: str) -> float:
-    """Bytes of a weight: as config.json says it is quantized, else those of the dtype; `auto` is bf16 on a GPU."""
+    """Return the bytes of a weight, by config.json's quantization or else by the dtype; `auto` is bf16 on a GPU."""
     widths, inner = [], [quantization]
     while inner:
         if isinstance(value := inner.pop(), dict):
@@ -116,8 +116,8 @@ def weight_bytes(quantization: Any, dtype: str) -> float:
 
 
 def count_parameters(text: Any, whole: Any = None) -> Parameters | None:
-    """A target's parameters, counted on a model without storage; None of a kind that transformers does not know.
-    whole: the configuration that `text` is of, where transformers has classes for that alone."""
+    """Count a target's parameters on a model without storage; None for a kind that transformers does not know.
+    whole: the configuration that contains `text`, used if transformers has classes only for that."""
     import torch
 
     from eagle31_train.targets.hf import has_causal_class, model_class
@@ -128,7 +128,7 @@ def count_parameters(text: Any, whole: Any = None) -> Parameters | None:
             model = model_class(config).from_config(config)
     except ValueError:  # no class for it
         return None
-    except Exception as error:  # sizes that its class makes nothing of
+    except Exception as error:  # sizes that its class cannot use
         raise UserError(
             f"the target's config.json makes no model ({first_line(error)}): correct it, or copy it again"
         ) from None
@@ -140,13 +140,13 @@ def count_parameters(text: Any, whole: Any = None) -> Parameters | None:
     try:
         first, last = model.get_input_embeddings(), model.get_output_embeddings()
         embedding = 0 if last is None or last.weight is first.weight else first.weight.numel()
-    except (AttributeError, NotImplementedError):  # of a class that names neither
+    except (AttributeError, NotImplementedError):  # its class names neither
         embedding = 0
     return Parameters(sum(count.values()) - experts - embedding, experts, chosen / of, embedding)
 
 
 def read_data(config: Config) -> Data:
-    """As eagle31 data counted it, if it has run; else as plan.* says, or as many as there are prompts."""
+    """Return the data as `eagle31 data` counted them, if it has run; else as plan.* says, or by the prompts' number."""
     p, d = config.plan, config.data
     if not (config.data_folder / artifacts.MANIFEST).is_file():
         _check_given(config)
@@ -178,8 +178,8 @@ def read_data(config: Config) -> Data:
 
 
 def prompts_at_hand(config: Config) -> int | None:
-    """How many prompts there are to answer, or conversations to learn: of a mixture as many as its weights allow. None
-    where that takes a download, or a weight is none."""
+    """Return how many prompts there are to answer, or conversations to learn; of a mixture, as many as its weights
+    allow. None if counting takes a download, or a weight is invalid."""
     d = config.data
     if d.rows:
         return d.rows
@@ -196,7 +196,7 @@ def prompts_at_hand(config: Config) -> int | None:
 
 
 def _check_given(config: Config) -> None:
-    """UserError, as of `eagle31 data`, for rows that are missing and for a tokenizer here without a chat template."""
+    """Raise UserError, as `eagle31 data` does, for missing rows and for a local tokenizer without a chat template."""
     option = "data.prompts" if config.regenerate else "data.conversations"
     alone = config.data.prompts if config.regenerate else config.data.conversations
     sources = config.data.source_paths
@@ -208,7 +208,7 @@ def _check_given(config: Config) -> None:
 
 
 def _rows(spec: str) -> int | None:
-    """Rows of local files and folders; None of what is none or cannot be read: `eagle31 data` says what is wrong."""
+    """Return the rows of local files and folders; None if missing or unreadable, which `eagle31 data` reports."""
     try:
         files = find_files(spec, "data")
         return sum(count(path) for _, path in files) if files else None
@@ -217,7 +217,7 @@ def _rows(spec: str) -> int | None:
 
 
 def _look_at(dataset: Path, ttt_length: int) -> tuple[list[Work], list[int]]:
-    """Work of each of some training conversations, evenly spread, and the tokens of each of all."""
+    """Return the work of some evenly spread training conversations, and the number of tokens of each of all."""
     split = samples.load(dataset, "train")
     lengths = [n for chunk in split.data.column("loss_mask").chunks for n in chunk.value_lengths().to_pylist()]
     rows = np.unique(np.linspace(0, len(split) - 1, min(LOOKED_AT, len(split))).astype(int))

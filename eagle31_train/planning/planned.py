@@ -25,13 +25,13 @@ from eagle31_train.targets.derive import (
     row,
 )
 
-OF_USE = 0.75  # share of the target's own prompts that are: 24 of 32 of SmolLM2-135M, docs/log.md
-CACHE_BYTES = 2  # of a value of the KV cache
+OF_USE = 0.75  # share of the target's own prompts that are usable: 24 of 32 for SmolLM2-135M (docs/log.md)
+CACHE_BYTES = 2  # per value of the KV cache
 
 
 @dataclass(frozen=True)
 class Answering:
-    """What the target is to write, and the least time that it takes."""
+    """What the target has to write, and the least time that this takes."""
 
     batch: int  # answers under way at once
     devices: int
@@ -39,10 +39,10 @@ class Answering:
     written: float  # tokens of prompts that the target writes itself, refused ones and answers between them included
     answers: float  # tokens
     weights: float  # bytes that one decode step reads
-    cache: float  # likewise, of keys and values
+    cache: float  # bytes of keys and values that it reads
     step: float  # seconds of one decode step
-    seconds: float  # of everything that is written, with every step full, and each prompt read once
-    flops: float  # likewise
+    seconds: float  # to write everything, with every step full, and to read each prompt once
+    flops: float  # of the same
 
 
 @dataclass(frozen=True)
@@ -71,14 +71,14 @@ class Planned:
 
     @property
     def packs(self) -> bool:
-        """Whether the steps are known: every conversation's length is, and a step has room for it. Windows of a store
-        are not: they are of whole shards."""
+        """Whether the steps are known: every conversation's length is known, and fits into a step. With windows of a
+        store they are not, since a window consists of whole shards."""
         known = self.data.lengths is not None and self.data.longest <= self.batch_tokens
         return known and self.config.train.window_tokens is None
 
     @property
     def steps(self) -> int:
-        """Optimizer steps, as training packs them; where that is not known at the least, with every step full."""
+        """Optimizer steps as training packs them or, if that is not known, the fewest, with every step full."""
         return len(self._packed) if self.packs else math.ceil(self.tokens / self.batch_tokens)
 
     @cached_property
@@ -102,7 +102,7 @@ class Planned:
         return max(1.0, min(1.0, self.batch_tokens / work.tokens) * work.conversations)
 
     def dealt(self, devices: int) -> Dealt:
-        """How evenly steps are shared out among so many devices."""
+        """Return how evenly steps are shared out among so many devices."""
         if devices not in self._dealt:
             flops = [self._flops(one) for one in self.data.each]
             many, replicas = self.data.work.conversations, self.replicas(devices)
@@ -131,17 +131,17 @@ class Planned:
         return extraction_flops(self.target.sizes.multiplied, target.num_hidden_layers, target.hidden_size, work)
 
     def answering(self, conversations: float, prompt: float, answer: float) -> Answering:
-        """For so many conversations, of both splits, with so many tokens of prompts and of answers.
+        """Plan the answers for `conversations` of both splits, each with `prompt` and `answer` tokens.
 
-        A decode step reads the weights once, whatever is answered together, and each answer's keys and values. It takes
-        no less than these bytes at the memory's bandwidth, nor less than its FLOPs at the peak rate.
+        A decode step reads the weights once for the whole batch, and each answer's keys and values. It takes at least
+        as long as these bytes at the memory's bandwidth, and as its FLOPs at the peak rate.
         """
         p, generate, own = self.config.plan, self.config.data.generate, self.config.data.self_prompts
         sizes, t = self.target.sizes, self.target.description
-        # A server is taken to have all planned devices, one of our own those of its arguments, if any; this process 1.
+        # Assume that a server has all planned devices, our own server those in its arguments, and this process 1.
         batch, devices = (generate.concurrency, p.devices) if generate.server else (generate.batch_size, 1)
         if generate.server == OWN_SERVER:
-            from eagle31_train.evaluation.serving.engine import (  # loads all that decodes
+            from eagle31_train.evaluation.serving.engine import (  # imports everything that decodes
                 answering_arguments,
                 devices_of,
             )
@@ -153,7 +153,7 @@ class Planned:
             # A later turn is written after an answer, which is not kept.
             written = prompts * (own.turns * turn / OF_USE + (own.turns - 1) / own.turns * answer)
         context = prompt + answer / 2  # answers are half written on average, and each gets a token in every step
-        # Of experts those that some token of the step is sent to.
+        # Of the experts, only those that some token of the step is sent to.
         stored = self.target.weight_bytes if generate.server else self.target.loaded_bytes
         weights = stored * (sizes.dense + sizes.experts * (1 - (1 - sizes.chosen) ** batch))
         cache = batch * context * self.cache_bytes
@@ -167,7 +167,7 @@ class Planned:
 
     @property
     def cache_bytes(self) -> int:
-        """Of a token in the target's KV cache: keys and values of every head, or MLA's latent and rotated key."""
+        """Bytes per token of the target's KV cache: keys and values of every head, or MLA's latent and rotated key."""
         t = self.target.description
         values = 2 * t.num_key_value_heads * t.head_dim
         if t.mla:
@@ -207,20 +207,20 @@ class Planned:
         return [(s[0], s[1]) for name, s in sizes.items() if not name.startswith(NOT_MAPS)]
 
     def profiles(self) -> list[Profile]:
-        """Those that can be launched: Muon needs whole matrices, which DeepSpeed cuts up."""
+        """Return the profiles that can be launched. Muon needs whole matrices, which DeepSpeed cuts up."""
         muon, several = self.config.train.optimizer == "muon", self.config.plan.devices > 1
         return [p for p in footprint.PROFILES if several >= p.several and not (muon and p.deepspeed)]
 
     def context(self, devices: int) -> int:
-        """How many of the devices share a micro-batch; one alone has nobody to share with."""
+        """Return how many of the devices share a micro-batch; a single device shares with none."""
         return self.config.train.context_parallel if devices > 1 else 1
 
     def replicas(self, devices: int) -> int:
         return devices // self.context(devices)
 
     def micro_tokens(self, devices: int) -> int:
-        """Tokens of the largest micro-batch: its share of a step, times what unequal conversations make of it where
-        they have been counted; at least a longest conversation."""
+        """Return the tokens of the largest micro-batch: its share of a step, more for unequal conversations if they
+        have been counted, and at least a longest conversation."""
         t, share = self.config.train, self.batch_tokens / self.replicas(devices)
         uneven = self.dealt(devices).largest if len(self.data.each) > 1 else 1.0
         return max(
@@ -229,7 +229,7 @@ class Planned:
         )
 
     def micro(self, devices: int) -> tuple[Activations, float]:
-        """Bytes of one micro-batch on one of the devices: while it is worked out, and as it comes."""
+        """Return the bytes of one micro-batch on one of the devices: its activations, and the batch as loaded."""
         t, s = self.config.train, self.config.store
         work = (self.data.work * (self.micro_tokens(devices) / self.data.work.tokens)).of_slots(self.trained_share)
         decodes = bool(CODECS[s.aux_codec].block) or self.value == FP32
@@ -247,7 +247,7 @@ class Planned:
 
 
 def read_bucket(profile: Profile) -> tuple[int, bool]:
-    """Elements of DeepSpeed's reduce bucket, and whether there are two, by a profile's file in configs/deepspeed."""
+    """Return the elements of DeepSpeed's reduce bucket, and whether there are two, from configs/deepspeed."""
     if not profile.deepspeed:
         return 0, False
     file = CONFIGS / "deepspeed" / f"{profile.name}.json"
@@ -256,8 +256,8 @@ def read_bucket(profile: Profile) -> tuple[int, bool]:
 
 
 def reckon(config: Config) -> tuple[Planned, list[str]]:
-    """The plan, and the table of where the drafter's options are from. A UserError if the target cannot be read, no
-    such drafter can be made for it, or train.context_parallel does not divide plan.devices."""
+    """Return the plan, and the table of where the drafter's options come from. UserError if the target cannot be read,
+    no such drafter can be made for it, or train.context_parallel does not divide plan.devices."""
     check_context_parallel(config.train.context_parallel, config.plan.devices, "plan.devices")
     target, data = inputs.read_target(config), inputs.read_data(config)
     V = target.description.vocab_size

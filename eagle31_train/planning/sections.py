@@ -16,19 +16,19 @@ from eagle31_train.planning.planned import Planned
 from eagle31_train.planning.work import newton_schulz_flops
 
 GIB = 2**30
-# Of a store, in an extracting process: one that is written, and the samples of it and of the one after it. A GPU's come
-# in pinned blocks of twice their size at most.
+# Shards in the memory of an extracting process: one being written, and the samples of it and of the next one. From a
+# GPU, samples come in pinned blocks of up to twice their size.
 SHARDS = 1 + 2 * 2
-TIMED_STEP = 0.118  # seconds: the shortest that was timed, of 8,192 tokens on an H100 (docs/benchmarks.md)
+TIMED_STEP = 0.118  # seconds; the shortest step that was timed: 8,192 tokens on an H100 (docs/benchmarks.md)
 BUSY = 0.9  # share of the devices' time below which the plan says that they wait
-MACHINE = 8  # devices that one is taken to have at most, all of which `eagle31 run` uses
-SPARE = 0.9  # of a device's memory may be planned for: contexts, communication and fragments take the rest
+MACHINE = 8  # most devices assumed in one machine, all of which `eagle31 run` uses
+SPARE = 0.9  # share of a device's memory to plan for; contexts, communication and fragmentation take the rest
 PARTS = {"fc": "fc, fc_norm", "self_attn": "attention", "mlp": "mlp", "lm_head": "lm_head", "embed_tokens": "embedding"}
 MORE = [
     "  More prompts, a better drafter: 420 of a 135M target's gave an acceptance length of 1.54 on MT-Bench and",
     "  Alpaca, 2,781 gave 1.75. With plan.tokens=3e8 the line `prompts` says how many yield that many tokens.",
 ]
-LONGER = 4  # times the answers that are planned
+LONGER = 4  # an answer limit of so many times the planned length gets a warning
 COLUMNS = ("weights", "moments", "copies", "target", "step", "update", "peak", "host")
 
 
@@ -47,17 +47,17 @@ def drafter(plan: Planned) -> list[str]:
 
 
 def target(plan: Planned) -> list[str]:
-    """What the target's weights take where a stage runs it itself, with the KV cache of answers, and where they do not
-    fit."""
+    """Return the memory of the target's weights in each stage that runs it itself, with the KV cache of answers, and a
+    remedy where they do not fit."""
     c, p, sizes, work = plan.config, plan.config.plan, plan.target.sizes, plan.data.work
     stored, loaded = plan.target.weight_bytes, plan.target.loaded_bytes
     spread = p.devices if c.target.device_map else 1
-    stages: dict[str, tuple[float, int, str]] = {}  # bytes of a weight, devices that share all, and what else would do
+    stages: dict[str, tuple[float, int, str]] = {}  # bytes of a weight, devices that share all weights, remedy
     cache, g = 0.0, c.data.generate
     if (c.regenerate or c.writes_prompts) and not c.data.generate.server:
         remedy = "data.generate.server=vllm, target.device_map=auto, or a smaller data.generate.batch_size"
         stages["answers"] = loaded, spread, remedy
-        # Where an answer of each batch is as long as it may be.
+        # As if each batch had an answer of the greatest length.
         longest = (work.tokens - work.assistant) / work.conversations + g.max_new_tokens
         cache = g.batch_size * longest * plan.cache_bytes / spread
     if c.extract.engine == "vllm":
@@ -143,7 +143,7 @@ def time(plan: Planned) -> list[str]:
     rate = p.devices * p.peak_tflops * 1e12 * p.utilisation
     matrices = [round(newton_schulz_flops([shape])) for shape in plan.orthogonal()]
     shares = order.share(range(len(matrices)), matrices, p.devices)
-    most = max(sum(matrices[index] for index in some) for some in shares)  # all devices wait for the one that has it
+    most = max(sum(matrices[index] for index in some) for some in shares)  # all devices wait for the one that has most
     rows = {
         "extraction": (plan.extraction_flops(), 1.0),
         "training": (plan.training_flops(), plan.busy),
@@ -181,7 +181,7 @@ def profiles(plan: Planned) -> list[str]:
         m = plan.memory(profile)
         rows[profile.name] = (m.weights, m.moments, m.copies, m.target, m.step, m.exchange, m.peak, m.host)
     devices = plan.config.plan.devices
-    # The dearest micro-batch is as much work as so many tokens, and none has more than a step.
+    # The most expensive micro-batch, expressed in tokens; none has more than a step.
     micro, alone = (min(plan.micro_tokens(n), plan.batch_tokens) for n in (devices, 1))
     context = plan.context(devices)
     shared = f", each shared by {context} devices" if context > 1 else ""
@@ -194,7 +194,7 @@ def profiles(plan: Planned) -> list[str]:
 
 
 def which(plan: Planned) -> list[str]:
-    """The simplest profile that fits; else with smaller micro-batches, then recomputation, then devices that share."""
+    """Return the simplest profile that fits: as planned, then with smaller micro-batches, recomputation, sharing."""
     p = plan.config.plan
     simplest = [profile for profile in plan.profiles() if profile.several == (p.devices > 1)]
     peaks: list[float] = []
@@ -207,7 +207,7 @@ def which(plan: Planned) -> list[str]:
                 launch = [f"eagle31 run --profile {profile.name}"]
                 if p.devices > MACHINE:
                     launch = [f"accelerate launch --config_file configs/accelerate/{profile.name}.yaml"]
-                    if profile.name.startswith("zero"):  # else DeepSpeed looks for a list of hosts, and trains on one
+                    if profile.name.startswith("zero"):  # otherwise DeepSpeed looks for a hostfile, and trains on one
                         launch += ["--deepspeed_multinode_launcher standard"]
                     launch += ["--main_process_ip 10.0.0.1 --main_process_port 29500 --machine_rank 0"]
                     machines = f"--num_machines {math.ceil(p.devices / MACHINE)}"
@@ -224,11 +224,11 @@ def which(plan: Planned) -> list[str]:
 
 
 def _variants(plan: Planned) -> Iterator[Planned]:
-    """The plan as it is; then with less memory, step by step, in ways that change nothing of what is learnt."""
+    """Yield the plan as it is, then with less and less memory, in ways that do not change what is learnt."""
     devices = plan.config.plan.devices
 
     def halved(one: Planned) -> Planned | None:
-        """With micro-batches of half the size; None where none gets smaller, since no conversation is divided."""
+        """Halve the micro-batches. Return None if none gets smaller, since no conversation is divided."""
         smaller = _changed(one, gradient_accumulation_steps=2 * one.config.train.gradient_accumulation_steps)
         return smaller if smaller.micro_tokens(devices) < one.micro_tokens(devices) else None
 
@@ -245,7 +245,7 @@ def _variants(plan: Planned) -> Iterator[Planned]:
 
 
 def _changed(plan: Planned, **options: Any) -> Planned:
-    """The plan with other options of train.*."""
+    """Return the plan with other options of train.*."""
     return replace(plan, config=replace(plan.config, train=replace(plan.config.train, **options)))
 
 

@@ -1,7 +1,6 @@
-"""How much arithmetic there is in data: counted from loss masks and a drafter's shape, without a tensor.
+"""How much arithmetic the data take, counted from loss masks and a drafter's shape without any tensors.
 
-FLOPs are those of the matrix products that the recurrence cannot do without; norms, RoPE, softmax and element-wise
-work are not counted.
+FLOPs count only the matrix products that the recurrence needs, and not norms, RoPE, softmax and element-wise work.
 
 Letters: A auxiliary layers, D and H hidden sizes of drafter and target, I MLP width, Vd draft vocabulary; K steps.
 """
@@ -24,7 +23,7 @@ NOT_MAPS = ("lm_head", "embed_tokens", "mask_hidden")  # no maps, so Muon leaves
 
 @dataclass(frozen=True)
 class Work:
-    """How often a batch has to do what; averages where it stands for a part of the data. Lists are over k = 0..K-1."""
+    """Counts of what a batch has to do; averages if it stands for a part of the data. Lists are over k = 0..K-1."""
 
     conversations: float
     tokens: float
@@ -35,7 +34,7 @@ class Work:
     targets: float  # J, positions whose target distribution is needed
     read: float  # R, tokens that slots read, at any step
     slots: Sequence[float]  # those with a prediction at step k or later
-    keys: Sequence[float]  # step-0 keys that these see, together
+    keys: Sequence[float]  # step-0 keys that these slots see, in total
     pairs: Sequence[float]  # predictions that count, if the draft vocabulary holds every arg-max
 
     @property
@@ -47,10 +46,10 @@ class Work:
         return Work(*(np.multiply(value, factor).tolist() for value in vars(self).values()))
 
     def of_slots(self, share: float) -> "Work":
-        """With a random share of the slots trained, as train.slots_per_batch draws them: in stretches."""
+        """Return the work with a random share of the slots trained, drawn in stretches as by train.slots_per_batch."""
         touched = min(1.0, share * (1 + self.ttt_length / STRETCH))  # neighbours share tokens and target distributions
         slots, keys, pairs = ([value * share for value in steps] for steps in (self.slots, self.keys, self.pairs))
-        # Each of the stretches drawn ends in what its last slot sees; where a stretch of the data ends, it ends too.
+        # A stretch copies what its last slot sees. Drawn stretches also end where stretches of the data end.
         copies = share * (self.copies + self.keys[0] / STRETCH) if share < 1 else self.copies
         targets, read = self.targets * touched, self.read * touched
         return replace(self, copies=copies, targets=targets, read=read, slots=slots, keys=keys, pairs=pairs)
@@ -62,7 +61,7 @@ def add_up(works: Iterable[Work]) -> Work:
 
 
 def count_work(masks: Iterable[NDArray[np.bool_]], ttt_length: int) -> Work:
-    """From the loss masks [T] of conversations; each is looked at once."""
+    """Count the work from the loss masks [T] of conversations, in one pass."""
     single = np.zeros(8)
     slots, keys, pairs = np.zeros(ttt_length), np.zeros(ttt_length), np.zeros(ttt_length)
     for mask in masks:
@@ -84,7 +83,7 @@ def count_work(masks: Iterable[NDArray[np.bool_]], ttt_length: int) -> Work:
 
 
 def made_mask(tokens: int, share: float) -> NDArray[np.bool_]:
-    """[tokens] bool: a conversation that nobody has counted, one prompt and then one answer, `share` of it."""
+    """Return [tokens] bool, the loss mask of an uncounted conversation: one prompt, then one answer, `share` of it."""
     return np.arange(tokens) >= tokens - round(share * tokens)
 
 
@@ -93,22 +92,22 @@ def made_mask(tokens: int, share: float) -> NDArray[np.bool_]:
 
 @dataclass(frozen=True)
 class Widths:
-    """How wide the attention's parts are, all heads together."""
+    """Widths of the attention's parts, all heads together."""
 
-    query_in: int  # what the projections of its input (2D wide) give
+    query_in: int  # outputs of the projections of its input (2D wide)
     key_in: int
-    query_up: tuple[int, int]  # (from, to) of the second projections that MLA has
+    query_up: tuple[int, int]  # (from, to) of MLA's second projections
     key_up: tuple[int, int]
     queries: int  # as attention itself reads and writes them
     keys: int
     values: int
     out: int
-    rope: int  # of one head, what is turned by position
+    rope: int  # of one head, the part that RoPE rotates
     heads: int  # of queries
 
 
 def widths(shape: DrafterShape) -> Widths:
-    """Of a Llama drafter, or of an MLA drafter that works out the keys and values of every head."""
+    """Return the widths of a Llama drafter, or of an MLA drafter that computes keys and values for every head."""
     h = shape.num_attention_heads
     if shape.architecture == "llama":
         q, kv = h * shape.head_dim, shape.num_key_value_heads * shape.head_dim
@@ -134,13 +133,13 @@ def widths(shape: DrafterShape) -> Widths:
 
 
 def training_flops(shape: DrafterShape, work: Work, train_lm_head: bool = True) -> dict[str, float]:
-    """FLOPs of forward and backward by part; a product of [n, a] with [a, b] is 2·n·a·b, and its backward twice that.
+    """Return FLOPs of forward and backward by part; a product [n, a] by [a, b] is 2·n·a·b, and its backward twice that.
 
-    fc runs on every position; without a norm before it no gradient of its inputs is worked out. Keys and values have
-    states of every position at step 0 and of the step's slots later, and the embedding of every token once; queries
-    likewise of slots and tokens read. Attention has each slot's own step-0 keys and k later ones. Of several layers,
-    those below the last have every position at step 0, and those above the first no embeddings. A parallel drafter's
-    first layer has one mask row a step. The teacher has no backward pass.
+    fc runs on every position; without a norm before it, its inputs get no gradient. Keys and values are projected from
+    the states of every position at step 0 and of the slots at later steps, and once from each position's embedding;
+    queries from the states of slots and the embeddings of tokens read. A slot attends to its step-0 keys and k later
+    ones. Of several layers, those below the last process every position at step 0, and those above the first no
+    embeddings. A parallel drafter's first layer has one mask row per step. The teacher has no backward pass.
     """
     D, H, A, Vd = shape.hidden_size, shape.target_hidden_size, len(shape.aux_layers), shape.draft_vocab_size
     w = widths(shape)
@@ -149,14 +148,14 @@ def training_flops(shape: DrafterShape, work: Work, train_lm_head: bool = True) 
     seen = sum(keys + k * slots for k, (keys, slots) in enumerate(zip(work.keys, work.slots, strict=True)))
     fc = 2 * work.positions * A * H * D
     L, below = shape.num_layers, shape.num_layers - 1
-    masked = later * shape.parallel  # rows of the first layer that are one row before RoPE
+    masked = later * shape.parallel  # rows of the first layer that are one shared row before RoPE
     keyed = L * (work.positions + later) - masked
     asked = steps + below * (work.positions + later)
-    embedded = work.positions if below else work.read  # tokens whose embeddings ask
+    embedded = work.positions if below else work.read  # tokens whose embeddings are projected to queries
     # Every position of a conversation up to its last slot sees those before it: half their square, on average.
     everywhere = work.squares * (work.positions / max(work.tokens, 1)) ** 2 / 2
     first = work.keys[0]
-    if (window := shape.sliding_window) is not None:  # at the most
+    if (window := shape.sliding_window) is not None:  # an upper bound
         seen, first = min(seen, steps * window), min(first, work.slots[0] * window)
         everywhere = min(everywhere, work.positions * window)
     key_up, query_up = (a * b for a, b in (w.key_up, w.query_up))
@@ -173,16 +172,16 @@ def training_flops(shape: DrafterShape, work: Work, train_lm_head: bool = True) 
 
 
 def newton_schulz_flops(sizes: Iterable[tuple[int, int]]) -> float:
-    """FLOPs of one update by Muon of matrices [m, n], m <= n (or transposed), 5 · (4·m²·n + 2·m³) each: each of five
-    steps works out X·Xᵀ, the square of that, and its product with X."""
+    """Return the FLOPs of one Muon update of matrices [m, n], m <= n (or transposed): 5 · (4·m²·n + 2·m³) each. Each of
+    five steps computes X·Xᵀ, the square of that, and its product with X."""
     shorter_first = ((min(size), max(size)) for size in sizes)
     return float(sum(5 * (4 * m * m * n + 2 * m**3) for m, n in shorter_first))
 
 
 def extraction_flops(multiplied: float, layers: int, hidden: int, work: Work) -> float:
-    """FLOPs of running the target over the data once.
+    """Return the FLOPs of running the target over the data once.
 
-    2 per parameter that a token is multiplied with, and in attention 2·2·H per token, layer and key that it sees: half
-    of its conversation, on average. (The queries of a layer are taken to be H wide together.)
+    A token takes 2 per parameter that it is multiplied with, and in attention 2·2·H per layer and key that it sees:
+    half of its conversation, on average. A layer's queries are assumed to be H wide together.
     """
     return 2 * multiplied * work.tokens + 4 * layers * hidden * work.squares / 2
