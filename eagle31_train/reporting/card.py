@@ -1,7 +1,7 @@
 """The model card that goes with an exported drafter.
 
 Everything on the card is a recorded fact: hyper-parameters and counts come from the manifests of the stages, results
-from measurements of this very checkpoint, or the card says that there are none. Results are what the stages left:
+from measurements of this very checkpoint. If there are none, the card says so. Results are read from
 run_dir/evaluate, run_dir/serving, and folders that `eagle31_train.compare` wrote.
 """
 
@@ -31,7 +31,7 @@ from eagle31_train.reporting.markdown import code, grid, plain, scrubbed
 from eagle31_train.reporting.recipe import COMPARE, EVALUATE
 from eagle31_train.reporting.tables import ALL, SERVING
 
-CardPicture = tuple[Picture, Path, str]  # where it lies, and where the card has it, below the exported folder
+CardPicture = tuple[Picture, Path, str]  # its file, and its path on the card, below the exported folder
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,11 @@ class CardResults:
 def read_results(
     run: Path, identity: str, checkpoint: str, comparisons: Sequence[Path], there: str | None = None
 ) -> CardResults:
-    """What was measured of the checkpoint in `run`; UserError where a result is damaged, or a comparison is of others.
+    """Return what was measured of the checkpoint in `run`; UserError for a damaged result or a comparison of others.
+
     identity: of what was trained. checkpoint: fingerprint of what is exported. comparisons: their folders. there: the
-    identity of an export of the same that is there already, and may have been compared."""
+    identity of an existing export of the same, which may have been compared.
+    """
     compared = [_comparison(folder, number, {identity, there}) for number, folder in enumerate(comparisons, 1)]
     evaluation = _stage(run / "evaluate", "checkpoint", identity, "acceptance", f"{EVALUATE} …")
     serving = _stage(run / "serving", "export", checkpoint, "serving", f"{EVALUATE} … evaluate.backend=vllm")
@@ -81,7 +83,7 @@ def read_results(
 
 
 def _stage(folder: Path, key: str, identity: str, images: str, command: str) -> CardResult | None:
-    """A stage's result, where it has left one of this checkpoint; one of another is named and left out."""
+    """Return a stage's result for this checkpoint, if any; leave out one of another checkpoint, with a note."""
     path = folder / artifacts.MANIFEST
     if not path.is_file():
         return None
@@ -94,7 +96,7 @@ def _stage(folder: Path, key: str, identity: str, images: str, command: str) -> 
 
 
 def _comparison(folder: Path, number: int, ours: Set[str | None]) -> CardResult:
-    """The card's comparison number 1, 2, …, that the checkpoint is part of, by one of its identities."""
+    """Return the card's comparison `number` (from 1). One of the checkpoint's identities must be in it."""
     if not (folder / RESULT).is_file():
         raise UserError(f"comparisons: {folder} has no {RESULT}: give the folder that `{COMPARE}` wrote")
     result = artifacts.read_json(folder / RESULT, COMPARE)
@@ -109,8 +111,8 @@ def _comparison(folder: Path, number: int, ours: Set[str | None]) -> CardResult:
 
 
 def _pictures(folder: Path, record: dict[str, Any], result: dict[str, Any], at: str, command: str) -> list[CardPicture]:
-    """The pictures of all workloads, of the first, and of serving; tables have the others."""
-    # Those of an earlier result, or of a later one that was stopped, have the same names.
+    """Return the pictures of all workloads together, of the first, and of serving; tables have the others."""
+    # Pictures of an earlier result, or of a later one that was stopped, have the same names.
     if damage := artifacts.first_damaged(folder, record.get("files", {})):
         raise UserError(f"{damage}: run `{command}` again, which measures nothing twice")
     sections = [ALL, SERVING, *(workload["name"] for workload in result.get("workloads", [])[:1])]
@@ -118,7 +120,7 @@ def _pictures(folder: Path, record: dict[str, Any], result: dict[str, Any], at: 
     return [(picture, file, f"images/{at}/{file.name}") for picture, file in files if file.is_file()]
 
 
-# Of training's manifest; of steps that were passed over their numbers.
+# Fields of training's manifest, which lists the steps that were passed over: the card counts them.
 TRAINED = ("steps", "kept", "updates", "tokens", "pairs", "left_out", "without_pairs", "seconds", "heldout")
 NOT_COUNTS = ("files", "inputs", "fingerprint", "seconds")  # of the data stage's manifest
 
@@ -130,7 +132,7 @@ def render(
     data: Mapping[str, Any] | None,
     measured: CardResults,
 ) -> str:
-    """The card as Markdown with YAML front matter; train, data: manifests, of data None where the stage left none."""
+    """The card as Markdown with YAML front matter; train, data: manifests; data is None if stage 1 left none."""
     environment = Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
     environment.filters |= {"plain": plain, "code": code, "grid": grid, "scrubbed": scrubbed, "escape": escape}
     environment.filters |= {"json": json.dumps, "flat": lambda values: list(_flat(values))}
@@ -158,14 +160,14 @@ def render(
 
 
 def whole_only(shape: DrafterShape) -> list[str]:
-    """What whoever splits a target by layers must know. vLLM's V1 would leave the embedding as its memory was, and
-    accept nothing; V2 stops where that is on another device."""
+    """Return what users of pipeline parallelism must know. vLLM's V1 would leave the embedding uninitialized, and
+    accept nothing; V2 stops if it is on another device."""
     return ["vLLM's pipeline parallelism needs drafter.share_embedding=false in training"] * shape.share_embedding
 
 
 def caveats_of(shape: DrafterShape, data: Mapping[str, Any] | None, effort: str | None = None) -> list[str]:
-    """What the drafter does not do everywhere, by stage 1's manifest, if it is there. `effort`: the reasoning_effort
-    of target.template_args."""
+    """Return the drafter's limits in serving, by stage 1's manifest, if there is one. effort: the reasoning_effort of
+    target.template_args."""
     target = (data or {}).get("target", {})
     scaling = target.get("rope_scaling") or {}
     positions = target_positions(target.get("max_position_embeddings"), target.get("model_type", ""), [scaling])
@@ -190,6 +192,6 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
         elif isinstance(value, float):
             yield name, f"{value:.6g}"
         elif isinstance(value, list) and any(isinstance(entry, Mapping) for entry in value):
-            yield name, str(len(value))  # records, of refused conversations say: how many
+            yield name, str(len(value))  # a list of records, such as refused conversations: its length
         else:
             yield name, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

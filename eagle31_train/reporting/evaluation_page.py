@@ -1,7 +1,7 @@
 """A result as one HTML page and as PNG files beside it, for people who decide whether to serve a drafter.
 
-`evaluation/results.py` describes the result. Names and order of the pictures are part of what makes a model card new:
-they stay as they are.
+`evaluation/results.py` describes the result. Names and order of the pictures are part of a model card's fingerprint:
+keep them as they are.
 """
 
 import re
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 PAGE = "index.html"
-RESULT = "result.json"  # of a comparison: what was drawn, and the files of that
+RESULT = "result.json"  # of a comparison: what was drawn, and the files drawn
 Result = dict[str, Any]
 Curves = dict[str, list[Interval]]  # by drafter
 Rows = dict[str, dict[str, Interval]]  # by row, then by drafter
-WIDE = 0.5  # a share whose interval is wider is not worth a point
+WIDE = 0.5  # a share with a wider interval gets no point
 INTERVALS = f"{LEVEL * 100:.0f} % intervals"
 KINDS = ("sink", "prompt", "verified", "own")
 
 
 def write(folder: Path, result: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Draw a result, of acceptance, of serving, or both, as PAGE and a PNG of every picture: what was written, as a
-    manifest's `files`. `result`: see `evaluation/results.py`, with title, and what else is known: machine, dtype,
-    max_new_tokens, command, serving."""
+    """Draw a result of acceptance, serving, or both as PAGE and a PNG of every picture; return a manifest's `files`.
+    result: see `evaluation/results.py`, with title, and what else is known: machine, dtype, max_new_tokens, command,
+    serving."""
     files, images = html.draw(folder, list(pictures(result)))
     artifacts.write_text(folder / PAGE, render(result, images))
     return artifacts.list_files(folder, [*files, folder / PAGE])
@@ -56,19 +56,19 @@ def conditions(result: Mapping[str, Any]) -> list[str]:
 
 
 def pictures(result: Result) -> Iterator[Picture]:
-    """Every picture that there are numbers for: first those of all workloads, then those of each."""
+    """Yield every picture that there are numbers for: first those of all workloads, then those of each."""
     workloads = result.get("workloads", [])
     drawn = list(_overview(result)) if len(workloads) > 1 else []
     for workload in workloads:
         drawn += _acceptance(workload)
-        if workload is workloads[0]:  # tables have the drift of all
+        if workload is workloads[0]:  # the drift of the others is only in tables
             drawn += _drift(workload)
     if result.get("serving"):
         drawn += _serving(result["serving"])
     taken = set[str]()
     for picture in drawn:
         name, number = picture.name, 1
-        while name in taken:  # drafters that differ in case or signs alone would write the same file
+        while name in taken:  # names that differ only in case or punctuation would give the same file
             number += 1
             name = f"{picture.name}-{number}"
         taken.add(name)
@@ -90,7 +90,7 @@ def _curves(workload: Result, name: str, title: str, across: str, curves: Curves
             style: dict[str, Any] = {"color": f"C{index}", "marker": figures.marker(index), "label": label, "zorder": 3}
             axes.fill_between(at, low, high, color=f"C{index}", alpha=0.16, linewidth=0)
             axes.plot(at[valid], values[valid], clip_on=False, **style)
-            # Between no two points there is nothing to shade.
+            # An interval without neighbours cannot be shaded: draw it as a line.
             alone = np.isfinite(low) & ~np.isfinite([*low[1:], np.nan]) & ~np.isfinite([np.nan, *low[:-1]])
             if alone.any():
                 axes.vlines(at[alone], low[alone], high[alone], color=f"C{index}", alpha=0.5)
@@ -121,10 +121,10 @@ def _acceptance(workload: Result) -> Iterator[Picture]:
 
 
 def _told(numbers: Result) -> list[Interval]:
-    """Conditional acceptance by position; nothing where too few drafts came so far to tell it."""
+    """Return conditional acceptance by position, or NOTHING where too few drafts came that far."""
     deepest = list(numbers["by_depth"].values())[-1]
     came = [deepest["drafts"], *deepest["accepted_per_position"]]
-    # Of a share of 0 or 1, which has no interval, n drafts tell within 3 / n.
+    # A share of 0 or 1 has no interval: n drafts determine it to within 3 / n.
     told = []
     for n, share in zip(came[:-1], numbers["conditional"], strict=True):
         _, low, high = share
@@ -154,7 +154,7 @@ def _attention(measures: Curves, axes: "Axes") -> None:
     parts = np.array([figures.columns(measures[kind])[0] for kind in KINDS])
     labels = [f"{kind} {part[-1]:.0%}" for kind, part in zip(KINDS, parts, strict=True)]
     at = np.arange(1.0, parts.shape[1] + 1)
-    if len(at) == 1:  # a bar: what has no width is not seen
+    if len(at) == 1:  # draw a bar, since an area without width is invisible
         at, parts = np.array([0.75, 1.25]), parts.repeat(2, axis=1)
     axes.stackplot(at, parts, labels=labels)
     axes.margins(0)
@@ -164,7 +164,7 @@ def _attention(measures: Curves, axes: "Axes") -> None:
 
 
 def _overview(result: Result) -> Iterator[Picture]:
-    """A row for each workload, with an interval for each drafter."""
+    """Yield charts with a row for each workload, and in it an interval for each drafter."""
     names, depth, workloads = result["drafters"], str(result["draft_tokens"]), result["workloads"]
     at = f", at {tables.count(result['draft_tokens'], 'draft token')}"
     lengths, kept, own = Rows(), Rows(), Rows()
@@ -205,7 +205,7 @@ def _serving(serving: Result) -> Iterator[Picture]:
 def _forest(
     name: str, section: str, title: str, rows: Rows, names: list[str], kind: Kind, left: float | None = None
 ) -> Picture:
-    """A row for each of `rows`, and in it a point with its interval for each of `names` that it has."""
+    """Return a chart with a row for each of `rows`, and in it a point with its interval for each of its `names`."""
     shown = [name for name in names if any(name in row for row in rows.values())]
 
     def draw(axes: "Axes") -> None:

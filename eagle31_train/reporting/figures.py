@@ -1,4 +1,4 @@
-"""Pictures, by matplotlib, which is loaded where it draws."""
+"""Pictures by matplotlib, which is imported only where it draws."""
 
 import io
 from collections.abc import Callable, Iterable
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH, HEIGHT, ROW = 5.6, 3.25, 0.25  # inches: of a picture, and of one row of a chart that has rows
-TITLE = 60  # letters of a line of it
+TITLE = 60  # letters in one line of a title
 MEANS = 64  # points of a noisy curve's mean
 MARKERS = "os^Dvp"
 STYLE: Any = {
-    # The colour-blind tell training (C0) from held-out (C1) by brightness, too.
+    # Training (C0) and held-out (C1) also differ in brightness, for the colour-blind.
     "axes.prop_cycle": "cycler('color', ['#2563c9', '#d9650b', '#0e8a6a', '#a8379b', '#8a6d00', '#5d6873'])",
     "font.size": 8,
     "axes.titlesize": 7.5,
@@ -42,7 +42,7 @@ STYLE: Any = {
 
 @dataclass(frozen=True)
 class Picture:
-    """name: of its file. section: of the page. remark: below the title. draw: onto axes."""
+    """A picture to draw. name: of its file. section: of the page. remark: below the title. draw: draws onto axes."""
 
     name: str
     section: str
@@ -78,7 +78,7 @@ class Picture:
 
 
 def drawable(text: str) -> str:
-    """Text in which letters that matplotlib's own font lacks are spelt, U+7532: boxes would all look alike."""
+    """Spell letters that matplotlib's own font lacks as U+7532, because boxes would all look alike."""
     from matplotlib.font_manager import findfont, get_font
 
     there = get_font(findfont("DejaVu Sans")).get_charmap()
@@ -86,7 +86,7 @@ def drawable(text: str) -> str:
 
 
 def noisy(axes: "Axes", steps: Floats, values: Floats, label: str, colour: Any, form: str = "{:.3g}") -> None:
-    """A curve [N], pale, and its mean, whose last value the label tells. NaN is left out."""
+    """Draw a curve [N], pale, and its mean, with the last value in the label. NaN is left out."""
     valid = np.isfinite(values)
     if not valid.any():
         return
@@ -99,19 +99,19 @@ def noisy(axes: "Axes", steps: Floats, values: Floats, label: str, colour: Any, 
 
 
 def marker(index: int) -> str:
-    """Of a curve of colour C{index}: after the last colour the same ones come with other markers."""
+    """Return the marker of a curve of colour C{index}. When the colours repeat, markers differ."""
     return MARKERS[(index + index // len(MARKERS)) % len(MARKERS)]
 
 
 def columns(intervals: Iterable[Interval]) -> tuple[Floats, Floats, Floats]:
-    """Values, lows and highs, each [N], NaN where there is none."""
+    """Return values, lows and highs, each [N], NaN where there is none."""
     table = np.array([[np.nan if part is None else part for part in each] for each in intervals], dtype=float)
     return table[:, 0], table[:, 1], table[:, 2]
 
 
 @dataclass(frozen=True)
 class Kind:
-    """low, high: what numbers of a kind cannot leave. percent: of shares. even: where nothing is gained or lost."""
+    """A kind of number. low, high: its bounds. percent: it is a share. even: where nothing is gained or lost."""
 
     low: float = 0
     high: float = np.inf
@@ -119,7 +119,7 @@ class Kind:
     even: float | None = None
 
     def scale(self, axes: "Axes", which: str = "y") -> None:
-        """Set the ends and labels of an axis on which numbers of this kind are drawn."""
+        """Set the limits and labels of an axis for numbers of this kind."""
         from matplotlib.ticker import PercentFormatter
 
         if self.percent:
@@ -137,7 +137,7 @@ SHARE, KEPT = Kind(high=1, percent=True), Kind(percent=True, even=1)
 
 
 def logarithmic(axes: "Axes") -> None:
-    """A logarithmic vertical axis of plain numbers: matplotlib's own are formulas, which STYLE does not parse."""
+    """Make the vertical axis logarithmic, with plain numbers: matplotlib's are formulas, which STYLE does not parse."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     axes.set_yscale("log")

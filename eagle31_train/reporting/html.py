@@ -21,7 +21,7 @@ def escape(text: str) -> str:
 
 
 def draw(folder: Path, pictures: Sequence[Picture]) -> tuple[list[Path], Images]:
-    """Write every picture as a PNG file, whole or not at all: the files, and the pictures as the page shows them."""
+    """Write every picture as a PNG file, atomically. Return the files, and the pictures as the page shows them."""
     files, images = [], Images()
     for picture in Progress(pictures, desc="report", unit="picture", leave=False):
         png = picture.png()
@@ -40,8 +40,8 @@ def page(
     glossary: bool = False,
     marked: Iterable[Marked] = (),
 ) -> str:
-    """A page: of each section its remarks, pictures, first table, and the others folded; then the texts that are
-    `marked`. `texts` are shown as they are, folded, at the end; `glossary`: explain the words of evaluation."""
+    """Return a page: each section's remarks, pictures, first table, and other tables folded; then the `marked` texts.
+    texts: shown literally, folded, at the end. glossary: explain the words of evaluation."""
     environment = Environment(autoescape=True, finalize=shown.clean, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(Path(__file__).with_name("page.jinja").read_text(encoding="utf-8"))
     return template.render(title=title, sections=sections, images=images, texts=texts, glossary=glossary, marked=marked)

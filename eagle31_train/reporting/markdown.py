@@ -1,4 +1,4 @@
-"""Markdown of text that others wrote: it is shown as it is, and tells no folder of this machine."""
+"""Markdown of text that others wrote: it is shown literally, without folders of this machine."""
 
 import re
 from collections.abc import Sequence
@@ -7,12 +7,12 @@ from typing import Any
 
 from eagle31_train.common import locations, shown
 
-# An absolute path in a text, which neither 3/4 nor https://… has, but file:///… does.
+# An absolute path in a text. 3/4 and https://… have none, but file:///… does.
 _PATH = re.compile(r"(?:(?<=\bfile://)|(?<![\w./~\\-]))/(?!/)[^\s'\",;|<>(){}\[\]=]+")
 
 
 def public(path: str) -> str:
-    """An absolute path as others may see it: from the checkout, or its last part alone."""
+    """Return an absolute path as others may see it: relative to the checkout, or only its last part."""
     if path.startswith("file://"):
         return "file://" + public(path.removeprefix("file://"))
     if not Path(path).is_absolute():
@@ -22,7 +22,7 @@ def public(path: str) -> str:
 
 
 def scrubbed(text: str) -> str:
-    """A text whose absolute paths are as others may see them; `</b` is what ends a tag, and may be in a name."""
+    """Return a text with its absolute paths as others may see them. `</b` is a closing tag, which may be in a name."""
 
     def shown_to_others(match: re.Match[str]) -> str:
         ends_tag = text[: match.start()].endswith("<") and match[0].count("/") == 1
@@ -32,7 +32,7 @@ def scrubbed(text: str) -> str:
 
 
 def plain(value: Any) -> str:
-    """Text that Markdown shows as it is, also inside a table; absolute paths lose all that is nobody's business."""
+    """Return text that Markdown shows literally, also inside a table, with absolute paths as others may see them."""
     line = shown.clean(" ".join(str(value).split()))
     line = Path(line).name if line.startswith("/") else scrubbed(line)
     return re.sub(r"([\\`*_\[\]|<>#&~$!])", r"\\\1", line)

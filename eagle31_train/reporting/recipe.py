@@ -17,18 +17,18 @@ from eagle31_train.evaluation.serving.engine import flags, speculation, target_a
 from eagle31_train.reporting.markdown import public
 from eagle31_train.targets import embedded
 
-HERE = "{export}"  # in a recorded command: the folder, wherever it lies now
+HERE = "{export}"  # in a recorded command: stands for the exported folder, wherever it is now
 EVALUATE, COMPARE = "eagle31 evaluate", "eagle31 compare"
-SGLANG = {"tensor_parallel_size": "tp_size"}  # where it has another name for an argument than vLLM
+SGLANG = {"tensor_parallel_size": "tp_size"}  # vLLM's name of an argument → SGLang's, where they differ
 # Options that say where things go or whether to upload, not what is made.
 _NOT_THE_RECIPE = ("overwrite", "push", "repo", "private", "license", "comparisons")
 
 
 def serve_command(config: Config, drafter: str | None, published: bool = False) -> str:
-    """vLLM's command for the target, with this drafter or without; `published`: with paths as others may see them."""
+    """Return vLLM's command for the target, with or without a drafter; published: with paths as others may see them."""
     path = public(config.target.path) if published else config.target.path
     options: dict[str, Any] | None = None
-    if drafter and config.export_format == "speculators":  # whose config.json names the target, and the rest
+    if drafter and config.export_format == "speculators":  # its config.json names the target, and the rest
         path = drafter
         if config.evaluate.draft_sampling != "greedy":
             options = {"draft_sample_method": config.evaluate.draft_sampling}
@@ -39,7 +39,7 @@ def serve_command(config: Config, drafter: str | None, published: bool = False) 
 
 
 def sglang_command(config: Config, drafter: str, window: int | None, published: bool = False) -> str:
-    """Likewise with which SGLang does, where the drafter was exported for it; only from here does it know a window."""
+    """Return the same for SGLang, if the drafter was exported for it. SGLang learns the window only from here."""
     steps = config.evaluate.num_speculative_tokens
     arguments = {
         "model_path": public(config.target.path) if published else config.target.path,
@@ -49,7 +49,7 @@ def sglang_command(config: Config, drafter: str, window: int | None, published: 
         "speculative_eagle_topk": 1,
         "speculative_num_draft_tokens": steps + 1,
         **{SGLANG.get(name, name): value for name, value in target_arguments(config).items()},
-        "model_impl": None,  # vLLM's alone
+        "model_impl": None,  # vLLM only
         **chat_arguments(config, published),
         "speculative_draft_window_size": window and window - 1,  # SGLang does not count a token's own key
     }
@@ -57,7 +57,7 @@ def sglang_command(config: Config, drafter: str, window: int | None, published: 
 
 
 def chat_arguments(config: Config, published: bool) -> dict[str, Any]:
-    """Chat template and its variables, as vLLM and SGLang call them, where target.* gives others than its own."""
+    """Return the chat template and its variables by vLLM's and SGLang's names, where target.* replaces its own."""
     template, values = config.target.chat_template, config.target.template_args
     shown = public(template) if template and published else template
     return {"chat_template": shown, "default_chat_template_kwargs": values or None}
@@ -69,12 +69,12 @@ def command(program: str, config: Config) -> str:
 
 def commands(config: Config) -> list[str]:
     made_here = Path(config.target.path) == embedded.OUT
-    kept = replace(config.store, max_bytes=None, follow=False)  # of one stage after another: the drafter is the same
+    kept = replace(config.store, max_bytes=None, follow=False)  # for stages in turn; the drafter is the same
     return [embedded.COMMAND] * made_here + [command("eagle31 run", replace(config, store=kept))]
 
 
 def overrides(config: Config) -> list[str]:
-    """The fewest `key=value` options that give this configuration, starting from a recipe."""
+    """Return the fewest `key=value` options that give this configuration, starting from a recipe."""
     recipes = compose.choices("experiment")
     starts = [config.name] if config.name in recipes else recipes
     return min((_from(recipe, config) for recipe in starts), key=len)
@@ -87,7 +87,7 @@ def _from(recipe: str, config: Config) -> list[str]:
     words = [f"+experiment={recipe}"]
     for key in shown:
         value = wanted[key]
-        # Hydra would merge a mapping into the recipe's: what that has besides goes first.
+        # Hydra would merge a mapping into the recipe's: first remove other entries of that.
         if value and isinstance(value, dict) and isinstance(base[key], dict):
             words += [f"~{key}.{inner}" for inner in base[key] if inner not in value]
         words.append(f"{key}={_hydra(value)}")
@@ -96,7 +96,7 @@ def _from(recipe: str, config: Config) -> list[str]:
 
 @cache
 def _base(recipe: str) -> dict[str, Any]:
-    """The options of a recipe; a target or a name that it leaves open is none."""
+    """Return the options of a recipe, with `none` for a target and a name that it leaves open."""
     start = [f"+experiment={recipe}"]
     try:
         config = compose.load_config(start, resolve=False)
@@ -110,7 +110,7 @@ def _values(config: Config) -> dict[str, Any]:
 
 
 def _hydra(value: Any) -> str:
-    """A value in Hydra's grammar; absolute paths lose what a public card should not tell."""
+    """Return a value in Hydra's grammar, with absolute paths shortened for a public card."""
     if isinstance(value, list):
         return f"[{','.join(map(_hydra, value))}]"
     if isinstance(value, dict):
@@ -118,7 +118,7 @@ def _hydra(value: Any) -> str:
     if not isinstance(value, str):
         return "null" if value is None else str(value).lower()
     value = public(value)
-    # Bare words only where Hydra can read nothing else (a number, a boolean) into them.
+    # Bare words only where Hydra cannot read them as something else (a number, a boolean).
     others = ("null", "true", "false", "nan", "inf")
     if re.fullmatch(r"[A-Za-z_/.][\w./:@-]*( +[\w./:@-]+)*", value) and value.lower() not in others:
         return value

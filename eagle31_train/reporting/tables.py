@@ -29,7 +29,7 @@ class Section(NamedTuple):
 
 
 def sections(result: Result) -> Iterator[Section]:
-    """All of a result, but its definitions and what was not measured."""
+    """Yield all of a result, except its definitions and what was not measured."""
     workloads, depth = result.get("workloads", []), str(result.get("draft_tokens"))
     whole = []
     if workloads:
@@ -47,7 +47,7 @@ def sections(result: Result) -> Iterator[Section]:
 
 
 def as_text(result: Result) -> str:
-    """The headline for a terminal: the first table of every section but those of further workloads."""
+    """Return the headline for a terminal: the first table of every section, except of further workloads."""
     lines: list[str] = []
     further = [workload["name"] for workload in result.get("workloads", [])[1:]]
     for section in sections(result):
@@ -62,7 +62,7 @@ def as_text(result: Result) -> str:
 
 
 def aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table: the first column flush left, the others flush right."""
+    """Return the lines of a table: the first column flush left, the others flush right."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     return ["  ".join([one.ljust(widths[0]), *map(str.rjust, more, widths[1:])]) for one, *more in (header, *rows)]
 
@@ -97,14 +97,14 @@ def _remarks(workload: Result, draft_tokens: str) -> Iterator[str]:
     yield from workload["notes"]
     if speeds := workload.get("tokens_per_second"):
         ratios = ", ".join(f"{name} {speed:.1f} ({speed / speeds['plain']:.2f}x)" for name, speed in speeds.items())
-        timed = workload.get("timed", {})  # which earlier results lack
+        timed = workload.get("timed", {})  # earlier results lack it
         length = _number(timed.get("by_depth", {}).get(draft_tokens), "{:.2f}")
         of = f", first {count(timed['prompts'], 'prompt')} (acceptance length {length})" if timed else ""
         yield f"tokens per second of one user, at {draft_tokens}{of}: {ratios}"
 
 
 def _workload(workload: Result, draft_tokens: str) -> Iterator[Table]:
-    """Everything of one workload; a table of what was not measured has no rows."""
+    """Yield all tables of one workload; a table of what was not measured has no rows."""
     drafters, differences = workload["drafters"], workload["differences"]
     first = next(iter(drafters))
     depths = list(drafters[first]["by_depth"])
@@ -138,7 +138,7 @@ def _workload(workload: Result, draft_tokens: str) -> Iterator[Table]:
 
 
 def _repetition(drafters: Result, draft_tokens: str) -> Table:
-    """Where the text repeats itself and where it does not; without rows of sampled drafts and earlier results."""
+    """Return acceptance where the text repeats itself and where not; no rows for sampled drafts and earlier results."""
     columns: Columns = {}
     for name, of in drafters.items():
         kinds = [depths[draft_tokens] for depths in of.get("by_repetition", {}).values()]
@@ -150,7 +150,7 @@ def _repetition(drafters: Result, draft_tokens: str) -> Table:
 
 
 def _columns(title: str, what: str, names: Sequence[str], columns: Columns) -> Table:
-    """A table of columns of intervals or text, whose first one has the names of the rows."""
+    """Return a table of columns of intervals or text, after a first column with the names of the rows."""
     shown = [[cell if isinstance(cell, str) else bracket(cell) for cell in column] for column in columns.values()]
     return Table(title, [what, *columns], list(zip(names, *shown, strict=False)) if columns else [])
 
@@ -172,7 +172,7 @@ def _serving_remarks(serving: Result) -> Iterator[str]:
 
 
 def _serving(serving: Result) -> Iterator[Table]:
-    """Speeds, times and acceptance by position, of every drafter, number of draft tokens and concurrency."""
+    """Yield speeds, times and acceptance by position, for every drafter, number of draft tokens and concurrency."""
     which, speeds, times, accepted = ["drafter", "draft tokens", "users"], [], [], []
     for row in serving["rows"]:
         key = [row["drafter"] or "none", str(row["draft_tokens"]), str(row["concurrency"])]

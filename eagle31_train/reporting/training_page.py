@@ -1,4 +1,4 @@
-"""What a training run looks like: its curves as pictures, and one HTML page that shows all of it, without torch."""
+"""A training run's curves as pictures, and one HTML page that shows all of them. Needs no torch."""
 
 import json
 from collections.abc import Iterator
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 METRICS, TIMINGS, LAUNCHES, CONFIG = "metrics.jsonl", "timings.jsonl", "launches.jsonl", "config.yaml"
-HELDOUT = "heldout_"  # before the names of what was measured on held-out samples and prompts
+HELDOUT = "heldout_"  # prefix of what was measured on held-out samples and prompts
 ESTIMATE = "acceptance_estimate"
 EARLIER = {"tau": ESTIMATE, f"{HELDOUT}tau": HELDOUT + ESTIMATE}  # as earlier versions called it
-LENGTH = "acceptance_length"  # on held-out prompts; of runs whose store had trajectories
+LENGTH = "acceptance_length"  # on held-out prompts; only if the store had trajectories
 Row = dict[str, Any]
 PAGE = "report.html"
 GIB = 2**30
@@ -76,13 +76,13 @@ class History:
 
     @property
     def restarts(self) -> list[int]:
-        """The steps after which launches but the first went on."""
+        """The steps after which later launches went on."""
         steps = [(launch.get("facts") or {}).get("after_step") for launch in self.launches]
         return [int(step) for step in steps if step]
 
     @property
     def busy(self) -> Floats:
-        """Seconds of each timed step, without those `aside`, for evaluating and saving, where these are known."""
+        """Seconds of each timed step, without those spent `aside`, on evaluating and saving, if known."""
         return self.timings["seconds"] - np.nan_to_num(self.timings["aside"])
 
     def marked(self, name: str) -> Floats:
@@ -91,7 +91,7 @@ class History:
 
 
 def read(run: Path) -> History:
-    """Read the folder of a run, or the folder `train` in it; UserError where nothing is whole."""
+    """Read the folder of a run, or the folder `train` in it; UserError if it has no step yet, or is damaged."""
     folder = next((folder for folder in (run / "train", run) if (folder / METRICS).is_file()), None)
     if folder is None:
         raise UserError(f"there is no training in {run}: {run / 'train' / METRICS} is missing")
@@ -108,7 +108,7 @@ def read(run: Path) -> History:
 
 
 def _rows(path: Path, notes: list[str], needs: str | None = "step") -> Iterator[Row]:
-    """The rows of a file, none of one that is missing; a torn last line is what a running training leaves."""
+    """Yield the rows of a file, none if it is missing. A torn last line, as a running training leaves, gets a note."""
     if not path.is_file():
         return
     with path.open("rb") as file:
@@ -126,8 +126,8 @@ def _rows(path: Path, notes: list[str], needs: str | None = "step") -> Iterator[
 
 
 class Plot(NamedTuple):
-    """name, section, title: as of `Picture`. column: what it shows, of metrics.jsonl or, in section MACHINE, of the
-    timings; a list has a curve for each depth. form: of numbers in the legend."""
+    """A picture to draw. name, section, title: as in `Picture`. column: what it shows, of metrics.jsonl or, in section
+    MACHINE, of the timings; a list gets a curve for each depth. form: format of numbers in the legend."""
 
     name: str
     section: str
@@ -154,11 +154,11 @@ PLOTS = [
 
 
 def write(run: Path, out: Path | None = None) -> tuple[Path, list[str]]:
-    """Draw a run, whether it has ended or not, into `out`, or else the run's report/: the page, and what its reader
-    should know of the files that it was made from. UserError: there is no run, or one of its files is damaged."""
+    """Draw a run, finished or not, into `out` or the run's report/. Return the page, and notes on the files that it was
+    made from. UserError if there is no run, or one of its files is damaged."""
     history = read(run)
     out = out or history.folder.parent / "report"
-    # A new folder is there whole or not at all.
+    # A new folder is created atomically.
     with writing(out, "--out"), nullcontext(out) if out.exists() else artifacts.building(out) as folder:
         _, images = html.draw(folder, list(pictures(history)))
         artifacts.write_text(folder / PAGE, render(history, images))
@@ -253,6 +253,6 @@ def _facts(history: History) -> dict[str, str]:
 
 
 def _shown(values: Floats, last: int = 1) -> str:
-    """The mean of the last numbers among `values` [N]; nothing if none is a number."""
+    """Return the mean of the last numbers among `values` [N]; "" if none is a number."""
     valid = values[np.isfinite(values)][-last:]
     return f"{valid.mean():.4g}" if len(valid) else ""
