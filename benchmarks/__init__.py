@@ -6,7 +6,7 @@ from eagle31_train.common.errors import UserError
 
 
 def run_main(main: Callable[[], None]) -> None:
-    """Run a benchmark; what the user can mend is one line."""
+    """Run a benchmark; report a UserError as one line."""
     try:
         main()
     except UserError as error:

@@ -31,12 +31,12 @@ def decoded(states: Tensor, codec: str) -> Tensor:
 
 
 def error(rounded: Tensor, exact: Tensor) -> float:
-    """Of [N, H], the mean over positions of the relative error."""
+    """Return the mean over positions of the relative error, of states [N, H]."""
     return ((rounded - exact).norm(dim=-1) / exact.norm(dim=-1)).mean().item()
 
 
 def measure(store: OpenStore, split: str, conversations: int) -> list[Row]:
-    """A row for each codec: bytes per state of `store`'s width, errors by auxiliary layer, KL and top-1 agreement."""
+    """Return a row per codec: bytes of a state of `store`'s width, errors by auxiliary layer, KL, top-1 agreement."""
     states, target = store.store.states, store.store.target
     if (states["aux_codec"], states["last_codec"]) != ("bf16", "bf16"):
         raise UserError("the store's own codecs have rounded its states already: extract with bf16 for both")

@@ -47,13 +47,13 @@ PAIRS = ["bf16:bf16", "fp8:fp8", "int8:int8", "int4:int8"]
 def seconds_of(call: Callable[[], object]) -> float:
     began = time.perf_counter()
     call()
-    if torch.cuda.is_available():  # all that was queued
+    if torch.cuda.is_available():  # wait for all that was queued
         torch.cuda.synchronize()
     return time.perf_counter() - began
 
 
 def store_of(pair: str, config: Config, engine: TransformersEngine, masks: dict[str, Any], folder: Path) -> StoreWriter:
-    """A store with one pair of codecs, in a folder of its own."""
+    """Begin a store with one pair of codecs, in its own folder."""
     aux, last = pair.split(":")
     config = replace(config, store=replace(config.store, aux_codec=aux, last_codec=last))
     states = extraction.describe(engine, config)
@@ -64,7 +64,7 @@ def store_of(pair: str, config: Config, engine: TransformersEngine, masks: dict[
 
 
 def stage(engine: TransformersEngine, writer: StoreWriter, rows: Dataset, planned: PlannedShard) -> float:
-    """Extract and commit a shard as the stage does: seconds."""
+    """Return the seconds to extract and commit a shard as the stage does."""
 
     def run() -> None:
         chosen = rows.select(range(planned.first, planned.end))
@@ -76,7 +76,7 @@ def stage(engine: TransformersEngine, writer: StoreWriter, rows: Dataset, planne
 
 @torch.no_grad()
 def bare(engine: TransformersEngine, tokens: Sequence[Tensor], masked: bool) -> float:
-    """Seconds of the decoder alone over the engine's own batches."""
+    """Return the seconds of the decoder alone over the engine's own batches."""
     decoder: Callable[..., Any] = engine.target.decoder
     batches = batches_by_length([len(row) for row in tokens], engine.batch_tokens)
     device = engine.target.embedding.weight.device
@@ -91,13 +91,13 @@ def bare(engine: TransformersEngine, tokens: Sequence[Tensor], masked: bool) -> 
 
 
 def states_only(engine: TransformersEngine, tokens: Sequence[Tensor]) -> float:
-    """Seconds of our engine with nothing done to the states."""
+    """Return the seconds of our engine with nothing done to the states."""
     return seconds_of(lambda: [None for _ in engine.run(tokens)])
 
 
 def measure(config: Config, pairs: Sequence[str], tokens: int, folder: Path) -> dict[str, Any]:
-    """Every contender on the first shards, of at least so many tokens together where there are as many; the first shard
-    once more before, to warm up, and on a GPU every shard."""
+    """Time every contender on the first shards, which have at least `tokens` tokens together if there are so many. The
+    first shard, and on a GPU every shard, runs once before to warm up."""
     splits = DatasetDict.load_from_disk(str((config.data_folder / "dataset").absolute()))
     masks = {split: list(samples.column(splits[split], "loss_mask")) for split in splits}
     engine = extraction.make_engine(config)
@@ -120,9 +120,9 @@ def measure(config: Config, pairs: Sequence[str], tokens: int, folder: Path) -> 
             **{pair: partial(stage, engine, writer, rows, planned) for pair, writer in writers.items()},
         }
         names = list(contenders)
-        names = names[number % len(names) :] + names[: number % len(names)]  # who begins goes round
+        names = names[number % len(names) :] + names[: number % len(names)]  # each begins in turn
         for name in tqdm(names, desc=f"shard {number + 1} of {len(chosen)}", leave=False):
-            if number == 0 or torch.cuda.is_available():  # there every new shape costs time once
+            if number == 0 or torch.cuda.is_available():  # on a GPU every new shape costs time once
                 contenders[name]()
             found.setdefault(name, []).append(contenders[name]())
     return {
@@ -136,7 +136,7 @@ def measure(config: Config, pairs: Sequence[str], tokens: int, folder: Path) -> 
 
 
 def table(result: dict[str, Any]) -> str:
-    """A row per contender: tokens/s, and its speed over the bare pass's, with the extremes over shards."""
+    """Return a row per contender: tokens/s, and its speed over the bare pass's, with the extremes over shards."""
     seconds, tokens = result["seconds"], sum(result["shards"])
     rows = []
     for name, ours in seconds.items():

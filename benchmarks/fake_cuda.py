@@ -1,11 +1,11 @@
-"""The training step on fake CUDA tensors, and a count of what it asks of the device. Needs no GPU, but a C++ compiler.
+"""Run the training step on fake CUDA tensors, and count what it asks of the device. Needs no GPU, but a C++ compiler.
 
-    fake_cuda.enter()                                 # first of all: it starts the process anew, with the device
+    fake_cuda.enter()                                 # first of all: it restarts the process, with the device
     step = FakeStep(shape, masks, Options(...))       # weights and batch of any size: no tensor has memory
     count = step.run()                                # a whole step; raises where a real one could not run
 
-Fake tensors have device, dtype and shape alone, and torch works out those of every result as it does on a GPU. So an
-operator that does not take its arguments raises, and so does a question whose answer the host would wait for.
+Fake tensors have only device, dtype and shape, which torch derives for every result as on a GPU. So an operator that
+does not accept its arguments raises, and so does reading a value that the host would wait for.
 """
 
 import hashlib
@@ -45,19 +45,18 @@ from train.step import accumulate
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 ROOT = SOURCE.parent.parent
-# What CUDA has a kernel for, and torch without CUDA takes apart before it can be counted.
+# Operators with a CUDA kernel that torch without CUDA decomposes before they can be counted.
 KERNELS, IN_ONE_KERNEL = torch.library.Library("aten", "IMPL"), ("silu_backward",)
 OURS = tuple(f"{ROOT / name}/" for name in ("eagle31_train", "train", "tests"))
 DEVICE = torch.device("cuda", 0)
 
 
 class UnavailableError(Exception):
-    """Why there can be no fake CUDA here."""
+    """Fake CUDA is not available here; the message says why."""
 
 
 def build(folder: Path) -> Path:
-    """The library, compiled for this torch into `folder` if it is not there yet; UnavailableError where it cannot
-    be."""
+    """Return the library, compiled for this torch into `folder` if needed; UnavailableError if that is impossible."""
     if torch.version.cuda is not None:
         raise UnavailableError("this torch is built for CUDA, whose devices are real")
     name = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
@@ -88,11 +87,11 @@ def build(folder: Path) -> Path:
 
 
 def enter(folder: Path = ROOT / "build") -> None:
-    """Give this process a fake CUDA device: at the first call it starts again from its first line, with the library."""
+    """Give this process a fake CUDA device. The first call restarts the process, with the library."""
     library = str(build(folder))
-    if os.environ.get("LD_PRELOAD") != library:  # torch asks for devices while it is imported, and never again
+    if os.environ.get("LD_PRELOAD") != library:  # torch looks for devices only while it is imported
         os.execve(sys.executable, sys.orig_argv, {**os.environ, "LD_PRELOAD": library})
-    torch.cuda.amp.common.amp_definitely_not_available = lambda: False  # else autocast turns itself off
+    torch.cuda.amp.common.amp_definitely_not_available = lambda: False  # otherwise autocast turns itself off
     torch.cuda.is_bf16_supported = lambda *_, **__: True
     for name in IN_ONE_KERNEL:
         KERNELS.impl(name, lambda *_: None, "CUDA")
@@ -100,7 +99,7 @@ def enter(folder: Path = ROOT / "build") -> None:
 
 # ---------------------------------------------------------------- what a step asks of the device
 
-# Operators that touch no element: other shapes of the same memory, and memory that nobody has filled.
+# Operators that touch no element: views of the same memory, and uninitialized memory.
 VIEWS = {
     *("view", "_unsafe_view", "unsqueeze", "squeeze", "transpose", "t", "permute", "expand", "slice", "select"),
     *("split", "split_with_sizes", "unbind", "alias", "detach", "as_strided", "unflatten", "reshape", "flatten"),
@@ -110,13 +109,13 @@ VIEWS = {
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "linear"}
 FLASH = {"_flash_attention_forward", "_flash_attention_backward"}
 PICKS = {"index_select", "embedding", "gather", "index"}  # read only what they pick
-PASSES = {"divergence": 2}  # a kernel of ours that reads its rows so often, more than a cache holds between
-PUTS = {"index_add_", "index_copy_", "index_put_"}  # touch only where they put
+PASSES = {"divergence": 2}  # our kernel → how often it reads its rows, which do not stay in a cache in between
+PUTS = {"index_add_", "index_copy_", "index_put_"}  # touch only the elements that they write
 
 
 @dataclass
 class Sums:
-    """Operators of one kind in one place: how many, bytes read and written, FLOPs of products."""
+    """Operators of one kind in one place: their number, bytes read and written, FLOPs of products."""
 
     operations: int = 0
     bytes: float = 0.0
@@ -133,9 +132,9 @@ class Count(TorchDispatchMode):
     """Counts every operator in its block by phase, place in our source and name; and the bytes that are alive.
 
     Attributes:
-        phase: what the step is doing; set by who steps.
+        phase: what the step is doing; set by the caller.
         sums: (phase, "file.py:function", operator) → Sums.
-        on_host: operators in which a tensor of the host met the device, and where: each is a wait.
+        on_host: operators on a tensor of the host, and where they are: each is a wait.
         onto_itself: where a tensor was copied onto itself, as by `x[some] += y`.
         before: bytes of memory on the device at the start: weights and the like.
         alive, peak, after_forward: bytes of what the block makes there, now, at most, and before the backward pass.
@@ -177,7 +176,7 @@ class Count(TorchDispatchMode):
         return out
 
     def ignore(self, tensors: Iterable[Tensor]) -> int:
-        """Leave memory that was there before out of what is alive; its bytes."""
+        """Leave existing memory out of what is alive; return its bytes."""
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
         self._known |= storages.keys()
         return sum(storage.nbytes() for storage in storages.values())
@@ -196,7 +195,7 @@ class Count(TorchDispatchMode):
         self.alive -= size
 
     def total(self, keep: Callable[[str, str, str], bool] = lambda *_: True) -> Sums:
-        """The sum of those that `keep(phase, place, operator)` keeps."""
+        """Return the sum over all entries that `keep(phase, place, operator)` accepts."""
         total = Sums()
         for key, sums in self.sums.items():
             if keep(*key):
@@ -213,7 +212,7 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def _place() -> str:
-    """The innermost function of ours under way: "file.py:function"; "torch" in none."""
+    """Return the innermost running function of ours as "file.py:function", or "torch" if there is none."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
@@ -224,7 +223,7 @@ def _place() -> str:
 
 
 def _size(tensor: Tensor) -> int:
-    """Bytes of a tensor; what is expanded is read once."""
+    """Return the bytes of a tensor; expanded dimensions count once."""
     count = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         count *= size if stride or not size else 1
@@ -234,10 +233,10 @@ def _size(tensor: Tensor) -> int:
 def _traffic(
     func: Any, name: str, args: tuple, kwargs: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]
 ) -> int:
-    """Bytes that an operator reads and writes if it does both once."""
+    """Return the bytes that an operator reads and writes if it does both once."""
     if name in PICKS:
         return 2 * sum(map(_size, outputs)) + sum(_size(x) for x in inputs[1:])
-    if name in PUTS:  # index_put_ may get a mask's worth of indices; the values come last
+    if name in PUTS:  # index_put_ may have several indices; the values come last
         return (3 if name == "index_add_" else 2) * _size(inputs[-1])
     written = {id(tensor): tensor for tensor in outputs}
     for place, argument in enumerate(func._schema.arguments):
@@ -256,7 +255,7 @@ def _flops(name: str, inputs: list[Tensor]) -> float:
 
 
 def flash_workspace(name: str, inputs: Sequence[Tensor]) -> int:
-    """Bytes that CUDA's flash kernel takes while it runs, by mha_varlen_bwd of torch's flash_api.cpp."""
+    """Return the bytes that CUDA's flash kernel takes while it runs, from mha_varlen_bwd in torch's flash_api.cpp."""
     if name != "_flash_attention_backward":
         return 0
     _, q, k = inputs[:3]
@@ -271,7 +270,7 @@ def flash_workspace(name: str, inputs: Sequence[Tensor]) -> int:
 
 @dataclass(frozen=True)
 class Options:
-    """How a step is worked out; names and defaults as in train.* where there are such."""
+    """How a step is computed; names and defaults follow train.* where it has them."""
 
     ttt_length: int = 7
     codec: str = "bf16"
@@ -282,7 +281,7 @@ class Options:
     recompute: bool = False
     train_lm_head: bool = True
     slots: int | None = None
-    kernels: str = "fused"  # plain, fused, or fused+FA3: with what FlashAttention 3 in torch's place changes
+    kernels: str = "fused"  # plain, fused, or fused+FA3: with FlashAttention 3 instead of torch's
 
 
 class FakeStep:
@@ -300,12 +299,12 @@ class FakeStep:
         with self.mode:
             self.batch = _fake(batch, shape, options.codec, self.mode)
             self.totals = StepTotals(self.mode.from_tensor(totals))
-        # Numbers that a RoPE with scaling looks at: a fake one has none, nor does the cost depend on them.
+        # A scaled RoPE reads its frequencies, which a fake tensor does not have. The cost does not depend on them.
         unscaled = patch.object(rope, "frequencies", lambda _, width: (torch.ones(width // 2), 1.0))
         with self.mode, DEVICE, unscaled:
             drafter = Drafter(shape, torch.empty(V, shape.hidden_size, dtype=low))
             for turning in (module for module in drafter.modules() if isinstance(module, rope.Rope)):
-                turning.to(DEVICE)  # it makes its numbers on the host, wherever the weights are
+                turning.to(DEVICE)  # it creates its buffers on the host, wherever the weights are
             drafter.recompute = options.recompute
             drafter.lm_head.weight.requires_grad_(options.train_lm_head)
             teacher = Teacher(torch.ones(H), 1e-5, torch.empty(Vd, H, dtype=low), torch.empty(Vd).long())
@@ -317,12 +316,12 @@ class FakeStep:
             self.optimizer = make_optimizer(self.objective, t)
             for parameter in drafter.parameters():
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-            self.optimizer.step()  # makes its moments, so that every step that is counted finds them
+            self.optimizer.step()  # creates its moments before any step is counted
             self.optimizer.zero_grad(set_to_none=True)
 
     def run(self) -> Count:
-        """One whole step, the batch's way to the device included; raises as torch would on the device, or where it
-        would wait."""
+        """Run one whole step, including the batch's transfer to the device. Raise as torch would on the device, or
+        where it would wait."""
         accelerator = SimpleNamespace(device=DEVICE, num_processes=1, reduce=lambda value, **_: value)
         count, drafter = Count(), self.objective.drafter
 
@@ -350,7 +349,7 @@ class FakeStep:
 
 
 def make_batch(shape: DrafterShape, masks: Sequence[Tensor], options: Options) -> Batch:
-    """A real batch of documents, on the CPU, whose states are one value wide."""
+    """Build a real batch of documents on the CPU, whose states are one value wide."""
     generator = torch.Generator().manual_seed(0)
     V, Vd, A = shape.vocab_size, shape.draft_vocab_size, len(shape.aux_layers)
     documents = [
@@ -371,7 +370,7 @@ def make_batch(shape: DrafterShape, masks: Sequence[Tensor], options: Options) -
 
 
 def _fake(batch: Batch, shape: DrafterShape, codec: str, mode: FakeTensorMode) -> Batch:
-    """The batch as fake tensors of the host, its states as wide as the target's and as `codec` keeps them."""
+    """Return the batch as fake tensors on the host, with states of the target's width, encoded by `codec`."""
     how, H = CODECS[codec], shape.target_hidden_size
 
     def states(of: Encoded) -> Encoded:

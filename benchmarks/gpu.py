@@ -24,13 +24,13 @@ from eagle31_train.reporting.tables import aligned
 
 GIB = 2**30
 
-# Defaults, and those of --quick; first, ceiling: tokens, where the search for the longest document begins and ends.
+# Defaults, and those of --quick. first, ceiling: tokens at which the search for the longest document begins and ends.
 FULL: dict[str, Any] = {"cases": ["llama8b:2x4096:1", "llama8b:2x4096:0.35", "llama8b:1x32768:1", "kimi:4x4096:0.35"]}
 FULL |= {"longest": ["llama8b:0.35"], "first": 2**14, "ceiling": 2**18}
 QUICK = {"cases": ["tiny:2x64:1", "tiny:1x128:0.35"], "longest": ["tiny:1"], "first": 64, "ceiling": 256}
 VARIED = {"cuda": ["fused", "plain", "fused+recompute"], "cpu": ["plain", "plain+recompute"]}
 
-# FLOP/s of dense bf16 products by the makers' data sheets; the first name that the device's holds.
+# FLOP/s of dense bf16 products by the makers' data sheets; the first key that is in the device's name counts.
 PEAKS = {
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
@@ -43,7 +43,7 @@ PEAKS = {
 
 
 def look(device: str, size: int) -> dict[str, Any]:
-    """The device: name, memory in bytes, peaks in FLOP/s, versions."""
+    """Describe the device: name, memory in bytes, peaks in FLOP/s, versions."""
     cuda = device == "cuda"
     properties = torch.cuda.get_device_properties(0) if cuda else None
     name = properties.name if properties else "cpu"
@@ -59,10 +59,10 @@ def look(device: str, size: int) -> dict[str, Any]:
 
 
 def run(chosen: argparse.Namespace) -> dict[str, Any]:
-    """All measurements; the results so far are written after each. UserError: a case that cannot be."""
+    """Run all measurements, and write the results so far after each. UserError for an invalid case."""
     cases = [Case.parse(text) for text in chosen.cases]
     searches = [Case.parse(text.replace(":", ":64:")) for text in chosen.longest]  # of any length
-    if chosen.gib is not None:  # as if the GPU had no more
+    if chosen.gib is not None:  # as if the GPU had only so much
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, chosen.gib * 2**30 / total))
     here, device = machine.describe(), look(chosen.device, 256 if chosen.quick else 8192)
@@ -89,19 +89,19 @@ def run(chosen: argparse.Namespace) -> dict[str, Any]:
 
 
 def guarded(measure: Callable[..., dict[str, Any]], *words: Any) -> dict[str, Any]:
-    """What `measure(*words)` returns, or {"error": one line}."""
+    """Return `measure(*words)`, or {"error": one line}."""
     try:
         answer = measure(*words)
     except torch.OutOfMemoryError:
         answer = {"error": "out of memory"}
     except Exception as error:
         answer = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
-    gpu_step.free()  # here, where the exception is gone, and with it the tensors of the frames that it went through
+    gpu_step.free()  # only here is the exception gone, and with it the tensors of its frames
     return answer
 
 
 def with_limits(step: dict[str, Any], device: dict[str, Any]) -> dict[str, Any]:
-    """A measurement with its distance from the data sheet's peak (None if unknown) and from the measured product's."""
+    """Add a measurement's share of the data sheet's peak (None if unknown) and of the measured product's rate."""
     if "error" in step:
         return step
     nominal, reached = device["nominal_peak"], step["flops_per_second"]
@@ -109,7 +109,7 @@ def with_limits(step: dict[str, Any], device: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(results: dict[str, Any]) -> str:
-    """Everything measured, as plain text; failures by name."""
+    """Return everything measured as plain text, with failures by name."""
     device, measured = results["device"], results["steps"]
     nominal, memory = device["nominal_peak"], device["memory"]
     peak = f"{nominal / 1e12:.0f}e12 of the data sheet" if nominal else "unknown for this device"
@@ -142,13 +142,13 @@ def _numbers(step: dict[str, Any]) -> list[str]:
 
 
 def _shares(name: str, step: dict[str, Any]) -> list[str]:
-    """Share of each group of kernels in the device's busy time, and of that in the step's."""
+    """Return each kernel group's share of the device's busy time, and the share of that in the step's."""
     seen = step["kernels"]
     return [name, *(f"{share:.1%}" for share in [*map(seen["groups"].get, GROUPS), seen["seconds"] / seen["window"]])]
 
 
 def _top(steps: dict[str, dict[str, Any]]) -> list[str]:
-    """The longest kernels of each case, in its fastest variant."""
+    """Return the longest kernels of each case, in its fastest variant."""
     lines = []
     for case in dict.fromkeys(step["case"] for step in steps.values()):
         name = min((n for n in steps if steps[n]["case"] == case), key=lambda name: steps[name]["seconds"])
@@ -172,7 +172,7 @@ def _length(found: dict[str, Any]) -> str:
 
 
 def options(words: list[str] | None = None) -> argparse.Namespace:
-    """The command line. UserError: there is no GPU, and the CPU was not asked for."""
+    """Parse the command line. UserError if there is no GPU, and the CPU was not asked for."""
     words = sys.argv[1:] if words is None else words
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--cases", nargs="*", metavar="SHAPE:DOCUMENTSxLENGTH:SHARE", help="[%(default)s]")

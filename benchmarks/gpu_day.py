@@ -18,7 +18,7 @@ LAST = 20  # lines of a failed stage's log
 
 
 def stage(out: Path, name: str, status: int, seconds: int) -> dict[str, Any]:
-    """What a stage came to: how it ended, its tests or measurements, the end of its log where it failed."""
+    """Return a stage's outcome: how it ended, its tests or measurements, and the end of its log if it failed."""
     result: dict[str, Any] = {"stage": name, "status": status, "timed_out": status in TIMED_OUT, "seconds": seconds}
     if (xml := out / f"{name}.xml").is_file():
         result["tests"] = tests(xml)
@@ -30,7 +30,7 @@ def stage(out: Path, name: str, status: int, seconds: int) -> dict[str, Any]:
 
 
 def tests(xml: Path) -> dict[str, Any]:
-    """How many tests passed, and the names of the others, by pytest's report."""
+    """Return how many tests passed, and the names of the others, from pytest's report."""
     found: dict[str, Any] = {"passed": 0, "failed": [], "skipped": []}
     for case in ElementTree.parse(xml).iter("testcase"):
         name = f"{case.get('classname')}::{case.get('name')}"
@@ -44,7 +44,7 @@ def tests(xml: Path) -> dict[str, Any]:
 
 
 def summary(out: Path) -> dict[str, Any]:
-    """All stages, and each measured step beside its estimate."""
+    """Return all stages, and each measured step beside its estimate."""
     stages = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(out.glob("*.json"))]
     stages = [one for one in stages if "stage" in one]
     file = out / "model.json"
@@ -59,7 +59,7 @@ def summary(out: Path) -> dict[str, Any]:
 
 
 def compared(step: dict[str, Any], model: dict[str, Any] | None) -> dict[str, Any]:
-    """Seconds, utilisation and memory of a step, and what was estimated."""
+    """Return seconds, utilisation and memory of a step, and their estimates."""
     if "error" in step:
         return {"error": step["error"]}
     measured = {"seconds": step["seconds"], "utilisation": step["mfu"], "memory": step["memory"]}
@@ -86,7 +86,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def main(words: list[str]) -> int:
-    """The exit status: 1 where a stage failed."""
+    """Run the command; return the exit status, 1 if a stage failed."""
     command, out = words[0], Path(words[1])
     if command == "stage":
         result = stage(out, words[2], int(words[3]), int(words[4]))

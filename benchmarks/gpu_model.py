@@ -26,7 +26,7 @@ from eagle31_train.planning.work import count_work, training_flops
 from eagle31_train.reporting.tables import aligned
 
 GIB = 2**30
-# With activations kept, recomputed, or each in turn.
+# Case → whether activations are recomputed, each in turn.
 CASES = {
     "llama8b:2x4096:1": (False,),
     "llama8b:2x4096:0.35": (False,),
@@ -38,11 +38,11 @@ CASES = {
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device is taken to reach. FLOP/s in products, and in attention forward and backward; bytes/s; and the
-    maker's FLOP/s, of which utilisation is a share.
+    """Assumed rates of a device: FLOP/s in products, and in attention forward and backward; bytes/s; and the maker's
+    FLOP/s, of which utilisation is a share.
 
-    FlashAttention 3's are those of torch's own kernel times 1.75 and 1.625: its authors measured it 1.5 to 2.0 times as
-    fast forward and 1.5 to 1.75 times backward, on an H100 (arXiv 2407.08608, section 4.1).
+    Rates of FlashAttention 3 are those of torch's own kernel times 1.75 and 1.625: its authors measured it 1.5 to 2.0
+    times as fast forward and 1.5 to 1.75 times backward, on an H100 (arXiv 2407.08608, section 4.1).
     """
 
     products: float = 720e12
@@ -55,7 +55,7 @@ class Rates:
 
 
 def attention_pairs(layout: Layout) -> int:
-    """Pairs of a query and a key that the flash kernel works out for one head, at one step."""
+    """Return the pairs of a query and a key that the flash kernel computes for one head, at one step."""
     segments = layout.segments
     if segments is None:
         return 0
@@ -70,7 +70,7 @@ def estimate(shape: DrafterShape, masks: list[torch.Tensor], options: Options, r
     count = step.run()
     products = count.total(lambda *key: key[2] in PRODUCTS)
     between = count.total(lambda *key: key[2] not in PRODUCTS | FLASH)
-    # As wide as the wider of a key and a value: 2 products forward, 5 backward.
+    # All are as wide as the wider of a key and a value; 2 products forward, 5 backward.
     width = max(shape.head_dim, shape.v_head_dim or 0)
     one = 2.0 * attention_pairs(step.layout) * shape.num_attention_heads * width
     calls = {name: count.total(lambda *key, name=name: key[2] == name).operations for name in FLASH}
@@ -103,7 +103,7 @@ def estimate(shape: DrafterShape, masks: list[torch.Tensor], options: Options, r
 
 
 def places(count: Count) -> dict[str, dict[str, float]]:
-    """Operators and bytes between products by file and function of ours, the most bytes first."""
+    """Return operators and bytes between products by file and function of ours, the most bytes first."""
     sums: dict[str, Sums] = defaultdict(Sums)
     for (phase, place, name), one in count.sums.items():
         if name not in PRODUCTS | FLASH:
@@ -113,7 +113,7 @@ def places(count: Count) -> dict[str, dict[str, float]]:
 
 
 def table(results: dict[str, Any], top: int) -> str:
-    """All cases, and where the bytes between the products are moved."""
+    """Return all cases as text, and where the bytes between the products are moved."""
     r = Rates(**results["rates"])
     lines = [
         f"Estimated, not measured. Rates: products {r.products / 1e12:g} TFLOP/s, attention {r.forward / 1e12:g} "

@@ -1,7 +1,7 @@
-"""The trainer's own step on a GPU, measured: time, memory, share of each kernel, and how long a document may be.
+"""Measure the trainer's own step on a GPU: time, memory, share of each kernel, and how long a document may be.
 
-The step is that of train/: fp32 masters, bf16 autocast, forward,
-loss, backward, clipping, AdamW, and the one wait for the device in which the host learns the results.
+The step is that of train/: fp32 masters, bf16 autocast, forward, loss, backward, clipping, AdamW, and the single wait
+for the device in which the host reads the results.
 """
 
 import gc
@@ -32,11 +32,11 @@ from train.loader import MicroBatch, StepTotals
 from train.parallel import parallelise
 from train.step import accumulate
 
-TARGET_VOCABULARY = {"llama8b": 128256}  # V, where the draft vocabulary is a part of it
-ROWS = 256  # states of so many positions are drawn and repeated: making 64k of them would outlast the steps
+TARGET_VOCABULARY = {"llama8b": 128256}  # V, if the draft vocabulary is a part of it
+ROWS = 256  # positions whose states are drawn, then repeated: drawing 64k would take longer than the steps
 TOP = 12  # kernels listed
 
-# Kernels by name, the first pattern that matches; names of the CPU's operators too, for the dry run.
+# Groups of kernels by name; the first pattern that matches wins. CPU operators are for the dry run.
 REST = "elementwise, reduction"
 PATTERNS = [
     ("optimizer", r"multi_tensor_apply|fused_?adam|_foreach"),
@@ -60,8 +60,8 @@ VARIANTS = ("fused", "fused+recompute", "plain", "plain+recompute")  # kernels, 
 
 
 class Trainer:
-    """Drafter, teacher and optimizer on a device, as train/ makes them, and its step. The states of batches are random,
-    and arg-maxes in the draft vocabulary, so that every pair counts."""
+    """Drafter, teacher and optimizer on a device, as train/ makes them, and its step. The states of batches are random;
+    arg-maxes are in the draft vocabulary, so that every pair counts."""
 
     def __init__(self, shape: DrafterShape, variant: str, device: str) -> None:
         self.shape = shape
@@ -69,7 +69,7 @@ class Trainer:
         torch.manual_seed(0)
         H, Vd = shape.target_hidden_size, shape.draft_vocab_size
         self.ids = torch.arange(Vd) * (shape.vocab_size // Vd)
-        with torch.device(self.accelerator.device):  # half a billion random weights are quick there
+        with torch.device(self.accelerator.device):  # which draws half a billion random weights quickly
             drafter = Drafter(shape, torch.randn(shape.vocab_size, shape.hidden_size, dtype=torch.bfloat16))
             rows = torch.randn(Vd, H, dtype=torch.bfloat16).mul_(H**-0.5)
             teacher = Teacher(torch.ones(H), shape.rms_norm_eps, rows, self.ids.to(rows.device))
@@ -82,7 +82,7 @@ class Trainer:
         self.parallel = parallelise(self.accelerator, objective, TrainConfig(lr=1e-5))
 
     def batch(self, masks: list[Tensor], unroll: int, pin: bool) -> Batch:
-        """Packed documents with these loss masks; in page-locked memory, as the trainer's loader leaves it, or not."""
+        """Pack documents with these loss masks; `pin`: in page-locked memory, as the trainer's loader does."""
         H, A = self.shape.target_hidden_size, len(self.shape.aux_layers)
         generator = torch.Generator().manual_seed(1)
         states = torch.randn(ROWS, A + 1, H, generator=generator).bfloat16()
@@ -100,7 +100,7 @@ class Trainer:
         return batch.pinned() if pin and self.accelerator.device.type == "cuda" else batch
 
     def step(self, batch: Batch) -> float:
-        """One optimizer step, the moving of the batch included; the host waits once, for the loss."""
+        """Run one optimizer step, including the transfer of the batch. The host waits once, for the loss."""
         totals = StepTotals(torch.cat([batch.population, batch.population.new_zeros(1)]))
         sums, totals = accumulate(self.parallel, [MicroBatch(batch, True)], totals, GAMMA)
         norm, totals, sums = self.parallel.update(1e-5, totals, sums)
@@ -109,7 +109,7 @@ class Trainer:
         return float(sums[0].sum() / totals.pairs.sum())
 
     def close(self) -> None:
-        """Accelerate remembers what it prepared."""
+        """Release what Accelerate has prepared, which it keeps."""
         self.accelerator.free_memory()
 
 
@@ -120,26 +120,26 @@ def free() -> None:
 
 
 def start_peak() -> None:
-    """Let the high-water marks of device memory start anew."""
+    """Reset the high-water marks of device memory."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
 
 
 def peak() -> dict[str, int] | None:
-    """Most bytes in use, and most bytes taken from the device, since `start_peak`; None without a GPU."""
+    """Return the most bytes in use, and the most taken from the device, since `start_peak`; None without a GPU."""
     if not torch.cuda.is_available():
         return None
     return {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
 
 
 def wait(device: str) -> None:
-    """Until the device has done all that is queued."""
+    """Wait until the device has done all that is queued."""
     if device == "cuda":
         torch.cuda.synchronize()
 
 
 def measure(case: Case, variant: str, device: str, repeats: int) -> dict[str, Any]:
-    """Time `repeats` steps after two that warm up, then look into one more with the profiler."""
+    """Time `repeats` steps after two warm-up steps, then profile one more."""
     shape, masks = drafter_of(case), case.masks
     trainer = Trainer(shape, variant, device)
     try:
@@ -179,7 +179,7 @@ def measure(case: Case, variant: str, device: str, repeats: int) -> dict[str, An
 
 
 def kernels(step: Callable[[], Any], device: str) -> dict[str, Any]:
-    """Where a step's device time goes: seconds in all, share of each group, the TOP kernels by their own time.
+    """Return where a step's device time goes: seconds in all, share of each group, the TOP kernels by their own time.
     `window`: seconds of this step by the host's clock. While no kernel runs, the device waits for host or profiler."""
     activity = ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU
     kind = DeviceType.CUDA if device == "cuda" else DeviceType.CPU
@@ -213,7 +213,7 @@ def group(kernel: str) -> str:
 
 
 def matrix_rate(device: str, size: int, repeats: int) -> float:
-    """FLOP/s of one large bf16 product: the median of some, after three that warm up."""
+    """Return the FLOP/s of one large bf16 product: the median over `repeats`, after three to warm up."""
     left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     seconds = []
     for _ in range(3 + repeats):
@@ -226,20 +226,20 @@ def matrix_rate(device: str, size: int, repeats: int) -> float:
 
 
 def longest(case: Case, device: str, first: int, ceiling: int) -> dict[str, Any]:
-    """The longest single document that a whole step takes, activations recomputed: doubling from `first` up to
-    `ceiling`, then bisection.
+    """Find the longest single document that a whole step takes, with activations recomputed: by doubling from `first`
+    up to `ceiling`, then by bisection.
 
     Returns:
-        tokens (0 if `first` does not fit), step: bisection ended at differences of so many, and every try.
+        tokens (0 if `first` does not fit), step (the difference at which bisection ended), and every try.
     """
     kernels = "fused" if device == "cuda" else "plain"
     trainer = Trainer(drafter_of(case), f"{kernels}+recompute", device)
-    # The first step makes the optimizer's moments, so that the later ones find the memory as it is in training.
+    # The first step allocates the optimizer's moments, so that memory is then as in training.
     trainer.step(trainer.batch([turns(16, 1.0)], case.unroll, pin=False))
     tries: list[dict[str, Any]] = []
 
     def fits(tokens: int) -> bool:
-        # Not page-locked: that memory stays cached on the host, and this is about the device's.
+        # Not page-locked: such memory would stay cached on the host, and only the device's is measured.
         batch = trainer.batch([turns(tokens, case.share)], case.unroll, pin=False)
         start_peak()
         wait(device)
@@ -263,7 +263,7 @@ def longest(case: Case, device: str, first: int, ceiling: int) -> dict[str, Any]
 
 
 def search(fits: Callable[[int], bool], first: int, ceiling: int) -> tuple[int, int]:
-    """The largest number that fits, to an eighth of it or less: 0 if `first` does not; and the last difference."""
+    """Return the largest number that fits, to an eighth of it or less (0 if `first` does not); and the last step."""
     good, bad = 0, None
     tokens = first
     while bad is None and tokens <= ceiling:

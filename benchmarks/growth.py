@@ -37,14 +37,14 @@ ROWS = 1024  # of the timed products: enough for the full rate
 
 
 def points(base: Case, axis: str) -> Iterator[tuple[float, Case]]:
-    """The base case with one thing changed: value and case. An axis passes through the base where its values do."""
+    """Yield values of an axis, each with the base case so changed. The base is among them if its value is."""
     for value in AXES[axis]:
         changed: Any = {axis: float(value) if axis == "share" else int(value)}
         yield value, replace(base, **changed)
 
 
 def products(shape: DrafterShape) -> dict[str, tuple[int, int, int]]:
-    """The large matrix products of a step: rows, columns in, columns out."""
+    """Return the large matrix products of a step: rows, columns in, columns out."""
     D, inner = shape.hidden_size, shape.intermediate_size
     heads = shape.num_attention_heads * shape.head_dim
     return {
@@ -55,7 +55,7 @@ def products(shape: DrafterShape) -> dict[str, tuple[int, int, int]]:
     }
 
 
-# Every library in torch that can do it: which one is fast depends on the processor and the precision.
+# Every library in torch that can multiply: which one is fast depends on the processor and the precision.
 LIBRARIES = {
     "torch's own": lambda left, right: left @ right.T,
     "oneDNN": lambda left, right: torch.ops.mkldnn._linear_pointwise(left, right, None, "none", [], ""),
@@ -63,7 +63,7 @@ LIBRARIES = {
 
 
 def rates(operands: dict[str, tuple[Tensor, Tensor]]) -> dict[str, float]:
-    """FLOP/s of each product [n, a] @ [b, a]^T, by name and library."""
+    """Return the FLOP/s of each product [n, a] @ [b, a]^T, by name and library."""
     found = {}
     for name, (left, right) in operands.items():
         for library, multiply in LIBRARIES.items():
@@ -74,7 +74,7 @@ def rates(operands: dict[str, tuple[Tensor, Tensor]]) -> dict[str, float]:
 
 
 def measure(case: Case, precision: str, repeats: int) -> dict[str, Any]:
-    """Products and steps in turns, after one of each that warms up."""
+    """Time products and steps in turns, after one of each to warm up."""
     dtype, shape = DTYPES[precision], case.drafter()
     material = make_material(shape, turns(case.length, case.share))
     ours = Ours(material, case.unroll, low=dtype)

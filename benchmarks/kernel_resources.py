@@ -28,13 +28,13 @@ ARCHITECTURES = (80, 90, 100)  # Ampere, Hopper, Blackwell
 TYPES = {"supervised": "*i64", "best_out": "*i64", "weights": "*fp32", "weight": "*fp32"}
 TYPES |= dict.fromkeys(("width", "rows", "row_stride", "count", "slots"), "i32")
 TYPES |= dict.fromkeys(("eps", "lk", "scale"), "fp32")
-LOW = {"logits", "teacher", "x", "out", "dout", "dx", "gate", "up", "dgate", "dup"}  # in 16 bits; the rest is fp32's
+LOW = {"logits", "teacher", "x", "out", "dout", "dx", "gate", "up", "dgate", "dup"}  # 16 bits; the rest are fp32
 LOW |= {"q", "keys", "values", "merged", "dq", "dq_out", "dkeys", "dvalues"}
 
 
 @dataclass(frozen=True)
 class Resources:
-    """Of one compiled kernel: registers of a thread, bytes of its stack and spilled, bytes of shared memory."""
+    """Of one compiled kernel: registers per thread, bytes of its stack (spills included), bytes of shared memory."""
 
     registers: int
     stack: int
@@ -42,7 +42,7 @@ class Resources:
 
 
 def variants() -> Iterator[tuple[str, Any, dict[str, Any], int]]:
-    """Name, kernel, constants and warps of what a step launches, at Llama-8B's and Kimi's widths."""
+    """Yield name, kernel, constants and warps of what a step launches, at Llama-8B's and Kimi's widths."""
     block = {"BLOCK": divergence.BLOCK}
     yield "teacher_kernel", triton_kernels.teacher_kernel, block, divergence.WARPS
     for lk in (False, True):
@@ -63,12 +63,12 @@ def variants() -> Iterator[tuple[str, Any, dict[str, Any], int]]:
 
 
 def compiled(kernel: Any, constants: dict[str, Any], warps: int, architecture: int) -> Resources:
-    """Compile a kernel, interpreted in this process or not, for an architecture that need not be here."""
+    """Compile a kernel, even if interpreted in this process, for an architecture that need not be present."""
     function = JITFunction(kernel.fn)
     types = {name: TYPES.get(name, "*bf16" if name in LOW else "*fp32") for name in function.arg_names}
     signature = types | dict.fromkeys(constants, "constexpr")
     places = {name: (place,) for place, name in enumerate(function.arg_names)}
-    # As a launch finds them: memory and widths are multiples of 16, so that loads are of several values.
+    # As in a launch, addresses and widths are multiples of 16, so that loads are of several values.
     even = [name for name, kind in signature.items() if kind.startswith("*") or name in ("width", "row_stride")]
     source = ASTSource(
         function,
@@ -77,13 +77,13 @@ def compiled(kernel: Any, constants: dict[str, Any], warps: int, architecture: i
         {places[name]: [["tt.divisibility", 16]] for name in even},
     )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of Triton's coming defaults
+        warnings.simplefilter("ignore")  # about Triton's future defaults
         made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": warps})
     return Resources(*_usage(made.asm["cubin"]), made.metadata.shared)
 
 
 def _usage(cubin: bytes) -> tuple[int, int]:
-    """Registers and stack by NVIDIA's own tool, which comes with triton."""
+    """Return registers and stack, as reported by NVIDIA's tool that comes with triton."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)

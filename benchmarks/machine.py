@@ -1,4 +1,4 @@
-"""On what a measurement ran: hardware, versions, commit. Results without these cannot be repeated."""
+"""What a measurement ran on: hardware, versions, commit. Results without these cannot be repeated."""
 
 import os
 import platform
@@ -16,7 +16,7 @@ PACKAGES = ("torch", "transformers", "numpy", "speculators", "specforge", "trito
 
 
 def describe() -> dict[str, Any]:
-    """Machine, threads, versions, our commit and the command, as plain values."""
+    """Return machine, threads, versions, our commit and the command, as plain values."""
     checkout = machine.checkout(Path(__file__).parent.parent)
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),

@@ -54,7 +54,7 @@ def make_tiny(rules: Rules) -> Material:
 
 
 def longer(material: Material, extra: int, mask: Tensor) -> Material:
-    """The document with `extra` tokens 0 behind it, as the peers pad, and another mask. Attention is causal: nothing
+    """Append `extra` tokens 0 to the document, as the peers pad, and replace its mask. Attention is causal, so nothing
     before them changes."""
     d, (aux, last) = material.document, material.states
     aux, last = pad(aux, (0, 0, 0, 0, 0, extra)), pad(last, (0, 0, 0, extra))
@@ -73,7 +73,7 @@ def compare(name: str) -> dict[str, Any]:
     defined = ours.isfinite().all(-1) & theirs.isfinite().all(-1)
     by_step = [float((ours[k] - theirs[k])[defined[k]].abs().max()) for k in range(K)]
 
-    # Our mask is that of token j+1; moved by lag + 1 it counts the pairs that the peer counts.
+    # Our mask is of token j+1; shifted by lag + 1 it counts the same pairs as the peer.
     moved = pad(material.document.loss_mask, (rules.lag + 1, 0))
     mine = Ours(longer(material, rules.lag + 1, moved), K, kind=rules.kind)
     pairs = mine.batch.trained
@@ -103,14 +103,14 @@ def compare(name: str) -> dict[str, Any]:
 
 
 def relative_difference(ours: Tensor | None, theirs: Tensor | None) -> float:
-    """The greatest, over theirs' greatest; both have a gradient."""
+    """Return the largest difference over the peer's largest value; both must have a gradient."""
     assert ours is not None
     assert theirs is not None
     return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
 def failures(result: dict[str, Any]) -> list[str]:
-    """What is out of bounds, in words; a NaN is."""
+    """Describe what is out of bounds, which a NaN is, too."""
     checks = {
         "logits": (max(result["logits"]), LOGITS),
         "loss": (result["loss difference"], LOSS),
@@ -127,7 +127,7 @@ def failures(result: dict[str, Any]) -> list[str]:
 
 
 def run(names: Iterable[str] = RULES) -> list[dict[str, Any]]:
-    """Compare peers and print a table; exits where a difference is out of bounds."""
+    """Compare peers and print a table; exit if a difference is out of bounds."""
     results = [compare(name) for name in names]
     print(f"parity at a tiny shape, fp32, unroll {UNROLL}: largest differences")
     columns = " ".join(f"{column:>9s}" for column in ("logits", "(largest)", "gradients", "loss"))

@@ -22,14 +22,14 @@ SHARES = (1.0, 0.5, 0.35, 0.25)
 LENGTHS = {"smollm2": (512, 1024, 2048, 4096), "mid": (512, 1024, 4096), "llama8b": (512,)}
 CASES = [f"{shape}:{length}:{share:g}" for shape in LENGTHS for length in LENGTHS[shape] for share in SHARES]
 QUICK = ["tiny:256:1", "tiny:256:0.35"]
-# Each peer is divided by the one of ours that trains the same parameters: speculators freezes its head.
+# Each peer is compared with the variant of ours that trains the same parameters: speculators freezes its head.
 OURS = {name: "ours, frozen head" if name.startswith("speculators") else "ours" for name in contenders.NAMES}
 DEFAULT = ["ours", "ours, frozen head", "speculators", "specforge"]
 
 
 def numbers(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """One row per contender of a case: median seconds, memory above the built model and data, and times slower (speed)
-    and larger (size) than the one of ours that trains the same; None where `error` says why, or that one has none."""
+    """Return a row per contender of a case: median seconds, memory above the built model and data, and times slower
+    (speed) and larger (size) than ours with the same trained parameters. None if `error` says why, or ours has none."""
     rows: dict[str, dict[str, Any]] = {}
     for name, measured in result["contenders"].items():
         error = measured.get("error")
@@ -49,7 +49,7 @@ def numbers(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def rows(results: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Every case's numbers, by what the picture calls it."""
+    """Return every case's numbers, by its title in the picture."""
     return {f"{one['shape']}, {one['length']} tokens, share {one['share']:g}": numbers(one) for one in results}
 
 

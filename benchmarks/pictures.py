@@ -19,7 +19,7 @@ from eagle31_train.reporting import figures
 from eagle31_train.reporting.evaluation_page import pictures
 
 RESULTS, README = Path("docs/results"), Path("docs/pictures")
-# Picture of the study: the result, and which of its pictures.
+# Picture of the study → the result, and which of its pictures.
 STUDY = {
     "study-acceptance": ("study-comparison", "heldout-acceptance"),
     "study-gain": ("study-comparison", "heldout-gain"),
@@ -44,7 +44,7 @@ GAIN = {"light": ("#5d6873", "#2563c9"), "dark": ("#9198a1", "#6cb0ff")}  # of E
 
 
 def read(name: str) -> dict[str, Any]:
-    """The numbers docs/results/NAME.json; UserError where there are none."""
+    """Read the numbers docs/results/NAME.json; UserError if there are none."""
     return artifacts.read_json(RESULTS / f"{name}.json", "its benchmark (benchmarks/README.md)")
 
 
@@ -62,7 +62,7 @@ def study(source: str, which: str, path: Path) -> None:
 
 
 def renamed(value: Any) -> Any:
-    """A value of JSON in which runs have the names of CALLED, as keys and as texts of their own."""
+    """Rename runs in a JSON value by CALLED, both as keys and as whole texts."""
     if isinstance(value, dict):
         return {CALLED.get(name, name): renamed(inner) for name, inner in value.items()}
     if isinstance(value, list):
@@ -72,7 +72,7 @@ def renamed(value: Any) -> Any:
 
 @contextmanager
 def themed(theme: str, size: tuple[float, float], path: Path) -> Iterator[Any]:
-    """A figure of so many inches on GitHub's light or dark page, saved in the end."""
+    """Yield a figure of `size` inches for GitHub's light or dark page, and save it at the end."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -87,7 +87,7 @@ def themed(theme: str, size: tuple[float, float], path: Path) -> Iterator[Any]:
 
 
 def gain(_: Path) -> None:
-    """The README's: acceptance length of EAGLE 3 and 3.1 by draft tokens, on a light page and on a dark one."""
+    """Draw the README's picture: acceptance length of EAGLE 3 and 3.1 by draft tokens, on a light and a dark page."""
     of = read("lead")["workloads"][0]["drafters"]
     for theme, (*_page, lines) in GITHUB.items():
         with themed(theme, (7, 3.3), README / f"gain-{theme}.svg") as figure:
@@ -113,12 +113,12 @@ def gain(_: Path) -> None:
 
 
 def speedrun(_: Path) -> None:
-    """Acceptance length over minutes of training, of every contender as its authors have it and at its best."""
+    """Draw acceptance length over minutes of training, of every contender with its defaults and at its best."""
     draw_speedrun(read("speedrun-long"), README)
 
 
 def draw_speedrun(result: dict[str, Any], folder: Path) -> None:
-    """The result of a speedrun as FOLDER/speedrun-light.svg and -dark.svg: a panel for each kind of prompts."""
+    """Draw a speedrun's result as FOLDER/speedrun-light.svg and -dark.svg, with a panel for each kind of prompts."""
     for theme, (_, _, lines) in GITHUB.items():
         with themed(theme, (9, 3.6), folder / f"speedrun-{theme}.svg") as figure:
             panels = figure.subplots(1, len(result["prompts"]), sharey=True, squeeze=False)[0]
@@ -145,7 +145,7 @@ def draw_speedrun(result: dict[str, Any], folder: Path) -> None:
 
 
 def codecs(path: Path) -> None:
-    """What smaller stored states cost: a drafter trained on each, beside the one of bf16."""
+    """Draw what smaller stored states cost: a drafter trained on each, beside the one of bf16."""
     found = read("codecs")
     pairs = {name: {**pair, **next(iter(pair["runs"].values()))} for name, pair in found["pairs"].items()}
     plain = pairs["bf16:bf16"]
@@ -163,7 +163,7 @@ def codecs(path: Path) -> None:
 
 
 def contexts(path: Path) -> None:
-    """Acceptance length by tokens of context, of a drafter that sees all positions or the last few."""
+    """Draw acceptance length by tokens of context, of a drafter that sees all positions or the last few."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -187,7 +187,7 @@ def contexts(path: Path) -> None:
 
 
 def measured(source: str, how: Callable[..., None], path: Path) -> None:
-    """A benchmark's own picture; `how` draws its result."""
+    """Draw a benchmark's own picture; `how` draws its result."""
     found = read(source)
     how(found, found["machine"], path)
 

@@ -15,7 +15,7 @@ Row = dict[str, Any]
 
 @contextmanager
 def drawn(width: float, height: float, title: str, info: dict[str, Any], path: Path) -> Iterator[Any]:
-    """A figure of so many inches, saved in the end; the machine stands below it."""
+    """Yield a figure of `width` by `height` inches with the machine below it, and save it at the end."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -28,8 +28,8 @@ def drawn(width: float, height: float, title: str, info: dict[str, Any], path: P
 
 
 def peers(cases: Mapping[str, Sequence[Row]], info: dict[str, Any], path: Path) -> None:
-    """Time and memory of every contender, times ours: a row per case, and a point per contender in it. `cases`: what a
-    case is called, and its rows as `peers.numbers` makes them. Those that failed are named."""
+    """Draw time and memory of every contender, times ours: a row per case, and in it a point per contender. Failures
+    are listed. cases: title of a case → its rows, as made by `peers.numbers`."""
     names = [row["name"] for rows in cases.values() for row in rows if row["name"] not in ("ours", "ours, frozen head")]
     names = list(dict.fromkeys(names))
     failed = [f"{case}, {row['name']}: {row['error']}" for case, rows in cases.items() for row in rows if row["error"]]
@@ -54,7 +54,7 @@ def peers(cases: Mapping[str, Sequence[Row]], info: dict[str, Any], path: Path) 
 
 
 def growth(results: list[Row], info: dict[str, Any], path: Path) -> None:
-    """A column per thing that grows: our time above, the share of the machine's rate below; a line per precision."""
+    """Draw a column per thing that grows: our time above, share of the machine's rate below; a line per precision."""
     names = list(dict.fromkeys(r["axis"] for r in results))
     shape, length, share = results[0]["base"].split(":")
     title = (
@@ -78,7 +78,7 @@ def growth(results: list[Row], info: dict[str, Any], path: Path) -> None:
 
 
 def _scale(axis: Any, x: str, ticks: list[float]) -> None:
-    """Length and vocabulary span decades, so both axes are logarithmic; time by share and depth starts at zero."""
+    """Make both axes logarithmic for length and vocabulary, which span decades; otherwise start time at zero."""
     if x in LOGARITHMIC:
         axis.set_xscale("log")
         logarithmic(axis)

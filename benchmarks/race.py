@@ -1,6 +1,6 @@
 """Time contenders side by side: each in its own process, taking turns, A B C A B C, so that drift hits all alike.
 
-Only one is alive at a time, so that all of the memory is its own. One that runs out of memory or time is reported so.
+Only one is alive at a time and has all of the memory. Running out of memory or time is reported as its result.
 """
 
 import json
@@ -21,10 +21,10 @@ RESERVE = 0.9  # share of the available memory that workers may use
 
 
 def race(case: Case, names: list[str], repeats: int, limit: float, memory: int | None = None) -> dict[str, Any]:
-    """One case, all contenders in turn, `repeats` times: each turn builds one anew, warms it up by a step and times the
-    next. limit: seconds for one step. memory: bytes that a worker may use beyond its imports; by default RESERVE of
-    what is available. Returns the case and, by contender, what `worker.turn` returns as lists over its turns, or
-    error."""
+    """Race all contenders on one case, in turn, `repeats` times. Each turn builds one anew, warms it up by a step and
+    times the next. limit: seconds for one step. memory: bytes that a worker may use beyond its imports; by default
+    RESERVE of what is available. Return the case and, by contender, the fields of `worker.turn` as lists over its
+    turns, or error."""
     started, memory = time.time(), memory or int(RESERVE * psutil.virtual_memory().available)
     results: dict[str, dict[str, Any]] = {name: {} for name in names}
     for _ in range(repeats):
@@ -49,7 +49,7 @@ def race(case: Case, names: list[str], repeats: int, limit: float, memory: int |
 
 
 def take_turn(name: str, case: Case, memory: int, limit: float) -> dict[str, Any]:
-    """What a process of its own measures of a contender, or {"error": why it could not do its step}."""
+    """Measure a contender in its own process; return {"error": why} if it could not do its step."""
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),

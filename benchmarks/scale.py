@@ -34,7 +34,7 @@ RANKS = 1024
 BATCH_TOKENS = 2**22  # 4,096 tokens for each rank
 LONGEST = 4096
 MASKS = 10**5  # samples whose loss masks are drawn
-STEPS = 20  # that are shared among the ranks
+STEPS = 20  # whose samples are shared among the ranks
 STATES = {"aux_layers": [1], "hidden_size": 8, "vocab_size": 8, "aux_codec": "fp8", "last_codec": "fp8"}
 STATES["norm"] = {"kind": "rms", "eps": 1e-5}
 PROVENANCE = {"fingerprint": "f" * 16, "inputs": {"data": "d" * 16, "target": {}}, "states": STATES}
@@ -48,7 +48,7 @@ def draw_lengths(samples: int, seed: int = 0) -> list[int]:
 
 
 def make_plan(lengths: list[int], shards: int) -> Plan:
-    """A store of these training samples, in about so many shards."""
+    """Plan a store of these training samples in about `shards` shards."""
     planned = []
     for number, (first, end) in enumerate(plan_shards(lengths, sum(lengths) // shards)):
         tokens = sum(lengths[first:end])
@@ -59,13 +59,13 @@ def make_plan(lengths: list[int], shards: int) -> Plan:
 
 
 class Stopwatch:
-    """Seconds of each piece of work, and the most memory that the process held in it, printed as they come."""
+    """Prints seconds of each piece of work, and the most memory that the process held during it."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
 
     def __call__(self, what: str, work: Callable[[], Result]) -> Result:
-        with suppress(OSError):  # else the most of all pieces so far
+        with suppress(OSError):  # otherwise VmHWM is the most of all pieces so far
             Path("/proc/self/clear_refs").write_text("5")
         began, busy = time.perf_counter(), time.process_time()
         result = work()
@@ -94,7 +94,7 @@ def plan_from_masks(watch: Stopwatch, lengths: list[int], folder: Path) -> None:
 
 
 def extract(watch: Stopwatch, lengths: list[int], shards: int, folder: Path) -> None:
-    """Begin and finish a store whose shards are taken for written."""
+    """Begin and finish a store, as if its shards had been written."""
     storage = LocalStorage(str(folder), folder)
     plan = watch("the shards are planned", lambda: make_plan(lengths, shards))
     writer = watch("extraction begins the store", lambda: StoreWriter(storage, PROVENANCE, plan, ranks=RANKS))
@@ -114,7 +114,7 @@ def finish(writer: StoreWriter) -> None:
 
 
 def start_training(watch: Stopwatch, folder: Path) -> tuple[StoreSplit, list[list[int]]]:
-    """What a training does with all samples and shards before its first step: its split, and its steps."""
+    """Do what training does with all samples and shards before its first step; return its split and its steps."""
 
     def opened() -> StoreSplit:
         split = Store(folder).split("train")
@@ -149,7 +149,7 @@ def main() -> None:
     with TemporaryDirectory() as folder:
         plan_from_masks(watch, lengths, Path(folder) / "data")
         extract(watch, lengths, int(chosen.shards), Path(folder) / "store")
-        lengths.clear()  # else training would hold them twice
+        lengths.clear()  # otherwise training would hold them twice
         split, schedule = start_training(watch, Path(folder) / "store")
     watch(f"{STEPS} steps are shared among {RANKS:,} ranks", lambda: share_steps(schedule, split))
     result = {"machine": machine.describe(), "samples": len(split), "shards": len(split.shards), "rows": watch.rows}

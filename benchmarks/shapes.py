@@ -28,16 +28,16 @@ _SHAPES = {
     "llama8b": (4096, 14336, 32, 8, 128, 32000),
     "tiny-mla": (64, 96, 4, 4, 24, 256),
     "mla": (576, 1536, 8, 8, 96, 8192),
-    "kimi": (7168, 18432, 64, 64, 192, 163840),  # on GPUs only
+    "kimi": (7168, 18432, 64, 64, 192, 163840),  # GPUs only
 }
-# Of these, with MLA: ranks of queries and of keys and values; widths of a key without and with position, of a value
+# Shapes with MLA: ranks of queries, of keys and values; widths of a key without and with position, of a value
 _LATENT = {
     "tiny-mla": (24, 16, 16, 8, 16),
     "mla": (192, 128, 64, 32, 64),
     "kimi": (1536, 512, 128, 64, 128),
 }
 _LATENT_NAMES = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-_UNROLLS = {"kimi": 4}  # TTT steps where they are not UNROLL: as configs/experiment/kimi.yaml
+_UNROLLS = {"kimi": 4}  # TTT steps other than UNROLL, as in configs/experiment/kimi.yaml
 _YARN = {"rope_type": "yarn", "factor": 64.0, "original_max_position_embeddings": 4096, "mscale_all_dim": 1.0}
 
 
@@ -59,7 +59,7 @@ class Case:
 
     @staticmethod
     def parse(text: str) -> "Case":
-        """`shape:length:share`. UserError: anything else."""
+        """Parse `shape:length:share`; UserError for anything else."""
         try:
             shape, size, share = text.split(":")
             documents, packed, length = size.rpartition("x")
@@ -76,7 +76,7 @@ class Case:
 
     @property
     def masks(self) -> list[Tensor]:
-        """Loss mask [length] bool of every document."""
+        """The loss mask [length] bool of every document."""
         return [turns(self.length, self.share)] * (self.documents or 1)
 
     def drafter(self) -> DrafterShape:
@@ -131,14 +131,14 @@ class Material:
         return kept
 
     def teacher_logits(self) -> Tensor:
-        """[T, Vd]: the target's logits over the draft vocabulary, which teach at every position."""
+        """Return [T, Vd], the target's logits over the draft vocabulary, which teach at every position."""
         _, last = self.states
         normed = last * torch.rsqrt(last.square().mean(-1, keepdim=True) + self.shape.rms_norm_eps) * self.norm
         return normed @ self.head_rows.T
 
 
 def turns(length: int, share: float) -> Tensor:
-    """[length] bool: TURNS turns, each a prompt, then an answer that is `share` of it. Real masks lie in stretches."""
+    """Return [length] bool: TURNS turns, each a prompt, then an answer of `share`, since real masks have stretches."""
     edges = [round(i * length / TURNS) for i in range(TURNS + 1)]
     mask = torch.zeros(length, dtype=torch.bool)
     for begin, end in pairwise(edges):
@@ -147,7 +147,7 @@ def turns(length: int, share: float) -> Tensor:
 
 
 def make_material(shape: DrafterShape, mask: Tensor, seed: int = 0) -> Material:
-    """Random weights and a random document with the loss mask [T]; all its arg-maxes are in the draft vocabulary."""
+    """Make random weights, and a random document with loss mask [T] whose arg-maxes are all in the draft vocabulary."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*size: int) -> Tensor:

@@ -30,7 +30,7 @@ SWITCHES = {
     "norm_output": ["drafter.fc_norm=false"],
     "3.1": [],
 }
-UNROLLS = (5, 3, 7)  # the first of all four; 3.0 and 3.1 are trained at the others, too
+UNROLLS = (5, 3, 7)  # all four are trained at the first, only 3.0 and 3.1 at the others
 LAUNCH = ["-m", "accelerate.commands.launch", "--quiet", "--config_file", str(ROOT / "configs/accelerate/cpu.yaml")]
 
 
@@ -43,7 +43,7 @@ class Training:
 
     @property
     def label(self) -> str:
-        """What trainings are called that differ in their seed alone."""
+        """The shared name of trainings that differ only in their seed."""
         unroll = f"-unroll-{self.unroll}" if self.unroll != UNROLLS[0] else ""
         return f"{self.switches}{unroll}{f'-passes-{self.passes}' if self.passes > 1 else ''}"
 
@@ -59,7 +59,7 @@ class Training:
 
 
 def trainings(seeds: list[int], switches: list[str], unrolls: list[int], passes: int) -> Iterator[Training]:
-    """All of them; the first seed of everything before the second of anything."""
+    """Yield all trainings; the first seed of everything comes before the second of anything."""
     for seed in seeds:
         for unroll in unrolls:
             some = switches if unroll == UNROLLS[0] else [one for one in switches if one in ("3.0", "3.1")]
@@ -67,7 +67,7 @@ def trainings(seeds: list[int], switches: list[str], unrolls: list[int], passes:
 
 
 def run(arguments: list[str], log: Path, threads: int) -> None:
-    """A stage's command; what it prints goes to `log`. Exits with its own status if it fails."""
+    """Run a stage's command, with its output in `log`; exit if it fails."""
     log.parent.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
     with log.open("a", encoding="utf-8") as output:
@@ -78,7 +78,7 @@ def run(arguments: list[str], log: Path, threads: int) -> None:
 
 
 def groups(done: list[Training]) -> list[str]:
-    """The drafters of one comparison: trainings that differ in their seed alone stand under one name, 3.0 first."""
+    """Return the drafters of one comparison, 3.0 first. Trainings that differ only in their seed share one name."""
     named: dict[str, list[str]] = {}
     for one in done:
         named.setdefault(one.label, []).append(f"runs/{one.name}")
@@ -109,7 +109,7 @@ def main() -> None:
         try:
             run([*LAUNCH, "train.py", *common, *shared, *one.options], folder / f"{one.name}.log", 1)
         except SystemExit:
-            stop.set()  # what is under way ends by itself
+            stop.set()  # trainings under way finish by themselves
             raise
 
     with ThreadPoolExecutor(chosen.jobs) as pool, tqdm(total=len(planned), desc="study", unit="training") as bar:

@@ -23,7 +23,7 @@ from benchmarks.shapes import Case, make_material, turns
 
 
 def status(field: str) -> int:
-    """A field of /proc/self/status, in bytes: VmRSS, VmHWM (its high-water mark) or VmData."""
+    """Return a field of /proc/self/status in bytes: VmRSS, VmHWM (its high-water mark) or VmData."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024
@@ -31,7 +31,7 @@ def status(field: str) -> int:
 
 
 def trim() -> None:
-    """Hand freed memory back to the system, so that what is resident is what is in use."""
+    """Return freed memory to the system, so that resident memory is memory in use."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
 
@@ -44,7 +44,7 @@ def guard(limit: int) -> None:
 
 
 def prime() -> None:
-    """Load the compiler, for those that compile parts of their step: its memory belongs to no step."""
+    """Load the compiler, with which some contenders compile parts of their step: its memory belongs to no step."""
 
     def forward(x: Tensor) -> Tensor:
         return torch.compile(lambda y: y.sin() + 1)(x)
@@ -55,9 +55,9 @@ def prime() -> None:
 
 
 def step(contender: contenders.Contender) -> dict[str, Any]:
-    """A training step without its optimizer: seconds; cpu_seconds of all threads; peak: resident bytes at most during
-    the step; loss."""
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+    """Run a training step without its optimizer. Return seconds; cpu_seconds of all threads; peak: the most resident
+    bytes during the step; loss."""
+    Path("/proc/self/clear_refs").write_text("5")  # reset the high-water mark
     start, cpu = time.perf_counter(), time.process_time()
     loss = contender.loss()
     loss.backward()
@@ -71,9 +71,9 @@ def step(contender: contenders.Contender) -> dict[str, Any]:
 
 
 def turn(name: str, case: Case, memory: int, limit: float) -> dict[str, Any]:
-    """Build a contender and time its second step; whoever takes longer than `limit` seconds for a step, and ten minutes
-    more for building, is ended by SIGALRM. Returns what `step` does, warmup_seconds of the first, base: resident bytes
-    before; or error."""
+    """Build a contender and time its second step. SIGALRM ends it after `limit` seconds in a step, or ten minutes more
+    for building. Return the fields of `step`, warmup_seconds of the first step, and base: resident bytes before; or
+    error."""
     try:
         signal.setitimer(signal.ITIMER_REAL, limit + 600)
         prime()

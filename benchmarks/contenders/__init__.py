@@ -1,6 +1,6 @@
-"""Who is measured. Each contender is one trainer's own step on the same weights and document.
+"""The contenders that are measured. Each is one trainer's own step on the same weights and document.
 
-A trainer is imported only when it is asked for, so that no contender pays for another's imports.
+A trainer is imported only on request, so that no contender pays for another's imports.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ class Contender(Protocol):
     def parameters(self) -> dict[str, Tensor]: ...
 
     def logits(self) -> Tensor:
-        """[K, T, Vd]: logits of slot t at step k. NaN where this trainer computes none or reads a made-up token."""
+        """Return [K, T, Vd], logits of slot t at step k; NaN where the trainer has none or reads a made-up token."""
         ...
 
 
@@ -44,6 +44,6 @@ def build(name: str, material: Material, unroll: int) -> Contender:
 
 
 def drop_gradients(contender: Contender) -> None:
-    """As an optimizer's zero_grad does: the next step allocates them anew."""
+    """Drop gradients as an optimizer's zero_grad does; the next step allocates them anew."""
     for parameter in contender.parameters().values():
         parameter.grad = None

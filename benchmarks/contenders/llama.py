@@ -1,4 +1,4 @@
-"""What both peers share: the one layer of a drafter, as transformers describes it, and how their logits are read."""
+"""What both peers share: a drafter's layer as a transformers config, and how logits are read."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from eagle31_train.config import DrafterShape
 
 
 def llama_config(shape: DrafterShape, **more: Any) -> LlamaConfig:
-    """One Llama layer of this shape; `more` are fields that a peer reads besides."""
+    """Describe one Llama layer of this shape; `more`: further fields that a peer reads."""
     return LlamaConfig(
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
@@ -29,8 +29,8 @@ def llama_config(shape: DrafterShape, **more: Any) -> LlamaConfig:
 
 
 def logits_of(head: nn.Module, step: Callable[[], Tensor], length: int) -> Tensor:
-    """[K, T, Vd]: what a peer's lm_head gives in a step on a document of `length` = T tokens. Row i is slot i; NaN in
-    the last rows, which read padding."""
+    """Return [K, T, Vd], the outputs of a peer's lm_head in a step on a document of `length` = T tokens. Row i is slot
+    i; NaN in the last rows, which read padding."""
     found: list[Tensor] = []
     hook = head.register_forward_hook(lambda _module, _inputs, output: found.append(output[0]))
     with torch.no_grad():

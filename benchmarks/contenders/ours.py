@@ -1,4 +1,4 @@
-"""Our own step: the packed batch is built beforehand, as the trainer's background thread builds it."""
+"""Our own step. The packed batch is built beforehand, as by the trainer's background thread."""
 
 from collections.abc import Sequence
 
@@ -20,9 +20,9 @@ class Ours:
     Args:
         train_lm_head: speculators freezes its head, SpecForge trains it.
         onednn: False leaves fp32 products to the library that torch chooses (for the whole process).
-        eager: `eager_attention` (for the whole process).
+        eager: use `eager_attention` (for the whole process).
         weights: [K] weight of each step's summed loss; by default GAMMA^k over the step's pairs.
-        low: dtype of what is frozen, embedding and teacher: bf16 where a trainer would train in bf16.
+        low: dtype of the frozen embedding and teacher: bf16 if a trainer would train in bf16.
     """
 
     def __init__(
@@ -51,16 +51,16 @@ class Ours:
         self.weights = weights
 
     def loss(self) -> Tensor:
-        """Σ_k weights[k] times the summed divergence of step k's pairs."""
+        """Return Σ_k weights[k] times the summed divergence of step k's pairs."""
         total, _ = self.objective(self.batch, self.weights)
         return total
 
     def parameters(self) -> dict[str, Tensor]:
-        """By the checkpoint's names, which are ours."""
+        """Return the trained parameters by the checkpoint's names, which are ours."""
         return {name: p for name, p in self.objective.drafter.named_parameters() if p.requires_grad}
 
     def logits(self) -> Tensor:
-        """[K, T, Vd]; NaN where there is no slot, or no token to read."""
+        """Return [K, T, Vd]; NaN where there is no slot, or no token to read."""
         drafter, slots, T = self.objective.drafter, self.batch.layout.slots, len(self.batch.ids)
         with torch.no_grad():
             found = drafter.lm_head(drafter(self.batch)[0])
@@ -81,9 +81,10 @@ def eager_attention(
     scale: float,
     **_: object,
 ) -> Tensor:
-    """Attention as most public trainers of MLA drafters have it: all scores of a step at once, kept by autograd.
-    As `unrolled_attention`, for one document without a window: q [S, h, d] over k0 [N, g, d] and the slots' own keys →
-    [S, h, dv]. Slots, loss and projections stay ours, so that merged, linear-memory attention alone is measured."""
+    """Compute attention as most public trainers of MLA drafters do: all scores of a step at once, kept by autograd.
+    Replaces `unrolled_attention` for one document without a window: q [S, h, d] over k0 [N, g, d] and the slots' own
+    keys → [S, h, dv]. Slots, loss and projections stay ours, so that only merged, linear-memory attention is measured.
+    """
     repeat = q.shape[1] // k0.shape[1]
 
     def by_head(x: Tensor) -> Tensor:

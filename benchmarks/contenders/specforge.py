@@ -9,7 +9,7 @@ import warnings
 import torch
 from torch import Tensor
 
-with warnings.catch_warnings():  # that flash-attn is missing
+with warnings.catch_warnings():  # it warns that flash-attn is missing
     warnings.simplefilter("ignore")
     import specforge.algorithms.eagle3.model as eagle3
     from specforge.core.loss import _compute_loss
@@ -22,14 +22,14 @@ from benchmarks.shapes import GAMMA, Material
 
 
 class TorchLoss:
-    """Stands where its Triton loss stands: that kernel needs a GPU; this is its own reference implementation."""
+    """Replaces its Triton loss, which needs a GPU, by its own reference implementation."""
 
     apply = staticmethod(_compute_loss)
 
 
 class SpecForge:
-    """One document in fp32, soft cross-entropy. Its `norm_output` is another thing than EAGLE 3.1's: on, as here,
-    lm_head reads normed states; the state that it feeds back is the one before the norm in any case."""
+    """One document in fp32, soft cross-entropy. Its `norm_output` differs from EAGLE 3.1's: on, as here, lm_head reads
+    normed states, but the state that it feeds back is always the one before the norm."""
 
     def __init__(self, material: Material, unroll: int) -> None:
         shape, document = material.shape, material.document
@@ -56,7 +56,7 @@ class SpecForge:
         self.model = eagle3.OnlineEagle3Model(draft, length=unroll, attention_backend="sdpa")
 
         taught = material.teacher_logits()
-        if shape.draft_vocab_size < shape.vocab_size:  # it wants all columns; what it does not keep must not win
+        if shape.draft_vocab_size < shape.vocab_size:  # it needs all columns; those that it drops must not win
             full = taught.new_full((len(taught), shape.vocab_size), float(taught.min()) - 1.0)
             full[:, target_ids] = taught
             taught = full
@@ -74,7 +74,7 @@ class SpecForge:
         return torch.stack([GAMMA**k * loss for k, loss in enumerate(losses)]).sum()
 
     def parameters(self) -> dict[str, Tensor]:
-        """What it trains: all but the embedding; its names are the checkpoint's."""
+        """Return what it trains, all but the embedding. Its names are the checkpoint's."""
         return {name: p for name, p in self.model.draft_model.named_parameters() if p.requires_grad}
 
     def logits(self) -> Tensor:

@@ -75,7 +75,7 @@ class Speculators:
         return loss
 
     def parameters(self) -> dict[str, Tensor]:
-        """What it trains: all but embedding and heads."""
+        """Return what it trains, all but embedding and heads."""
         named = self.model.named_parameters()
         return {name.replace("layers.0.", "midlayer."): p for name, p in named if p.requires_grad}
 

@@ -35,21 +35,21 @@ from train.prepare import complete_drafter
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTENDERS = ("ours", "speculators", "specforge")
-# As many tries for each, of what is known to matter most to it at this size.
+# An equal number of tries for each, of the options known to matter most to it at this size.
 SWEEP = {
     "ours": ["train.lr=1.5e-3", "train.batch_tokens=4096"],
     "speculators": ["total-seq-len=1024", "total-seq-len=1024,lr=3e-3"],
     "specforge": ["learning_rate=1e-3", "learning_rate=1e-3,ttt_length=3"],
 }
-SHARES = (0.04, 0.08, 0.12, 0.2, 0.32, 0.48, 0.72)  # of the time, after which a draft is left; and the last step
+SHARES = (0.04, 0.08, 0.12, 0.2, 0.32, 0.48, 0.72)  # of the time, after which a draft is saved; and the last step
 LEVELS = (1.4, 1.5, 1.6, 1.8, 2.0)
 PROMPTS = "carried=benchmarks/speedrun/prompts.jsonl"
-SELF_WRITTEN = 700  # prompts; with the carried ones, and three answers to each, a million tokens
-TIMED = 45.0  # seconds of training from which the number of steps is reckoned
+SELF_WRITTEN = 700  # prompts; with the shipped ones, and three answers to each, a million tokens
+TIMED = 45.0  # seconds of training from which the number of steps is computed
 
 
 def stages(chosen: argparse.Namespace) -> None:
-    """Data and hidden states from nothing but the target: prompts that it writes, the carried ones, and its answers."""
+    """Make data and hidden states from the target alone: prompts that it writes, shipped prompts, and its answers."""
     carried = ROOT / "data_prep/prompts/prompts.jsonl"
     count = sum(1 for line in carried.read_text().splitlines() if line.strip())
     sources = {"own": ("self", chosen.self_prompts), "carried": (carried, count)}
@@ -68,7 +68,7 @@ def recipe(chosen: argparse.Namespace) -> list[str]:
 
 
 def trainings(words: Sequence[str], sweep: bool) -> list[tuple[str, list[str]]]:
-    """Contender and options of each training that is asked for."""
+    """Return contender and options of each requested training."""
     parted = [
         (name, [option for option in given.split(",") if option])
         for name, _, given in (w.partition(":") for w in words)
@@ -86,7 +86,7 @@ def trainings(words: Sequence[str], sweep: bool) -> list[tuple[str, list[str]]]:
 
 
 def make_job(chosen: argparse.Namespace, contender: str, options: list[str]) -> Job:
-    """The training, without its number of steps."""
+    """Return the training's job, without its number of steps."""
     words = recipe(chosen)
     config = complete_drafter(compose.load_config([*words, f"run_dir={chosen.out}"]), None)
     store, kept = Store(Path(str(config.store_dir))), vocab.read(config.data_folder / "vocab.safetensors")
@@ -107,7 +107,7 @@ def make_job(chosen: argparse.Namespace, contender: str, options: list[str]) -> 
 
 
 def train(chosen: argparse.Namespace, contender: str, options: list[str]) -> None:
-    """One training, and the short ones before it that count its FLOPs and time its steps."""
+    """Run one training, after short ones that count its FLOPs and time its steps."""
     job = make_job(chosen, contender, options)
     python = str(chosen.peers_python) if contender != "ours" else sys.executable
     if (job.folder / RESULT).is_file():
@@ -116,12 +116,12 @@ def train(chosen: argparse.Namespace, contender: str, options: list[str]) -> Non
             raise UserError(f"{job.folder} was made with other options: give another --out, or remove it")
         print(f"speedrun: {job.folder.name}: finished before")
         return
-    shutil.rmtree(job.folder, ignore_errors=True)  # of a training that was stopped
+    shutil.rmtree(job.folder, ignore_errors=True)  # left by a training that was stopped
     worker(python, job.probe("count", steps=2, count=True), {"TORCHDYNAMO_DISABLE": "1"})
     steps = chosen.steps
     if steps is None:
         timed = worker(python, job.probe("timing", steps=1000, seconds=min(TIMED, 60 * chosen.minutes)))["step_seconds"]
-        first = 1 if len(timed) > 2 else 0  # the first step also pays for what libraries set up
+        first = 1 if len(timed) > 2 else 0  # the first step includes libraries' one-time setup
         steps = max(1, round(60 * chosen.minutes * (len(timed) - 1 - first) / (timed[-1] - timed[first])))
     print(f"speedrun: {job.folder.name}: {steps} steps, about {chosen.minutes:g} minutes", flush=True)
     result = worker(python, replace(job, steps=steps))
@@ -129,7 +129,7 @@ def train(chosen: argparse.Namespace, contender: str, options: list[str]) -> Non
 
 
 def worker(python: str, job: Job, more: dict[str, str] | None = None) -> dict[str, Any]:
-    """Run a job in a process of its own, what it prints into its log; its result."""
+    """Run a job in its own process, with its output in its log; return its result."""
     file = job.write()
     log = job.folder / "log"
     environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": str(ROOT), **(more or {})}

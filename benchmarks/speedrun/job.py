@@ -1,4 +1,4 @@
-"""One training of the speedrun: what its process is told, its clock, and the drafts that it leaves on the way."""
+"""One training of the speedrun: its process's job, its clock, and the drafts that it saves on the way."""
 
 import json
 import resource
@@ -20,7 +20,7 @@ from eagle31_train.store.tensors import save_file
 
 JOB, RESULT, DRAFTS = "job.json", "training.json", "drafts"
 MADE_BY = "python -m benchmarks.speedrun train"
-Save = Callable[[Path], None]  # writes the drafter as it is now into a folder, which exists
+Save = Callable[[Path], None]  # writes the current drafter into an existing folder
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Job:
     """A training.
 
     contender: a module of this package. options: of its own trainer, over its authors' defaults; of ours, key=value.
-    recipe: our configuration, as overrides. data, store, target: folders. out: what it writes.
-    shape: the drafter's, which the peers take sizes from. marks: seconds after which a draft is left.
-    steps: of the whole schedule. seconds: the training is ended then, before its schedule; None for no limit.
+    recipe: our configuration, as overrides. data, store, target: folders. out: the folder that it writes.
+    shape: the drafter's, from which the peers take sizes. marks: seconds after which a draft is saved.
+    steps: of the whole schedule. seconds: when to end the training before its schedule does; None for no limit.
     count: count FLOPs, which takes longer.
     """
 
@@ -70,17 +70,17 @@ class Job:
         return cls(**artifacts.read_json(file, MADE_BY))
 
     def probe(self, name: str, **changes: Any) -> "Job":
-        """A short one of the same kind, which leaves no drafts."""
+        """Return a short training of the same kind, which saves no drafts."""
         return replace(self, out=str(self.folder / name), marks=[], **changes)
 
 
 class EnoughError(Exception):
-    """A training has had its time."""
+    """A training's time is over."""
 
 
 class Clock:
-    """Counts the seconds of a training, and leaves drafts when they are due; what is saved costs no time. `points` has
-    a row for each draft; `seconds` those after each step."""
+    """Counts the seconds of a training, and saves drafts when due; the clock stops while saving. `points` has a row for
+    each draft; `seconds` has those after each step."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.points = job, list[dict[str, Any]]()
@@ -91,7 +91,7 @@ class Clock:
         self._since: tuple[float, float] | None = None
 
     def begin(self, save: Save) -> None:
-        """The first weights are there; the clock does not run yet."""
+        """Save the initial weights; the clock does not run yet."""
         if self.job.marks and not self.points:
             self._leave(0, 0, save)
 
@@ -106,8 +106,7 @@ class Clock:
             self._since = None
 
     def step(self, step: int, tokens: int, save: Save) -> None:
-        """An optimizer step, from 1 on, has ended, with so many tokens until now; EnoughError where the time is
-        over."""
+        """Record the end of an optimizer step, counted from 1, and the tokens so far; EnoughError if time is over."""
         self.pause()
         self.seconds.append(self._wall)
         self.tokens = tokens
@@ -142,8 +141,8 @@ class Clock:
 def write_draft(
     folder: Path, shape: DrafterShape, weights: dict[str, Tensor], vocab: DraftVocab, dtype: str, target: str
 ) -> None:
-    """A checkpoint as stage 5 exports it, in a folder that exists. weights: by the contract's names, of any dtype;
-    dtype: what they are rounded to."""
+    """Write a checkpoint as stage 5 exports it, into an existing folder. weights: by the contract's names, of any
+    dtype. dtype: what they are rounded to."""
     tensors = {name: tensor.detach().to(getattr(torch, dtype)) for name, tensor in weights.items()}
     tensors |= {"d2t": torch.from_numpy(vocab.d2t), "t2d": torch.from_numpy(vocab.t2d)} if vocab.pruned else {}
     (folder / "config.json").write_text(json.dumps(config_json.config_json(shape, dtype, target), indent=1))
@@ -151,7 +150,7 @@ def write_draft(
 
 
 def flop_counter() -> FlopCounterMode:
-    """Counts every matrix product that is dispatched, attention as if nothing were masked."""
+    """Return a counter of every matrix product that is dispatched, with attention as if nothing were masked."""
 
     def product(a: Sequence[int], b: Sequence[int], *_rest: Any, **_options: Any) -> int:
         return 2 * a[0] * a[1] * b[0]

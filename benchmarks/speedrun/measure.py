@@ -1,8 +1,8 @@
 """What the drafts of a speedrun accept, by real decoding, and when each training reached which acceptance length.
 
 All drafts are measured on the same answers of the target, so their differences are paired. An acceptance length is
-reached where the straight line between two drafts first gets there; intervals are by bootstrap over prompts, the
-crossing taken anew in each resample. They speak of other prompts, not of other trainings.
+reached where the straight line between two drafts first gets there. Intervals are by bootstrap over prompts, with the
+crossing computed anew in each resample: they are about other prompts, not about other trainings.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from eagle31_train.evaluation.intervals import Estimate
 from eagle31_train.evaluation.measurement import Measurement, rounds
 from eagle31_train.evaluation.workloads import HELDOUT
 
-OTHER, TRAINED = "other", "trained"  # kinds of prompts: never trained on, the headline; of those that were trained on
+OTHER, TRAINED = "other", "trained"  # kinds of prompts: never trained on (the headline), and trained on
 KINDS = {OTHER: "prompts of kinds that were not trained on", TRAINED: "held-out prompts of the kinds trained on"}
 COSTS = ("minutes", "cpu_minutes", "tokens", "flops")
 Interval = list[float | None]
@@ -43,7 +43,7 @@ class Training:
 
     @property
     def points(self) -> list[dict[str, float]]:
-        """Of each draft: step, and what it had cost."""
+        """Of each draft: its step, and what it cost until then."""
         rows = []
         for point in self.result["points"]:
             times = {"minutes": point["seconds"] / 60, "cpu_minutes": point["cpu_seconds"] / 60}
@@ -57,7 +57,7 @@ class Training:
 
 
 def read(out: Path) -> list[Training]:
-    """All finished trainings of a speedrun; UserError where there is none, or they are of different data."""
+    """Return all finished trainings of a speedrun; UserError if there are none, or they used different data."""
     trainings = []
     for file in sorted(out.glob(f"*/{RESULT}")):
         job = Job.read(file.parent / JOB)
@@ -73,8 +73,8 @@ def read(out: Path) -> list[Training]:
 
 
 def accepted(trainings: Sequence[Training], options: Sequence[str], out: Path) -> tuple[dict[str, Estimate], int]:
-    """The acceptance length of every draft of all trainings, in order, on each kind of prompts; and of how many draft
-    tokens that is. options: key=value of evaluation; at least one of evaluate.suites. out: keeps what was decoded."""
+    """Return the acceptance length of every draft of all trainings, in order, on each kind of prompts, and the number
+    of draft tokens. options: key=value of evaluation, at least one of evaluate.suites. out: keeps what was decoded."""
     recipe = trainings[0].job.recipe
     config = compose.load_config([*recipe, f"run_dir={out}", "evaluate.drift=false", "evaluate.warmup=false", *options])
     data, draft_tokens = provenance.read_data(config, whole=True), config.evaluate.num_speculative_tokens
@@ -97,7 +97,7 @@ def accepted(trainings: Sequence[Training], options: Sequence[str], out: Path) -
 
 
 def acceptance_lengths(measured: Sequence[dict[str, list[Measurement]]], draft_tokens: int) -> Estimate:
-    """Of all prompts of some workloads together: a number for each draft."""
+    """Return an acceptance length for each draft, over all prompts of some workloads together."""
     accepted, drafts = [], []
     for workload in measured:
         for prompt in zip(*(of_draft.counts for (of_draft,) in workload.values()), strict=True):
@@ -109,7 +109,7 @@ def acceptance_lengths(measured: Sequence[dict[str, list[Measurement]]], draft_t
 
 
 def reached(costs: Sequence[float], curves: NDArray[np.float64], level: float) -> NDArray[np.float64]:
-    """Where curves first get to a level: costs [M] and curves [R, M] → [R], inf where they never do."""
+    """Return where curves first reach a level: costs [M] and curves [R, M] → [R], inf where they never do."""
     at, above = np.asarray(costs, dtype=np.float64), curves >= level
     after = above.argmax(1)
     before, rows = np.maximum(after - 1, 0), np.arange(len(curves))
@@ -120,7 +120,7 @@ def reached(costs: Sequence[float], curves: NDArray[np.float64], level: float) -
 
 
 def bracketed(value: float, draws: NDArray[np.float64], prompts: int) -> Interval:
-    """[value, low, high]; None for what is never reached."""
+    """Return [value, low, high]; None for what is never reached."""
     ends = [value, value]
     if prompts > 1:
         tail = intervals.tail_of(prompts)
@@ -129,7 +129,7 @@ def bracketed(value: float, draws: NDArray[np.float64], prompts: int) -> Interva
 
 
 def crossings(costs: Sequence[float], estimate: Estimate, columns: slice, level: float) -> NDArray[np.float64]:
-    """[1 + R]: where a training reaches a level, as measured and in each resample."""
+    """Return [1 + R], where a training reaches a level, as measured and in each resample."""
     curves = np.vstack([estimate.values[columns], estimate.draws[:, columns]])
     return reached(costs, curves, level)
 
@@ -170,7 +170,7 @@ def summarise(
                 "reached": reach,
             }
         )
-    best = {row["contender"]: row for row in sorted(rows, key=_end_on_trained)}  # the last of a contender stays
+    best = {row["contender"]: row for row in sorted(rows, key=_end_on_trained)}  # the last row of a contender wins
     return {
         "draft_tokens": draft_tokens,
         "prompts": {kind: int(estimate.prompts.max()) for kind, estimate in found.items()},
@@ -182,7 +182,7 @@ def summarise(
 
 
 def _end_on_trained(row: dict[str, Any]) -> float:
-    """The best of a sweep is chosen by prompts of the kinds trained on, so that the headline chooses nothing."""
+    """Return the length that chooses a sweep's best: on prompts of kinds trained on, so that the headline does not."""
     return float(row["acceptance"][TRAINED][-1][0])
 
 
@@ -193,8 +193,8 @@ def _times_ours(
     levels: Sequence[float],
     ours: str,
 ) -> dict[str, Any]:
-    """Of every other training, its minutes over those of ours, by kind and level, paired; None where one never gets
-    there, or a resample says so."""
+    """Return the minutes of every other training over those of ours, by kind and level, paired; None where one never
+    gets there, or a resample says so."""
     at = [one.name for one in trainings].index(ours)
     times: dict[str, Any] = {}
     for kind, estimate in found.items():
@@ -215,7 +215,7 @@ def _times_ours(
 
 
 def tables(result: dict[str, Any]) -> str:
-    """The result in markdown: for each kind of prompts, what each level cost, and where each training ends."""
+    """Return the result in markdown: for each kind of prompts, what each level cost, and where each training ends."""
     parts = []
     for kind in result["prompts"]:
         head = ["training", "steps", *(f"to {level}: minutes, tokens, PFLOP" for level in result["levels"]), "ends at"]
@@ -246,6 +246,6 @@ def _amounts(tokens: float | None, flops: float | None) -> str:
 
 
 def _ends(interval: Interval) -> str:
-    """3.0 [2.5, never]."""
+    """Format an interval, such as 3.0 [2.5, never]."""
     value, low, high = ("never" if number is None else f"{number:.1f}" for number in interval)
     return f"{value} [{low}, {high}]"

@@ -1,4 +1,4 @@
-"""Our own trainer: the stage as it is, with drafts left on the way instead of its checkpoints and evaluations."""
+"""Our own trainer: the stage as it is, but it saves drafts on the way instead of checkpoints and evaluations."""
 
 from contextlib import ExitStack
 from pathlib import Path

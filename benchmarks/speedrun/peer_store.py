@@ -1,10 +1,10 @@
-"""Our store as the peers read hidden states: each sample on demand, so that nothing is kept twice.
+"""Our store as the peers read hidden states: each sample on demand, so that nothing is stored twice.
 
 T tokens; A auxiliary layers; H hidden. The store keeps the target's last state at j where the assistant wrote token
-j+1. Each peer's own mask is another, and what lies in both is taught:
+j+1. Each peer has another mask; the positions in both are taught:
 
 * speculators 0.9.0 counts a prediction of token j+1, taught by the state at j, where the assistant wrote token j: all
-  but the last position of each turn, which foretells what comes after the answer.
+  but the last position of each turn, which predicts what comes after the answer.
 * SpecForge 0.2.0 counts it where the assistant wrote token j-1: all but the last two positions of each turn.
 """
 
@@ -22,26 +22,26 @@ from eagle31_train.model.vocab import DraftVocab
 from eagle31_train.store import Store
 from eagle31_train.store.document import Document
 
-SPLITS = ("train", "heldout")  # in this order: what the peer trains on, and what it validates on
+SPLITS = ("train", "heldout")  # what the peer trains on, then what it validates on
 
 
 def taught_mask(loss_mask: Tensor) -> Tensor:
-    """Where speculators learns: [T] bool → [T] int64, one where this token and the next one are the assistant's."""
+    """Return where speculators learns, [T] bool → [T] int64: 1 where this and the next token are the assistant's."""
     mask = torch.zeros(len(loss_mask), dtype=torch.long)
     mask[1:-1] = (loss_mask[1:-1] & loss_mask[2:]).long()
     return mask
 
 
 def specforge_mask(loss_mask: Tensor) -> Tensor:
-    """Where SpecForge learns, likewise: one where this token and the one after the next are the assistant's."""
+    """Return where SpecForge learns, [T] int64: 1 where this token and the one after the next are the assistant's."""
     mask = torch.zeros(len(loss_mask), dtype=torch.long)
     mask[:-2] = (loss_mask[:-2] & loss_mask[2:]).long()
     return mask
 
 
 def specforge_sample(document: Document, norm: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """A document as SpecForge's files hold it, in bf16: its states concatenated, [1, T, A·H], and the last one behind
-    the target's final `norm`, [1, T, H]; zero where no prediction that counts looks."""
+    """Return a document as in SpecForge's files, in bf16: auxiliary states concatenated, [1, T, A·H], and the last one
+    after the target's final `norm`, [1, T, H]. They are zero where no prediction that counts reads them."""
     aux, last = document.aux.decode(), document.last.decode()
     wide = torch.zeros(len(document), aux.shape[1] * aux.shape[2], dtype=torch.bfloat16)
     target = torch.zeros(len(document), last.shape[1], dtype=torch.bfloat16)
@@ -56,7 +56,7 @@ def specforge_sample(document: Document, norm: Callable[[Tensor], Tensor]) -> di
 
 
 def sample(document: Document) -> dict[str, Tensor]:
-    """A document as speculators' files hold it, in bf16: the states and the last one, [T, A+1, H]; zero likewise."""
+    """Return a document as in speculators' files, in bf16: the states and the last one, [T, A+1, H]; zeros as above."""
     aux, last = document.aux.decode(), document.last.decode()
     states = torch.zeros(len(document), aux.shape[1] + 1, aux.shape[2], dtype=torch.bfloat16)
     states[: document.attended, :-1] = aux
@@ -65,29 +65,30 @@ def sample(document: Document) -> dict[str, Tensor]:
 
 
 class Samples:
-    """The transfer of speculators' backend: samples by their row in the data set, the training split first."""
+    """Transfer of speculators' backend: samples by their row in the data set, the training split first."""
 
     def __init__(self, store: Path) -> None:
         splits = [Store(store).split(name) for name in SPLITS]
         self.where = [(split, index) for split in splits for index in range(len(split))]
 
     def setup(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing: the store is complete."""
 
     def get_cached(self, file_idx: int) -> dict[str, Tensor]:
         split, index = self.where[file_idx]
         return sample(split.read(index))
 
     def get_generated(self, hs_transfer_params: dict[str, Any]) -> None:
-        """Every sample is there: nothing is ever generated."""
+        """Do nothing: every sample is in the store."""
 
     def delete(self, handle: str) -> None:
-        """Nothing is deleted."""
+        """Do nothing: the store keeps its samples."""
 
 
 def write(store: Store, kept: DraftVocab, folder: Path, validate: int) -> dict[str, int]:
-    """Speculators' data folder: a data set with its columns, and the draft vocabulary's maps; how many samples of each
-    split. validate: held-out samples, which the peer must have and only looks at; UserError where there is none."""
+    """Write speculators' data folder: a data set with its columns, and the draft vocabulary's maps. Return the number
+    of samples of each split. validate: held-out samples, which the peer requires but does not train on; UserError if
+    there are none."""
     columns: dict[str, list[Any]] = {"input_ids": [], "loss_mask": [], "seq_len": []}
     samples: dict[str, int] = {}
     for name in SPLITS:
@@ -109,12 +110,12 @@ def write(store: Store, kept: DraftVocab, folder: Path, validate: int) -> dict[s
 
 
 def ratio(samples: dict[str, int]) -> float:
-    """Speculators' --train-data-ratio, which cuts the data set exactly between our splits."""
+    """Return speculators' --train-data-ratio that cuts the data set exactly between our splits."""
     return (samples["train"] + 0.5) / sum(samples.values())
 
 
 def batches(lengths: Sequence[int], batch_tokens: int, seed: int, epoch: int) -> list[int]:
-    """Tokens of every batch that speculators' own sampler makes of an epoch; needs the peer."""
+    """Return the tokens of every batch that speculators' own sampler makes of an epoch; needs the peer."""
     from speculators.train.distributed_batch_sampler import MultipackDistributedBatchSamplerV2
 
     sampler = MultipackDistributedBatchSamplerV2(batch_tokens, lengths, num_replicas=1, rank=0, seed=seed)

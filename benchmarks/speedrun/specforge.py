@@ -6,7 +6,7 @@ with fp32 masters, the whole target head in bf16, initial weights, a sample a st
 state before the norm to the next step, so that its drafts are served with EAGLE 3.1's norm_output off.
 
 On a CPU: SDPA, its loss's own reference implementation in place of a Triton kernel, no FSDP wrapper around the single
-process, and samples read in its own process. What it compiles is compiled before the clock runs.
+process, and samples read in its own process. Compilation takes place before the clock runs.
 """
 
 import warnings
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-with warnings.catch_warnings():  # that flash-attn is missing
+with warnings.catch_warnings():  # it warns that flash-attn is missing
     warnings.simplefilter("ignore")
     import specforge.algorithms.eagle3.model as eagle3
     from specforge.modeling.draft.llama3_eagle import LlamaForCausalLMEagle3
@@ -38,12 +38,11 @@ from benchmarks.speedrun.job import Clock, Job, write_draft
 from eagle31_train.model import vocab
 from eagle31_train.store import Store
 
-WARM_UP = 3  # batches, of lengths that differ: the compiler's second graph serves all others
+WARM_UP = 3  # batches of different lengths: the compiler's second graph serves all others
 
 
 class Samples:
-    """The batches of each epoch, in an order of its own, as its controller takes them. `tokens` counts those handed
-    out."""
+    """The batches of each epoch, in its own order, as the controller takes them. `tokens` counts those handed out."""
 
     def __init__(self, store: Store, batch_size: int, seed: int, eps: float) -> None:
         self.split, self.batch_size, self.seed = store.split("train"), batch_size, seed
@@ -64,14 +63,14 @@ class Samples:
             yield self.batch(chosen)
 
     def batch(self, chosen: list[int]) -> TrainBatch:
-        """Samples, padded to the longest."""
+        """Return samples, padded to the longest."""
         raw = [peer_store.specforge_sample(self.split.read(index), self.norm) for index in chosen]
         tensors = self.collate([normalize_offline_sample(one, max(self.split.lengths)) for one in raw])
         return TrainBatch([str(index) for index in chosen], "eagle3", tensors, {"target_repr": "hidden_state"})
 
 
 def build(job: Job, store: Store, training: TrainingConfig) -> tuple[eagle3.OnlineEagle3Model, TargetHead]:
-    """Its model and the target's head, with the weights that its trainer begins with."""
+    """Return its model and the target's head, with the weights that its trainer begins with."""
     eagle3.LogSoftmaxLoss = TorchLoss
     shape, kept = job.drafter_shape, vocab.read(Path(job.data) / "vocab.safetensors")
     config = llama_config(
@@ -120,7 +119,7 @@ def train(job: Job, clock: Clock) -> None:
         weights = {name: tensor for name, tensor in draft.named_parameters() if name != "embed_tokens.weight"}
         write_draft(folder, served, weights, kept, "bfloat16", Path(job.target).name)
 
-    for at in range(0 if job.count else WARM_UP):  # what is counted are the steps
+    for at in range(0 if job.count else WARM_UP):  # only steps are counted
         strategy.forward_loss(samples.batch([at % len(samples.split)])).loss.backward()
     model.zero_grad(set_to_none=True)
     controller = TrainerController(

@@ -2,11 +2,11 @@
 
 Shared with ours: the conversations and the target's states, the draft vocabulary, the sizes of the drafter's layer, the
 seed. All the rest is its authors': trainer, sampler, loss mask, norms of the drafter, optimizer, rates and schedule,
-initial weights, frozen lm_head; a job's options are those of its command line, without their dashes.
+initial weights, frozen lm_head. A job's options are those of its command line, without the dashes.
 
-Its trainer knows accelerators only. On a CPU it is told where the model lies, autocasts to bf16 as it does on a GPU,
-and has nothing to wait for; its loss is its own pure-torch one, as its fused ones are Triton kernels, its attention
-SDPA, and it reads its data in its own process. It does not validate and writes no checkpoints of its own.
+Its trainer supports only accelerators. For a CPU we set the model's device and replace the synchronization; it
+autocasts to bf16 as on a GPU. Its loss is its own pure-torch one, as its fused ones are Triton kernels, its attention
+is SDPA, and it reads data in its own process. It does not validate, and writes no checkpoints of its own.
 """
 
 import argparse
@@ -28,12 +28,12 @@ from eagle31_train.common.errors import UserError
 from eagle31_train.model import vocab
 from eagle31_train.store import Store
 
-NAME = "eagle31"  # of our backend among the peer's
-SEQUENCE = "total-seq-len"  # the option that says how many tokens a step may have
+NAME = "eagle31"  # of our backend, among the peer's
+SEQUENCE = "total-seq-len"  # the option for the most tokens of a step
 
 
 def command(job: Job, ratio: float, epochs: int) -> list[str]:
-    """The peer's command line: what is shared, what a CPU needs, and the job's options."""
+    """Return the peer's command line: what is shared, what a CPU needs, and the job's options."""
     shape, out = job.drafter_shape, job.folder
     shared: dict[str, Any] = {
         "speculator-type": "eagle3",
@@ -52,7 +52,7 @@ def command(job: Job, ratio: float, epochs: int) -> list[str]:
         "our-store": job.store,
         "on-missing": "raise",
         "num-workers": 0,
-        "mask-token-id": 0,  # EAGLE 3 masks nothing: only looked up, and for that a tokenizer would be needed
+        "mask-token-id": 0,  # EAGLE 3 masks nothing, but looking up a default would need a tokenizer
         "draft-attn-impl": "sdpa",
         "loss-implementation": "eager",
         **job.given,
@@ -62,7 +62,7 @@ def command(job: Job, ratio: float, epochs: int) -> list[str]:
 
 
 def register() -> None:
-    """Name our store among the peer's backends; before its options are parsed, which lists theirs."""
+    """Register our store as one of the peer's backends. Call it before parsing its options, which include theirs."""
     from hs_connectors import HiddenStatesBackend
 
     if NAME in HiddenStatesBackend.registry:
@@ -88,8 +88,8 @@ def register() -> None:
 
 
 def timed(clock: Clock, tokens: list[int]) -> type[Trainer]:
-    """Its trainer, which takes a number for an accelerator's, told that there is none, and timed. tokens: that have
-    been trained on after each step."""
+    """Return its trainer, timed, and made to use the CPU instead of an accelerator's number. tokens: trained on in all
+    after each step."""
 
     class Timed(Trainer):
         local_rank = property(lambda _self: "cpu", lambda _self, _number: None)
@@ -105,16 +105,16 @@ def timed(clock: Clock, tokens: list[int]) -> type[Trainer]:
             clock.pause()
 
         def leave(self, folder: Path) -> None:
-            """A checkpoint as its own checkpointer writes it, without the optimizers' state."""
+            """Write a checkpoint as its own checkpointer does, without the optimizers' state."""
             weights = checkpointer.convert_float_dtype(self.model.state_dict(), torch.bfloat16)
             self.model.save_pretrained(folder, state_dict=weights)
             checkpointer.patch_config_dtype(folder / "config.json", torch.bfloat16)
 
         def maybe_save_checkpoint(self, *_: Any, **__: Any) -> None:
-            """Nothing: `leave` does."""
+            """Do nothing: `leave` saves."""
 
         def val_epoch(self, _epoch: int) -> None:
-            """Nothing: nobody looks at it."""
+            """Do nothing: validation is not used."""
 
     return Timed
 
@@ -127,14 +127,14 @@ def train(job: Job, clock: Clock) -> None:
     (job.folder / "layer.json").write_text(json.dumps({**layer, "architectures": ["LlamaForCausalLM"]}))
     longest = TrainConfig.resolve(command(job, 0.5, 1)).data.total_seq_len
     lengths = store.split("train").lengths
-    if longest < max(lengths):  # its trainer cuts them without a word
+    if longest < max(lengths):  # its trainer cuts them silently
         raise UserError(f"{SEQUENCE}={longest} cuts samples of up to {max(lengths)} tokens: give that or more")
     batches: list[int] = []
     for epoch in count():
         batches += peer_store.batches(lengths, longest, job.seed, epoch)
         if len(batches) >= job.steps:
             break
-    # It takes one step too many in every epoch that is left: it is given no more than are needed.
+    # It takes one step too many in every remaining epoch, so request no more epochs than are needed.
     config = TrainConfig.resolve(command(job, peer_store.ratio(samples), epoch + 1))
     with (
         mock.patch.object(cli, "Trainer", timed(clock, list(accumulate(batches)))),
