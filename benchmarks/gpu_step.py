@@ -109,7 +109,7 @@ class Trainer:
         return float(sums[0].sum() / totals.pairs.sum())
 
     def close(self) -> None:
-        """Release what Accelerate has prepared, which it keeps."""
+        """Release what Accelerate prepared, as it keeps references."""
         self.accelerator.free_memory()
 
 
@@ -263,7 +263,7 @@ def longest(case: Case, device: str, first: int, ceiling: int) -> dict[str, Any]
 
 
 def search(fits: Callable[[int], bool], first: int, ceiling: int) -> tuple[int, int]:
-    """Return the largest number that fits, to an eighth of it or less (0 if `first` does not); and the last step."""
+    """Return the largest number that fits, to within an eighth (0 if `first` does not), and the last difference."""
     good, bad = 0, None
     tokens = first
     while bad is None and tokens <= ceiling:

@@ -110,7 +110,7 @@ def relative_difference(ours: Tensor | None, theirs: Tensor | None) -> float:
 
 
 def failures(result: dict[str, Any]) -> list[str]:
-    """Describe what is out of bounds, which a NaN is, too."""
+    """Describe what is out of bounds. A NaN is out of bounds."""
     checks = {
         "logits": (max(result["logits"]), LOGITS),
         "loss": (result["loss difference"], LOSS),

@@ -149,7 +149,7 @@ class Speculator:
                 setattr(config, name, OmegaConf.to_object(own) if OmegaConf.is_config(own) else own)
         cached = CachedTarget(load_model(config), checkpoint.shape.aux_layers)
         own = option(checkpoint.train, "target.dtype") if checkpoint.train else None
-        loaded = checkpoint.load(cached, DTYPES[own or dtype], DTYPES[dtype])  # a run's weights as they are served
+        loaded = checkpoint.load(cached, DTYPES[own or dtype], DTYPES[dtype])  # rounds a run's weights as for serving
         ids = torch.from_numpy(checkpoint.vocab.target_ids).to(cached.device)
         chat = ChatTemplate.load(config)
         shape = checkpoint.shape

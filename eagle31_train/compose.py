@@ -64,7 +64,7 @@ def load_config(
         anew = any(key_of(word) == "name" for word in rest)  # a new run with that run's options
         overrides = ["run_dir=runs/${name}" if anew else f"run_dir={runs[0]}", "overwrite=false", *rest]
     if saved is not None and any(key_of(word).startswith(GIVES_DATA) for word in overrides):
-        overrides = ["regenerate=null", *overrides]  # follows from these, unless it is given, too
+        overrides = ["regenerate=null", *overrides]  # derived from these, unless also given
     folders = [CONFIGS, *([config_dir.resolve()] if config_dir else [])]
     keys = {key_of(word) for word in overrides}
     if twice := [f"{old} is called {new} now" for old, new in RENAMED.items() if {old, new} <= keys]:
@@ -169,7 +169,8 @@ def _composed(groups: Sequence[str], saved: Path | None, folders: list[Path]) ->
 def _with_new_names(composed: DictConfig, tell: bool) -> DictConfig:
     """Return the configuration with the values of old names moved to the options that they mean.
 
-    tell: report renamed options, for a recipe that can be corrected, not a run's record. Removed ones always are.
+    tell: report renamed options, in a recipe that its author can correct, but not in a run's record. Removed options
+    are always reported.
     """
     values: Any = _at_home(OmegaConf.to_container(composed))
     for old in (*RENAMED, *REMOVED):
@@ -273,7 +274,7 @@ def _set(config: DictConfig, override: str) -> None:
 
 
 def _parsed(override: str, value: str, kind: Any) -> Any:
-    """Parse a value by Hydra's grammar for an option of type `kind` (Any: what is nothing else is text).
+    """Parse a value by Hydra's grammar for an option of type `kind` (Any: text unless it can be anything else).
 
     Return text unchanged if the grammar refuses it, or takes it for something else.
     """

@@ -76,7 +76,7 @@ def export(config: Config) -> None:
         **{name: value for name, value in said.items() if value},
     }
     made_from = dataclasses.replace(made_from, card=card_inputs)
-    if not (run / "export").exists():  # its replacement was killed
+    if not (run / "export").exists():  # an export was killed while replacing it
         artifacts.restore_backup(run / "export")
     theirs = added(run, config.overwrite)
     if provenance.whole(run / "export", run / EXPORTED, made_from, config.overwrite, EXPORT):

@@ -76,7 +76,7 @@ class Provenance:
             raise UserError(f"{where} was made from other inputs ({change}): {self.remedy(record)}")
 
     def remedy(self, record: Mapping[str, Any]) -> str:
-        """Return what to do about an output of other inputs: replace it only if no option may point to a wrong one."""
+        """Return advice on an output of other inputs: to replace it only if no option may point to a wrong one."""
         before = record.get("inputs", {})
         wrong = [given for name, given in self.pointers.items() if before.get(name) != self.inputs.get(name)]
         if wrong:

@@ -15,7 +15,7 @@ from eagle31_train.reporting.training_page import write
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command; exits with 2 on what the user can mend."""
+    """Run the command; exit with status 2 on a UserError."""
     words = parser(__doc__, prog="eagle31 report")
     words.add_argument("run", type=Path, help="the run's folder, such as runs/smollm2, or the folder train in it")
     words.add_argument("--out", type=Path, help="where page and pictures go (default: the folder report in the run's)")

@@ -12,7 +12,7 @@ from eagle31_train.planning.work import Work
 
 DRAWN = 100_000  # conversations, which take half a second; more if two steps have more
 DEALT = 16  # steps
-FULL = 0.9  # share of its tokens that a step needs to count: the last one of an epoch may be nearly empty
+FULL = 0.9  # least share of a step's tokens for it to count: the last one of an epoch may be nearly empty
 
 
 @dataclass(frozen=True)

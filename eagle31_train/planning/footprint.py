@@ -112,8 +112,8 @@ def _loss(shape: DrafterShape, work: Work, step: Step) -> float:
 
 
 def _backward(shape: DrafterShape, w: Widths, work: Work, step: Step) -> float:
-    """Return the number of values: gradients of all keys and values, and the more of one step's MLP (with recomputation
-    also what that keeps) and one step's attention."""
+    """Return the number of values: gradients of all keys and values, plus one step's MLP (with recomputation also what
+    it keeps) or one step's attention, whichever is larger."""
     S, D, inner = work.slots[0], shape.hidden_size, shape.intermediate_size
     seen, dealt = _seen(shape, work, step), step.context > 1 and deals_heads(shape, step.context)
     keys = shape.num_layers * (w.keys + w.values) * (seen + S * (work.ttt_length - 1))
@@ -147,7 +147,7 @@ def _flash(shape: DrafterShape, w: Widths, work: Work, seen: float) -> float:
 
 
 def _kept(shape: DrafterShape, w: Widths, work: Work, step: Step) -> float:
-    """Return the bytes that autograd keeps of the drafter's K steps; `numbers` are fp32, a value has `step.value`.
+    """Return the bytes that autograd keeps of the K steps; `numbers` are fp32, `values` have `step.value` bytes each.
 
     Each layer has its norm, keys and values. At step 0, layers below the last process every position, not the slots.
     """
@@ -319,7 +319,7 @@ def memory(
         step += accumulates * gradients
         exchange = state.iterated(devices) + gradients
     elif not profile.deepspeed:
-        # FSDP2 gathers into one buffer, which lives as long as the tensors copied from it. So it is with gradients.
+        # FSDP2 gathers into one buffer, which lives as long as the tensors copied from it; the same for gradients.
         weights, moments, copies = gathered / devices, moments / devices, 0.0
         step += 2 * gathered + accumulates * part
         exchange = max(gathered + whole, 2 * whole + part, part + state.iterated(devices))

@@ -150,7 +150,7 @@ class Planned:
         prompts, answers, written = conversations / generate.samples, conversations * answer, 0.0
         if self.config.writes_prompts:
             turn = min(own.max_new_tokens, prompt / own.turns)
-            # A later turn is written after an answer, which is not kept.
+            # Before each later turn an answer is written, which is not kept.
             written = prompts * (own.turns * turn / OF_USE + (own.turns - 1) / own.turns * answer)
         context = prompt + answer / 2  # answers are half written on average, and each gets a token in every step
         # Of the experts, only those that some token of the step is sent to.

@@ -28,7 +28,7 @@ MORE = [
     "  More prompts, a better drafter: 420 of a 135M target's gave an acceptance length of 1.54 on MT-Bench and",
     "  Alpaca, 2,781 gave 1.75. With plan.tokens=3e8 the line `prompts` says how many yield that many tokens.",
 ]
-LONGER = 4  # an answer limit of so many times the planned length gets a warning
+LONGER = 4  # limits of more times the planned length get a warning
 COLUMNS = ("weights", "moments", "copies", "target", "step", "update", "peak", "host")
 
 
@@ -194,7 +194,7 @@ def profiles(plan: Planned) -> list[str]:
 
 
 def which(plan: Planned) -> list[str]:
-    """Return the simplest profile that fits: as planned, then with smaller micro-batches, recomputation, sharing."""
+    """Return the simplest profile that fits; if none does, try smaller micro-batches, recomputation, more sharing."""
     p = plan.config.plan
     simplest = [profile for profile in plan.profiles() if profile.several == (p.devices > 1)]
     peaks: list[float] = []

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 PAGE = "index.html"
-RESULT = "result.json"  # of a comparison: what was drawn, and the files drawn
+RESULT = "result.json"  # of a comparison: its numbers, and the files drawn from them
 Result = dict[str, Any]
 Curves = dict[str, list[Interval]]  # by drafter
 Rows = dict[str, dict[str, Interval]]  # by row, then by drafter

@@ -99,7 +99,7 @@ def noisy(axes: "Axes", steps: Floats, values: Floats, label: str, colour: Any, 
 
 
 def marker(index: int) -> str:
-    """Return the marker of a curve of colour C{index}. When the colours repeat, markers differ."""
+    """Return the marker of a curve of colour C{index}. When colours repeat, their markers differ."""
     return MARKERS[(index + index // len(MARKERS)) % len(MARKERS)]
 
 
