@@ -170,7 +170,8 @@ def _nothing_given(data: DataConfig, option: str) -> str:
         return f"{answers}: set data.prompts, or regenerate=false to learn the conversations"
     if option == "conversations" and data.prompts is not None:
         return f"data.prompts={data.prompts} is to be answered: set regenerate=null, or give data.conversations"
-    return f"no {option}: set data.prompts, data.conversations or data.sources (of prompts with regenerate=true)"
+    prompts = "data.prompts (self: the target writes them)"
+    return f"no {option}: set {prompts}, data.conversations or data.sources (of prompts with regenerate=true)"
 
 
 @dataclass(frozen=True)

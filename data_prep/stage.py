@@ -34,7 +34,7 @@ from eagle31_train.reporting.tables import aligned
 from eagle31_train.rows.files import open_files
 from eagle31_train.rows.formats import Message
 from eagle31_train.targets.chat import ChatTemplate
-from eagle31_train.targets.derive import THOUGHT, WITH_THOUGHT, planned_drafter
+from eagle31_train.targets.derive import THOUGHT, planned_drafter, room_for_thoughts
 from eagle31_train.targets.description import TargetDescription, changed_since, describe_target, doubts
 from eagle31_train.targets.pretrained import served_sampling, vocabulary_fingerprint
 
@@ -88,7 +88,7 @@ def prepare(config: Config) -> None:
     if not ours:
         _introduce(config, rows)
     if config.regenerate and not answered:
-        _tell_of_thoughts(template, data)
+        _tell_of_thoughts(template, data, target)
         _tell_of_other_sampling(config)
     corpus, answers = _open(config, template)
     made_from = provenance.of_data(config, corpus.inputs(), template.fingerprints(), vocab_size)
@@ -155,18 +155,18 @@ def check_ends(template: ChatTemplate) -> None:
             )
 
 
-def _tell_of_thoughts(template: ChatTemplate, data: DataConfig) -> None:
-    """Warn, before hours of answers, that they may think: how to give them room, or to switch that off."""
+def _tell_of_thoughts(template: ChatTemplate, data: DataConfig, target: TargetDescription) -> None:
+    """Warn, before hours of answers, that they may think and have little room for it."""
     most = min(data.generate.max_new_tokens, data.max_length)
-    if not template.thinks:
+    if most >= THOUGHT or not template.thinks:
         return
-    switch = re.search(SWITCH, template.template)
-    remedies = [f"switch thinking off: target.template_args.{switch[0]}=false"] if switch else []
-    if most < THOUGHT:
-        remedies.insert(0, f"give {' '.join(WITH_THOUGHT)}")
-    if remedies:
-        cut = f"answers are cut after {most} tokens: {', or '.join(remedies)}"
-        note(f"data: THOUGHTS: {template.name} may think, and {cut}")
+    remedies, room = [], room_for_thoughts(data, target)
+    if room:
+        remedies.append(f"give {' '.join(f'{option}={tokens}' for option, tokens in room.items())}")
+    if switch := re.search(SWITCH, template.template):
+        remedies.append(f"switch thinking off: target.template_args.{switch[0]}=false")
+    what = f"{template.name} may think, and answers are cut after {most} tokens"
+    note(f"data: THOUGHTS: {what}" + (f": {', or '.join(remedies)}" if remedies else ""))
 
 
 def _tell_of_other_sampling(config: Config) -> None:

@@ -17,7 +17,7 @@ from eagle31_train.common.allocator import keep_freed_memory
 from eagle31_train.common.console import explained, note, parser, say, tidy
 from eagle31_train.common.locations import CONFIGS
 from eagle31_train.compose import ANY, OPTIONS, choices, is_run, key_of, load_config, to_yaml
-from eagle31_train.config import Config, TargetConfig
+from eagle31_train.config import Config
 
 
 def run(
@@ -48,7 +48,7 @@ def run(
         words = with_recipe(given)
         config = load_config(words, None, arguments.config_dir, resolve=False)
         if words != given:
-            words = with_recipe(given, config.target)
+            words = with_recipe(given, config)
             config = load_config(words, None, arguments.config_dir, resolve=False)
         resolved = precision.resolve(config) if resolve else {}
         if arguments.cfg:
@@ -73,18 +73,19 @@ def _program() -> str:
     return f"python -m {spec.name.removesuffix('.__main__')}"
 
 
-def with_recipe(words: list[str], target: TargetConfig | None = None) -> list[str]:
+def with_recipe(words: list[str], config: Config | None = None) -> list[str]:
     """Return the words of a command line, with the recipe ANY in front if they name neither a recipe nor a run.
 
-    A `target` that thinks then gets room for its thoughts, too, unless the words say how long answers may be.
+    If the target of their `config` thinks, its answers get room for that, too, as far as the words say no lengths.
     """
     if any(word.lstrip("+").startswith("experiment=") or is_run(word) for word in words):
         return words
-    if target is None or {"data.generate.max_new_tokens", "data.max_length"} & set(map(key_of, words)):
+    if config is None:
         return [ANY, *words]
-    from eagle31_train.targets.derive import answer_lengths  # imports transformers
+    from eagle31_train.targets.derive import answer_lengths  # slow to import (transformers)
 
-    return [ANY, *answer_lengths(target), *words]
+    lengths = answer_lengths(config, given={key_of(word) for word in words})
+    return [ANY, *(f"{option}={tokens}" for option, tokens in lengths.items()), *words]
 
 
 def _better_recipes(target: str) -> str:

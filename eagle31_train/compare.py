@@ -64,8 +64,15 @@ def main(argv: list[str] | None = None) -> None:
     if given and not any(word.lstrip("+").startswith("experiment=") for word in options):
         firsts = [trainings[0] for _, trainings in map(parted, given)]
         runs = [first for first in firsts if compose.is_run(first)]
-        if runs or not any(word.startswith("target.path=") for word in options):
-            options = [(runs or firsts)[0], *options]  # refused if it is not a run
+        if runs:
+            options = [runs[0], *options]
+        elif not any(word.startswith("target.path=") for word in options):
+            note(
+                f"error: {', '.join(firsts)}: give a run too, whose target and prompts are taken, or target.path=… "
+                "and evaluate.prompts=FILE",
+                error=True,
+            )
+            raise SystemExit(2)
     cli.run(lambda config: compare(named(given), config), __doc__ or "", options, before=SLOW["compare"])
 
 

@@ -252,6 +252,8 @@ def _set(config: DictConfig, override: str) -> None:
             return
         key = RENAMED[key]
     free = any(key == name or key.startswith(f"{name}.") for name in FREE)
+    if any(option.startswith(f"{key}.") for option in OPTIONS):
+        raise UserError(f"{key} is a group of options: give {key}.NAME=…, each by itself")
     if not free and key not in OPTIONS:
         raise UserError(f"no option {key!r}{_nearest(key, [*OPTIONS, *GROUPS])}")
     if override.startswith("~"):

@@ -4,7 +4,7 @@
     eagle31 plan +experiment=llama31_8b
     eagle31 plan +experiment=kimi plan.tokens=5e8 plan.devices=4 plan.device_gib=141
 
-Of a hub id config.json is downloaded, and nothing else; nothing is written.
+Of a hub id only config.json is downloaded, and without a recipe the tokenizer; nothing is written.
 """
 
 from eagle31_train import cli

@@ -84,7 +84,7 @@ class Provenance:
         differ = {name for name in {**before, **self.inputs} if before.get(name) != self.inputs.get(name)}
         if self.beside and differ <= self.beside[1]:
             return f"{self.beside[0]}, or replace it with overwrite=true"
-        return REPLACE
+        return f"give the same again, {REPLACE}"
 
 
 def whole(output: Path, record_path: Path, provenance: Provenance, overwrite: bool, made_by: str) -> bool:

@@ -224,7 +224,7 @@ def main() -> None:
     before = signal.signal(signal.SIGTERM, _stop)
     try:
         cli.run(
-            lambda config: run(config, cli.with_recipe(words, config.target), **vars(ends)),
+            lambda config: run(config, cli.with_recipe(words, config), **vars(ends)),
             __doc__ or "",
             argv=words,
             before="[--from STAGE] [--until STAGE] [--profile PROFILE] ",

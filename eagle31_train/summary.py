@@ -99,7 +99,7 @@ def _served(config: Config, manifest: dict[str, Any]) -> dict[str, str]:
     # Earlier versions also wrote a row of 0 draft tokens for a drafter that rests.
     plain = next(row["per_user"][0] for row in least if row["drafter"] is None)
     rows = {row["draft_tokens"]: row for row in least if row["drafter"] and row["draft_tokens"]}
-    tokens = max((n for n in rows if n <= headline), default=max(rows))
+    tokens = max((n for n in rows if n <= headline), default=min(rows))
     drafted = rows[tokens]
     length = bracket([(drafted["acceptance"] or {}).get("acceptance_length"), None, None])
     whom = "one user" if users == 1 else f"each of {users} users"

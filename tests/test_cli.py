@@ -52,9 +52,14 @@ def test_a_target_that_thinks_has_room_for_it_where_no_recipe_is_named(tmp_path,
         run(taken.append, "", [f"target.path={target}", "name=x", *words])
         return taken[-1].data.generate.max_new_tokens, taken[-1].data.max_length
 
-    assert lengths() == (4096, 6144)
+    assert lengths("data.prompts=p.jsonl") == lengths() == (4096, 6144)
     assert "as this target may think, data.generate.max_new_tokens=4096 data.max_length=6144" in capsys.readouterr().out
-    assert lengths("data.max_length=3000") == (320, 3000)
+    assert lengths("data.max_length=16384") == (4096, 16384)
+    assert lengths("data.max_length=300") == (300, 300)
+    assert lengths("data.generate.max_new_tokens=8192") == (8192, 10240)
+    assert lengths("data.generate.max_new_tokens=64", "data.max_length=128") == (64, 128)
+    assert lengths("data.conversations=c.jsonl") == (320, 6144), "nothing is answered"
+    capsys.readouterr()
     assert lengths("target.template_args.enable_thinking=false") == lengths(positions=6143) == (320, 2048)
     assert "may think" not in capsys.readouterr().out
     assert lengths(compose.ANY) == (320, 2048)

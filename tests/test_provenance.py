@@ -28,7 +28,9 @@ def test_only_a_whole_output_of_the_same_inputs_is_up_to_date_and_another_is_ref
     artifacts.write_text(out / "a", "one")
     record = Provenance(INPUTS).record(files=artifacts.list_files(out, [out / "a"]))
     artifacts.write_json(out / artifacts.MANIFEST, record)
-    with pytest.raises(UserError, match=r"train\.lr: 0\.1 there, 0\.2 here\): choose another name=") as error:
+    with pytest.raises(
+        UserError, match=r"train\.lr: 0\.1 there, 0\.2 here\): give the same again, choose another name="
+    ) as error:
         up_to_date(out, other)
     assert str(out) in str(error.value)
     assert not up_to_date(out, other, overwrite=True)
@@ -76,7 +78,7 @@ def test_what_chooses_a_step_is_named_as_the_user_sets_it():
         wanted.refuse_other("run", inputs_of("train.keep_best=true", chosen_on=["prompt"]).record(), overwrite=False)
     assert "(evaluate.num_speculative_tokens: 3 there, 5 here): train on the same states as name=…" in str(error.value)
     elsewhere = {**wanted.inputs, "store": "another", "seed": 1}
-    assert wanted.remedy({"inputs": elsewhere}).startswith("choose another name=…"), "they are not the same"
+    assert wanted.remedy({"inputs": elsewhere}).startswith("give the same again, choose"), "they are not the same"
 
 
 # ---------------------------------------------------------------- written whole

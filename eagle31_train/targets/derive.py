@@ -1,13 +1,13 @@
 """Derive a drafter's options from its target: an option that is not given takes the target's value."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
 from eagle31_train.checkpoint.contract import REQUIRED, drafter_shape, window_caveat
-from eagle31_train.common.errors import Refused, UserError
-from eagle31_train.config import MLA_WIDTHS, Config, DrafterConfig, DrafterShape, TargetConfig
+from eagle31_train.common.errors import UserError
+from eagle31_train.config import MLA_WIDTHS, Config, DataConfig, DrafterConfig, DrafterShape
 from eagle31_train.model.rope import SCALINGS, target_positions
 from eagle31_train.targets.description import TargetDescription, describe_target, kinds, pick_layers, read_raw
 
@@ -20,7 +20,7 @@ SHRINKAGE, SHORT = 1.62, 540
 # Small steps teach more than large ones while they are few. No training here took more than MOST_STEPS of them.
 STEP_TOKENS, MOST_STEPS, STEP_UNIT = 2048, 15_000, 256
 THOUGHT, PROMPT = 4096, 2048  # tokens that an answer with a thought may need, and tokens of its prompt
-WITH_THOUGHT = [f"data.generate.max_new_tokens={THOUGHT}", f"data.max_length={PROMPT + THOUGHT}"]
+ANSWER, WHOLE = "data.generate.max_new_tokens", "data.max_length"
 
 
 def complete(config: Config, described: Mapping[str, Any] | None, recorded: Mapping[str, Any] | None = None) -> Config:
@@ -72,16 +72,30 @@ def default_weight_decay(optimizer: str, width: int, steps: int) -> float:
     return float(f"{SHRINKAGE / (peak_learning_rate(optimizer, width) * max(steps, SHORT)):.2g}")
 
 
-def answer_lengths(target: TargetConfig) -> list[str]:
-    """Return the options that leave room for the answers of a target that may think, if it has enough positions. Empty
+def answer_lengths(config: Config, given: Collection[str]) -> dict[str, int]:
+    """Return values of the length options not `given` that leave room for the answers of a target that may think. Empty
     for other targets, and if the target's files cannot be read: the stage that needs them reports why."""
     from eagle31_train.targets.chat import ChatTemplate  # for the tokenizer, which a shape does not need
 
     try:
-        positions = _positions(describe_target(target)) or math.inf
-        return WITH_THOUGHT if positions >= PROMPT + THOUGHT and ChatTemplate.load(target).thinks else []
-    except (UserError, Refused):
-        return []
+        room = room_for_thoughts(config.data, describe_target(config.target))
+        if not room or not ChatTemplate.load(config.target).thinks:
+            return {}
+    except UserError:
+        return {}
+    if WHOLE in given:
+        room[ANSWER] = min(room[ANSWER], config.data.max_length)
+    if not (config.regenerate or config.writes_prompts):  # nothing is answered
+        del room[ANSWER]
+    return {option: tokens for option, tokens in room.items() if option not in given}
+
+
+def room_for_thoughts(data: DataConfig, target: TargetDescription) -> dict[str, int]:
+    """Return lengths of an answer and of its conversation, at least those of `data`, that leave room for thoughts;
+    empty if the target has too few positions."""
+    answer = max(data.generate.max_new_tokens, THOUGHT)
+    whole = max(data.max_length, PROMPT + answer)
+    return {ANSWER: answer, WHOLE: whole} if whole <= (_positions(target) or math.inf) else {}
 
 
 def planned_drafter(config: Config, target: TargetDescription, draft_vocab_size: int) -> tuple[DrafterShape, list[str]]:

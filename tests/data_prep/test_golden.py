@@ -10,6 +10,7 @@ from data_prep.masks import samples
 from eagle31_train.common.errors import Refused
 from eagle31_train.config import DataConfig, GenerateConfig
 from eagle31_train.targets.chat import ChatTemplate
+from eagle31_train.targets.description import TargetDescription
 
 CASES = [
     pytest.param(f, i, id=f"{f}-{i}") for f, family in sorted(FAMILIES.items()) for i in range(len(family["cases"]))
@@ -42,9 +43,10 @@ THINK = {"gpt_oss", "kimi", "qwen3"}
 def test_targets_that_may_think_are_told_of_short_answers(capsys):
     assert not any(load(FAMILIES[family], {}).thinks for family in FAMILIES.keys() - THINK)
 
-    def told(family: str, args: dict[str, object], max_length: int = 2048, **generate: int) -> str:
-        template = load(FAMILIES[family], args)
-        stage._tell_of_thoughts(template, DataConfig(max_length=max_length, generate=GenerateConfig(**generate)))
+    def told(family: str, args: dict[str, object], positions: int = 6144, **generate: int) -> str:
+        template, data = load(FAMILIES[family], args), DataConfig(generate=GenerateConfig(**generate))
+        target = TargetDescription("llama", 16, 40, 4, 32, 2, 1, 8, 1e-5, 1e4, {}, positions)
+        stage._tell_of_thoughts(template, data, target)
         return capsys.readouterr().out
 
     texts = {family: text for family in FAMILIES if (text := told(family, {}))}
@@ -53,9 +55,11 @@ def test_targets_that_may_think_are_told_of_short_answers(capsys):
     switches = {family: text.partition("target.template_args.")[2].strip() for family, text in texts.items()}
     assert switches == {"gpt_oss": "", "kimi": "thinking=false", "qwen3": "enable_thinking=false"}
     assert not told("qwen3", {"enable_thinking": False})
-    assert "cut after 2048 tokens: give data" in told("qwen3", {}, max_new_tokens=4096)  # data.max_length
-    assert "cut after 4096 tokens: switch thinking off" in told("qwen3", {}, 6144, max_new_tokens=4096)
-    assert not told("gpt_oss", {}, 6144, max_new_tokens=4096)
+    given = "cut after 2048 tokens: give data.generate.max_new_tokens=4096 data.max_length=6144, or switch"
+    assert given in told("qwen3", {}, max_new_tokens=4096)  # data.max_length
+    assert "data.generate.max_new_tokens=5000 data.max_length=7048" in told("qwen3", {}, 8192, max_new_tokens=5000)
+    assert "cut after 320 tokens: switch thinking off" in told("qwen3", {}, 6143)
+    assert told("gpt_oss", {}, 6143).endswith("cut after 320 tokens\n")
     qwen3 = load(FAMILIES["qwen3"], {})
     for end in ("</think>", "<|channel>thought\n<channel|>"):  # DeepSeek V4's, Gemma 4's
         text = qwen3.template.replace("<|im_start|>assistant\\n", f"<|im_start|>assistant\\n{end}")

@@ -227,7 +227,11 @@ def test_a_file_in_the_wrong_place_says_what_to_set(config, tmp_path):
         (False, {"conversations": asked}, f"3 × no assistant turn; give data.prompts={asked} instead of data.conv"),
         (False, {"sources": {"en": {"path": given}, "zh": {"path": asked}}}, "zh: no conversation of it is left"),
         (True, {"conversations": given}, "regenerate=true answers data.prompts, not data.conversations="),
-        (False, {}, "no conversations: set data.prompts, data.conversations or data.sources"),
+        (
+            False,
+            {},
+            "no conversations: set data.prompts (self: the target writes them), data.conversations or data.sources",
+        ),
         (False, {"conversations": given, "heldout": 0.9999}, "data.heldout=0.9999 holds out every prompt"),
         (False, {"conversations": given, "heldout": 1e-9}, "data.heldout=1e-09 holds out none of 60 prompts"),
         (False, {"conversations": given, "stream_rows": 3}, "stream_rows=3 is of hub data sets, and data.conv"),
