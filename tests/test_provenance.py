@@ -118,6 +118,34 @@ def test_a_folder_that_a_link_leads_to_is_replaced_and_emptied_where_it_lies(tmp
     assert list(there.parent.rglob("*")) == [there]
 
 
+def test_a_target_is_another_where_any_file_that_decides_its_answers_is(tmp_path, monkeypatch):
+    """And its prompts where any is that decides how they look. Large files are read in part, the last byte too."""
+    for name, value in {"LARGE": 64, "SAMPLES": 3, "BLOCK": 8}.items():
+        monkeypatch.setattr(artifacts, name, value)
+    weights = ["a.safetensors", "pytorch_model.bin", "config.json", "modeling_own.py"]
+    rendering = ["tokenizer.json", "spiece.model", "own.tiktoken", "vocab.txt", "merges.txt", "added_tokens.json"]
+    rendering += ["special_tokens_map.json", "chat_template.jinja", "additional_chat_templates/tool.jinja"]
+    for name in ("README.md", *weights, *rendering):
+        artifacts.write_text(tmp_path / name, "a")
+    artifacts.write_text(tmp_path / "large.safetensors", "a" * 100)
+    seen = set()
+
+    def news():
+        """Whether weights, and rendering, are as they were never before."""
+        now = artifacts.weights_fingerprint(str(tmp_path)), artifacts.rendering_fingerprint(str(tmp_path))
+        new = [one not in seen for one in now]
+        seen.update(now)
+        return new
+
+    assert news() == [True, True]
+    for name in ("README.md", *weights, *rendering):
+        (tmp_path / name).write_text("b")
+        assert news() == [name in weights, name in rendering], name
+    for place in (0, 50, 99):
+        (tmp_path / "large.safetensors").write_text("a" * place + "b" + "a" * (99 - place))
+        assert news() == [True, False], place
+
+
 def test_the_data_of_stage_1_are_refused_where_they_are_to_be_whole_and_are_not(tmp_path):
     config, folder = Config(run_dir=str(tmp_path)), tmp_path / "data"
     artifacts.write_text(folder / "rows", "one")
