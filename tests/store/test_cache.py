@@ -107,6 +107,25 @@ def test_what_is_built_for_upload_counts_and_what_a_kill_left_of_it_goes(fs, ope
     assert "beside 250 bytes being built" in message_of(storage.local, "c")
 
 
+def test_what_is_somebody_elses_in_the_folder_is_neither_counted_nor_removed(fs, open_cache, tmp_path):
+    """store.cache_dir may be any folder, /data for one. Of stores elsewhere with the same path each has its own."""
+    theirs = [tmp_path / "cache" / name for name in ("notes", "model/weights", "model/.hidden", "model/.x.100.part")]
+    for path in theirs:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"t" * 250)
+        os.utime(path, (0, 0))
+    storage = open_cache(300)
+    for name in "abcd":
+        storage.local(name)
+    assert copies(storage.folder) == ["b", "c", "d"]
+    assert all(path.exists() for path in theirs)
+    elsewhere = memory(type("Other", (MemoryFileSystem,), {"protocol": "other"}))
+    elsewhere.pipe_file("/store/d", b"x" * 100)
+    with closing(RemoteStorage("other://store", elsewhere, "/store", tmp_path / "cache", 300)) as other:
+        assert other.local("d").read_bytes() == b"x" * 100
+    assert storage.local("d").read_bytes() == b"d" * 100
+
+
 def test_the_quota_holds_at_every_moment(fs, open_cache, tmp_path):
     sizes = random.Random(0)
     contents = {name: name.encode() * sizes.randint(0, 180) for name in "abcdefghijkl"}

@@ -308,6 +308,12 @@ def test_a_follower_waits_for_what_is_not_there_yet_and_gives_up_in_the_end(tmp_
     assert [len(document) for document in reader.split("train").read_all([4, 0, 4])] == [6, 9, 6]
 
 
+def test_a_complete_store_of_other_inputs_is_refused_and_with_overwrite_it_is_as_none(store):
+    storage, other = LocalStorage("the store", store), Provenance({**MADE.provenance["inputs"], "data": "e" * 16})
+    assert "data: dddddddddddddddd there, eeeeeeeeeeeeeeee here" in message_of(finished, storage, other, False)
+    assert finished(storage, other, overwrite=True) is None
+
+
 def test_a_complete_store_keeps_its_manifest_though_the_record_of_what_was_used_up_is_damaged(store):
     """Extraction cannot make that again: it says what to do, and so does a reader."""
     reader = Store(store)
@@ -352,6 +358,10 @@ def test_a_shard_waits_until_it_fits_itself_and_held_out_ones_are_always_wanted(
     writer = MADE.writer(tmp_path, max_bytes=bound, patience=0.0)
     assert all(writer.wait_for_quota(shard) for shard in [*held, first])
     assert "is at store.max_bytes until training uses up a shard" in message_of(writer.wait_for_quota, second)
+    consume(writer.storage, writer.id, [first], "t" * 16, False)
+    (tmp_path / first.name).touch()  # as if the training had been killed before it removed this
+    assert writer.wait_for_quota(second)
+    assert not (tmp_path / first.name).exists(), "it would lie beside what comes"
     consume(writer.storage, writer.id, [], "t" * 16, True)  # the training has ended
     assert [writer.wait_for_quota(shard) for shard in (held[0], second)] == [True, False]
 
