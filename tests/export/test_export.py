@@ -24,6 +24,7 @@ from eagle31_train.checkpoint.run_folder import CONFIG, training_of_export
 from eagle31_train.common import artifacts
 from eagle31_train.config import DrafterConfig
 from eagle31_train.model import vocab
+from eagle31_train.store.sealed import seal
 from eagle31_train.targets.derive import complete
 from eagle31_train.targets.description import TargetDescription
 from tests.export.conftest import TINY, TINY_IDS
@@ -82,13 +83,14 @@ def test_the_card_repeats_the_training_and_not_the_exports_options(run):
     left_open = ["train.optimizer=muon", "train.lr=null", "train.weight_decay=null"]
     others = ["drafter.train_lm_head=true", "drafter.norm_before_residual=true", "drafter.rms_norm_eps=1e-6"]
     bounded = ["store.max_bytes=1GB", "store.follow=true"]  # which `eagle31 run` refuses
-    then = complete(run.config(*left_open, *others, *bounded, "data.heldout=0.4"), described)
+    decisive = ["data.heldout=0.4", "seed=7", "store.last_codec=bf16", "regenerate=true"]
+    then = complete(run.config(*left_open, *others, *bounded, *decisive), described)
     then = replace(then, train=replace(then.train, lr=None))  # as training records what was left open
     (run.folder / "train" / CONFIG).write_text(compose.to_yaml(then))
     export.export(run.config(*left_open, "drafter.train_lm_head=false", "evaluate.num_speculative_tokens=2"))
     repeat = run.exported()[2].split("eagle31 run ")[1].splitlines()[0].split()
     drafter = {f"drafter.{one}" for one in ("train_lm_head=true", "norm_before_residual=true", "rms_norm_eps=1e-06")}
-    assert drafter | {"data.heldout=0.4", "evaluate.num_speculative_tokens=2"} <= set(repeat)
+    assert drafter | {*decisive, "evaluate.num_speculative_tokens=2"} <= set(repeat)
     assert not set(bounded) & set(repeat)
     decided = ("drafter.intermediate_size", "train.lr", "train.weight_decay")
     assert not [word for word in repeat if word.startswith(decided) and not word.endswith("=null")]
@@ -164,6 +166,19 @@ def taken(**tensors):
     return lambda run: run.change_tensors(**tensors)
 
 
+def of_other_data(run):
+    artifacts.write_json(run.folder / "data" / "manifest.json", {"dataset_fingerprint": "b" * 16, "files": {}})
+
+
+def of_another_target(run):
+    """As the store says that it was trained on."""
+    (run.folder / "train" / CONFIG).write_text(compose.to_yaml(run.config()))
+    identity = {"name": "some/target", "revision": None, "weights": "0" * 16, "dtype": "bfloat16"}
+    artifacts.write_bytes(
+        run.folder / "store" / "manifest.json", seal({"fingerprint": "f" * 16, "inputs": {"target": identity}})
+    )
+
+
 @pytest.mark.parametrize(
     ("spoil", "option", "named"),
     [
@@ -173,6 +188,8 @@ def taken(**tensors):
         (taken(), "drafter.norm_output=false", "was trained with norm_output="),
         (taken(), "drafter.head_dim=8", "was trained with head_dim="),
         (taken(), "target.aux_layers=[0,2]", "was trained with aux_layers="),
+        (of_other_data, "seed=0", "is not the data that the drafter was trained on"),
+        (of_another_target, "seed=0", "was trained for some/target, and target.path is someone/a-target"),
     ],
 )
 def test_what_cannot_be_exported_is_named_and_nothing_is_written(spoil, option, named, run):
