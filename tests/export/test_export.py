@@ -106,11 +106,12 @@ def test_a_licence_is_on_the_card_and_files_of_others_stay(run):
         (out / name).write_text(text)
     card, cards = out / "README.md", set()
     said = ["evaluate.draft_sampling=probabilistic", "target.trust_remote_code=true", "target.template_args={a: 1}"]
-    for more in range(4):
+    said += ["target.revision=v1", "target.chat_template=mine.jinja"]
+    for more in range(6):
         export.export(run.config("license=mit", *said[:more]))
         assert {name: (out / name).read_text() for name in others} == others
         cards.add(card.read_text())
-    assert len(cards) == 4, "of another command there is another card"
+    assert len(cards) == 6, "of another command there is another card"
     card.write_text(card.read_text() + "more words")
     assert training_of_export(out) is not None, "it is still the export of this training"
     assert "README.md has been changed since it was written" in message_of(export.export, run.config("license=mit"))
