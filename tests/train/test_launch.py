@@ -3,6 +3,7 @@
 import json
 import os
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -124,3 +125,40 @@ def test_what_came_otherwise_than_it_was_asked_for_is_refused(monkeypatch, varia
     kind, processes, device = came
     accelerator = SimpleNamespace(distributed_type=kind, num_processes=processes, device=device)
     assert words in message_of(launch.check_accelerator, accelerator)
+
+
+UNLIKE = {  # what another rank has, as options, or instead of what rank 0 hands over
+    "train.num_workers": "train.num_workers=0",
+    "train.eval_every": "train.eval_every=7",
+    "store.follow": "store.follow=true",
+    "evaluate.dtype": "evaluate.dtype=bfloat16",
+    "evaluate.draft_tokens": "evaluate.num_speculative_tokens=2",
+    "vocab": {"inputs": {"vocab": "other", "train": {}}},
+    "train.init_from": {"inputs": {"vocab": "v", "train": {"init_from": "other"}}},
+    "trajectories": {"measured_on": ["other"]},
+    "store.supervised": {"counted": False},
+    "type": {"kind": KIND.FSDP},
+    "deepspeed.stage": {"zero": 3},
+    "torch": {"version": "0"},
+}
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_in_what_a_rank_is_not_as_the_first_is_named_and_time_limits_are_their_own(monkeypatch, name):
+    """Else they train on other samples, or wait for one another for ever."""
+    asked = []
+
+    def ask(*options, version="2", kind=KIND.DEEPSPEED, zero=2, **instead):
+        plugin = SimpleNamespace(deepspeed_config={"zero_optimization": {"stage": zero}})
+        accelerator = Mock(state=SimpleNamespace(deepspeed_plugin=plugin), distributed_type=kind, num_processes=1)
+        monkeypatch.setattr(torch, "__version__", version)
+        handed = {"inputs": {"vocab": "v", "train": {}}, "measured_on": ["one"], "counted": True, **instead}
+        launch.check_alike(accelerator, config=load_config(["name=x", "target.path=x", *options]), **handed)
+
+    monkeypatch.setattr(launch, "gather_object", lambda facts: asked.extend(facts) or asked)
+    ask()
+    ask("train.time_limit=1h")
+    given = UNLIKE[name]
+    told = message_of(ask, given) if isinstance(given, str) else message_of(ask, **given)
+    assert told.startswith(f"rank 2 is not as rank 0 ({name}: "), told
+    assert ";" not in told
