@@ -299,7 +299,8 @@ def test_a_run_that_begins_anew_records_the_weights_that_it_reads(begun, draft, 
 def test_a_run_that_goes_on_needs_its_first_weights_no_more(begun):
     run, source, words = begun
     words.append("overwrite=true")
-    assert str(source) in message_of(run.fit, *words, "train.lr=0.02"), "another run needs them, and replaces nothing"
+    for other in ("train.lr=0.02", "train.init_revision=v2"):
+        assert str(source) in message_of(run.fit, *words, other), "another run needs them, and replaces nothing"
     run.fit(*words)
     assert run.rows()[-1]["step"] == run.manifest()["steps"]
 
