@@ -55,7 +55,7 @@ def test_the_hardware_decides_and_it_is_said(machine, monkeypatch, tmp_path, cap
         (["amx_bf16 fpu"], BF16),
         (["asimd bf16"], BF16),
         (["fpu", (9, 0), (8, 0)], BF16),
-        (["fpu avx512_bf16", (7, 5)], FP32),  # a GPU that only imitates bf16
+        (["fpu avx512_bf16", (9, 0), (7, 5)], FP32),  # a GPU that only imitates bf16
     ):
         machine(*hardware)
         assert chosen() == choice, hardware
