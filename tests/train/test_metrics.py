@@ -74,6 +74,23 @@ def test_timings_and_tensorboard_have_every_step_once_after_a_resume(config, tmp
     assert shown["timing/tokens_per_second"] == [(step, 20) for step in range(1, 15)]
 
 
+def test_weights_and_biases_know_a_run_by_one_id_in_all_of_its_launches_and_no_other_run_by_it(config, tmp_path):
+    asked, run = [], SimpleNamespace(dir=str(tmp_path / "files"), offline=True)
+    accelerator = SimpleNamespace(
+        is_main_process=True,
+        log_with=[],
+        init_trackers=lambda _, init_kwargs: asked.append(init_kwargs["wandb"]),
+        get_tracker=lambda *_, **__: run,
+    )
+    for folder, mode in (("a", "online"), ("a", "online"), ("a", "offline"), ("b", "online")):
+        config.run_dir, config.train.wandb = str(tmp_path / folder), mode
+        tracking.start(accelerator, config, {}, 0)
+    first, *again, other = [one["id"] for one in asked]
+    assert again == [first, first]
+    assert other != first
+    assert [one["resume"] for one in asked] == ["allow", "allow", None, "allow"]
+
+
 def test_a_damaged_line_about_an_earlier_launch_stops_none(config, tmp_path):
     launches = tmp_path / "train" / tracking.LAUNCHES
     launches.write_bytes(b"\xff\n")
