@@ -283,6 +283,8 @@ def test_drafters_of_other_or_unknown_data(run, call, prompts):
     assert re.search(r"b was trained on other data than .*run/data, .*: give prompts that nothing was trained on", line)
     (workload,) = call(run.folder, b.folder, prompts, "evaluate.num_prompts=1")["workloads"]
     assert "b may have been trained on these prompts" in workload["notes"]
+    another_target(b)
+    assert f"{b.folder} was trained for some/target, and target.path is " in call(run.folder, b.folder, prompts)[1]
 
 
 def test_another_revision_of_a_hub_model_is_another_target(run, monkeypatch):

@@ -185,6 +185,8 @@ def test_the_summary_of_what_vllm_served(run, capsys):
     alone = next(row for row in serving["rows"] if row["drafter"] is None and row["concurrency"] == 1)
     name = next(row["drafter"] for row in serving["rows"] if row["drafter"])
     serving["rows"].append({**alone, "drafter": name, "per_user": [17.0, 16.0, 18.0]})  # at rest: no draft tokens
+    drafted = next(row for row in serving["rows"] if row["draft_tokens"] == 3 and row["concurrency"] == 1)
+    serving["rows"].append({**drafted, "draft_tokens": 5, "per_user": [40.0, 39.0, 41.0]})  # more than the headline's
     vllm, manifest = run.config(VLLM), run.folder / "serving" / artifacts.MANIFEST
     artifacts.make_folder(manifest.parent)
     record = {"inputs": {"export": "another"}, "serving": serving, "seconds": 3.0}
