@@ -366,6 +366,14 @@ def test_a_shard_waits_until_it_fits_itself_and_held_out_ones_are_always_wanted(
     assert [writer.wait_for_quota(shard) for shard in (held[0], second)] == [True, False]
 
 
+def test_a_process_waits_until_the_first_has_prepared_the_store_for_as_many(tmp_path):
+    """Else shards would be nobody's, or two's."""
+    first = MADE.writer(tmp_path, ranks=2)
+    assert "2 share it so far" in message_of(MADE.writer, tmp_path, rank=1, ranks=3, patience=0.0)
+    second = MADE.writer(tmp_path, rank=1, ranks=2, patience=0.0)
+    assert sorted(shard.number for one in (first, second) for shard in one.mine()) == list(range(len(NAMES)))
+
+
 def test_a_store_that_is_made_again_is_not_complete_meanwhile(tmp_path):
     MADE.write(tmp_path)
     (tmp_path / MADE.plan.shards[-1].name).unlink()
