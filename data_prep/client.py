@@ -130,8 +130,8 @@ class Server:
                     break
             except (OSError, http.client.HTTPException) as error:
                 reason = getattr(error, "reason", error)
-                if self.own:
-                    self.own.check(dying=isinstance(reason, ConnectionError))
+                if self.own:  # which may die before an answer, or amid one
+                    self.own.check(dying=isinstance(reason, ConnectionError | http.client.IncompleteRead))
                 problem = str(reason)
                 hung += isinstance(reason, TimeoutError)
                 if hung == HANGS and not self.alone:

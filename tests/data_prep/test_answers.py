@@ -4,6 +4,7 @@ import shutil
 from dataclasses import replace
 from threading import Event
 from threading import enumerate as enumerate_threads
+from types import SimpleNamespace
 
 import pytest
 from answering import answering, completion
@@ -87,6 +88,16 @@ def test_what_is_no_whole_answer_is_asked_again(server, monkeypatch, reply):
     server.reply = lambda _: (200, b"<html>no backend</html>")
     assert "gives no answer (no completion: <html>no backend" in message_of(ask, server)
     assert len(server.bodies) == 5, "one that has never answered is named at once"
+
+
+def test_our_own_server_that_dies_amid_an_answer_is_given_the_time_to_end(monkeypatch):
+    """Its last words say why, and not that an answer was incomplete."""
+    monkeypatch.setattr(client.time, "sleep", lambda _: None)
+    (_, content), checked = completion(IDS), []
+    sent, own = [content[:20], content], SimpleNamespace(check=lambda dying: checked.append(dying))
+    with answering(lambda handler, _: handler.send(200, sent.pop(0), Content_Length=str(len(content)))) as server:
+        assert Server(server.url, "m", 7, own).complete(ASKED, UP_TO) == (IDS, "stop")
+    assert checked == [True]
 
 
 def test_a_server_without_token_ids_is_named(server):
