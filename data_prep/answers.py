@@ -131,8 +131,7 @@ class Engine(ABC):
                 f"an answer ends with {there}, which is none of the target's end tokens here ({end_ids}): is it the "
                 "same target? They are eos_token_id of its generation_config.json"
             )
-        template = self.template.under(job.row.template_args)
-        message = written.message_of(template, prompt, template.with_rows(ids), job.row.tools)
+        message = written.message_of(self.template, prompt, self.template.with_rows(ids), job.row.tools)
         if not ids or ids[0] in end_ids:
             raise Refused(EMPTY)
         return Answer({**message, "token_ids": ids}, finish_reason, len(ids))

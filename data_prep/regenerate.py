@@ -142,7 +142,7 @@ def answer_all(
             for job in [job for job in jobs if turn < len(job.turns) and not job.refusal and not job.ended]:
                 try:
                     if turn:
-                        check_goes_on(template.under(job.row.template_args), job.messages[-1], job.row.tools)
+                        check_goes_on(template, job.messages[-1], job.row.tools)
                     job.messages += following(job.turns[turn], job.messages[-1] if turn else None, job.row.tools)
                     waiting[_key(job, settings)] = job
                 except Refused as refused:
