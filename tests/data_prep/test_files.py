@@ -193,7 +193,8 @@ def test_a_subset_and_a_revision_of_a_hub_data_set_are_asked_for(tmp_path, monke
     hub, asked = tmp_path / "hub", []
     for name in ("main", "more"):
         (hub / name).mkdir(parents=True)
-        write_jsonl(hub / name / "train.jsonl", [{"prompt": name}])
+        for split in ("train", "test"):
+            write_jsonl(hub / name / f"{split}.jsonl", [{"prompt": name}])
     configs = "".join(f"- config_name: {name}\n  data_dir: {name}\n" for name in ("main", "more"))
     (hub / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
     for loader in ("load_dataset", "load_dataset_builder"):
@@ -207,8 +208,9 @@ def test_a_subset_and_a_revision_of_a_hub_data_set_are_asked_for(tmp_path, monke
 
     found = {name: opened(subset=name, revision="v1") for name in ("main", "more")}
     assert [[row["prompt"] for _, row in one.values()] for one in found.values()] == [["main"], ["more"]]
-    assert found["main"].fingerprint != found["more"].fingerprint
     assert asked == ["v1", "v1"]
+    other = opened(subset="main", revision="v1", split="test")
+    assert len({one.fingerprint for one in (*found.values(), other)}) == 3
     assert "Config name is missing. Please pick one among the available configs: ['main', 'more'])" in message_of(
         "org/name", stream_rows=stream_rows
     )

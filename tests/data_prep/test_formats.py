@@ -19,6 +19,11 @@ FORMATS = [
     ("messages", {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}, ANSWERED[1]]}, ANSWERED),
     ("sharegpt", {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]}, ANSWERED),
     ("sharegpt", {"conversations": ANSWERED}, ANSWERED),
+    (
+        "messages",
+        {"messages": [*ASKED, says("no", weight=0), *ASKED, says("yes", weight=1)]},
+        [*ASKED, says("no", weight=0), *ANSWERED],
+    ),
     ("alpaca", {"instruction": "hi", "input": "", "output": "yes"}, ANSWERED),
     ("alpaca", {"instruction": "Sum:", "input": "1 2"}, [{"role": "user", "content": "Sum:\n\n1 2"}]),
     ("alpaca", {"instruction": "Sum:", "context": "1 2"}, [{"role": "user", "content": "Sum:\n\n1 2"}]),
@@ -85,6 +90,18 @@ def test_rows_carry_tools_and_calls():
     assert row(chat, tools=json.dumps([TOOL])).tools == [TOOL]
     assert row(chat, tools=[]).tools is row(chat, tools="").tools is None
     assert row(chat, tools=[{"type": "function", "name": "find", "parameters": {}}]).tools == [TOOL]
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_a_thought_is_read_under_every_name_in_use(name):
+    assert row([*ASKED, says("yes", **{name: "hm"})]).messages[1] == says("yes", reasoning_content="hm")
+
+
+def test_a_variable_of_the_template_that_is_null_is_not_given():
+    """Parquet's rows have the names of all of them, and a switch that is none is off to a template."""
+    for given in ({"size": 3, "enable_thinking": None}, '{"size": 3, "enable_thinking": null}'):
+        assert row(ASKED, chat_template_kwargs=given).template_args == {"size": 3}
+    assert row(ASKED, chat_template_kwargs="").template_args == row(ASKED).template_args == {}
 
 
 def test_a_function_call_turn_is_an_answer_that_calls_tools():

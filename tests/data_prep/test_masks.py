@@ -138,6 +138,8 @@ def test_white_space_before_the_end_of_turn_is_not_of_a_cut_answer(tokenizer, ch
     cut, whole = (one_sample(spaced, [ASK, {**REPLY, "finish_reason": why}], 1000) for why in ("length", "stop"))
     learnt = [spaced.decode(sample.input_ids[sample.loss_mask].tolist()) for sample in (cut, whole)]
     assert learnt == ["the quick brown fox", "the quick brown fox <|im_end|>"]
+    own = one_sample(chatml, [ASK, says("the fox ", finish_reason="length")], 1000)
+    assert chatml.decode(own.input_ids[own.loss_mask].tolist()) == "the fox ", "what it wrote itself is"
     ((_, by_turn),) = samples(spaced, [REPLY, ASK, {**REPLY, "finish_reason": "length"}], 1000).samples
     assert spaced.decode(by_turn.input_ids[by_turn.loss_mask].tolist()) == "the quick brown fox"
     with pytest.raises(Refused, match="nothing of the answers"):

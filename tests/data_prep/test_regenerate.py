@@ -15,7 +15,7 @@ from planting import interrupt, watched
 from data_prep import regenerate as module
 from data_prep.answers import Local
 from data_prep.dataset import place
-from data_prep.journal import Journal
+from data_prep.journal import Answer, Journal
 from data_prep.regenerate import OUTPUT, regenerate
 from data_prep.self_prompts import write_prompts
 from data_prep.stage import prepare
@@ -70,16 +70,17 @@ def test_a_row_has_variables_of_the_template_of_its_own(config, tmp_path):
     template += ChatTemplate.load(config.target).template
     (tmp_path / "own.jinja").write_text(template)
     config.target.chat_template = str(tmp_path / "own.jinja")
-    kinds = {"plain": {}, "brief": {"brief": True}, "other": {"size": 3}}
+    config.target.template_args = {"brief": True}
+    kinds = {"plain": {}, "brief": {"brief": True}, "long": {"brief": False}, "other": {"size": 3}}
     rows = [{"id": id, "prompt": "hello", "chat_template_kwargs": args} for id, args in kinds.items()]
     config.data.prompts = write_rows(Path(config.data.prompts), rows)
     prepare(config)
     samples = load_from_disk(str(Path(config.run_dir) / "data" / "dataset"))["train"].to_list()
     read = ChatTemplate.load(config.target)
     asked = {row["id"]: read.decode(row["input_ids"])[:5] for row in samples}
-    assert asked == {"plain": "<|im_", "brief": "short", "other": "<|im_"}
+    assert asked == {"plain": "short", "brief": "short", "long": "<|im_", "other": "short"}
     manifest = json.loads((Path(config.run_dir) / "data" / "manifest.json").read_text())
-    assert (manifest["args_unread"], manifest["refused"]) == (1, [])
+    assert (manifest["args_unread"], manifest["repeated"], manifest["refused"]) == (1, 0, [])
     again = replace(config, name="again", run_dir=str(tmp_path / "again"), regenerate=False)
     again.data = replace(config.data, conversations=str(Path(config.run_dir) / OUTPUT))
     prepare(again)
@@ -133,6 +134,8 @@ def test_samples_first_greedy_then_sampled_and_reproducible(config, tmp_path):
     other = run(config)
     for one, another in zip(rows, other, strict=True):
         assert (one["messages"] == another["messages"]) == (one["sample"] == 0)
+    config.run_dir, config.data.generate.samples = str(tmp_path / "alone"), 1
+    assert {row["temperature"] for row in run(config)} == {0.9}, "of one answer none is greedy"
 
 
 def test_finished_answers_are_not_made_again_and_not_replaced_unasked(config, tmp_path, monkeypatch, capsys):
@@ -198,6 +201,13 @@ def test_answers_under_way_are_not_thrown_away_for_other_options(config, tmp_pat
     assert not journal.exists()
 
 
+def test_answers_under_way_are_to_the_same_tools_and_variables_of_the_template(config):
+    interrupt(artifacts, "write_text", run, config)
+    for more in ({"tools": TOOLS}, {"chat_template_kwargs": {"brief": True}}):
+        write_rows(Path(config.data.prompts), [{**row, **more} for row in PROMPTS])
+        assert "answers of other prompts, options" in message_of(run, config)
+
+
 def test_for_the_data_of_another_run_no_prompt_is_answered_anew(config, tmp_path, monkeypatch, capsys):
     prepare(config)
     monkeypatch.setattr(Local, "answers", lambda *_: pytest.fail("asked"))
@@ -221,6 +231,8 @@ def test_for_the_data_of_another_run_no_prompt_is_answered_anew(config, tmp_path
 def test_the_journal_is_of_one_run_at_a_time(tmp_path):
     path = tmp_path / JOURNAL
     with Journal(tmp_path / OUTPUT) as journal:
+        journal.add("key", Answer({"role": "assistant", "content": "yes"}, "stop", 1))
+        assert path.read_bytes().count(b"\n") == 1, "no kill loses an answer"
         journal.file.write(b'{"key": "half a li')
         journal.file.flush()
         with pytest.raises(UserError, match="being written by another run"), Journal(tmp_path / OUTPUT):
@@ -313,10 +325,13 @@ def test_thoughts_calls_and_results_make_one_conversation(served, server, tmp_pa
     assert sum('"name": "weather", "parameters"' in prompt for prompt in prompts) == len(prompts) - 1
     assert len({body["seed"] for body in server.bodies}) == 8
     # In the data set thoughts and calls are supervised, and results are not.
+    samples = load_from_disk(str(tmp_path / "run" / "data" / "dataset"))["train"].to_list()
     supervised = {
         row["id"]: template.decode([i for i, on in zip(row["input_ids"], row["loss_mask"], strict=True) if on])
-        for row in load_from_disk(str(tmp_path / "run" / "data" / "dataset"))["train"].to_list()
+        for row in samples
     }
+    asked = [body["prompt"] for body in server.bodies]
+    assert all(row["input_ids"][: row["loss_mask"].index(True)] in asked for row in samples), "with its tools"
     call, rest = f"{CALLING}<|im_end|>", f"{ANSWERING}<|im_end|>answer to thanks<|im_end|>"
     assert set(supervised) == set(rows) == {"whole", "no-result", "last", "other-tool", "no-call", "plain"}
     assert supervised["whole"] == call + rest
@@ -352,6 +367,13 @@ def test_a_conversation_ends_where_its_prompt_no_longer_fits(served, tmp_path):
     assert manifest["sources"] == {"prompts": {"read": 8, "taken": 8}}
 
 
+def test_an_answer_that_no_prompt_repeats_ends_its_conversation(served, tokenizer, server):
+    server.reply = lambda _: completion(tokenizer.encode("yes <|pad|> no<|im_end|>"))
+    rows = by_id(run(served))
+    assert len(rows["no-result"]["messages"]) == 2, "its second question is not asked"
+    assert len(server.bodies) == len(rows)
+
+
 def test_a_run_that_a_failing_server_ends_goes_on_with_whole_messages(served, tmp_path, server):
     whole = run(served)
     served.run_dir = str(tmp_path / "resumed")
@@ -374,7 +396,9 @@ def test_a_run_that_a_failing_server_ends_goes_on_with_whole_messages(served, tm
 def test_a_prompt_that_leaves_no_room_for_an_answer_is_not_asked(config, capsys):
     template, asked = ChatTemplate.load(config.target), [{"turns": ["hello"]}, {"turns": ["hello " * 9]}]
     write_rows(Path(config.data.prompts), asked)
-    config.data.max_length = len(template.prompt_ids([{"role": "user", "content": "hello"}])) + 1
+    config.data.max_length = len(template.prompt_ids([{"role": "user", "content": "hello"}]))
+    assert "no prompt was answered (2 × it leaves no room" in message_of(run, config)
+    config.data.max_length += 1
     assert [row["messages"][0]["content"] for row in run(config)] == ["hello"]
     told = f"1 × it leaves no room for an answer within data.max_length={config.data.max_length}"
     assert told in capsys.readouterr().out

@@ -150,6 +150,8 @@ def test_same_input_same_bytes_and_nothing_done_twice(config, tmp_path, capsys):
     one, other = manifest_of(tmp_path), manifest_of(tmp_path, "again")
     assert {**one, "seconds": 0} == {**other, "seconds": 0}  # checksums of the Arrow files included
     assert one["draft_vocab"]["size"] == 448
+    config.data.format = "messages"  # of the same file it may make other conversations
+    assert "data.format: auto there, messages here" in message_of(prepare, config)
 
 
 def test_a_kill_leaves_nothing_that_counts_and_is_gone_on_from(config, tmp_path):
@@ -277,6 +279,7 @@ def test_every_source_is_counted_and_held_out_by_itself(config, tmp_path, capsys
         {"id": f"zh/{i}", "source": "zh", "where": f"zh.jsonl:{i}", "reason": reason} for i, reason in reasons.items()
     ]
     assert (manifest["cut"], manifest["no_end_of_turn"], manifest["tools_unread"]) == (1, 1, 1)
+    assert manifest["from_words"] == 96
     texts = {f"{name}/{i}": text for name in ("en", "zh") for i, text in enumerate(questions(name, 60), 1)}
     for split, held in (("train", False), ("heldout", True)):
         counts = {name: Counter() for name in ("en", "zh")}
@@ -296,13 +299,16 @@ def test_every_source_is_counted_and_held_out_by_itself(config, tmp_path, capsys
     assert "mixed_by: 0 there, 1 here" in message_of(prepare, config)
     config.seed, config.data.sources["zh"]["weight"] = 0, 0.5
     assert "sources.zh.weight: 1 there, 1/2 here" in message_of(prepare, config)
+    config.data.sources["zh"]["weight"], config.data.rows = 1, 96
+    assert "rows: 98 there, 96 here" in message_of(prepare, config)
 
 
-def test_other_masks_are_other_data():
+def test_other_masks_ids_and_sources_are_other_data():
     ids = np.arange(4, dtype=np.int32)
-    masks = [np.array(mask) for mask in ([False, True, True, True], [False, False, True, True])]
-    made = [Split([("a", "s", Sample(ids, mask, False, 0))]).dataset("train") for mask in masks]
-    assert made[0]._fingerprint != made[1]._fingerprint
+    one, other = (np.array(mask) for mask in ([False, True, True, True], [False, False, True, True]))
+    rows = [("a", "s", one), ("a", "s", other), ("b", "s", one), ("a", "t", one)]
+    made = [Split([(name, source, Sample(ids, mask, False, 0))]).dataset("train") for name, source, mask in rows]
+    assert len({data._fingerprint for data in made}) == len(rows)
 
 
 def test_samples_of_one_conversation_have_ids_of_their_own():
@@ -316,7 +322,7 @@ def test_rows_of_tokens_are_the_samples_that_they_are(config, tmp_path, name):
     """As speculators writes them: the words beside them are for people."""
     end = ChatTemplate.load(config.target).end_ids[0]
     rows = {"a": ([5, 6, end], [0, 1, 1]), "open": ([5, 6, 9, 8], [0, 0, 1, 1])}
-    rows["long"] = ([*range(5, 11), 9, end], [0, 1] * 4)
+    rows["fits"], rows["long"] = ([5] * 5 + [end], [0] * 5 + [1]), ([*range(5, 11), 9, end], [0, 1] * 4)
     rows |= {"beyond": ([5] * 7, [0] * 6 + [1]), "no row": ([5, 448], [0, 1])}
     given = [{"id": i, "input_ids": ids, "loss_mask": m, "conversations": chat("q")} for i, (ids, m) in rows.items()]
     Dataset.from_list(given).to_parquet(tmp_path / "rows.parquet")
@@ -325,8 +331,8 @@ def test_rows_of_tokens_are_the_samples_that_they_are(config, tmp_path, name):
     prepare(config)
     manifest = manifest_of(tmp_path)
     found = {row["id"]: (row["input_ids"], row["loss_mask"]) for row in rows_of(tmp_path)["train"]}
-    assert found == {"a": rows["a"], "open": rows["open"], "long": ([*range(5, 11)], [0, 1] * 3)}
-    assert (manifest["cut"], manifest["no_end_of_turn"], manifest["from_words"]) == (1, 4, 0)
+    assert found == {**{name: rows[name] for name in ("a", "open", "fits")}, "long": ([*range(5, 11)], [0, 1] * 3)}
+    assert [manifest[count] for count in ("cut", "no_end_of_turn", "from_words", "given_ids")] == [1, 4, 0, 4]
     reasons = {entry["id"]: entry["reason"] for entry in manifest["refused"]}
     assert reasons == {"beyond": masks.BEYOND, "no row": "token 448, for which the target has no row"}
     config.regenerate, config.data.prompts, config.run_dir = True, config.data.conversations, str(tmp_path / "answered")
@@ -345,6 +351,8 @@ def test_rows_of_tokens_are_held_out_by_the_ids_before_the_first_that_is_learnt(
     assert len(collect(iter(turns), chatml, 100, 0.5).places) == 1, "of one conversation on one side"
     rows = [Row(name, "s", "f:1", tokens=([5, 6], [False, True])) for name in "ab"]
     assert collect(iter(rows), chatml, 100, 0.0).counts["s"]["repeated"] == 1
+    more = [Row(str(n), "s", "f:1", tokens=([5, 6, n, 7], [False, True] * 2)) for n in (8, 9)]
+    assert collect(iter(more), chatml, 100, 0.0).counts["s"]["repeated"] == 0, "asked on otherwise"
 
 
 def test_a_conversation_beyond_the_targets_positions_is_refused_here_and_not_in_extraction(config, monkeypatch):
