@@ -241,6 +241,7 @@ def test_a_server_is_asked_as_the_options_say(chatml, server):
     remote = Remote(Config(name="t", target=TargetConfig(path="t"), data=data), chatml)
     for temperature in (0.7, 0.0):
         list(remote.answers({"hi": Job(Row("hi", "s", "f:1", [ASK]), 1, temperature, turns_of([ASK]), [ASK])}))
+    assert [one.longest for one in remote.servers] == [256], "of answers and of what users say the longer"
     how = SelfPromptsConfig(max_new_tokens=11, top_p=0.6)
     for end_text in (None, "User:"):
         list(remote.write(how, [4], end_text, {"a": ASKED}))
@@ -251,6 +252,17 @@ def test_a_server_is_asked_as_the_options_say(chatml, server):
         [0.5, 0.6, -1, 11, [4], None, None],
         [0.5, 0.6, -1, 11, [4], "User:", False],  # which may be made of special tokens
     ]
+
+
+def test_after_an_error_that_ends_the_run_no_more_is_asked(chatml, server, monkeypatch):
+    given_up = Event()
+    server.reply = lambda _: (404, b"no such model") if len(server.bodies) == 1 or given_up.wait(60) else None
+    data = DataConfig(generate=GenerateConfig(server=server.url, concurrency=1))
+    remote = Remote(Config(name="t", target=TargetConfig(path="t"), data=data), chatml)
+    monkeypatch.setattr(remote, "_give_up", given_up.set)
+    requests = {str(number): ASKED for number in range(9)}
+    assert "HTTP 404 no such model" in message_of(list, remote.complete(requests, UP_TO))
+    assert len(server.bodies) <= 2, "but what was under way"
 
 
 def test_answers_are_of_one_target_and_one_seed(tiny_target, tmp_path):

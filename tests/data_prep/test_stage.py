@@ -154,6 +154,19 @@ def test_same_input_same_bytes_and_nothing_done_twice(config, tmp_path, capsys):
     assert "data.format: auto there, messages here" in message_of(prepare, config)
 
 
+def test_any_seed_shuffles_the_training_conversations_alone(config, tmp_path):
+    config.overwrite, orders, heldout = True, [], []
+    for config.data.shuffle in (None, 0, 1):
+        prepare(config)
+        rows = rows_of(tmp_path)
+        orders.append([row["id"] for row in rows["train"]])
+        heldout.append(rows["heldout"])
+    assert orders[0] == [row["id"] for row in chats(60) if row["id"] in orders[0]], "as read"
+    assert len(set(map(tuple, orders))) == 3
+    assert sorted(orders[0]) == sorted(orders[1]) == sorted(orders[2])
+    assert heldout[0] == heldout[1] == heldout[2]
+
+
 def test_a_kill_leaves_nothing_that_counts_and_is_gone_on_from(config, tmp_path):
     """The same command again: after a kill of the first run, and of runs that replace damaged or other data."""
     interrupt(artifacts, "write_json", prepare, config)
