@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from talking import make_template
 
+from eagle31_train.common.errors import Refused
 from eagle31_train.evaluation.perturb import KNOWN, TEXTS, Context, Filler, find
 from eagle31_train.evaluation.prompts import Prompt
 
@@ -49,6 +50,14 @@ def test_markup_in_a_system_message_is_text():
     assert markup(find("system_adversarial").apply(PROMPT, AROUND).ids) == plain
 
 
+def test_tools_are_not_lost_with_the_template_nor_a_system_message_before_another():
+    for name in ("no_template", "template_llama3"):
+        with pytest.raises(Refused, match="its tools would be lost"):
+            find(name).apply(replace(PROMPT, tools=[{"type": "function", "function": {"name": "f"}}]), AROUND)
+    own = replace(PROMPT, messages=[{"role": "system", "content": "be brief"}, *PROMPT.messages])
+    assert "be brief<|im_end|>" in TEMPLATE.decode(find("system_long").apply(own, AROUND).ids)
+
+
 def test_another_familys_template_is_given_none_of_the_targets_arguments():
     ours = replace(TEMPLATE, template="{{ thinking }}", template_args={"thinking": "deep"})
     assert ours.render(PROMPT.messages) == "deep"
@@ -65,3 +74,8 @@ def test_a_context_has_the_length_that_was_asked_for(length, wanted):
             assert abs(len(ids) - wanted) <= 2  # a cut within a character of three tokens
             assert TEMPLATE.decode(ids).endswith(f"\n\n{words}<|im_end|>\n<|im_start|>assistant\n")
             assert "\ufffd" not in TEMPLATE.decode(ids)
+
+
+def test_contexts_begin_with_another_text_for_other_prompts():
+    contexts = {tuple(find("context_1").apply(make_prompt(name=f"p{n}"), AROUND).ids) for n in range(9)}
+    assert len(contexts) == len(WORDS)

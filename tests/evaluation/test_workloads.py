@@ -150,6 +150,23 @@ def test_a_suite_of_other_fields_or_types_or_rows_is_refused_by_name(place):
             suite_of("s", given)
     with pytest.raises(UserError, match=r"own.jsonl:2 is no JSON object"):
         place.workloads(f"evaluate.suites.s.path={place.write('own.jsonl', {'prompt': 'hello'}, [1])}")
+    own = place.write("own.jsonl", {"prompt": "hello", "chat_template_kwargs": {"enable_thinking": False}})
+    with pytest.raises(UserError, match=r"own.jsonl:1 cannot be rendered \(chat_template_kwargs are of training"):
+        place.workloads(f"evaluate.prompts={own}")
+
+
+def test_tools_of_a_row_are_in_its_prompt_and_a_column_that_is_named_is_there(place):
+    template = place.folder / "target" / "chat_template.jinja"
+    template.write_text("{% if tools %}{{ tools | tojson }}{% endif %}" + template.read_text())
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+    file = place.write("own.jsonl", {"prompt": "hello", "tools": tools})
+    (found,) = place.workloads(f"evaluate.prompts={file}")
+    assert '"name": "weather"' in place.tokenizer.decode(found.prompts[0].ids)
+    assert not found.notes
+    file = place.write("others.jsonl", {"question": "hello"})
+    for column in ("source", "id", "tools"):
+        with pytest.raises(UserError, match=r"others.jsonl:1 has no column 'kind'"):
+            place.workloads(f"evaluate.suites.s={{path: {file}, prompt: question, {column}: kind}}")
 
 
 def test_a_prompt_with_a_special_token_that_the_target_has_no_row_for_is_refused(place):
@@ -270,6 +287,11 @@ def test_inputs_tell_what_the_prompts_are_made_of(place):
     template = place.folder / "target" / "chat_template.jinja"
     template.write_text(template.read_text() + "{# another #}")
     assert inputs(place.config(f"evaluate.suites.s.path={copy}")) != before
+    suite = [f"evaluate.suites.s.path={copy}", "evaluate.perturbations=[context_1]"]
+    known = [
+        inputs(place.config(*suite, *more)) for more in ([], ["data.max_length=100"], ["target.template_args.x=1"])
+    ]
+    assert known[1] != known[0] != known[2], "a context's length, and the template's variables"
 
 
 def test_held_out_rows_without_an_answer_are_no_prompts(tmp_path):

@@ -58,6 +58,9 @@ def test_prompts_that_the_target_writes_and_answers_by_hand():
     assert what.flops == pytest.approx(1_282_666.7 * (16e9 + 265_420_800) + 9.6e15, rel=1e-6)
     slow = planned("plan.target_parameters=8e9", "plan.peak_tflops=10").answering(2000, 300, 300)
     assert slow.step == pytest.approx(32 * 16.265e9 / 1e13, rel=1e-3)
+    several = ["data.generate.samples=2", "data.generate.temperature=1"]  # half of the prompts, each read twice
+    what = planned("plan.target_parameters=8e9", *several).answering(2000, 300, 300)
+    assert what.flops == pytest.approx(941_333.3 * (16e9 + 265_420_800) + 9.6e15, rel=1e-6)
 
 
 def test_a_server_has_all_devices_and_later_turns_are_answered_twice():
@@ -81,6 +84,11 @@ def test_of_experts_those_are_read_that_some_answer_is_sent_to():
     assert read[2] == pytest.approx(value * (sizes.dense + sizes.experts * (1 - 49 / 64)))
 
 
+def test_latent_attention_keeps_its_latent_and_one_rotated_key():
+    plan = planned(f"target.path={FOLDER / 'kimi_k2'}", "plan.target_parameters=32e9")
+    assert plan.cache_bytes == 2 * 61 * (512 + 64)
+
+
 def test_mxfp4_is_planned_unpacked_where_transformers_would_unpack_it(tmp_path, monkeypatch):
     raw = json.loads((FOLDER / "gpt_oss_20b" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**raw, "quantization_config": {"quant_method": "mxfp4"}}))
@@ -93,6 +101,11 @@ def test_mxfp4_is_planned_unpacked_where_transformers_would_unpack_it(tmp_path, 
         shown = {line.split()[0]: line.split()[1] for line in text.splitlines()}
         assert (shown.get("unpacked"), shown["answers"]) == (("2", "39.9") if loaded == 2.0 else (None, "10.6"))
     monkeypatch.setattr(inputs, "find_spec", lambda name: None)
+    here, there = (
+        planned(target, *words).answering(10, 300, 300).weights
+        for words in ([], ["data.generate.server=http://x/v1", "data.generate.concurrency=32"])
+    )
+    assert here == 4 * there, "a server reads them packed"
     assert planned(target, "target.dtype=float32").target.loaded_bytes == 4.0
     served = planned(target, "regenerate=true", "data.generate.server=http://x/v1", "extract.engine=vllm")
     assert [line.split()[1] for line in sections.target(served) if "extraction" in line] == ["9.7"]

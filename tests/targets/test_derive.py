@@ -173,6 +173,14 @@ def test_given_options_stay_and_contradictions_are_named():
         assert derive(DrafterConfig(rope_scaling=given), target)[0].rope_scaling == taken
 
 
+def test_a_window_is_the_targets_where_every_layer_has_it():
+    """As vLLM has it: of gpt-oss, whose every other layer sees all, a drafter is told of none."""
+    raw = json.loads((PUBLISHED / "gpt_oss_20b" / "config.json").read_text())
+    types = raw["layer_types"]
+    windows = [described({**raw, "layer_types": given}).sliding_window for given in (types, ["sliding_attention"] * 24)]
+    assert windows == [None, 128]
+
+
 def test_a_scaling_that_stretches_the_base_is_not_taken_in_part():
     hunyuans = {"rope_type": "dynamic", "factor": 1.0, "alpha": 1000.0}
     target = replace(describe_target(target_of("qwen3_8b")), rope_scaling=hunyuans)
@@ -198,6 +206,8 @@ def test_a_training_that_goes_on_keeps_what_it_was_begun_with():
     begun = asdict(first.drafter)
     assert first.drafter.rope_scaling == {**GPT_OSS, "beta_fast": 1}
     assert complete(config, None, begun) == first
+    other = complete(load_config([target, "drafter.rope_scaling.beta_fast=2"]), None, begun)
+    assert other.drafter.rope_scaling["beta_fast"] == 2, "what is given now counts, and is not passed over"
     assert complete(config, None, {**begun, "rms_norm_eps": 1e-4}).drafter.rms_norm_eps == 1e-4
     assert complete(load_config([target]), None, {**begun, "rope_scaling": {}}).drafter.rope_scaling == {}
 
