@@ -66,6 +66,10 @@ def test_counts_are_the_evaluators(speculator):
         assert decode_plain(speculator.target, [prompt["prompt_ids"]], limits)[0].tokens == answer.tokens
     score = speculator.score([p["prompt_ids"] for p in prompts], report["draft_tokens"], report["max_new_tokens"])
     assert score["acceptance_length"][0] == pytest.approx(report["acceptance_length"])
+    accepted = [count for p in prompts for count in p["accepted"]]
+    shares = [sum(count >= k for count in accepted) / len(accepted) for k in range(1, report["draft_tokens"] + 1)]
+    assert score["acceptance_at_depth"] == pytest.approx(shares)
+    assert shares[0] > 0
     assert len(speculator.draft(prompts[0]["prompt_ids"], 3)) == 3
 
 
