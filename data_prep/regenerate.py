@@ -97,7 +97,7 @@ def of_answers(config: Config, template: ChatTemplate, corpus: Corpus) -> Proven
         prompts["prompts"] = files if len(files) == len(inputs["sources"]) else {"files": inputs["sources"]}
         if inputs["format"] != "auto":  # the default is left out, as it was before formats were recorded
             prompts["format"] = inputs["format"]
-    options = {name: f"data.generate.{name}" for name in SAMPLING}
+    options = {"revision": "target.revision", **{name: f"data.generate.{name}" for name in SAMPLING}}
     return Provenance({**_settings(config, template), **prompts}, options=options)
 
 

@@ -291,5 +291,7 @@ def describe_change(
 
 
 def _brief(value: Any) -> Any:
-    """Shorten a hash to as many digits as tell it from another."""
+    """Spell a value as the command line takes it, and shorten a hash to as many digits as tell it from another."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
     return f"{value[:12]}…" if isinstance(value, str) and re.fullmatch(r"[0-9a-f]{32,}", value) else value

@@ -182,9 +182,9 @@ def test_a_run_is_a_recipe_for_the_other_version(new_run):
     run = new_run().fit(*SHORT)
     saved = compose.load_config([], run.train / "config.yaml").train
     assert (saved.fc_input_scale, saved.fc_init_scale) == (None, None)
-    assert "was made from other inputs (drafter.fc_norm: True there, False here" in message_of(run.fit, *SHORT, *EAGLE3)
+    assert "was made from other inputs (drafter.fc_norm: true there, false here" in message_of(run.fit, *SHORT, *EAGLE3)
     run.fit(*SHORT, *EAGLE3, "overwrite=true")
-    assert "was made from other inputs (drafter.fc_norm: False there, True here" in message_of(run.fit, *SHORT)
+    assert "was made from other inputs (drafter.fc_norm: false there, true here" in message_of(run.fit, *SHORT)
 
 
 @pytest.mark.parametrize("finished", [True, False])

@@ -307,7 +307,7 @@ def test_a_run_that_goes_on_needs_its_first_weights_no_more(begun):
 
 @pytest.mark.parametrize("name", ["fc_norm", "norm_output"])
 def test_eagle_31_does_not_go_on_as_3(learnt, new_run, name):
-    assert f"({name}: True there, False here)" in refusal(new_run(), learnt().folder / "run", f"drafter.{name}=false")
+    assert f"({name}: true there, false here)" in refusal(new_run(), learnt().folder / "run", f"drafter.{name}=false")
 
 
 def test_a_rope_that_sharpens_the_softmax_otherwise_is_another():
