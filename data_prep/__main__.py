@@ -1,4 +1,4 @@
-"""STAGE 1: text → conversations → tokens and loss masks; the draft vocabulary.
+"""STAGE 1: turn text into conversations, token ids and loss masks, and choose the draft vocabulary.
 
 eagle31 data +experiment=smollm2 [regenerate=true]
 """

@@ -1,9 +1,9 @@
 """eagle31: train an EAGLE 3.1 drafter for a target, from any folder.
 
-    eagle31 plan target.path=Qwen/Qwen2.5-7B-Instruct            what it takes, before anything is spent
-    eagle31 run  target.path=Qwen/Qwen2.5-7B-Instruct name=qwen  all five stages; the same command goes on after a stop
+    eagle31 plan target.path=Qwen/Qwen2.5-7B-Instruct            estimate its cost, before anything is spent
+    eagle31 run  target.path=Qwen/Qwen2.5-7B-Instruct name=qwen  all five stages; the same command resumes
 
-`eagle31 COMMAND --help` has every option, `eagle31 --version` the version.
+`eagle31 COMMAND --help` lists every option, `eagle31 --version` prints the version.
 """
 
 import ast
@@ -17,17 +17,17 @@ from eagle31_train.common.errors import UserError
 
 # Command → the module to run, and what it does.
 COMMANDS = {
-    "run": ("eagle31_train.run", "every stage in turn, from prompts to a checkpoint that vLLM serves"),
+    "run": ("eagle31_train.run", "run every stage in turn, from prompts to a checkpoint that vLLM serves"),
     "plan": ("eagle31_train.plan", "the drafter's shape, bytes, FLOPs, hours and memory, before anything is spent"),
     "data": ("data_prep", "stage 1: prompts or conversations → answers, token ids, loss masks, draft vocabulary"),
     "extract": ("eagle31_train.extract", "stage 2: the target's hidden states → the store"),
     "train": ("train", "stage 3: fit the drafter (several devices: accelerate launch train.py)"),
     "evaluate": ("eagle31_train.evaluate", "stage 4: acceptance length by real decoding"),
     "export": ("eagle31_train.export", "stage 5: the checkpoint that vLLM serves, and its card"),
-    "summary": ("eagle31_train.summary", "the table of a finished run"),
-    "report": ("eagle31_train.report", "a training's curves as a page"),
-    "compare": ("eagle31_train.compare", "several drafters on the same prompts"),
-    "store": ("eagle31_train.store", "look into a store, verify it"),
+    "summary": ("eagle31_train.summary", "print the table of a finished run"),
+    "report": ("eagle31_train.report", "draw a training's curves as a page"),
+    "compare": ("eagle31_train.compare", "compare drafters on the same prompts"),
+    "store": ("eagle31_train.store", "inspect or verify a store"),
     "new": ("eagle31_train.new", "write a commented recipe into this folder"),
     "completion": ("eagle31_train.completion", "completion of commands and options for bash or zsh"),
 }

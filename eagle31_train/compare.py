@@ -1,4 +1,4 @@
-"""Drafters side by side, on the same words of the same target: which is better, on what, at which depth.
+"""Compare drafters on the same outputs of the same target: which is better, on what, at which depth.
 
     eagle31 compare runs/a runs/b
     eagle31 compare runs/a runs/b '+suite=[mt_bench]' 'evaluate.perturbations=[no_template,context_2]'
@@ -6,15 +6,13 @@
     eagle31 compare runs/a me/draft evaluate.backend=vllm evaluate.vllm_python=.venv-vllm/bin/python
     eagle31 compare me/draft them/draft target.path=Qwen/Qwen3-8B evaluate.prompts=prompts.jsonl
 
-Every DRAFTER is a run, an exported checkpoint, or a published one (a folder, or an id of the hub; DRAFT@outputs if its
-config.json counts layers as SGLang does); the others are compared with the first. NAME:… calls it so, and several
-trainings of one recipe, with commas between them, are measured as one. Target, data and evaluate.* are those of the
-first that is a run, where no +experiment=… is given. Without any run, give target.path=… and evaluate.prompts=…; a
-single drafter is measured alone.
+A DRAFTER is a run, an exported checkpoint, or a published one: a folder or a hub id (DRAFT@outputs if its config.json
+counts layers as SGLang does). The first is compared with each of the others. NAME:… names it; several trainings of one
+recipe, separated by commas, are measured as one. Target, data and evaluate.* are those of the first run given, unless
+there is +experiment=…. Without any run, give target.path=… and evaluate.prompts=…. A single drafter is only measured.
 
-Writes compare.out: a page and its pictures, then result.json, which lists them. A drafter, or a workload, that is
-added later is measured alone. With evaluate.backend=vllm every drafter is then served by vLLM, too, and all written
-again.
+Writes compare.out: a page and its pictures, then result.json, which lists them. If you add a drafter or a workload
+later, only that is measured. With evaluate.backend=vllm, vLLM then serves every drafter, too, and all is written again.
 """
 
 import gc

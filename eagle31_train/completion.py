@@ -1,4 +1,4 @@
-"""Completion of commands, options, recipes and suites.
+"""Print shell completion of commands, options, recipes and suites.
 
 eval "$(eagle31 completion bash)"          in ~/.bashrc; zsh likewise
 """

@@ -1,15 +1,15 @@
-"""STAGE 4: how many drafted tokens the target accepts, by real speculative decoding.
+"""STAGE 4: measure how many draft tokens the target accepts, by real speculative decoding.
 
     eagle31 evaluate +experiment=smollm2
     eagle31 evaluate +experiment=smollm2 '+suite=[mt_bench,gsm8k]' 'evaluate.perturbations=[context_2]'
     eagle31 evaluate +experiment=smollm2 evaluate.backend=vllm evaluate.vllm_python=PYTHON_WITH_VLLM
 
 Reads run_dir/data and run_dir/train; writes run_dir/evaluate (the manifest, a page and its pictures) and
-run_dir/workloads (the counts of each). Every prompt is decoded with the drafter and without; the two outputs must be
-equal, token for token, but where two tokens score the same and rounding chooses: that is told.
+run_dir/workloads (the counts of each). Every prompt is decoded with and without the drafter. The two outputs must be
+equal, token for token, except where two tokens have equal scores and rounding decides; such ties are reported.
 
-With backend=vllm it serves run_dir/export by vLLM, in vLLM's own environment, and writes run_dir/serving instead
-(run_dir/servers: what each server answered, and its log).
+With backend=vllm, vLLM serves run_dir/export from its own environment, and the results go to run_dir/serving instead
+(run_dir/servers: each server's answers and log).
 """
 
 import time

@@ -1,13 +1,13 @@
-"""STAGE 5: the trained drafter as a checkpoint that vLLM serves.
+"""STAGE 5: export the trained drafter as a checkpoint that vLLM serves.
 
     eagle31 export +experiment=smollm2
     eagle31 export +experiment=smollm2 push=true repo=me/my-draft private=true
     eagle31 export +experiment=smollm2 export_vocab_size=4096
 
-Reads `train/`'s newest weights and the draft vocabulary, holds them against the contract, and
-writes `export/` (config.json, model.safetensors, README.md and its pictures) whole or not at all.
-What was measured since, by `eagle31_train.evaluate` with either backend, or by `eagle31_train.compare`
-(comparisons=[FOLDER,…]), gives the same weights a new card. Nothing leaves the machine without push=true.
+Reads run_dir/train (the newest weights) and the draft vocabulary, checks them against vLLM's contract, and writes
+run_dir/export (config.json, model.safetensors, README.md and its pictures), whole or not at all. Repeat it after
+`eagle31 evaluate`, or with comparisons=[FOLDER,…] after `eagle31 compare`: the same weights get a new model card.
+Nothing leaves the machine without push=true.
 """
 
 import dataclasses

@@ -4,10 +4,10 @@
     accelerate launch --num_processes 8 -m eagle31_train.extract +experiment=qwen3_8b
     eagle31 extract +experiment=kimi extract.parts=4 extract.part=0    # 1, 2, 3 on other machines
 
-Reads run_dir/data, writes the store (see `store/`). A killed run goes on at the first shard that is not committed.
-Several processes share the shards and meet through the store's files alone; the store has the same bytes whatever
-their number. `extract.part` of `extract.parts` shares them among commands in the same way, where no launcher spans
-the machines.
+Reads run_dir/data and writes the store (docs/store.md). After a kill the same command continues at the first shard that
+is not committed. Several processes share the shards and coordinate only through the store's files; the store has the
+same bytes for any number of them. Where no launcher spans the machines, give each command its own `extract.part` of
+`extract.parts`.
 """
 
 from eagle31_train import cli

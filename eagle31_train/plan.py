@@ -1,10 +1,10 @@
-"""Reckon what a run will take, before anything is spent.
+"""Estimate what a run will take, before anything is spent.
 
     eagle31 plan target.path=Qwen/Qwen3-8B
     eagle31 plan +experiment=llama31_8b
     eagle31 plan +experiment=kimi plan.tokens=5e8 plan.devices=4 plan.device_gib=141
 
-Of a hub id only config.json is downloaded, and without a recipe the tokenizer; nothing is written.
+For a hub id it downloads config.json and, if no recipe is named, the tokenizer. It writes nothing.
 """
 
 from eagle31_train import cli

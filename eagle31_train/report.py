@@ -1,10 +1,10 @@
-"""Draw a training run: pictures, and one HTML page that needs nothing else.
+"""Draw the curves of a training run: pictures, and one self-contained HTML page.
 
 eagle31 report runs/smollm2
 eagle31 report runs/smollm2 --out /somewhere/else
 
-The run may still be going on. The page shows loss, acceptance and state per depth, the optimizer, the
-speed and the numbers at the end; it stands alone and can be mailed.
+The run may still be in progress. The page shows loss, acceptance and state per depth, the optimizer, speed and the
+final numbers. It needs no other file, so it can be mailed.
 """
 
 from collections.abc import Sequence

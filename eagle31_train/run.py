@@ -1,12 +1,12 @@
-"""Every stage in turn, from a target's name to a checkpoint that vLLM serves.
+"""Run every stage in turn, from a target's name to a checkpoint that vLLM serves.
 
     eagle31 run target.path=Qwen/Qwen2.5-7B-Instruct name=qwen
     eagle31 run target.path=Qwen/Qwen2.5-7B-Instruct name=qwen data.prompts=prompts.jsonl \\
         --from extract --until train
 
-Each stage that is done is passed over, so the same command goes on after a stop. Without prompts the target writes
-them itself (data.prompts=self), and without a recipe +experiment=any is taken. Extraction and training use every GPU of
-this machine, or its CPU; --profile ddp, fsdp2, zero2 … says how they share the training (docs/launch.md).
+Finished stages are skipped, so the same command resumes after a stop. Without prompts the target writes its own
+(data.prompts=self); without a recipe +experiment=any is used. Extraction and training use every GPU of this machine,
+or its CPU. --profile ddp, fsdp2, zero2 … chooses how they share the training (docs/launch.md).
 """
 
 import argparse

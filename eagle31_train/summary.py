@@ -1,4 +1,4 @@
-"""The table at the end: what a run's five stages made, how well it drafts, and how to serve it.
+"""Print the table of a finished run: what its five stages made, how well it drafts, and how to serve it.
 
 eagle31 summary +experiment=smollm2
 """

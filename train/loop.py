@@ -1,9 +1,9 @@
-"""Stage 3: fit the drafter to the stored hidden states.
+"""STAGE 3: train the drafter on the stored hidden states.
 
     accelerate launch train.py +experiment=smollm2
 
 Reads run_dir/data (the draft vocabulary) and run_dir/store; writes run_dir/train. After a stop the same command
-resumes from the newest whole checkpoint, on any number of devices.
+resumes from the newest complete checkpoint, on any number of devices.
 """
 
 from contextlib import ExitStack

@@ -1,11 +1,10 @@
-"""Look into a store of hidden states: is it whole, and what does it hold?
+"""Inspect a store of hidden states: is it intact, and what does it hold?
 
 eagle31 store verify runs/smollm2/store
 eagle31 store info s3://bucket/store
 
-verify compares every byte with the checksums that were written with it, and reads every shard. It works for a store
-that is still being written, too: what is committed is checked. It prints what was checked and exits with 0, or
-everything that is wrong, a line each, and exits with 1.
+verify reads every shard and compares every byte with its checksum. In a store that is still being written it checks
+what is committed. It prints what was checked and exits with 0, or prints one line per problem and exits with 1.
 """
 
 import sys
