@@ -1,5 +1,7 @@
 """Which options go together: the same checks for a stage and for `eagle31 run` before its first stage."""
 
+import importlib.util
+
 from eagle31_train.common.errors import UserError
 from eagle31_train.common.units import byte_count, parse_limit
 from eagle31_train.config import Config, TrainConfig
@@ -34,6 +36,12 @@ def check_options(config: Config) -> None:
             raise UserError(f"evaluate.{name}=[] measures nothing: give one number or more")
     if most < headline:
         raise UserError(f"evaluate.max_speculative_tokens={most} must be num_speculative_tokens={headline} or more")
+
+
+def check_wandb(t: TrainConfig) -> None:
+    """UserError where Weights & Biases is asked for and not installed."""
+    if t.wandb != "disabled" and importlib.util.find_spec("wandb") is None:
+        raise UserError("train.wandb needs Weights & Biases: run `pip install wandb`, or give train.wandb=disabled")
 
 
 def check_zero(t: TrainConfig) -> None:

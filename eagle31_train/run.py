@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 from eagle31_train import cli
-from eagle31_train.combinations import check_context_parallel, check_longest, check_zero
+from eagle31_train.combinations import check_context_parallel, check_longest, check_wandb, check_zero
 from eagle31_train.common.artifacts import MANIFEST
 from eagle31_train.common.console import INTERRUPTED, STOPPED, note
 from eagle31_train.common.errors import Stopped, UserError
@@ -145,6 +145,7 @@ def check_training(t: TrainConfig, profile: str | None) -> None:
     elif profile == "fsdp2" and count < 2:
         raise UserError("--profile fsdp2 shards over several devices, and this machine has not: leave it out")
     check_context_parallel(t.context_parallel, max(1, count), "processes")
+    check_wandb(t)
     on_cpu = os.environ.get(USE_CPU, "").lower() in TRUE
     if t.kernels == "fused" and (not count or on_cpu):
         raise UserError("train.kernels=fused cannot be on a CPU: set train.kernels=auto or plain")

@@ -29,6 +29,7 @@ from accelerate.tracking import GeneralTracker, TensorBoardTracker
 
 from eagle31_train import compose
 from eagle31_train.checkpoint.run_folder import CONFIG
+from eagle31_train.combinations import check_wandb
 from eagle31_train.common import artifacts, locations, machine
 from eagle31_train.common.console import note
 from eagle31_train.common.errors import UserError
@@ -41,7 +42,8 @@ PACKAGES = ("eagle31", "torch", "accelerate", "deepspeed", "transformers", "data
 
 
 def loggers(config: Config) -> list[str | GeneralTracker]:
-    """Return the trackers asked for, as `Accelerator(log_with=…)` takes them. UserError if TensorBoard is missing."""
+    """Return the trackers asked for, as `Accelerator(log_with=…)` takes them. UserError if a package is missing."""
+    check_wandb(config.train)
     trackers: list[str | GeneralTracker] = [] if config.train.wandb == "disabled" else ["wandb"]
     if config.train.tensorboard:
         if importlib.util.find_spec("tensorboard") is None:  # accelerate would silently leave it out
