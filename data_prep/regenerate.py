@@ -24,18 +24,17 @@ from data_prep.written import check_goes_on
 from eagle31_train.common import artifacts
 from eagle31_train.common.console import Progress, note
 from eagle31_train.common.errors import Refused, UserError
-from eagle31_train.config import Config, GenerateConfig
+from eagle31_train.config import ANSWERED, Config, GenerateConfig
 from eagle31_train.provenance import LAYOUTS, Provenance, recorded
 from eagle31_train.rows.formats import TEMPLATE, TEMPLATE_ARGS
 from eagle31_train.targets.chat import ChatTemplate
 
 SAMPLING = ("max_new_tokens", "temperature", "top_p", "top_k", "samples")  # of data.generate
-OUTPUT = "conversations.jsonl"
 
 
 def regenerate(config: Config, template: ChatTemplate, own: OwnServer | None = None) -> tuple[Path, dict[str, Any]]:
     """Answer `data.prompts`, or those of `data.sources`. Return `run_dir/conversations.jsonl` and its manifest."""
-    output = Path(config.run_dir) / OUTPUT
+    output = Path(config.run_dir) / ANSWERED
     generate = config.data.generate
     if generate.samples > 1 and not generate.temperature:
         samples = f"data.generate.samples={generate.samples} at temperature 0 would repeat one answer"

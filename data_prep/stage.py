@@ -18,7 +18,7 @@ from data_prep.dataset import Collected, check_shares, collect, most_common
 from data_prep.journal import Journal
 from data_prep.masks import NO_ANSWER
 from data_prep.own_server import OwnServer
-from data_prep.regenerate import OUTPUT, of_answers, regenerate
+from data_prep.regenerate import of_answers, regenerate
 from data_prep.self_prompts import write_prompts
 from data_prep.sources import Corpus, Source, named
 from eagle31_train import provenance
@@ -26,7 +26,7 @@ from eagle31_train.common import artifacts
 from eagle31_train.common.console import note, ranks
 from eagle31_train.common.errors import Refused, UserError
 from eagle31_train.common.locks import writing
-from eagle31_train.config import OWN_SERVER, SELF_WRITTEN, Config, DataConfig
+from eagle31_train.config import ANSWERED, OWN_SERVER, SELF_WRITTEN, Config, DataConfig
 from eagle31_train.model import vocab
 from eagle31_train.model.rope import target_positions
 from eagle31_train.provenance import REPLACE, Provenance
@@ -75,7 +75,7 @@ def prepare(config: Config) -> None:
         read = "prompts" if config.regenerate else "conversations"
         note(f"data: reading data.{read}={getattr(data, read)}, since regenerate={config.regenerate}")
     ours = (folder / artifacts.MANIFEST).is_file()
-    answered = Journal(Path(config.run_dir) / OUTPUT).manifest.is_file()
+    answered = Journal(Path(config.run_dir) / ANSWERED).manifest.is_file()
     if not ours and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         # commit() replaces the folder, and without our manifest what it holds may be the user's own.
         raise UserError(f"{folder} exists and is no output of this stage: move it away or choose run_dir=…")
@@ -186,18 +186,18 @@ def _rows_of(folder: Path, config: Config, template: ChatTemplate) -> dict[str, 
     """Return what another run's data set was made of, if that was answers. UserError if that run's records are beside
     it, and are of other prompts or settings."""
     sources = provenance.read_data(config).get("inputs", {}).get("sources")
-    beside = Journal(folder.parent / OUTPUT).manifest
+    beside = Journal(folder.parent / ANSWERED).manifest
     if beside.is_file() and not config.data.writes_prompts:  # their file is not written yet
         record = artifacts.read_json(beside, provenance.DATA)
         of_answers(config, template, Corpus.open(config, "prompts")).refuse_other(folder, record, False)
-    answers = isinstance(sources, list) and [file for file, _ in sources] == [OUTPUT]
+    answers = isinstance(sources, list) and [file for file, _ in sources] == [ANSWERED]
     return {"sources": sources if answers else "the target's answers", "format": "messages"}
 
 
 def _refuse_other_answers(config: Config) -> None:
     """UserError if a run's answers are to given prompts. It is raised before the target writes others, not after."""
     run = Path(config.run_dir)
-    answers, prompts = Journal(run / OUTPUT), Journal(run / SELF_WRITTEN)
+    answers, prompts = Journal(run / ANSWERED), Journal(run / SELF_WRITTEN)
     begun = answers.manifest.is_file() or answers.path.is_file()
     if begun and not prompts.manifest.is_file() and not config.overwrite:
         raise UserError(

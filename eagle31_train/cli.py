@@ -47,8 +47,8 @@ def run(
         given = arguments.overrides
         words = with_recipe(given)
         config = load_config(words, None, arguments.config_dir, resolve=False)
-        if words != given:
-            words = with_recipe(given, config)
+        if words != given and (longer := with_recipe(given, config)) != words:
+            words = longer
             config = load_config(words, None, arguments.config_dir, resolve=False)
         resolved = precision.resolve(config) if resolve else {}
         if arguments.cfg:
@@ -56,7 +56,7 @@ def run(
             return
         if words != given:
             lengths = " ".join(words[1 : len(words) - len(given)])
-            also = f" and, as this target may think, {lengths}" if lengths else ""
+            also = f" and, as this run has them or for thoughts, {lengths}" if lengths else ""
             better = _better_recipes(config.target.path)
             say(f"no recipe is named: {ANY} (configs/experiment/any.yaml){also}; {better}")
         if tells in resolved:

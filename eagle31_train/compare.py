@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> None:
         firsts = [trainings[0] for _, trainings in map(parted, given)]
         runs = [first for first in firsts if compose.is_run(first)]
         if runs:
-            options = [runs[0], *options]
+            options = [runs[0], f"run_dir={runs[0]}", *options]
         elif not any(word.startswith("target.path=") for word in options):
             note(
                 f"error: {', '.join(firsts)}: give a run too, whose target and prompts are taken, or target.path=… "

@@ -118,6 +118,7 @@ class SelfPromptsConfig:
 
 SELF = "self"  # value of data.prompts or a source's path: the target writes the prompts
 SELF_WRITTEN = "prompts.jsonl"  # in the run's folder, once the target has written it
+ANSWERED = "conversations.jsonl"  # there, too: prompts with the target's answers
 
 
 @dataclass
@@ -180,7 +181,7 @@ class ExtractConfig:
     trajectories: int = opt(8, "held-out prompts on which training measures acceptance; 0: none", at_least=0)
     gate_batches: int = opt(3, "batches that the fidelity gate compares with the target's own logits", at_least=0)
     gate_top1: float = opt(0.99, "lowest top-1 agreement accepted, before the store's codec")
-    gate_kl: float = opt(0.02, "largest mean KL accepted, in nats, before and after the codec")
+    gate_kl: float = opt(0.02, "largest mean KL accepted, in nats, after the codec")
 
 
 @dataclass
@@ -188,7 +189,7 @@ class StoreConfig:
     aux_codec: str = opt("bf16", "of auxiliary states: bf16 (exact), int8_channel (half the bytes) or coarser", CODECS)
     last_codec: str = opt("bf16", "of last hidden states: the same", CODECS)
     follow: bool = opt(False, "train: start while the store is still being written")
-    max_bytes: str | None = opt(None, "extract: past this, wait for a following training to free shards: 200GB")
+    max_bytes: str | None = opt(None, "extract: past this, wait until a following training frees shards, e.g. 200GB")
     patience: float = opt(3600.0, "seconds that a stage waits for a new shard, or for space, before it stops", above=0)
     cache_dir: str | None = opt(None, "folder for local copies of a remote store's shards; default: run_dir/cache")
     cache_bytes: str = opt("64GB", "largest size of these copies")
@@ -238,7 +239,7 @@ class TrainConfig:
     gamma: float = opt(0.8, "weight of step k is gamma**k", above=0)
     loss: str = opt("kl", "kl or ce (same gradients; kl is zero for a perfect drafter)", choices=("kl", "ce"))
     lk: float = opt(0.0, "weight of the LK loss, -log sum(min(p, q)); the rest is train.loss", at_least=0, at_most=1)
-    oov: str = opt("mask", "pairs whose arg-max is not in the draft vocabulary", choices=("mask", "keep"))
+    oov: str = opt("mask", "pairs whose arg-max is no draft token: mask (leave out) or keep", choices=("mask", "keep"))
     epochs: int = opt(1, "passes over the training split", at_least=1)
     max_steps: int | None = opt(None, "stop after this many optimizer steps", at_least=1)
     batch_tokens: int | None = opt(

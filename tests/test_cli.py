@@ -18,6 +18,7 @@ from eagle31_train import __main__ as console_script
 from eagle31_train import cli, completion, compose
 from eagle31_train import run as stages
 from eagle31_train.cli import run
+from eagle31_train.common import artifacts
 from eagle31_train.common.errors import Stopped, UserError
 from eagle31_train.common.locations import CONFIGS
 from eagle31_train.compose import load_config
@@ -53,7 +54,7 @@ def test_a_target_that_thinks_has_room_for_it_where_no_recipe_is_named(tmp_path,
         return taken[-1].data.generate.max_new_tokens, taken[-1].data.max_length
 
     assert lengths("data.prompts=p.jsonl") == lengths() == (4096, 6144)
-    assert "as this target may think, data.generate.max_new_tokens=4096 data.max_length=6144" in capsys.readouterr().out
+    assert "for thoughts, data.generate.max_new_tokens=4096 data.max_length=6144; write" in capsys.readouterr().out
     assert lengths("data.max_length=16384") == (4096, 16384)
     assert lengths("data.max_length=300") == (300, 300)
     assert lengths("data.generate.max_new_tokens=8192") == (8192, 10240)
@@ -61,10 +62,25 @@ def test_a_target_that_thinks_has_room_for_it_where_no_recipe_is_named(tmp_path,
     assert lengths("data.conversations=c.jsonl") == (320, 6144), "nothing is answered"
     capsys.readouterr()
     assert lengths("target.template_args.enable_thinking=false") == lengths(positions=6143) == (320, 2048)
-    assert "may think" not in capsys.readouterr().out
+    assert "for thoughts" not in capsys.readouterr().out
     assert lengths(compose.ANY) == (320, 2048)
     make_tokenizer(FAMILIES["smollm2"]).save_pretrained(target)
     assert lengths() == (320, 2048)
+
+
+def test_a_run_goes_on_with_the_lengths_of_its_answers_where_no_recipe_is_named(tmp_path, monkeypatch):
+    """As an earlier version, or another machine, began it."""
+    monkeypatch.chdir(tmp_path)
+    taken = []
+    records = {
+        "runs/x/conversations.manifest.json": {"max_new_tokens": 64},
+        "runs/x/data/manifest.json": {"max_length": 99},
+    }
+    for file, inputs in records.items():
+        artifacts.write_json(Path(file), {"inputs": inputs})
+    for words in ([], ["data.max_length=100"]):
+        run(taken.append, "", ["target.path=away/from-here", "name=x", *words])
+    assert [(one.data.generate.max_new_tokens, one.data.max_length) for one in taken] == [(64, 99), (64, 100)]
 
 
 NAMES = ["/tmp/ü (1)/a=b.jsonl", "天空/😀", "~x", "a~b", "[x]", "[1] x", "{a}", "{a: 1}", "it's", 'say "hi"', "'a'b"]

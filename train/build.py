@@ -21,7 +21,7 @@ from eagle31_train.store import Store, StoreSplit
 from eagle31_train.targets.derive import default_batch_tokens
 
 FIRST_NORM, FIRST_SPREAD = 0.7, 2.0  # see `first_norm`
-LOOK_BACK = 12.0  # nats by which a head's score of the position that it first looks at exceeds scores far away
+LOOK_BACK = 12.0  # nats by which a head's initial score of its preferred position exceeds scores far away
 
 
 def check_store(store: Store, data: dict[str, Any], config: Config) -> None:

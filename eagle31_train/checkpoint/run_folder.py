@@ -89,7 +89,7 @@ def sealed_manifest(checkpoint: Path) -> dict[str, Any]:
 
 
 def load_weights(checkpoint: Path, manifest: dict[str, Any] | None) -> dict[str, Tensor]:
-    """Verify a checkpoint's files and return its weights, memory-mapped. Raise UserError if they are damaged.
+    """Verify the files that a drafter needs, and return its weights, memory-mapped. UserError if they are damaged.
     `manifest`: that of the finished run; None for an unfinished one, whose checkpoints have their own checksums."""
     if manifest is not None:
         files = {name: entry for name, entry in manifest["files"].items() if not name.endswith((OPTIMIZER, RNG))}

@@ -15,11 +15,11 @@ class SharedError(UserError):
 
 
 class Stopped(Exception):  # noqa: N818 (not an error: the run asked for it)
-    """The stage was told to stop, and has saved its state. The same command goes on. Exit status 75."""
+    """The stage was told to stop, and has saved what it has to save. The same command resumes it. Exit status 75."""
 
 
 class Interrupted(Stopped):
-    """The stage was stopped by Ctrl-C, and has saved its state. Exit status 130."""
+    """As `Stopped`, by Ctrl-C. Exit status 130."""
 
 
 class Refused(Exception):  # noqa: N818 (one of many is left out, and the run goes on)

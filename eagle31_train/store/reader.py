@@ -1,7 +1,7 @@
 """Reading a store, complete or still being written.
 
 Each sample is checked when it is read, instead of its whole shard: otherwise every process of a training would read the
-whole store."""
+whole store. Shards of earlier versions have no checksums of their samples, and are compared whole when first opened."""
 
 import threading
 import time
@@ -69,6 +69,7 @@ class Store:
         self.inputs: dict[str, Any] = head.provenance["inputs"]
         self.states: dict[str, Any] = head.provenance["states"]  # what the states mean
         self._lines = head.lines
+        self._compared: dict[str, tuple[int, int]] = {}  # shards of earlier versions → inode and time when compared
         self._bound: int | None = None
         self._lock = threading.Lock()
         self._stopped = threading.Event()
@@ -146,7 +147,12 @@ class Store:
     def _map(self, shard: PlannedShard, whole: bool) -> ShardFile:
         line = self._lines[shard.name]
         try:
-            return open_shard(self.storage, self.plan, shard, line, self.states, whole or not line.checksums)
+            status = self.storage.opened(shard.name, Path.stat)
+            version = status.st_ino, status.st_mtime_ns  # changes if the shard is replaced or fetched again
+            unknown = not line.checksums and self._compared.get(shard.name) != version
+            file = open_shard(self.storage, self.plan, shard, line, self.states, whole or unknown)
+            self._compared[shard.name] = version
+            return file
         except DamagedError as error:
             raise UserError(f"{error}: see `eagle31 store verify {self.location}`") from None
         except FileNotFoundError:

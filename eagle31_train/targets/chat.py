@@ -46,10 +46,14 @@ class ChatTemplate:
     @property
     def thinks(self) -> bool:
         """Whether answers may begin with a thought: the template knows them, and its generation prompt closes none."""
+        user: Message = {"role": "user", "content": "Hello"}
         try:
-            prompt = self.render([{"role": "user", "content": "Hello"}], add_generation_prompt=True).rstrip()
-        except Refused:  # it may require a system message: its generation prompt is unknown
-            return False
+            prompt = self.render([user], add_generation_prompt=True).rstrip()
+        except Refused:  # it may require a system message
+            try:
+                prompt = self.render([{**user, "role": "system"}, user], add_generation_prompt=True).rstrip()
+            except Refused:
+                return False
         closed = prompt.endswith(CLOSE) or re.search(rf"{EMPTY_THOUGHT}$", prompt)
         return (self.reads_thoughts or OPEN in self.template) and not closed
 

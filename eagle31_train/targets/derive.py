@@ -3,11 +3,14 @@
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from eagle31_train import provenance
 from eagle31_train.checkpoint.contract import REQUIRED, drafter_shape, window_caveat
+from eagle31_train.common import artifacts
 from eagle31_train.common.errors import UserError
-from eagle31_train.config import MLA_WIDTHS, Config, DataConfig, DrafterConfig, DrafterShape
+from eagle31_train.config import ANSWERED, MLA_WIDTHS, Config, DataConfig, DrafterConfig, DrafterShape
 from eagle31_train.model.rope import SCALINGS, target_positions
 from eagle31_train.targets.description import TargetDescription, describe_target, kinds, pick_layers, read_raw
 
@@ -73,29 +76,44 @@ def default_weight_decay(optimizer: str, width: int, steps: int) -> float:
 
 
 def answer_lengths(config: Config, given: Collection[str]) -> dict[str, int]:
-    """Return values of the length options not `given` that leave room for the answers of a target that may think. Empty
-    for other targets, and if the target's files cannot be read: the stage that needs them reports why."""
+    """Return values of the length options not `given`: those of a run that has answers or data, else those that leave
+    room for the answers of a target that may think.
+
+    Empty for other targets, for those with too few positions, and if the target's files cannot be read: the stage that
+    needs them reports why. The length of an answer is left out if nothing is answered.
+    """
     from eagle31_train.targets.chat import ChatTemplate  # for the tokenizer, which a shape does not need
 
-    try:
-        room = room_for_thoughts(config.data, describe_target(config.target))
-        if not room or not ChatTemplate.load(config.target).thinks:
+    if not (lengths := _recorded_lengths(config)):
+        try:
+            lengths = room_for_thoughts(config.data, describe_target(config.target), WHOLE in given)
+            if not lengths or not ChatTemplate.load(config.target).thinks:
+                return {}
+        except UserError:
             return {}
-    except UserError:
-        return {}
-    if WHOLE in given:
-        room[ANSWER] = min(room[ANSWER], config.data.max_length)
-    if not (config.regenerate or config.writes_prompts):  # nothing is answered
-        del room[ANSWER]
-    return {option: tokens for option, tokens in room.items() if option not in given}
+        if not (config.regenerate or config.writes_prompts):
+            del lengths[ANSWER]
+    now = {ANSWER: config.data.generate.max_new_tokens, WHOLE: config.data.max_length}
+    return {option: tokens for option, tokens in lengths.items() if option not in given and tokens != now[option]}
 
 
-def room_for_thoughts(data: DataConfig, target: TargetDescription) -> dict[str, int]:
-    """Return lengths of an answer and of its conversation, at least those of `data`, that leave room for thoughts;
-    empty if the target has too few positions."""
+def _recorded_lengths(config: Config) -> dict[str, int]:
+    """Return the lengths with which a run's answers and data were made, as far as they are there."""
+    answered = Path(config.run_dir, ANSWERED).with_suffix(".manifest.json")
+    lengths = {}
+    for record, option in ((answered, ANSWER), (config.data_folder / artifacts.MANIFEST, WHOLE)):
+        if record.is_file():
+            inputs = artifacts.read_json(record, "eagle31 data").get("inputs", {})
+            lengths[option] = provenance.recorded_value(inputs, option)
+    return {option: tokens for option, tokens in lengths.items() if tokens is not None}
+
+
+def room_for_thoughts(data: DataConfig, target: TargetDescription, keep_whole: bool = False) -> dict[str, int]:
+    """Return lengths of an answer and of its conversation that leave room for thoughts, at least those of `data`; with
+    `keep_whole` the conversation's stays. Empty if the target has too few positions."""
     answer = max(data.generate.max_new_tokens, THOUGHT)
-    whole = max(data.max_length, PROMPT + answer)
-    return {ANSWER: answer, WHOLE: whole} if whole <= (_positions(target) or math.inf) else {}
+    whole = data.max_length if keep_whole else max(data.max_length, PROMPT + answer)
+    return {ANSWER: min(answer, whole), WHOLE: whole} if whole <= (_positions(target) or math.inf) else {}
 
 
 def planned_drafter(config: Config, target: TargetDescription, draft_vocab_size: int) -> tuple[DrafterShape, list[str]]:

@@ -16,17 +16,17 @@ from data_prep import regenerate as module
 from data_prep.answers import Local
 from data_prep.dataset import place
 from data_prep.journal import Answer, Journal
-from data_prep.regenerate import OUTPUT, regenerate
+from data_prep.regenerate import regenerate
 from data_prep.self_prompts import write_prompts
 from data_prep.stage import prepare
 from eagle31_train.common import artifacts
 from eagle31_train.common.console import Progress
 from eagle31_train.common.errors import UserError
-from eagle31_train.config import Config, DataConfig, GenerateConfig, TargetConfig
+from eagle31_train.config import ANSWERED, Config, DataConfig, GenerateConfig, TargetConfig
 from eagle31_train.rows.formats import TEMPLATE
 from eagle31_train.targets.chat import ChatTemplate
 
-JOURNAL, MANIFEST = f"{OUTPUT}.partial", "conversations.manifest.json"
+JOURNAL, MANIFEST = f"{ANSWERED}.partial", "conversations.manifest.json"
 PROMPTS = [
     {"id": "one", "category": "chat", "turns": ["hello"]},
     {"id": "two", "category": "chat", "turns": ["the fox", "and?", "so?"]},
@@ -82,7 +82,7 @@ def test_a_row_has_variables_of_the_template_of_its_own(config, tmp_path):
     manifest = json.loads((Path(config.run_dir) / "data" / "manifest.json").read_text())
     assert (manifest["args_unread"], manifest["repeated"], manifest["refused"]) == (1, 0, [])
     again = replace(config, name="again", run_dir=str(tmp_path / "again"), regenerate=False)
-    again.data = replace(config.data, conversations=str(Path(config.run_dir) / OUTPUT))
+    again.data = replace(config.data, conversations=str(Path(config.run_dir) / ANSWERED))
     prepare(again)
     assert load_from_disk(str(tmp_path / "again" / "data" / "dataset"))["train"].to_list() == samples
 
@@ -139,7 +139,7 @@ def test_samples_first_greedy_then_sampled_and_reproducible(config, tmp_path):
 
 
 def test_finished_answers_are_not_made_again_and_not_replaced_unasked(config, tmp_path, monkeypatch, capsys):
-    output, manifest, journal = (tmp_path / "run" / name for name in (OUTPUT, MANIFEST, JOURNAL))
+    output, manifest, journal = (tmp_path / "run" / name for name in (ANSWERED, MANIFEST, JOURNAL))
     interrupt(artifacts, "write_json", run, config)  # after the answers, and before their manifest
     left = output.read_text()
     with monkeypatch.context() as patch:
@@ -232,12 +232,12 @@ def test_for_the_data_of_another_run_no_prompt_is_answered_anew(config, tmp_path
 
 def test_the_journal_is_of_one_run_at_a_time(tmp_path):
     path = tmp_path / JOURNAL
-    with Journal(tmp_path / OUTPUT) as journal:
+    with Journal(tmp_path / ANSWERED) as journal:
         journal.add("key", Answer({"role": "assistant", "content": "yes"}, "stop", 1))
         assert path.read_bytes().count(b"\n") == 1, "no kill loses an answer"
         journal.file.write(b'{"key": "half a li')
         journal.file.flush()
-        with pytest.raises(UserError, match="being written by another run"), Journal(tmp_path / OUTPUT):
+        with pytest.raises(UserError, match="being written by another run"), Journal(tmp_path / ANSWERED):
             pass
         assert path.read_text().endswith("half a li"), "what the other is writing is left alone"
 
@@ -311,7 +311,7 @@ def by_id(rows):
 
 def test_thoughts_calls_and_results_make_one_conversation(served, server, tmp_path):
     prepare(served)
-    lines = (tmp_path / "run" / OUTPUT).read_text(encoding="utf-8").splitlines()
+    lines = (tmp_path / "run" / ANSWERED).read_text(encoding="utf-8").splitlines()
     rows = by_id(json.loads(line) for line in lines)
     first, called, result, answer, second, thanks = rows["whole"]["messages"]
     assert (first["content"], second["content"]) == ("weather?", "thanks")
@@ -340,7 +340,7 @@ def test_thoughts_calls_and_results_make_one_conversation(served, server, tmp_pa
     assert supervised["last"] == supervised["no-result"] == call
     # The file by itself gives the same samples, and under another template none.
     again = replace(served, name="again", run_dir=str(tmp_path / "again"), regenerate=False)
-    again.data = replace(served.data, conversations=str(tmp_path / "run" / OUTPUT))
+    again.data = replace(served.data, conversations=str(tmp_path / "run" / ANSWERED))
     prepare(again)
     both = [load_from_disk(str(tmp_path / name / "data" / "dataset"))["train"].to_list() for name in ("run", "again")]
     assert both[0] == both[1]

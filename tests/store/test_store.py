@@ -226,11 +226,14 @@ def test_no_byte_of_a_shard_can_change_unseen_by_who_reads_its_samples(tmp_path,
         file.write_bytes(whole)
 
 
-def test_a_shard_of_an_earlier_version_is_compared_as_a_whole(store):
+def test_a_shard_of_an_earlier_version_is_compared_as_a_whole_once_and_again_when_it_is_replaced(store, monkeypatch):
+    compared = watched(monkeypatch, artifacts, "checksum")
     reader, planned = Store(store), TRAIN[1]
     reader._lines = {name: replace(line, checksums=None) for name, line in reader._lines.items()}
-    reader.split("train").read(planned.first)
-    reader.release([planned])
+    for _ in range(2):
+        reader.split("train").read(planned.first)
+        reader.release([planned])
+    assert len(compared) == 1
     flip_bit(store / planned.name)
     assert "is not as it was written" in message_of(reader.split("train").read, planned.first)
 

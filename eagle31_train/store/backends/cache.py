@@ -237,9 +237,9 @@ def _holds(path: Path, size: int) -> bool:
 
 
 def _touch(path: Path) -> None:
-    """Record that a file is used."""
-    now = time.time_ns()  # utime's own default, the kernel's coarse clock, cannot tell two uses apart
-    os.utime(path, ns=(now, now))
+    """Record that a file is used. Its time of change stays: it tells readers a copy that they have compared."""
+    # Not utime's own "now": the kernel's coarse clock cannot tell two uses apart.
+    os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
 
 
 def _abandoned(part: Path) -> bool:
