@@ -56,7 +56,7 @@ def run(
             return
         if words != given:
             lengths = " ".join(words[1 : len(words) - len(given)])
-            also = f" and, as this run has them or for thoughts, {lengths}" if lengths else ""
+            also = f" with {lengths} (room for thoughts, or this run's own lengths)" if lengths else ""
             better = _better_recipes(config.target.path)
             say(f"no recipe is named: {ANY} (configs/experiment/any.yaml){also}; {better}")
         if tells in resolved:

@@ -54,7 +54,7 @@ def test_a_target_that_thinks_has_room_for_it_where_no_recipe_is_named(tmp_path,
         return taken[-1].data.generate.max_new_tokens, taken[-1].data.max_length
 
     assert lengths("data.prompts=p.jsonl") == lengths() == (4096, 6144)
-    assert "for thoughts, data.generate.max_new_tokens=4096 data.max_length=6144; write" in capsys.readouterr().out
+    assert " with data.generate.max_new_tokens=4096 data.max_length=6144 (room for thoughts" in capsys.readouterr().out
     assert lengths("data.max_length=16384") == (4096, 16384)
     assert lengths("data.max_length=300") == (300, 300)
     assert lengths("data.generate.max_new_tokens=8192") == (8192, 10240)
