@@ -22,7 +22,7 @@ LAYOUTS = {
     "embedded_target": 1,
     "toy_target": 1,
     "answers": 2,  # stage 1's; only recorded. 1 has no token ids; before that, blank prompts were answered, too
-    "data": 2,
+    "data": 2,  # until 2026-11-30 cut text answers could end with white space of the template, too
     "store": 2,
     "train": 3,
     "evaluate": 3,
