@@ -89,7 +89,8 @@ def _stage(folder: Path, key: str, identity: str, images: str, command: str) -> 
         return None
     manifest = artifacts.read_json(path, command)
     if manifest.get("inputs", {}).get(key) != identity:
-        note(f"export: {folder} is of other weights or an earlier version, and not on the card: run `{command}` again")
+        what = "of another drafter (its weights, draft tokens or window) or of an earlier version"
+        note(f"export: {folder} is {what}, so it is not on the card: run `{command}` again")
         return None
     result = manifest["result"] if "result" in manifest else {"serving": manifest["serving"]}
     return CardResult(manifest, _pictures(folder, manifest, result, images, command))

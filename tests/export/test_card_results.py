@@ -85,7 +85,7 @@ def test_acceptance_of_other_weights_is_not_claimed(trained, run, capsys):
     run.evaluate()
     export.export(run.config())
     assert "acceptance of this checkpoint was not measured" not in run.exported()[2]
-    assert "is of other weights" not in capsys.readouterr().out
+    assert "is of another drafter" not in capsys.readouterr().out
     if trained == "of other inputs":
         file = run.folder / "train" / "manifest.json"
         artifacts.write_json(file, {**artifacts.read_json(file, ""), "fingerprint": "0" * 16})
@@ -93,5 +93,6 @@ def test_acceptance_of_other_weights_is_not_claimed(trained, run, capsys):
         run.change_tensors(norm__weight=torch.full((16,), 0.5))
     export.export(run.config("overwrite=true"))
     assert "The acceptance of this checkpoint was not measured." in run.exported()[2]
-    warning = f"{run.folder}/evaluate is of other weights or an earlier version, and not on the card: run"
+    what = "of another drafter (its weights, draft tokens or window) or of an earlier version"
+    warning = f"{run.folder}/evaluate is {what}, so it is not on the card: run"
     assert capsys.readouterr().out.count(warning) == 1
