@@ -60,6 +60,8 @@ def test_a_target_that_thinks_has_room_for_it_where_no_recipe_is_named(tmp_path,
     assert lengths("data.generate.max_new_tokens=8192") == (8192, 10240)
     assert lengths("data.generate.max_new_tokens=64", "data.max_length=128") == (64, 128)
     assert lengths("data.conversations=c.jsonl") == (320, 6144), "nothing is answered"
+    artifacts.write_json(tmp_path / "run" / "conversations.manifest.json", {"inputs": {"max_new_tokens": 64}})
+    assert lengths(f"run_dir={tmp_path / 'run'}") == (64, 6144), "stopped between answers and data"
     capsys.readouterr()
     assert lengths("target.template_args.enable_thinking=false") == lengths(positions=6143) == (320, 2048)
     assert "for thoughts" not in capsys.readouterr().out

@@ -79,22 +79,28 @@ def answer_lengths(config: Config, given: Collection[str]) -> dict[str, int]:
     """Return values of the length options not `given`: those of a run that has answers or data, else those that leave
     room for the answers of a target that may think.
 
-    Empty for other targets, for those with too few positions, and if the target's files cannot be read: the stage that
-    needs them reports why. The length of an answer is left out if nothing is answered.
+    Without a record, the result is empty for other targets, for those with too few positions, and if the target's files
+    cannot be read (the stage that needs them reports why). It lacks the length of an answer if nothing is answered.
     """
-    from eagle31_train.targets.chat import ChatTemplate  # for the tokenizer, which a shape does not need
-
-    if not (lengths := _recorded_lengths(config)):
-        try:
-            lengths = room_for_thoughts(config.data, describe_target(config.target), WHOLE in given)
-            if not lengths or not ChatTemplate.load(config.target).thinks:
-                return {}
-        except UserError:
-            return {}
-        if not (config.regenerate or config.writes_prompts):
-            del lengths[ANSWER]
+    lengths = _recorded_lengths(config)
+    if len(lengths) < 2:  # a stop between answers and data leaves one of them
+        lengths = _lengths_for_thoughts(config, WHOLE in given) | lengths
     now = {ANSWER: config.data.generate.max_new_tokens, WHOLE: config.data.max_length}
     return {option: tokens for option, tokens in lengths.items() if option not in given and tokens != now[option]}
+
+
+def _lengths_for_thoughts(config: Config, keep_whole: bool) -> dict[str, int]:
+    from eagle31_train.targets.chat import ChatTemplate  # for the tokenizer, which a shape does not need
+
+    try:
+        lengths = room_for_thoughts(config.data, describe_target(config.target), keep_whole)
+        if not lengths or not ChatTemplate.load(config.target).thinks:
+            return {}
+    except UserError:
+        return {}
+    if not (config.regenerate or config.writes_prompts):
+        del lengths[ANSWER]
+    return lengths
 
 
 def _recorded_lengths(config: Config) -> dict[str, int]:
