@@ -17,8 +17,7 @@ HEAD = """# Every option
 
 `key=value` sets an option, for every stage alike; `--cfg` prints all values in use. A recipe (`+experiment=NAME`)
 changes some of the defaults. Without a recipe [`any`](targets.md#without-a-recipe) holds: its changes have a column of
-their own, and `eagle31 run` adds `data.prompts=self` where no prompts are given. `null`: not set; the
-last column says what then holds.
+their own. `null`: not set; the last column says what then holds.
 """
 
 

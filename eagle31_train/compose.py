@@ -29,7 +29,7 @@ from eagle31_train.combinations import check_options
 from eagle31_train.common.console import say
 from eagle31_train.common.errors import UserError
 from eagle31_train.common.locations import CONFIGS, project
-from eagle31_train.config import Config, TargetConfig, check_value
+from eagle31_train.config import SELF, Config, TargetConfig, check_value
 from eagle31_train.earlier import REMOVED, RENAMED, UNSET
 
 ANY = "+experiment=any"  # the recipe of a command line that names none
@@ -63,8 +63,6 @@ def load_config(
         rest = [word for word in overrides if word not in runs]
         anew = any(key_of(word) == "name" for word in rest)  # a new run with that run's options
         overrides = ["run_dir=runs/${name}" if anew else f"run_dir={runs[0]}", "overwrite=false", *rest]
-    if saved is not None and any(key_of(word).startswith(GIVES_DATA) for word in overrides):
-        overrides = ["regenerate=null", *overrides]  # derived from these, unless also given
     folders = [CONFIGS, *([config_dir.resolve()] if config_dir else [])]
     keys = {key_of(word) for word in overrides}
     if twice := [f"{old} is called {new} now" for old, new in RENAMED.items() if {old, new} <= keys]:
@@ -75,6 +73,9 @@ def load_config(
         checked = tuple(_checked_group(word, folders) for word in groups)
         shipped = saved is None and config_dir is None and GIVEN not in checked
         composed = copy.deepcopy(_shipped(checked)) if shipped else _composed(checked, saved, folders)
+        if saved is not None and any(key_of(word).startswith(GIVES_DATA) for word in overrides):
+            composed.regenerate = None  # follows from the new data, unless also given
+            composed.data.prompts = None if composed.data.prompts == SELF else composed.data.prompts
         for word in overrides:
             if word not in groups:
                 _set(composed, word)
@@ -225,6 +226,8 @@ def _to_config(composed: DictConfig, recipe: str) -> Config:
             raise UserError(f"{name}={value} is no list of single values")
         check_value(name, value, field.metadata)
     check_options(config)
+    if config.regenerate is not False and not config.data.given:
+        config.data.prompts = SELF
     if config.regenerate is None:
         config.regenerate = config.data.wants_answers
     return config

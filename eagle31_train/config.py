@@ -124,7 +124,7 @@ ANSWERED = "conversations.jsonl"  # there, too: prompts with the target's answer
 @dataclass
 class DataConfig:
     conversations: str | None = opt(None, "conversations to train on: file, folder, glob, or hub id")
-    prompts: str | None = opt(None, "prompts for the target to answer (the same forms), or self: it writes them")
+    prompts: str | None = opt(None, "prompts for the target to answer (the same forms); default: self, it writes them")
     sources: dict[str, Any] = opt({}, "several sources, mixed: data.sources.NAME={path: …, weight: 1, split: train}")
     rows: int | None = opt(None, "rows of the mixture; default: as many as its weights give", at_least=1)
     split: str = opt("train", "split of a hub data set")
@@ -365,8 +365,8 @@ class Config:
 
     @property
     def writes_prompts(self) -> bool:
-        """Whether the target writes the prompts: options say so or, as for `eagle31 run`, nothing is given."""
-        return self.data.writes_prompts or not (self.data.given or self.regenerate)
+        """Whether the target writes the prompts and answers them."""
+        return bool(self.regenerate) and self.data.writes_prompts
 
     @property
     def data_folder(self) -> Path:

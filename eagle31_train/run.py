@@ -23,7 +23,7 @@ from eagle31_train.common.console import INTERRUPTED, STOPPED, note
 from eagle31_train.common.errors import Stopped, UserError
 from eagle31_train.common.locations import CONFIGS
 from eagle31_train.common.machine import gpus
-from eagle31_train.config import SELF, SELF_WRITTEN, Config, TrainConfig, is_hub_id
+from eagle31_train.config import Config, TrainConfig, is_hub_id
 from eagle31_train.precision import TRUE
 
 STAGES = ("data", "extract", "train", "evaluate", "export", "summary")
@@ -44,10 +44,6 @@ def run(config: Config, overrides: list[str], first: str, last: str, profile: st
         )
     if "train" in stages and not (config.train_folder / MANIFEST).is_file():
         check_training(config.train, profile)
-    itself = "data" in stages or (Path(config.run_dir) / SELF_WRITTEN).is_file()
-    if itself and not config.data.given:
-        note("run: no prompts are given (data.prompts=FILE): the target writes them itself, data.prompts=self")
-        overrides = [*overrides, f"data.prompts={SELF}"]
     environment = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false", **os.environ}
     cores = len(os.sched_getaffinity(0))  # of the job; os.cpu_count is the machine's
     if profile == "cpu":

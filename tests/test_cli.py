@@ -193,7 +193,8 @@ def test_the_same_group_given_twice_is_an_error(twice):
         (["+experiment=smollm2"], False),  # has both
         (["+experiment=smollm2", "data.conversations=null"], True),
         (["+experiment=smollm2", "regenerate=true"], True),
-        ([], False),
+        ([], True),  # the target writes them
+        (["regenerate=false"], False),
     ],
 )
 def test_prompts_alone_are_answered(given, answers):
@@ -212,6 +213,18 @@ def test_what_a_run_is_given_anew_is_answered_or_not_as_if_it_had_no_answers_bef
             (["seed=3"], before.startswith("data.prompts")),
         ]:
             assert compose.load_config([str(tmp_path), *given]).regenerate is answers
+
+
+def test_without_data_the_target_writes_the_prompts_unless_it_may_not_answer(tmp_path):
+    for given, prompts in [([], "self"), (["regenerate=true"], "self"), (["regenerate=false"], None)]:
+        assert compose.load_config(["target.path=x", *given]).data.prompts == prompts
+    for given in ("data.conversations=c.jsonl", "data.sources.a.path=a.jsonl"):
+        assert compose.load_config(["target.path=x", given]).data.prompts is None
+    saved = tmp_path / "train" / "config.yaml"
+    saved.parent.mkdir()
+    saved.write_text(compose.to_yaml(compose.load_config(["target.path=x"])))
+    assert compose.load_config([str(tmp_path), "data.sources.a.path=a.jsonl"]).data.prompts is None
+    assert compose.load_config([str(tmp_path), "train.lr=1"]).data.prompts == "self"
 
 
 def test_a_free_form_option_is_emptied():

@@ -52,21 +52,15 @@ def test_without_a_recipe_and_prompts_it_says_what_it_takes(started, capsys):
     commands = started(qwen, "name=x")
     said = capsys.readouterr().out
     assert "no recipe is named: +experiment=any" in said
-    assert "the target writes them itself" in said
     assert len(commands) == len(run.STAGES)
     for words in commands:
-        assert words[-4:] == ["+experiment=any", qwen, "name=x", "data.prompts=self"]
-    config = compose.load_config(commands[0][-4:])
+        assert words[-3:] == ["+experiment=any", qwen, "name=x"]
+    config = compose.load_config(commands[0][-3:])
     assert (config.train.optimizer, config.train.ttt_length, config.data.prompts) == ("muon", 3, "self")
 
     commands = started("+experiment=smollm2", "train.lr=1", "--until", "data")
     assert [words[-2:] for words in commands] == [["+experiment=smollm2", "train.lr=1"]]
     assert "no recipe" not in capsys.readouterr().out
-    (words,) = started(qwen, "name=x", "run_dir=none", "--from", "train", "--until", "train")
-    assert words[-1] == "run_dir=none", "stage 1 may have been given some"
-    assert "writes them itself" not in capsys.readouterr().out
-    (words,) = started(qwen, "name=x", "data.conversations=c.jsonl", "--until", "data")
-    assert words[-1] == "data.conversations=c.jsonl", "nothing is answered anew that is given"
 
 
 REFUSED = [  # what is asked, what is said, and up to or from where it would be done

@@ -154,8 +154,7 @@ def read_data(config: Config) -> Data:
         tokens, origin = p.tokens, "as plan.* says"
         if tokens is None:
             tokens, origin = EXAMPLE, "an EXAMPLE: not counted (eagle31 data) or given (plan.tokens)"
-            answered = config.regenerate or config.writes_prompts
-            if rows := (prompts_at_hand(config) or 0) * (d.generate.samples if answered else 1):
+            if rows := (prompts_at_hand(config) or 0) * (d.generate.samples if config.regenerate else 1):
                 tokens = rows * (1 - d.heldout) * length
                 origin = f"{rows:,} conversations of {length:,} tokens (plan.sample_tokens), until they are counted"
         one = count_work([made_mask(length, p.share)], config.train.ttt_length)
@@ -183,7 +182,7 @@ def prompts_at_hand(config: Config) -> int | None:
     d = config.data
     if d.rows:
         return d.rows
-    alone = (d.prompts if config.regenerate else d.conversations) or (SELF if config.writes_prompts else None)
+    alone = d.prompts if config.regenerate else d.conversations
     sources = d.weighted_paths or ([(alone, 1)] if alone else [])
     known: list[tuple[int, Fraction]] = []
     for path, weight in sources:

@@ -54,7 +54,7 @@ def target(plan: Planned) -> list[str]:
     spread = p.devices if c.target.device_map else 1
     stages: dict[str, tuple[float, int, str]] = {}  # bytes of a weight, devices that share all weights, remedy
     cache, g = 0.0, c.data.generate
-    if (c.regenerate or c.writes_prompts) and not c.data.generate.server:
+    if c.regenerate and not c.data.generate.server:
         remedy = "data.generate.server=vllm, target.device_map=auto, or a smaller data.generate.batch_size"
         stages["answers"] = loaded, spread, remedy
         # As if each batch had an answer of the greatest length.
@@ -99,7 +99,7 @@ def data(plan: Planned) -> list[str]:
 def answering(plan: Planned) -> list[str]:
     config, work = plan.config, plan.data.work
     own, d = config.writes_prompts, config.data
-    if not (config.regenerate or own):
+    if not (config.regenerate):
         return ["ANSWERS   none: the conversations are taken as they are (regenerate=false)"]
     if config.plan.tokens is None and (counted := config.data_folder / MANIFEST).is_file():
         return [f"ANSWERS   none: the data are there ({counted})"]

@@ -98,7 +98,7 @@ def _lengths_for_thoughts(config: Config, keep_whole: bool) -> dict[str, int]:
             return {}
     except UserError:
         return {}
-    if not (config.regenerate or config.writes_prompts):
+    if not config.regenerate:
         del lengths[ANSWER]
     return lengths
 

@@ -337,7 +337,7 @@ def doubts(config: Config) -> dict[str, str]:
     method = str(quantization(raw).get("quant_method"))
     lacking = " and ".join(name for name in PACKAGES.get(method, ()) if find_spec(name) is None)
     by_vllm = {
-        "data.generate.server=vllm": (config.regenerate or config.writes_prompts) and not config.data.generate.server,
+        "data.generate.server=vllm": bool(config.regenerate) and not config.data.generate.server,
         "extract.engine=vllm": config.extract.engine == "transformers",
         "evaluate.backend=vllm": config.evaluate.backend == "transformers",
     }
