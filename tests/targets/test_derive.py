@@ -292,7 +292,7 @@ def test_every_kind_whose_parts_cannot_be_read_is_refused_by_its_configuration_a
 
 
 def told(target, backend):
-    return doubts(Config(name="t", target=target, evaluate=EvaluateConfig(backend=backend)))
+    return doubts(Config(name="t", target=target, regenerate=True, evaluate=EvaluateConfig(backend=backend)))
 
 
 def test_layers_with_which_stage_4_cannot_decode_are_named_before_it(tmp_path):
@@ -314,9 +314,8 @@ def test_quantized_weights_that_cannot_be_read_here_are_said_before_any_stage(tm
     by_vllm = {"extract": ExtractConfig(engine="vllm"), "evaluate": EvaluateConfig(backend="vllm")}
     given = DataConfig(conversations="c.jsonl")
     assert "LOADING" not in doubts(Config(name="t", target=target, data=given, **by_vllm))
-    for asked in {"regenerate": True}, {}:  # without anything given, too, the target answers
-        config = Config(name="t", target=target, **by_vllm, **asked)
-        assert doubts(config)["LOADING"].endswith("let vLLM run the target: data.generate.server=vllm")
+    config = Config(name="t", target=target, regenerate=True, **by_vllm)
+    assert doubts(config)["LOADING"].endswith("let vLLM run the target: data.generate.server=vllm")
     monkeypatch.setattr(description, "find_spec", lambda name: name)
     assert told(target, "transformers") == {}
 
