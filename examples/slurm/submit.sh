@@ -1,5 +1,5 @@
 #!/bin/bash
-# Submit the four jobs from this folder, each after the one before.
+# Submit the four jobs from this folder; each waits for the one before.
 set -euo pipefail
 # shellcheck source=settings.sh
 source settings.sh
