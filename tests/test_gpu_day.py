@@ -44,7 +44,7 @@ def test_stages_are_told_as_they_ended_and_steps_beside_their_estimates(tmp_path
 
 @pytest.mark.parametrize(
     ("stages", "said"),
-    [([], "false finds no CUDA device"), (["correct", "corect"], "no stage corect: they are correct ")],
+    [([], "false finds no CUDA device"), (["correct", "corect"], "there is no stage corect: choose from correct ")],
 )
 def test_without_a_gpu_or_a_known_stage_nothing_runs(stages, said, tmp_path):
     """Else the tests would all be skipped, and the stage done."""
