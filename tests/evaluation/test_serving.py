@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import imitating
@@ -19,6 +19,7 @@ from made import message_of
 from safetensors.torch import save_file
 
 from eagle31_train.common.errors import UserError
+from eagle31_train.evaluation import serving
 from eagle31_train.evaluation.prompts import Prompt
 from eagle31_train.evaluation.serving import measure_serving, report, server
 from eagle31_train.evaluation.serving.engine import Installation, answering_arguments, check, server_arguments
@@ -63,6 +64,15 @@ def test_vllm_on_a_cpu_is_not_asked_to_sample(config, monkeypatch):
     assert check(config()).device
     with pytest.raises(UserError, match=r"evaluate.temperature: vLLM 0.32 on a CPU samples wrong tokens"):
         check(config("evaluate.temperature=0.7"))
+
+
+def test_a_report_names_all_devices_of_a_server(config, tmp_path):
+    python = tmp_path / "python"
+    python.write_text("""#!/bin/sh\necho '["0.32.0", "H200"]'\n""")
+    python.chmod(0o755)
+    several = "evaluate.vllm_args={tensor-parallel-size: 4, data_parallel_size: 2}"
+    for options, device in ((["evaluate.temperature=0.7"], "H200"), ([several], "8 × H200")):
+        assert check(config(f"evaluate.vllm_python={python}", *options)) == Installation("0.32.0", device)
 
 
 def drafter(folder, *tensors, **fields):
@@ -115,6 +125,74 @@ def test_vllm_is_told_that_a_drafter_drafts_in_parallel(config, tmp_path):
         for tensors, more in (((), {}), (("mask_hidden",), {"parallel_drafting": True})):
             draft = drafter(tmp_path, *tensors, **fields)
             assert server_arguments(config(), draft, 3, 1)["speculative_config"] == meant | more
+
+
+def test_a_server_is_told_what_target_and_drafter_need(config, tmp_path):
+    target = ["target.revision=abc", "target.trust_remote_code=true", "target.dtype=float16", "seed=7"]
+    engine = ["extract.engine=vllm", "extract.engine_args={tensor_parallel_size: 2, quantization: awq}"]
+    told = server_arguments(config(*target, *engine, "evaluate.draft_sampling=probabilistic"), drafter(tmp_path), 3, 1)
+    wanted = {"revision": "abc", "trust_remote_code": True, "dtype": "float16", "seed": 7}
+    wanted |= {"tensor_parallel_size": 2, "quantization": "awq", "enable_prefix_caching": False}
+    assert wanted.items() <= told.items()
+    assert told["speculative_config"]["draft_sample_method"] == "probabilistic"
+    cached = config("evaluate.vllm_args={enable-prefix-caching: true}")  # every prompt is sent again and again
+    assert "enable_prefix_caching" in message_of(server_arguments, cached, None, 0, 1)
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """The draft tokens of each server that was started. With more users each answer takes longer; a drafter halves
+    that."""
+    depths = []
+
+    def serve(self, draft, depth, what, log):
+        depths.append(depth)
+        answers = {
+            str(users): [
+                asdict(replace(one, last=one.first + (one.last - one.first) * users / (2 if depth else 1)))
+                for one in ANSWERS
+            ]
+            for users in self.sent
+        }
+        counted = {**NONE, report.DRAFTS: 9.0, f"{report.PER_POSITION}[0]": 6.0}
+        return {"answers": answers, "counted": dict.fromkeys(answers, counted)}
+
+    monkeypatch.setattr(serving._Servers, "_serve", serve)
+    return depths
+
+
+@pytest.mark.usefixtures("started")
+def test_a_speedup_is_over_the_target_alone_with_as_many_users(launch):
+    served = launch("evaluate.concurrency=[1,4]", "evaluate.vllm_args={dtype: float16}")
+    assert [row["speedup"][0] for row in served["rows"][2:]] == pytest.approx([2.0, 2.0])
+    assert served["dtype"] == "float16", "of the server, and not of target.dtype"
+
+
+def test_a_server_is_started_again_for_other_weights_or_prompts_alone(launch, started, tmp_path, monkeypatch):
+    launch()
+    launch()
+    assert started == [0, 3]
+    monkeypatch.setattr(torch, "zeros", torch.ones)  # other weights in the same folder
+    launch()
+    assert started == [0, 3, 3]
+    launch(prompts=[replace(PROMPTS[0], ids=[1, 2, 4]), *PROMPTS[1:]])
+    assert started == [0, 3, 3, 0, 3]
+
+
+@pytest.mark.parametrize("offline", [False, True])
+def test_a_server_asks_for_no_key_and_is_offline_where_the_hub_is(tmp_path, monkeypatch, offline):
+    monkeypatch.setenv("VLLM_API_KEY", "of the shell")
+    for name in ("HF_HUB_OFFLINE", "VLLM_NO_USAGE_STATS"):
+        monkeypatch.delenv(name, raising=False)
+    command = [sys.executable, "-c", "import json, os; print(json.dumps(dict(os.environ)))"]
+    with (
+        pytest.raises(UserError),
+        server.Server(command, server.pick_port(), tmp_path / "log", offline=offline),
+    ):
+        pass
+    told = json.loads((tmp_path / "log").read_text().splitlines()[1])
+    assert told.get("HF_HUB_OFFLINE") == ("1" if offline else None)
+    assert (told.get("VLLM_API_KEY"), told["VLLM_NO_USAGE_STATS"]) == (None, "1")
 
 
 def test_counts_are_the_servers_without_its_warming(launch, capsys):
@@ -245,6 +323,14 @@ def test_times_and_speeds_are_what_they_are_called():
     assert report.notes([row]) == []
 
 
+def test_other_answers_other_counts_and_preemptions_are_noted():
+    other = [replace(ANSWERS[0], tokens=[7, 7, 7, 7, 8]), *ANSWERS[1:]]
+    for change, lines in (({}, 1), ({report.TOKENS: 14.0}, 2), ({report.FINISHED: 3.0, report.PREEMPTIONS: 2.0}, 3)):
+        row = report.row(None, 0, 2, other, Counter({**NONE, **change}), None, ANSWERS[:2])
+        assert row["different"] == 3, "one of them as long as the reference's, and two shorter"
+        assert len(report.notes([row])) == lines
+
+
 def test_a_speedup_is_paired_by_prompt():
     """Everything twice as fast: no prompt drawn again changes that, though the prompts themselves differ much."""
     counted = Counter({f"{report.PER_POSITION}[0]": 0.0, report.DRAFTS: 0.0})
@@ -262,5 +348,7 @@ def test_one_that_pays_is_better_than_one_that_may_not():
     rows += [{**tried, "draft_tokens": 3, "speedup": [1.12, 0.98, 1.26]}]
     assert [one["draft_tokens"] for one in report.best(rows)] == [1]
     assert [one["draft_tokens"] for one in report.best(rows[1:])] == [0]
+    too_few = {**rows[0], "speedup": [1.4, None, None]}  # prompts for an interval
+    assert [one["draft_tokens"] for one in report.best([too_few])] == [0]
     (line,) = report.verdict(report.best(rows[1:]))
     assert "1: no gain shown, best with num_speculative_tokens=3, 1.12 [0.98, 1.26] × the tokens/s/user" in line

@@ -4,7 +4,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from eagle31_train.targets.vllm_states import Piece, StatesWriter
+from eagle31_train.targets import vllm_states
+from eagle31_train.targets.vllm_states import BEHIND, CANNOT, Piece, StatesWriter
 
 LAYERS, HIDDEN = 3, 4
 LENGTHS = {"0": 5, "1": 3, "2": 9}
@@ -53,6 +54,7 @@ def write_all(folder, device="cpu", relabel=lambda pieces: pieces):
     for pieces in STEPS:
         layers, tokens, whose = step(pieces, device)
         writer.add(layers, tokens, relabel(whose))
+        assert len(writer._pending) <= BEHIND, "or states pile up in memory where the disk is slow"
         for buffer in (*layers, tokens):
             buffer.fill_(0)
     writer.flush()
@@ -72,3 +74,16 @@ def test_positions_that_were_not_computed_are_missed(tmp_path):
     writer.add(*step([("2", 4, 5)]))
     with pytest.raises(RuntimeError, match="left out tokens 2 to 4 of a conversation"):
         writer.flush()
+
+
+def test_a_disk_that_is_full_ends_the_engine_and_leaves_no_file_that_looks_whole(tmp_path, monkeypatch):
+    def full(tensors, file):
+        file.write_bytes(b"half of it")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(vllm_states, "save_file", full)
+    writer = StatesWriter(tmp_path)
+    writer.add(*step([("0", 0, 5)]))
+    with pytest.raises(RuntimeError, match=CANNOT):
+        writer.flush()
+    assert not list(tmp_path.glob("*.safetensors"))
