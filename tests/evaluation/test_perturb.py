@@ -58,6 +58,25 @@ def test_tools_are_not_lost_with_the_template_nor_a_system_message_before_anothe
     assert "be brief<|im_end|>" in TEMPLATE.decode(find("system_long").apply(own, AROUND).ids)
 
 
+@pytest.mark.parametrize("name", [name for name in KNOWN if "template" not in name])
+def test_tools_and_earlier_turns_are_kept(name):
+    named = "{% for tool in tools or [] %}{{ tool.function.name }}\n{% endfor %}"
+    around = replace(AROUND, template=replace(TEMPLATE, template=TEMPLATE.template + named))
+    earlier = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "an answer"}]
+    tools = [{"type": "function", "function": {"name": "find_fox"}}]
+    messages = [*earlier, *PROMPT.messages]
+    prompt = Prompt("p1", "made", around.template.prompt_ids(messages, tools), messages, tools)
+    text = TEMPLATE.decode(find(name).apply(prompt, around).ids)
+    assert "find_fox" in text
+    assert "hello<|im_end|>\n<|im_start|>assistant\nan answer<|im_end|>" in text
+
+
+def test_without_a_template_all_turns_are_there():
+    turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "an answer"}, *PROMPT.messages]
+    ids = find("no_template").apply(replace(PROMPT, messages=turns), AROUND).ids
+    assert TEMPLATE.decode(ids).endswith("hello\n\nan answer\n\nWhat is the question here?")
+
+
 def test_another_familys_template_is_given_none_of_the_targets_arguments():
     ours = replace(TEMPLATE, template="{{ thinking }}", template_args={"thinking": "deep"})
     assert ours.render(PROMPT.messages) == "deep"

@@ -292,6 +292,11 @@ def test_inputs_tell_what_the_prompts_are_made_of(place):
         inputs(place.config(*suite, *more)) for more in ([], ["data.max_length=100"], ["target.template_args.x=1"])
     ]
     assert known[1] != known[0] != known[2], "a context's length, and the template's variables"
+    assert inputs(place.config(*suite, "evaluate.suites.s.id=prompt")) != known[0], "how its rows are read"
+    suite.append(f"target.chat_template={template}")
+    given = inputs(place.config(*suite))
+    template.write_text(template.read_text() + "{# one more #}")
+    assert inputs(place.config(*suite))["template"] != given["template"], "by its content"
 
 
 def test_held_out_rows_without_an_answer_are_no_prompts(tmp_path):
