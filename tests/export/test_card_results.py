@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from made import message_of
 from planting import interrupt
 from sample_results import serving
 
@@ -54,6 +55,24 @@ def test_new_results_make_a_new_card_of_the_same_weights(run, tmp_path, capsys):
     assert not (run.folder / "export" / "images" / "comparison-1").exists(), "what the card no longer tells is gone"
 
 
+def test_other_commands_on_the_card_make_a_new_card_of_the_same_weights(run):
+    export.export(run.config())
+    before = weights(run)
+    for option, told in (("evaluate.num_speculative_tokens=5", '"num_speculative_tokens": 5'), ("repo=me/d", "me/d")):
+        assert told not in run.exported()[2]
+        export.export(run.config(option))
+        assert told in run.exported()[2]
+        assert weights(run) == before
+
+
+def test_pictures_of_another_result_are_not_on_the_card(run):
+    """One that was measured later and stopped has the same names."""
+    run.evaluate()
+    picture = next((run.folder / "evaluate").glob("*.png"))
+    picture.write_bytes(picture.read_bytes() + b"another")
+    assert picture.name in message_of(export.export, run.config())
+
+
 def test_a_comparison_of_the_export_itself_is_on_its_card(run, tmp_path):
     """Of a smaller one there is no other way to be compared."""
     options = ["export_sliding_window=8"]
@@ -80,7 +99,7 @@ def test_a_kill_before_the_new_folder_has_its_name_is_made_good(run):
     assert artifacts.first_damaged(run.folder, record(run)["files"]) is None
 
 
-@pytest.mark.parametrize("trained", ["of other inputs", "again, to other weights"])
+@pytest.mark.parametrize("trained", ["of other inputs", "again, to other weights", "it is not said"])
 def test_acceptance_of_other_weights_is_not_claimed(trained, run, capsys):
     run.evaluate()
     export.export(run.config())
@@ -89,6 +108,9 @@ def test_acceptance_of_other_weights_is_not_claimed(trained, run, capsys):
     if trained == "of other inputs":
         file = run.folder / "train" / "manifest.json"
         artifacts.write_json(file, {**artifacts.read_json(file, ""), "fingerprint": "0" * 16})
+    elif trained == "it is not said":  # by an earlier version
+        file = run.folder / "evaluate" / "manifest.json"
+        artifacts.write_json(file, {**artifacts.read_json(file, ""), "inputs": {}})
     else:
         run.change_tensors(norm__weight=torch.full((16,), 0.5))
     export.export(run.config("overwrite=true"))

@@ -183,6 +183,7 @@ def test_the_context_that_yarn_stretches_is_vllms(beside, inside, taken):
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"logit_scale": 0.5}, "logit_scale"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),  # where transformers 4 writes it
         ({"num_hidden_layers": 0}, "num_hidden_layers: "),
         ({"num_hidden_layers": 10**15}, "num_hidden_layers: "),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
@@ -226,7 +227,9 @@ def test_mscales_that_transformers_reads_otherwise_are_refused(mscale):
 
 
 def test_in_the_format_of_speculators_the_top_level_counts_and_its_defaults():
-    config = config_json.speculators_json(TINY, "float32", "x", 3)
+    config = config_json.speculators_json(TINY, "bfloat16", "x", 5)
+    assert config["torch_dtype"] == config["transformer_layer_config"]["torch_dtype"] == "bfloat16"
+    assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 5
     del config["norm_before_residual"]
     assert published_config.shape_from_config(config) == replace(TINY, norm_before_residual=True)
     config["quantization_config"] = {"quant_method": "compressed-tensors"}

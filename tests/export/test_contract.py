@@ -49,6 +49,12 @@ def test_users_of_gpt_oss_are_told_to_send_the_effort_that_the_drafter_was_train
         assert any("Send reasoning_effort=high with each request" in one for one in sentences) is told
 
 
+def test_a_window_in_every_layer_of_the_target_is_told_of_where_its_context_is_longer():
+    for positions, told in ((64, False), (65, True)):
+        sentences = card.caveats_of(TINY, {"target": {"sliding_window": 64, "max_position_embeddings": positions}})
+        assert any("drafter.sliding_window=64" in one for one in sentences) is told
+
+
 def test_contexts_are_compared_as_far_as_a_linear_rope_stretches_them():
     """128 positions, stretched twice, are those of a target of 256, and fewer than those of one of 128 times four."""
     short = replace(TINY, max_position_embeddings=128)
@@ -75,6 +81,7 @@ GLM = {"hidden_size": 5120, "num_attention_heads": 96, "num_key_value_heads": 8,
     ("kind", "change", "named"),
     [
         ("llama", {"aux_layers": [2, 1]}, "ascend"),
+        ("llama", {"aux_layers": [1, 2, 2]}, "aux_layers [1, 2, 2]"),
         ("llama", {"hidden_size": 8}, "share_embedding"),
         ("llama", {"num_attention_heads": 3}, "no multiple"),
         ("llama", {"num_key_value_heads": 3}, "is no multiple of num_key_value_heads=3"),
@@ -85,6 +92,7 @@ GLM = {"hidden_size": 5120, "num_attention_heads": 96, "num_key_value_heads": 8,
         ("mla", {"num_key_value_heads": 1}, "MLA gives each head a key of its own"),
         ("mla", {"head_dim": 16}, "MLA gives each head a key of its own"),
         ("mla", {"norm_before_fc": True}, "no MLA draft with norm_before_fc"),
+        ("mla", {"attention_bias": True}, "attention_bias"),
         ("mla", {"max_position_embeddings": 129}, "beyond the 128 positions"),
     ],
 )

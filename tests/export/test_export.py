@@ -20,8 +20,9 @@ from safetensors.torch import load_file, save_file
 from eagle31_train import compose, export
 from eagle31_train.checkpoint import config_json
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
-from eagle31_train.checkpoint.run_folder import CONFIG, training_of_export
+from eagle31_train.checkpoint.run_folder import CONFIG, in_order, load_weights, read_export, training_of_export
 from eagle31_train.common import artifacts
+from eagle31_train.common.errors import UserError
 from eagle31_train.config import DrafterConfig
 from eagle31_train.model import vocab
 from eagle31_train.store.sealed import seal
@@ -35,6 +36,7 @@ def test_the_checkpoint_is_the_trained_drafter(run, capsys):
     export.export(run.config("target.dtype=bfloat16"))
     config, tensors, _ = run.exported()
     assert config == config_json.config_json(TINY, "bfloat16", "someone/a-target")
+    assert config["torch_dtype"] == "bfloat16"
     assert tensors.keys() == trained.keys() | {"d2t", "t2d"}
     for name, tensor in trained.items():
         assert tensors[name].dtype == torch.bfloat16
@@ -148,6 +150,53 @@ def test_other_shapes_are_exported_too(run):
     assert not [name for name in tensors if name in ("d2t", "t2d") or name.startswith("fc_norm")]
     assert config["draft_vocab_size"] == config["vocab_size"] == 40
     assert config["fc_norm"] is False
+
+
+def test_an_export_is_of_the_weights_of_train_and_whole(run):
+    """Trained again from the same inputs, weights differ on a GPU."""
+    export.export(run.config())
+    out, trained = run.folder / "export", run.checkpoint / "model.safetensors"
+    before = trained.read_bytes()
+    run.change_tensors(norm__weight=torch.full((16,), 0.5))
+    with pytest.raises(UserError):
+        read_export(run.folder)
+    assert training_of_export(out) is None
+    trained.write_bytes(before)
+    run.change_tensors()
+    (out / "README.md").write_text("edited by hand")
+    assert training_of_export(out) is not None
+    (out / "model.safetensors").write_bytes(b"damaged")
+    assert "model.safetensors" in message_of(read_export, run.folder)
+
+
+def test_a_damaged_checkpoint_of_an_unfinished_run_is_not_loaded(run):
+    file = run.checkpoint / "model.safetensors"
+    files = artifacts.list_files(run.checkpoint, [file, run.checkpoint / "drafter.json"])
+    artifacts.write_bytes(run.checkpoint / "manifest.json", seal({"files": files}))
+    assert load_weights(run.checkpoint, None).keys() == load_file(file).keys()
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert file.name in message_of(load_weights, run.checkpoint, None)
+
+
+def test_the_newest_checkpoint_is_the_last_beyond_a_million_steps_too(tmp_path):
+    for step in ("step-1000000", "step-999999", "step-000010", "step-new"):
+        (tmp_path / step).mkdir()
+    assert [one.name for one in in_order(tmp_path)] == ["step-000010", "step-999999", "step-1000000"]
+
+
+def test_the_format_of_speculators_has_its_names_and_is_the_same_drafter(run):
+    export.export(run.config("export_format=speculators", "target.path=someone/a-target"))
+    config, tensors, _ = run.exported()
+    assert config["speculators_config"]["verifier"]["name_or_path"] == "someone/a-target"
+    assert "layers.0.self_attn.q_proj.weight" in tensors
+    assert not [name for name in tensors if name.startswith("midlayer.")]
+    assert DrafterCheckpoint.open(run.folder / "export").shape == TINY
+
+
+def test_fewer_positions_than_in_training_are_no_export_of_it(run):
+    less = f"drafter.max_position_embeddings={TINY.max_position_embeddings // 2}"
+    assert "max_position_embeddings" in message_of(export.export, run.config(less))
 
 
 def test_a_parallel_drafter_is_exported_and_read_again(run):

@@ -82,6 +82,7 @@ SPELLINGS = {  # config.json, tensors
     "another order of tokens": (same, shuffled),
     "no t2d": (same, without("t2d")),
     "tables of RoPE": (same, with_("midlayer.self_attn.rotary_emb.inv_freq", lambda _: torch.ones(3))),
+    "tables of ChatGLM": (same, with_("midlayer.self_attn.rotary_pos_emb.inv_freq", lambda _: torch.ones(3))),
     "int32 d2t": (same, with_("d2t", lambda t: t["d2t"].int())),
     "layer ids in eagle_config@inputs": (ids_elsewhere, same),
     "layer ids as SGLang counts them@outputs": (sglang_ids, same),
@@ -126,6 +127,11 @@ def test_shards_are_read_by_their_index(exports, tmp_path):
     save_file({name: tensors[name] for name in sorted(tensors)[5::3]}, third)
     lost = sorted(tensors)[2]
     assert f"{lost} is missing, which" in refusal(sharded)
+    third.unlink()
+    (tmp_path / third.name).write_bytes(whole)  # a download reads nothing outside its folder
+    outside = {name: f"../{file}" if file == third.name else file for name, file in files.items()}
+    (sharded / published.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": outside}))
+    assert third.name in refusal(sharded)
     third.write_bytes(whole)
     (sharded / published.INDEX).write_text("{}")
     assert "weight_map of model.safetensors.index.json names no files" in refusal(sharded)
@@ -144,6 +150,13 @@ def test_the_whole_vocabulary_needs_no_map_and_may_share_the_targets_head(export
     shared = read(write(tmp_path / "shared", {**config, "draft_vocab_size": None}, whole))
     assert "lm_head.weight" not in shared.tensors
     assert shared.shape == draft.shape
+
+
+def test_a_folder_may_be_called_as_one_that_counts_inputs_and_has_no_revision(exports, tmp_path):
+    config, tensors, _ = exports["llama"].exported()
+    folder = write(tmp_path / "draft@inputs", config, tensors)
+    assert read(folder).folder == folder
+    assert "revision main" in message_of(DrafterCheckpoint.open, folder, "main")
 
 
 def eagle1(tensors):
@@ -172,6 +185,7 @@ FAULTS = {  # config.json, tensors, words
     "a Llama called MLA": (lambda c: {**c, "architectures": ["Eagle3DeepseekV2ForCausalLM"]}, same, "model_type llama"),
     "d2t of a fraction": (same, with_("d2t", lambda t: t["d2t"].float()), "torch.float32 is no map of 12"),
     "no d2t": (same, without("d2t"), "d2t is missing though there are 12 draft tokens and 40 of"),
+    "no head for some of the tokens": (same, without("lm_head.weight"), "lm_head.weight"),
     "int8 weights": (same, with_("fc.weight", lambda t: t["fc.weight"].char()), "fc.weight is torch.int8, not a "),
     "whole numbers": (same, with_("norm.weight", lambda t: t["norm.weight"].long()), "norm.weight is torch.int64"),
     "mla: another rank": (lambda c: {**c, "kv_lora_rank": 13}, same, "kv_a_layernorm.weight has shape [12], not [13]"),

@@ -16,7 +16,7 @@ from eagle31_train.reporting.card import CardResult, CardResults
 
 
 def rendered(*options, results=None, **shape):
-    train = {"inputs": {"train": {"lr": 0.001}}, "tokens": 12345, "heldout": {"tau": 1.5}}
+    train = {"inputs": {"train": {"lr": 0.001}}, "tokens": 12345, "left_out": [3, 4, 9], "heldout": {"tau": 1.5}}
     data = {"coverage": 0.975, "refused": [{"where": "/home/me/x.jsonl:3"}], "files": {}}
     config = load_config(["+experiment=smollm2", *options])
     text = card.render(config, shape_of(**shape), train, data, results or CardResults())
@@ -45,10 +45,16 @@ def test_the_card_tells_what_it_is():
         "```sh\nvllm serve someone/a-target\n```",
         "The acceptance of this checkpoint was not measured.",
         "| heldout.acceptance\\_estimate | 1.5 |",
+        "| left\\_out | 3 |",
         "| draft\\_vocab\\_size | 1000 |",
         "## Licence\n\nNone is stated",
     )
     assert "q\\_lora\\_rank" not in body
+
+
+def test_the_card_says_which_training_pipeline_parallelism_needs():
+    for shared in (True, False):
+        assert ("drafter.share\\_embedding=false" in rendered(share_embedding=shared)[1]) is shared
 
 
 def test_the_card_of_a_parallel_drafter_serves_it_as_one():
