@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from made import message_of
 
@@ -26,6 +26,7 @@ def split_of(lengths, per_shard):
 
 
 @given(LENGTHS, st.integers(1, 5), st.one_of(st.none(), st.integers(1, 300)), st.integers(0, 9))
+@example([10] * 8, 1, 20, 0)  # several windows of several shards
 def test_windows_are_whole_shards_of_enough_tokens_each_trained_as_a_whole(lengths, per_shard, tokens, seed):
     split = split_of(lengths, per_shard)
     cut = windows.cut(split, tokens)
@@ -50,6 +51,7 @@ def test_windows_are_whole_shards_of_enough_tokens_each_trained_as_a_whole(lengt
 
 
 @given(LENGTHS, st.integers(1, 5), st.integers(1, 200), st.integers(1, 2), st.one_of(st.none(), st.integers(1, 20)))
+@example([30] * 8, 2, 60, 1, 2)  # some shards are of no step
 def test_a_shard_is_used_up_when_no_later_step_reads_it_and_not_before(lengths, per_shard, tokens, epochs, most):
     split = split_of(lengths, per_shard)
     cut = windows.cut(split, tokens)
@@ -68,6 +70,7 @@ def test_a_shard_is_used_up_when_no_later_step_reads_it_and_not_before(lengths, 
 
 
 @given(LENGTHS, st.integers(1, 5), st.integers(1, 200), st.integers(1, 3))
+@example([30] * 8, 2, 120, 2)  # two windows, each in two passes
 def test_a_shard_is_fetched_ahead_in_every_pass_for_the_first_step_that_reads_it(lengths, per_shard, tokens, epochs):
     split = split_of(lengths, per_shard)
     cut = windows.cut(split, tokens)
@@ -91,18 +94,29 @@ def test_a_shard_is_fetched_ahead_in_every_pass_for_the_first_step_that_reads_it
 @pytest.fixture
 def three():
     """A split, its three windows, and a step of each."""
-    split = split_of([10] * 6, 2)
-    cut = windows.cut(split, 20)
-    return split, cut, schedule([10] * 6, 20, 1, 1, None, windows.samples(cut))
+    lengths = [9, 9, 10, 10, 10, 10]
+    split = split_of(lengths, 2)
+    cut = windows.cut(split, 18)
+    return split, cut, schedule(lengths, 20, 1, 1, None, windows.samples(cut))
 
 
 @pytest.mark.parametrize("ended", [False, True])
 def test_extraction_is_told_that_a_run_ended_before_its_schedule(three, monkeypatch, ended):
-    (split, cut, batches), told = three, []
-    store = SimpleNamespace(follow=True, max_bytes=1, storage=None, fingerprint="", release=lambda _: None)
+    (split, cut, batches), told, unmapped = three, [], []
+    store = SimpleNamespace(follow=True, max_bytes=1, storage=None, fingerprint="", release=unmapped.append)
     monkeypatch.setattr(windows, "consume", lambda *given: told.append(given[-1]))
     windows.Usage(store, split, batches, cut, "").release(1, remove=True, ended=ended)
     assert told == [ended]
+    assert unmapped == [split.shards[:1]], "else its bytes stay on the disk"
+
+
+def test_a_run_that_goes_on_fetches_ahead_what_is_left_to_train(three, monkeypatch):
+    (split, cut, batches), ahead = three, []
+    storage = SimpleNamespace(prefetch=lambda uses: ahead.extend(use.name for use in uses))
+    store = SimpleNamespace(follow=False, max_bytes=None, storage=storage, fingerprint="", release=lambda _: None)
+    monkeypatch.setattr(windows, "check_consumer", lambda *_: SimpleNamespace(shards=[]))
+    windows.Usage(store, split, batches, cut, "").begin(1, remove=True)
+    assert ahead == [shard.name for shard in split.shards[1:]]
 
 
 @pytest.mark.parametrize("bound", [None, 1])
@@ -124,12 +138,13 @@ def test_a_rank_that_sees_another_bound_saves_where_the_main_process_does(three,
         ({"follow": True, "max_bytes": 207}, 1, 3, None),
         ({"follow": True, "max_bytes": 206}, 1, 3, "store.max_bytes=206 cannot hold a window"),
         ({"follow": True, "max_bytes": 207}, 2, 3, "set train.epochs=1"),
+        ({"max_bytes": 206, "manifest": {}}, 2, 3, None),  # of an extraction that is over
         ({"follow": True}, 2, 1, "one window holds its whole split"),
         ({"follow": True, "manifest": {}}, 2, 1, None),
     ],
 )
 def test_windows_that_do_not_fit_are_refused(three, given, epochs, count, said):
-    """Each takes 200 bytes, and the held-out split 7."""
+    """The largest take 200 bytes, and the held-out split 7."""
     plan, remote = SimpleNamespace(of=lambda _: [SimpleNamespace(bytes=7)]), given.get("remote", False)
     store = {"follow": False, "manifest": None, "max_bytes": None, **given}
     store = SimpleNamespace(location="there", plan=plan, storage=SimpleNamespace(remote=remote), **store)
