@@ -1,7 +1,8 @@
 """The data order: every sample once, the same whatever the number of ranks."""
 
 from contextlib import closing
-from itertools import islice
+from itertools import count, islice
+from threading import Event
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,9 +12,11 @@ from conftest import make_document, make_shape
 from hypothesis import given
 from hypothesis import strategies as st
 from made import VOCAB, Documents, Made, plan_of
+from planting import replaced
 from whole import Whole
 
 from eagle31_train.common import order
+from eagle31_train.common.errors import Stopped
 from eagle31_train.common.order import PACKED, global_batches, schedule, share
 from eagle31_train.config import TrainConfig
 from eagle31_train.model import batch as batch_module
@@ -181,3 +184,56 @@ def test_a_run_that_goes_on_with_other_ranks_goes_on_with_the_same_samples(split
     loaded += load_on(split, batches, 4, 0, done=first, until=second)
     loaded += load_on(split, batches, 2, 1, done=second)
     assert_right(loaded, batches)
+
+
+def test_a_step_has_as_many_micro_batches_as_its_conversations_fill_and_the_shortest_stands_in(split):
+    """Fewer would each be larger than what `train.gradient_accumulation_steps` was chosen for."""
+    t, step = TrainConfig(num_workers=1, ttt_length=3, gradient_accumulation_steps=5), [0, 1, 2]
+    loads = [next(loads_of(rank, 2, split, [step], t, torch.ones(VOCAB) > 0)).micro_batches for rank in range(2)]
+    parts = [(micro.batch.ids.unique().tolist(), micro.real) for of_rank in loads for micro in of_rank]
+    shortest = min(step, key=lambda i: SAMPLES[i])
+    assert [real for _, real in parts] == [True, True, True, False]
+    assert parts[-1][0] == [shortest]
+    assert sorted(i for ids, real in parts if real for i in ids) == step
+
+
+def test_other_slots_are_drawn_in_every_step(split):
+    t, batch = TrainConfig(num_workers=0, ttt_length=3, slots_per_batch=20), list(range(8))
+    loads = list(loads_of(0, 1, split, [batch, batch], t, torch.ones(VOCAB) > 0))
+    first, second = (one.micro_batches[0].batch.layout.slots for one in loads)
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("comes", [False, True])
+def test_a_run_that_is_told_to_stop_gives_up_shards_that_do_not_come_in_time(split, monkeypatch, comes):
+    clock, looks, arrived, ended = [0.0], count(1), Event(), Event()
+    deadline = SimpleNamespace(reason=None, stopped=Stopped)
+    monkeypatch.setattr(loader, "time", SimpleNamespace(monotonic=lambda: clock[0], perf_counter=lambda: clock[0]))
+
+    @replaced(monkeypatch, split, "wait_for")
+    def wait_for(right, samples):
+        arrived.wait(20)
+        ended.set()
+
+    @replaced(monkeypatch, loader, "wait")
+    def wait(right, readings, timeout):
+        look = next(looks)
+        clock[0] += loader.GRACE / 4
+        if look == 6:
+            deadline.reason = "SIGTERM"
+        if comes and look == 8:
+            arrived.set()
+            return right(readings)
+        return right(readings, 0 if look < 20 else timeout)
+
+    t, every = TrainConfig(num_workers=0, ttt_length=3), torch.ones(VOCAB) > 0
+    accelerator = SimpleNamespace(process_index=0, num_processes=1, device=torch.device("cpu"))
+    loads = loader.load(split, [[0, 1]], 0, t, 0, every, accelerator, deadline)
+    if comes:
+        assert next(loads).samples == [0, 1]
+    else:
+        with pytest.raises(Stopped):
+            next(loads)
+        assert next(looks) == 11, "four looks after the one at which it was told to"
+        assert not ended.is_set(), "nor does it wait for the read to end"
+        arrived.set()
