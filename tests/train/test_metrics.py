@@ -2,15 +2,22 @@
 Biases. Rows of metrics.jsonl are those of a run that nobody stopped: test_survival.py."""
 
 import json
+import math
+import os
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from made import message_of
+from planting import watched
 
+from eagle31_train.common import artifacts
+from eagle31_train.common.errors import UserError
 from eagle31_train.config import Config
 from train import tracking
-from train.metrics import Reporter
+from train.metrics import Reporter, append, scalars
 
 
 @pytest.mark.parametrize(
@@ -26,11 +33,34 @@ def test_a_run_goes_on_behind_damaged_and_torn_rows(tmp_path, damaged):
     lines = file.read_bytes().splitlines(keepends=True)
     lines[11] = damaged + b"\n"
     file.write_bytes(b"".join(lines))
-    Reporter(recorder, tmp_path, 20, 1000).close()
+    again = Reporter(recorder, tmp_path, 20, 1000)
+    assert again.bar.n == 20
+    again.close()
     assert file.read_bytes() == b"".join(lines[:20])
     file.write_bytes(b"".join(lines[:5]) + b'{"step": 6, "lo')  # torn by a kill
     Reporter(recorder, tmp_path, 20, 1000).close()
     assert file.read_bytes() == b"".join(lines[:5])
+
+
+def test_what_is_not_finite_is_null_in_a_row_and_absent_from_the_trackers(tmp_path):
+    row = {"loss": math.nan, "prefix_at_depth": [0.5, math.inf], "heldout_loss": -math.inf, "step": 3}
+    append(tmp_path / "rows", row)
+    assert json.loads((tmp_path / "rows").read_text()) == {
+        "loss": None,
+        "prefix_at_depth": [0.5, None],
+        "heldout_loss": None,
+        "step": 3,
+    }
+    assert scalars("train", row) == {"train/prefix_at_depth/0": 0.5, "train/step": 3.0}
+
+
+def test_the_rows_of_a_run_that_ends_are_on_the_disk(tmp_path, monkeypatch):
+    reporter = Reporter(SimpleNamespace(is_main_process=True, log=lambda *_, **__: None), tmp_path, 0, 1)
+    reporter.log(1, {"loss": 1.0})
+    reporter.timing(1, {"seconds": 2.0, "aside": 1.5, "tokens": 10})
+    synced = watched(monkeypatch, artifacts, "fsync_path")
+    reporter.close()
+    assert synced == [(tmp_path / "metrics.jsonl",), (tmp_path / "timings.jsonl",)]
 
 
 @pytest.fixture
@@ -74,7 +104,9 @@ def test_timings_and_tensorboard_have_every_step_once_after_a_resume(config, tmp
     assert shown["timing/tokens_per_second"] == [(step, 20) for step in range(1, 15)]
 
 
-def test_weights_and_biases_know_a_run_by_one_id_in_all_of_its_launches_and_no_other_run_by_it(config, tmp_path):
+def test_weights_and_biases_know_a_run_by_one_id_in_all_of_its_launches_and_no_other_run_by_it(
+    config, tmp_path, capsys
+):
     asked, run = [], SimpleNamespace(dir=str(tmp_path / "files"), offline=True)
     accelerator = SimpleNamespace(
         is_main_process=True,
@@ -89,6 +121,26 @@ def test_weights_and_biases_know_a_run_by_one_id_in_all_of_its_launches_and_no_o
     assert again == [first, first]
     assert other != first
     assert [one["resume"] for one in asked] == ["allow", "allow", None, "allow"]
+    assert [one["dir"] for one in asked] == [str(tmp_path / folder / "train") for folder in "aaab"]
+    assert f"wandb sync {os.path.relpath(tmp_path)}\n" in capsys.readouterr().out
+
+
+def test_the_trackers_that_are_asked_for_follow_a_run_or_it_does_not_begin(config, monkeypatch):
+    monkeypatch.setattr(tracking, "check_wandb", lambda _: None)
+    for mode, asked in (("disabled", []), ("offline", ["wandb"]), ("online", ["wandb"])):
+        config.train.wandb = mode
+        assert tracking.loggers(config) == asked
+    config.train.tensorboard = True
+    monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda _: None)
+    assert "train.tensorboard" in message_of(tracking.loggers, config)
+
+
+@pytest.mark.parametrize(("module", "named"), [("wandb.errors", UserError), ("builtins", OSError)])
+def test_a_tracker_that_does_not_start_ends_the_run(config, module, named):
+    error = type("Failed", (OSError,), {"__module__": module})
+    accelerator = SimpleNamespace(is_main_process=True, log_with=[], init_trackers=Mock(side_effect=error))
+    with pytest.raises(named):
+        tracking.start(accelerator, config, {}, 0)
 
 
 def test_a_damaged_line_about_an_earlier_launch_stops_none(config, tmp_path):

@@ -197,13 +197,6 @@ def test_a_step_has_as_many_micro_batches_as_its_conversations_fill_and_the_shor
     assert sorted(i for ids, real in parts if real for i in ids) == step
 
 
-def test_other_slots_are_drawn_in_every_step(split):
-    t, batch = TrainConfig(num_workers=0, ttt_length=3, slots_per_batch=20), list(range(8))
-    loads = list(loads_of(0, 1, split, [batch, batch], t, torch.ones(VOCAB) > 0))
-    first, second = (one.micro_batches[0].batch.layout.slots for one in loads)
-    assert not torch.equal(first, second)
-
-
 @pytest.mark.parametrize("comes", [False, True])
 def test_a_run_that_is_told_to_stop_gives_up_shards_that_do_not_come_in_time(split, monkeypatch, comes):
     clock, looks, arrived, ended = [0.0], count(1), Event(), Event()
