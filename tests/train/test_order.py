@@ -12,7 +12,7 @@ from conftest import make_document, make_shape
 from hypothesis import given
 from hypothesis import strategies as st
 from made import VOCAB, Documents, Made, plan_of
-from planting import replaced
+from planting import replaced, watched
 from whole import Whole
 
 from eagle31_train.common import order
@@ -47,6 +47,22 @@ def test_an_epoch_holds_every_sample_once_within_the_bound(lengths, room, seed, 
 def test_the_order_does_not_move_between_releases():
     """A continued run must read what the stopped one would have: this order is part of the format."""
     assert global_batches([3, 1, 2, 4, 2, 1], 4, seed=0, epoch=0) == [[0, 1], [5], [3], [2, 4]]
+
+
+def test_a_window_is_packed_by_some_batches_at_a_time(monkeypatch):
+    """Not as a whole, which would put samples of one length together, nor each sample alone."""
+    lengths = [1] * 500 + [40] * 500
+    packed = watched(monkeypatch, order, "best_fit")
+    global_batches(lengths, 40, 0, 0, [range(500), range(500, 1000)])
+    assert [sum(lengths[i] for i in samples) for samples, *_ in packed] == [500, *[PACKED * 40] * 7, 52 * 40]
+
+
+def test_windows_come_in_another_order_in_every_epoch_but_the_first():
+    windows = [range(first, first + 4) for first in range(0, 40, 4)]
+    epochs = [global_batches([10] * 40, 40, 3, epoch, windows) for epoch in range(4)]
+    turns = [[batch[0] // 4 for batch in batches] for batches in epochs]
+    assert turns[0] == list(range(10))
+    assert len(set(map(tuple, turns))) == 4
 
 
 def test_the_schedule_is_the_epochs_in_turn_cut_at_max_steps():
