@@ -271,6 +271,21 @@ def test_a_wrong_option_is_named_with_the_nearest_right_one(override, words):
     assert words in message_of(RECIPE, override)
 
 
+@pytest.mark.parametrize(
+    ("given", "fine"),
+    [
+        ("extract.engine_args.tensor_parallel_size=0", "extract.engine_args.tensor_parallel_size=1"),
+        ("train.init_revision=v1", "train.init_from=a/b"),
+        ("data.rows=9", "data.sources={a: null, b: {path: p}}"),
+        ("evaluate.serve_speculative_tokens=[]", "evaluate.serve_speculative_tokens=[1]"),
+        ("evaluate.concurrency=[]", "evaluate.concurrency=[1]"),
+    ],
+)
+def test_an_option_that_means_nothing_alone_is_named_and_taken_with_what_it_needs(given, fine):
+    assert given in message_of(RECIPE, given)
+    load_config([RECIPE, given, fine])
+
+
 def test_a_target_that_is_not_given_is_asked_for():
     for words in ([], ["name=x"], ["+experiment=any"]):
         assert message_of(*words).startswith("no value for target.path: give target.path=…")
