@@ -1,6 +1,11 @@
 """Who holds a lock is named: whoever starts again after a launcher was killed learns what goes on without it."""
 
+import errno
+import fcntl
 import os
+import subprocess
+import sys
+from unittest.mock import Mock
 
 import pytest
 
@@ -34,3 +39,18 @@ def test_a_lock_that_was_removed_as_it_was_opened_is_made_again(tmp_path, monkey
     with writing(tmp_path / "out"):
         assert len(opened) == 2
         assert os.path.samestat(lock.stat(), os.fstat(opened[1].fileno()))
+
+
+def test_where_the_file_system_has_no_locks_a_folder_is_written_all_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
+    with writing(tmp_path / "out"):
+        pass
+
+
+def test_others_that_have_a_lock_open_are_named_and_not_this_process(tmp_path):
+    with (tmp_path / "lock").open("a") as file:
+        assert locks.users_of(file) == []
+        wait = [sys.executable, "-c", "input()"]
+        with subprocess.Popen(wait, stdin=subprocess.PIPE, pass_fds=[file.fileno()]) as other:
+            assert locks.users_of(file) == [other.pid]
+            other.communicate(b"\n")
