@@ -1,5 +1,7 @@
 """What a drafter starts with when nothing else is given."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from made import message_of
@@ -13,7 +15,8 @@ from eagle31_train.model.drafter import Drafter
 from eagle31_train.model.layer import applied_to
 from eagle31_train.store import Store
 from eagle31_train.store.codec import plain
-from train.build import choose_kernels, first_norm, look_back
+from eagle31_train.targets.derive import MOST_STEPS, STEP_TOKENS
+from train.build import check_store, choose_kernels, first_norm, look_back, tokens_of_a_step
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -53,6 +56,39 @@ def test_fc_of_eagle_3_trains_on_scaled_states_and_is_saved_for_states_as_they_a
     rate = by_one(*one).rows()[0]["lr"]
     farthest = [part.abs().max().item() / rate for part in moved.split(drafter.shape.target_hidden_size, dim=1)]
     assert farthest == pytest.approx([0.25, 2, 0.5], rel=1e-2)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "no"])
+def test_a_drafter_computes_in_the_precision_that_is_asked_for_and_recomputes_where_that_is(new_run, precision):
+    low = torch.bfloat16 if precision == "bf16" else torch.float32
+    objective = begin_fresh(new_run(), f"train.precision={precision}", "train.activation_checkpointing=true")[0]
+    assert objective.autocast == (low if precision == "bf16" else None)
+    assert objective.teacher.head_rows.dtype == objective.drafter.shared_embedding.dtype == low
+    assert objective.drafter.fc.weight.dtype == torch.float32
+    assert objective.drafter.recompute
+    assert not begin_fresh(new_run())[0].drafter.recompute
+
+
+def test_the_longest_conversation_must_fit_in_a_step_and_decides_its_size_with_the_epochs():
+    def tokens_of(lengths, batch_tokens=None, **options):
+        split = SimpleNamespace(lengths=lengths, store=SimpleNamespace(location="there"))
+        return tokens_of_a_step(split, TrainConfig(batch_tokens=batch_tokens, **options))
+
+    assert "train.batch_tokens=30" in message_of(tokens_of, [5, 30, 7], batch_tokens=29)
+    assert tokens_of([5, 30, 7], batch_tokens=30) == 30
+    many = [STEP_TOKENS] * (2 * MOST_STEPS)
+    assert tokens_of(many, epochs=1) == 2 * STEP_TOKENS
+    assert tokens_of(many, epochs=3) == 6 * STEP_TOKENS
+    assert tokens_of([5, 7 * STEP_TOKENS], epochs=1) >= 7 * STEP_TOKENS
+
+
+def test_a_store_of_another_data_set_or_target_is_refused(new_run):
+    run = new_run()
+    config, store = run.config(), Store(run.folder / "run" / "store")
+    data = {"dataset_fingerprint": store.inputs["data"]}
+    check_store(store, data, config)
+    assert str(config.data_folder) in message_of(check_store, store, {"dataset_fingerprint": "other"}, config)
+    assert "target.dtype" in message_of(check_store, store, data, run.config("target.dtype=bfloat16"))
 
 
 @pytest.mark.parametrize("scales", ["[1,1]", "[1,1,0.3]"])

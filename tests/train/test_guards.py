@@ -63,8 +63,9 @@ def test_a_run_that_has_nothing_to_train_is_refused_before_its_first_step(new_ru
         eagle3 = message_of(run.fit, "drafter.fc_norm=false", "drafter.norm_output=false")
     assert "holds no states to train on: see what the loss masks cover" in eagle3
     # Where a store is still being written nobody knows before the end, and then it is no drafter.
-    monkeypatch.setattr(prepare, "check_pairs", lambda *_: None)
-    assert message_of(run.fit).startswith("none of the 12 steps had a pair to train, so there is no drafter")
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare, "check_pairs", lambda *_: None)
+        assert message_of(run.fit).startswith("none of the 12 steps had a pair to train, so there is no drafter")
     assert not (run.train / "manifest.json").exists()
     run.fit("train.oov=keep", "train.max_steps=1", "overwrite=true")
 
