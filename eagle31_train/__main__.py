@@ -48,16 +48,16 @@ def _run(command: str) -> None:
         try:
             note(f"eagle31 {version('eagle31')}")
         except PackageNotFoundError:
-            raise UserError("eagle31 has no version here: it is not installed (pip install .)") from None
+            raise UserError("eagle31 has no version, as it is not installed: run `pip install .`") from None
         return
     if sys.platform != "linux":
-        raise UserError("eagle31 runs on Linux; elsewhere use a container, a virtual machine or WSL")
+        raise UserError("eagle31 runs only on Linux: use a container, a virtual machine or WSL")
     if command not in COMMANDS:
-        raise UserError(f"no command {command!r}: there are {', '.join(COMMANDS)}")
+        raise UserError(f"no command {command!r}: choose one of {', '.join(COMMANDS)}")
     try:
         Path.cwd()
     except FileNotFoundError:
-        raise UserError("the folder that this was started in is gone: change into another") from None
+        raise UserError("the current folder no longer exists: change to another one") from None
     from eagle31_train.common.locations import STAGES  # this import needs the working directory, too
 
     sys.argv = [f"eagle31 {command}", *sys.argv[2:]]

@@ -38,7 +38,7 @@ def run(
     usage = f"%(prog)s {before}[-h] [--cfg] [--config-dir DIR] [RUN] [key=value ...]"
     options = parser(description, prog=_program(), usage=usage, epilog=_options_help())
     options.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="options, listed below; a run's folder stands for its own"
+        "overrides", nargs="*", metavar="key=value", help="options, listed below; a run's folder stands for its options"
     )
     options.add_argument("--cfg", action="store_true", help="print the resolved configuration and stop")
     options.add_argument("--config-dir", type=Path, help="a folder of recipes and groups of your own, like configs/")
@@ -58,7 +58,7 @@ def run(
             lengths = " ".join(words[1 : len(words) - len(given)])
             also = f" with {lengths} (room for thoughts, or this run's own lengths)" if lengths else ""
             better = _better_recipes(config.target.path)
-            say(f"no recipe is named: {ANY} (configs/experiment/any.yaml){also}; {better}")
+            say(f"no recipe given: using {ANY} (configs/experiment/any.yaml){also}; {better}")
         if tells in resolved:
             say(resolved[tells])
         keep_freed_memory()
@@ -92,15 +92,15 @@ def _better_recipes(target: str) -> str:
     """Return the shipped recipes for a hub id, or how to write one. A recipe has the name of its target's file."""
     made = [f for f in sorted((CONFIGS / "target").glob("*.yaml")) if (CONFIGS / "experiment" / f.name).is_file()]
     own = [f"+experiment={file.stem}" for file in made if OmegaConf.select(OmegaConf.load(file), "path") == target]
-    return f"for this target there is {', '.join(own)}" if own else "write your own by `eagle31 new NAME`"
+    return f"made for this target: {', '.join(own)}" if own else "write your own with `eagle31 new NAME`"
 
 
 def _options_help() -> str:
     lines = [
         f"recipes (+experiment=…): {', '.join(choices('experiment'))}",
         "",
-        "options (key=value), in brackets the defaults that a recipe begins with. Without a recipe +experiment=any",
-        "sets some of them; --cfg prints all values in use:",
+        "options (key=value), with the defaults that a recipe begins with in brackets. Without a recipe,",
+        "+experiment=any sets some of them; --cfg prints all values in use:",
     ]
     for name, (_, field) in OPTIONS.items():
         make = field.default_factory

@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> None:
     ]
     options = [word for word in words if word not in given]
     if not given and not {"-h", "--help", "--cfg"} & set(words):  # these need no drafter
-        note("error: give drafters: eagle31 compare runs/a runs/b", error=True)
+        note("error: no drafter given: run, for example, `eagle31 compare runs/a runs/b`", error=True)
         raise SystemExit(2)
     if given and not any(word.lstrip("+").startswith("experiment=") for word in options):
         firsts = [trainings[0] for _, trainings in map(parted, given)]
@@ -66,8 +66,8 @@ def main(argv: list[str] | None = None) -> None:
             options = [runs[0], f"run_dir={runs[0]}", *options]
         elif not any(word.startswith("target.path=") for word in options):
             note(
-                f"error: {', '.join(firsts)}: give a run too, whose target and prompts are taken, or target.path=… "
-                "and evaluate.prompts=FILE",
+                f"error: {', '.join(firsts)}: none of them is a run: add one, whose target and prompts are used, or "
+                "set target.path=… and evaluate.prompts=FILE",
                 error=True,
             )
             raise SystemExit(2)
@@ -140,16 +140,18 @@ def named(words: Sequence[str]) -> Named:
         count = next(alone, 1)
         name = given or "/".join(path[-count:]) or trainings[0]
         if name == "plain":
-            raise UserError(f"plain is decoding without a drafter: give another name, as NAME:{trainings[0]}")
+            raise UserError(
+                f"plain is reserved for decoding without a drafter: choose another name, as NAME:{trainings[0]}"
+            )
         if name in drafters_by_name:
             raise UserError(f"two drafters are called {name}: tell them apart as NAME:{trainings[0]}")
         if "" in trainings or len(set(trainings)) < len(trainings):
-            raise UserError(f"{name} is {','.join(trainings)}, which has a training twice or none: give each once")
+            raise UserError(f"{name}:{','.join(trainings)} lists a training twice, or an empty one: list each once")
         drafters_by_name[name] = trainings
     for name, trainings in drafters_by_name.items():
         several = {f"{name}/{n}" for n in range(1, len(trainings) + 1)} if len(trainings) > 1 else set()
         if twice := several & drafters_by_name.keys():
-            raise UserError(f"{min(twice)} is a training of {name} and another drafter: tell them apart as NAME:…")
+            raise UserError(f"{min(twice)} is both a training of {name} and another drafter: tell them apart as NAME:…")
     return drafters_by_name
 
 
@@ -159,9 +161,7 @@ def read_data(config: Config) -> dict[str, Any]:
     if manifest.is_file():
         return provenance.read_data(config, whole=True)
     if config.evaluate.prompts is None:
-        raise UserError(
-            f"{manifest} is missing: run `{provenance.DATA}` first, or give prompts as evaluate.prompts=FILE"
-        )
+        raise UserError(f"{manifest} is missing: run `{provenance.DATA}` first, or set evaluate.prompts=FILE")
     return {"dataset_fingerprint": None, "splits": {}, "end_ids": ChatTemplate.load(config.target).end_ids}
 
 
@@ -175,12 +175,12 @@ def read(drafter: str, config: Config, data: dict[str, Any]) -> DrafterCheckpoin
     checkpoint.check_target(config.target)
     meant = None if checkpoint.train or checkpoint.exported else checkpoint.target_name
     if meant and Path(meant).name != Path(config.target.name).name:
-        note(f"{checkpoint.where} says that it drafts for {meant}, and target.path is {config.target.path}")
+        note(f"{checkpoint.where} says that it drafts for {meant}, but target.path is {config.target.path}")
     inputs = checkpoint.inputs
     if config.evaluate.prompts is None and inputs is not None and inputs.get("data") != data["dataset_fingerprint"]:
         raise UserError(
             f"{checkpoint.where} was trained on other data than {config.data_folder}, perhaps on its held-out prompts: "
-            "give prompts that nothing was trained on as evaluate.prompts=FILE"
+            "set evaluate.prompts=FILE to prompts that no drafter was trained on"
         )
     return checkpoint
 
@@ -189,7 +189,7 @@ def exported(drafter: str) -> Path:
     """Return the folder of a drafter that vLLM can serve; UserError if there is none, or it was made smaller."""
     place, counted = split_name(drafter)
     if counted == "outputs":
-        raise UserError(f"{drafter}: vLLM would read its layer ids as inputs: leave evaluate.backend=vllm out")
+        raise UserError(f"{drafter}: vLLM would read its layer ids as inputs: remove evaluate.backend=vllm")
     folder = Path(place) if Path(place).is_dir() else hub.fetch(place, None)
     if not (folder / "train").is_dir():
         try:
@@ -200,8 +200,8 @@ def exported(drafter: str) -> Path:
     trained = DrafterCheckpoint.open(drafter)
     if not is_export_of(read_export(folder), trained.shape, trained.vocab.target_ids.tolist()):
         raise UserError(
-            f"{folder / 'export'} was made smaller than what was trained (its export_… options): name the "
-            "folder itself, or export again without these"
+            f"{folder / 'export'} is smaller than the trained drafter (by its export_… options): pass that folder "
+            "itself, or export again without these options"
         )
     return folder / "export"
 
@@ -217,7 +217,7 @@ def folder_of(trainings: Named, config: Config) -> Path:
         there, here = ([[Path(one).resolve() for one in some] for some in of.values()] for of in (earlier, trainings))
         if there != here:
             words = shlex.join(f"{name}:{','.join(some)}" for name, some in earlier.items())
-            raise UserError(f"{out} compares {words}: give another compare.out=…, or replace it with overwrite=true")
+            raise UserError(f"{out} compares {words}: set another compare.out=…, or replace it with overwrite=true")
     return out
 
 

@@ -55,18 +55,18 @@ def load_config(
         UserError: an unknown key or group, a value of the wrong type, or a mandatory option that is missing or empty.
     """
     if config_dir is not None and not config_dir.is_dir():
-        raise UserError(f"--config-dir {config_dir} is no folder")
+        raise UserError(f"--config-dir {config_dir} is not a folder")
     if saved is None and (runs := [word for word in overrides if is_run(word)]):
         if len(runs) > 1:
-            raise UserError(f"{' and '.join(runs)} are two runs: give one")
+            raise UserError(f"{' and '.join(runs)} are different runs: pass only one")
         saved = Path(runs[0], *SAVED)
         rest = [word for word in overrides if word not in runs]
         anew = any(key_of(word) == "name" for word in rest)  # a new run with that run's options
         overrides = ["run_dir=runs/${name}" if anew else f"run_dir={runs[0]}", "overwrite=false", *rest]
     folders = [CONFIGS, *([config_dir.resolve()] if config_dir else [])]
     keys = {key_of(word) for word in overrides}
-    if twice := [f"{old} is called {new} now" for old, new in RENAMED.items() if {old, new} <= keys]:
-        raise UserError(f"{twice[0]}: give it once")
+    if twice := [f"{old} has been renamed {new}" for old, new in RENAMED.items() if {old, new} <= keys]:
+        raise UserError(f"{twice[0]}: set only {twice[0].split()[-1]}")
     groups = [word for word in overrides if key_of(word) in GROUPS]
     recipe = next((word.partition("=")[2] for word in groups if key_of(word) == "experiment"), "")
     try:
@@ -99,11 +99,11 @@ def key_of(override: str) -> str:
 def _store_recipe(file: Path) -> None:
     """Register a recipe file with Hydra, under the name in GIVEN."""
     if not file.is_file():
-        raise UserError(f"+experiment={file}: there is no file {file}")
+        raise UserError(f"+experiment={file}: there is no such file: correct the path")
     try:
         recipe = OmegaConf.load(file)
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"+experiment={file} cannot be read ({error}): write one as `eagle31 new` does") from None
+        raise UserError(f"+experiment={file} cannot be read ({error}): write one with `eagle31 new NAME`") from None
     ConfigStore.instance().store("given", recipe, "experiment", package="_global_")
 
 
@@ -119,12 +119,14 @@ def _checked_group(override: str, folders: list[Path]) -> str:
         if name not in (known := choices(group, folders)):
             own = f"{name}.yaml"
             meant = group == "experiment" and Path(own).is_file()
-            hint = f": for the file here give +experiment={own}" if meant else _nearest(name, known)
+            hint = f": for the file in this folder, pass +experiment={own}" if meant else _nearest(name, known)
             hint = f": did you mean target.path={name}?" if group == "target" and "/" in name else hint
             raise UserError(f"no configs/{group}/{name}.yaml{hint}")
         files = [file for folder in folders if (file := folder / group / f"{name}.yaml").is_file()]
         if len(files) > 1:
-            raise UserError(f"{files[-1]} has the name of one that comes with eagle31, which Hydra takes: rename it")
+            raise UserError(
+                f"{files[-1]} has the name of a file of eagle31's, which Hydra would use instead: rename yours"
+            )
     quoted = ",".join(map(_quoted, names))
     return f"{group}=[{quoted}]" if listed else f"{group}={quoted}"
 
@@ -196,8 +198,8 @@ def _at_home(value: Any) -> Any:
 
 
 def _say_new_name(old: str) -> None:
-    now = f"called {RENAMED[old]} now" if old in RENAMED else f"{REMOVED[old]}: leave it out"
-    say(f"{old} is {now}", error=True)
+    now = f"has been renamed {RENAMED[old]}" if old in RENAMED else f"no longer exists ({REMOVED[old]}): remove it"
+    say(f"{old} {now}", error=True)
 
 
 def _to_config(composed: DictConfig, recipe: str) -> Config:
@@ -206,9 +208,9 @@ def _to_config(composed: DictConfig, recipe: str) -> Config:
         composed.name = "unnamed" if unknown else TargetConfig(composed.target.path).name.rpartition("/")[2].lower()
     if missing := sorted(OmegaConf.missing_keys(composed)):
         recipes = ", ".join(name for name in choices("experiment") if not ANY.endswith(f"={name}"))
-        remedy = f"give {missing[0]}=…, or a recipe that has it, +experiment=NAME of {recipes}"
+        remedy = f"set {missing[0]}=…, or choose a recipe that sets it, +experiment=NAME (one of {recipes})"
         if is_run(composed.run_dir):
-            remedy = f"give the run itself, {composed.run_dir}, for its options"
+            remedy = f"pass the run itself, {composed.run_dir}, to use its options"
         elif Path(recipe).is_file():
             remedy = f"set {missing[0]} in {recipe}"
         raise UserError(f"no value for {', '.join(missing)}: {remedy}")
@@ -220,10 +222,10 @@ def _to_config(composed: DictConfig, recipe: str) -> Config:
         value = operator.attrgetter(name)(config)
         # OmegaConf checks neither the type of what ${…} resolves to nor lists in lists.
         if name in FREE and not isinstance(value, dict):
-            raise UserError(f"{name}={value} is no mapping")
+            raise UserError(f"{name}={value} is not a mapping: write '{name}={{key: value}}'")
         listed = isinstance(value, list) and not any(isinstance(item, list | dict) for item in value)
         if "list[" in str(kind) and value is not None and not listed:
-            raise UserError(f"{name}={value} is no list of single values")
+            raise UserError(f"{name}={value} is not a list of single values: write '{name}=[a,b]'")
         check_value(name, value, field.metadata)
     check_options(config)
     if config.regenerate is not False and not config.data.given:
@@ -236,7 +238,7 @@ def _to_config(composed: DictConfig, recipe: str) -> Config:
 def _refuse_empty(option: str, value: Any) -> None:
     """Raise UserError for an empty text: as a path or name it would silently mean another one, or none."""
     if isinstance(value, str) and not value.strip():
-        raise UserError(f"{option}= is empty: give {option}=… a value (is a variable of the shell not set?)")
+        raise UserError(f"{option}= is empty: set {option}=… to a value (is a shell variable not set?)")
 
 
 def _set(config: DictConfig, override: str) -> None:
@@ -244,9 +246,7 @@ def _set(config: DictConfig, override: str) -> None:
     key, (_, equals, value) = key_of(override), override.partition("=")
     if not equals and "/" in override:
         saved = Path(override, *SAVED)
-        raise UserError(
-            f"{override} is no run that has been trained (there is no {saved}): give the options themselves"
-        )
+        raise UserError(f"{override} is not a trained run (there is no {saved}): pass the options themselves")
     if not key or (not equals and not override.startswith("~")):
         raise UserError(f"{override!r} is not of the form key=value, such as target.path=Qwen/Qwen3-8B")
     if key in RENAMED or key in REMOVED:
@@ -256,14 +256,14 @@ def _set(config: DictConfig, override: str) -> None:
         key = RENAMED[key]
     free = any(key == name or key.startswith(f"{name}.") for name in FREE)
     if any(option.startswith(f"{key}.") for option in OPTIONS):
-        raise UserError(f"{key} is a group of options: give {key}.NAME=…, each by itself")
+        raise UserError(f"{key} is a group of options: set each as {key}.NAME=…")
     if not free and key not in OPTIONS:
         raise UserError(f"no option {key!r}{_nearest(key, [*OPTIONS, *GROUPS])}")
     if override.startswith("~"):
         parent, _, last = key.rpartition(".")
         holder = OmegaConf.select(config, parent)
         if not free or key in FREE or last not in (holder or ()):
-            raise UserError(f"{override}: there is no such entry of a free-form option")
+            raise UserError(f"{override}: only an existing entry of a free-form option can be removed")
         with open_dict(config):
             del holder[last]
         return
@@ -285,7 +285,11 @@ def _parsed(override: str, value: str, kind: Any) -> Any:
     """
     try:
         read = OverridesParser.create().parse_override(f"key={value}")
-        parsed, unread = (None, "it is a sweep") if read.is_sweep_override() else (read.value(), "")
+        parsed, unread = (
+            (None, "Hydra reads it as a sweep; write a list as [a,b]")
+            if read.is_sweep_override()
+            else (read.value(), "")
+        )
     except HydraException as error:
         parsed, unread = None, " ".join(str(error).split())
     brackets = (value[:1], value[-1:])
@@ -318,7 +322,7 @@ def _nearest(name: str, names: list[str]) -> str:
     section = name.rpartition(".")[0]
     alike = sorted(n for n in names if section and n.startswith(f"{section}."))
     listed = ", ".join(alike) or f"{', '.join(sorted(names)[:12])}, …"
-    return f": did you mean {close[0]!r}?" if close else f" (there are {listed})"
+    return f": did you mean {close[0]!r}?" if close else f" (available: {listed})"
 
 
 def _options(cls: type, prefix: str = "") -> Iterator[tuple[str, tuple[Any, dataclasses.Field]]]:

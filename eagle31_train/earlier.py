@@ -35,11 +35,13 @@ ADDED: dict[str, Any] = {
 }
 # Removed option → why. If given, it is ignored with a note.
 REMOVED = {
-    **dict.fromkeys(("plan.hidden_size", "plan.vocab_size", "plan.layers"), "read from the target's config.json now"),
-    "data.draft_vocab_coverage": "gone: give data.draft_vocab_size; stage 1 tells its share of the answers",
-    "train.compile": "gone: the fused kernels of train.kernels do what it did",
-    "evaluate.leave_out": "gone: where rounding chose between equals, evaluation says so and goes on",
-    "export_weights": "gone: weights are exported in target.dtype; export_vocab_size makes a drafter smaller",
+    **dict.fromkeys(
+        ("plan.hidden_size", "plan.vocab_size", "plan.layers"), "it is now read from the target's config.json"
+    ),
+    "data.draft_vocab_coverage": "set data.draft_vocab_size instead; stage 1 prints its coverage of the answers",
+    "train.compile": "the fused kernels of train.kernels replace it",
+    "evaluate.leave_out": "where rounding decides between equals, evaluation now says so and continues",
+    "export_weights": "weights are exported in target.dtype; export_vocab_size makes a drafter smaller",
 }
 # Their defaults, if not null, false or empty. Such a value gets no note.
 UNSET = {"export_weights": "target"}

@@ -55,7 +55,7 @@ def main() -> None:
         else:
             raise
         if status < 0:  # otherwise the process itself has said why
-            killer, reason = signal.Signals(-status), ", for want of memory perhaps"
+            killer, reason = signal.Signals(-status), " (out of memory?)"
             note(f"error: rank {rank} was killed by {killer.name}{reason * (killer == signal.SIGKILL)}", error=True)
         raise SystemExit(status if status > 0 else 128 - status) from None
 

@@ -20,11 +20,11 @@ def main(argv: list[str] | None = None) -> None:
     name = options.parse_args(argv).name.removesuffix(".yaml")
     file = Path(f"{name}.yaml")
     if not name.replace("-", "").replace("_", "").isalnum():
-        options.error(f"{name!r} is no name for a recipe: use letters, digits, - and _")
+        options.error(f"{name!r} is not a valid recipe name: use letters, digits, - and _")
     with explained(), tidy():
         text = TEMPLATE.read_text(encoding="utf-8").replace("NAME", name)
         if file.exists() and (not file.is_file() or file.read_bytes() != text.encode()):
-            raise UserError(f"{file} exists: choose another name, or move it away")
+            raise UserError(f"{file} already exists: choose another name, or move it")
         artifacts.write_text(file, text)
         note(f"wrote {file}: set target.path in it, then")
         note(f"  eagle31 plan +experiment={file}\n  eagle31 run +experiment={file}")

@@ -47,11 +47,11 @@ def native_bf16(on_cpu: bool) -> tuple[bool, str]:
 
         if devices := gpus():
             native = all(torch.cuda.get_device_capability(index) >= (8, 0) for index in range(devices))
-            return native, "its GPUs multiply in bf16" if native else "a GPU here does not multiply in bf16"
+            return native, "the GPUs support bf16" if native else "a GPU here does not support bf16"
     lines = CPUINFO.read_text(encoding="utf-8").splitlines() if CPUINFO.is_file() else []
     flags = next((set(line.split()) for line in lines if line.startswith(("flags", "Features"))), set())
     having = sorted(flags & CPU_FLAGS)
-    return bool(having), f"this CPU has {having[0]}" if having else "this CPU has no instructions for bf16"
+    return bool(having), f"this CPU has {having[0]}" if having else "this CPU has no bf16 instructions"
 
 
 def whole_float32() -> None:

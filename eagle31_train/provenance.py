@@ -72,7 +72,7 @@ class Provenance:
         """Raise UserError, naming the changes, for an output of other inputs, unless it may be overwritten."""
         if not overwrite and not self.matches(record):
             change = describe_change(record.get("inputs", {}), self.all_inputs, options={**RENAMED, **self.options})
-            change = change.replace("train.decays: nothing there, maps here", LM_HEAD_DECAYED)
+            change = change.replace("train.decays: unset there, maps here", LM_HEAD_DECAYED)
             raise UserError(f"{where} was made from other inputs ({change}): {self.remedy(record)}")
 
     def remedy(self, record: Mapping[str, Any]) -> str:
@@ -84,7 +84,7 @@ class Provenance:
         differ = {name for name in {**before, **self.inputs} if before.get(name) != self.inputs.get(name)}
         if self.beside and differ <= self.beside[1]:
             return f"{self.beside[0]}, or replace it with overwrite=true"
-        return f"give the same again, {REPLACE}"
+        return f"use the same inputs again, {REPLACE}"
 
 
 def whole(output: Path, record_path: Path, provenance: Provenance, overwrite: bool, made_by: str) -> bool:
@@ -158,7 +158,7 @@ OF_STORE = {
     "shard_tokens": "extract.shard_tokens",
     "target.name": "target.path",
 }
-LM_HEAD_DECAYED = "train.weight_decay: there, by an earlier version, of lm_head, too; here of linear layers alone"
+LM_HEAD_DECAYED = "train.weight_decay: an earlier version also decayed lm_head, this one only linear layers"
 # Options of evaluation that choose prompts, and are recorded with the workloads.
 CHOOSE_PROMPTS = {"prompts", "suites", "perturbations"}
 # Also recorded with the workloads. A measurement is by one backend only.
@@ -235,7 +235,7 @@ def of_training(
             "seed": config.seed,
         },
         pointers={"store": f"store_dir={config.store_dir}"} if config.store_dir else {},
-        beside=(f"train on the same states as name=… {states}", {"drafter", "train", "seed"}),
+        beside=(f"train on the same states under another name=… with {states}", {"drafter", "train", "seed"}),
         options=OF_CHOICE,
     )
 
@@ -266,7 +266,7 @@ def of_evaluation(
             "workloads": workloads,
             **(server or {}),
         },
-        beside=None if server else (f"measure it by {comparison}", {"evaluate", "workloads", "seed"}),
+        beside=None if server else (f"measure it with {comparison}", {"evaluate", "workloads", "seed"}),
     )
 
 

@@ -40,7 +40,7 @@ def run(config: Config, overrides: list[str], first: str, last: str, profile: st
     check_inputs(config, stages)
     if config.store.max_bytes and {"extract", "train"} <= set(stages):
         raise UserError(
-            "store.max_bytes is for `eagle31 extract` and `eagle31 train store.follow=true` at once: leave it out"
+            "store.max_bytes needs `eagle31 extract` and `eagle31 train store.follow=true` side by side: remove it"
         )
     if "train" in stages and not (config.train_folder / MANIFEST).is_file():
         check_training(config.train, profile)
@@ -63,12 +63,12 @@ def run(config: Config, overrides: list[str], first: str, last: str, profile: st
         threads = {} if by_vllm else {"OMP_NUM_THREADS": str(max(1, cores // processes))}
         status = finished([*words, *overrides, *early], threads | environment)
         if status == STOPPED:
-            raise Stopped(f"run: {stage} was stopped and saved; the same command goes on from there")
+            raise Stopped(f"run: {stage} stopped, its progress saved; run the same command again to resume")
         if status == 128 + signal.SIGTERM:  # outside of training there is nothing to save
-            raise Stopped(f"run: {stage} was stopped; the same command goes on from there")
+            raise Stopped(f"run: {stage} stopped; run the same command again to resume")
         if status:
-            why = ": it was killed, perhaps for want of memory" if status == KILLED else ""
-            remedy = "the same command goes on from there" if why else "mend that, and the command goes on from there"
+            why = ": it was killed (out of memory?)" if status == KILLED else ""
+            remedy = f"{'' if why else 'fix that, then '}run the same command again to resume"
             note(f"run: stopped at {stage}{why}; {remedy}", error=True)
             raise SystemExit(status)
 
@@ -93,14 +93,14 @@ def check_inputs(config: Config, stages: list[str]) -> None:
     if "export" in stages:
         hub.check(config)
     if config.train.finish and "train" in stages and not any((config.train_folder / "checkpoints").glob("step-*")):
-        raise UserError(f"train.finish=true: {config.train_folder} has no checkpoint to end with: leave it out")
+        raise UserError(f"train.finish=true: {config.train_folder} has no checkpoint to finish with: remove it")
     recorded = (config.train_folder / "inputs.json").is_file()  # such a run goes on without its initial weights
     folders = [("train.init_from", config.train.init_from or ".")] * ("train" in stages and not recorded)
     folders += [("comparisons", one) for one in config.comparisons] * ("export" in stages)
     for option, folder in folders:
         place = folder if Path(folder).exists() else folder.rpartition("@")[0] or folder  # DRAFT@outputs
         if not Path(place).exists() and (place.startswith("runs/") or not is_hub_id(place)):
-            raise UserError(f"{option}={folder} does not exist: give its folder")
+            raise UserError(f"{option}={folder} does not exist: correct the path")
     if config.train.init_from and {"extract", "train"} <= set(stages) and not recorded:
         check_source(config)
 
@@ -124,11 +124,11 @@ def check_source(config: Config) -> None:
     if theirs != ours:
         sizes = "{} wide with {:,} tokens".format
         raise UserError(
-            f"train.init_from={t.init_from} is of a target {sizes(*theirs)}, and this one is {sizes(*ours)}"
+            f"train.init_from={t.init_from} is for a target {sizes(*theirs)}, but this one is {sizes(*ours)}"
         )
     if list(there.aux_layers) != list(layers):
         raise UserError(
-            f"train.init_from={t.init_from} reads the layers {list(there.aux_layers)}, and {list(layers)} would be "
+            f"train.init_from={t.init_from} reads layers {list(there.aux_layers)}, but {list(layers)} would be "
             f"extracted: set 'target.aux_layers={list(there.aux_layers)}'"
         )
 
@@ -139,12 +139,12 @@ def check_training(t: TrainConfig, profile: str | None) -> None:
     if profile.startswith("zero"):
         check_zero(t)
     elif profile == "fsdp2" and count < 2:
-        raise UserError("--profile fsdp2 shards over several devices, and this machine has not: leave it out")
+        raise UserError("--profile fsdp2 needs several devices, which this machine does not have: remove it")
     check_context_parallel(t.context_parallel, max(1, count), "processes")
     check_wandb(t)
     on_cpu = os.environ.get(USE_CPU, "").lower() in TRUE
     if t.kernels == "fused" and (not count or on_cpu):
-        raise UserError("train.kernels=fused cannot be on a CPU: set train.kernels=auto or plain")
+        raise UserError("train.kernels=fused does not run on a CPU: set train.kernels=auto or plain")
 
 
 def stages_between(first: str, last: str, backend: str) -> list[str]:
@@ -175,7 +175,7 @@ def finished(words: list[str], environment: dict[str, str]) -> int:
         except KeyboardInterrupt:  # subprocess.run would kill it a quarter of a second later
             try:
                 if process.wait() != INTERRUPTED:  # the signal was for this process alone
-                    note("run: stopped; the same command goes on from what was saved", error=True)
+                    note("run: stopped; run the same command again to resume", error=True)
             except KeyboardInterrupt:
                 process.kill()
             raise SystemExit(INTERRUPTED) from None
@@ -233,7 +233,7 @@ def main() -> None:
 
 def _stop(*_: object) -> None:
     """Handle SIGTERM between stages; while one runs, `finished` has another handler."""
-    raise Stopped("run: stopped; the same command goes on from there")
+    raise Stopped("run: stopped; run the same command again to resume")
 
 
 if __name__ == "__main__":

@@ -93,7 +93,7 @@ def test_a_command_without_a_recipe_takes_any_and_says_so(capsys):
     taken = []
     run(taken.append, "", ["target.path=Qwen/Qwen3-8B", "name=x"])
     said = capsys.readouterr().out
-    assert "no recipe is named: +experiment=any (configs/experiment/any.yaml); for this target there is +exp" in said
+    assert "no recipe given: using +experiment=any (configs/experiment/any.yaml); made for this target: +exp" in said
     run(taken.append, "", [compose.ANY, "target.path=Qwen/Qwen3-8B", "name=x"])
     assert "no recipe" not in capsys.readouterr().out
     assert taken[0] == taken[1] != load_config(["target.path=Qwen/Qwen3-8B", "name=x"])
@@ -144,9 +144,9 @@ def test_recipes_are_found_in_files_and_folders_of_any_name(tmp_path):
         (folder / "experiment" / f"{name}.yaml").write_text(text)
         assert load_config([f"+experiment={folder}/experiment/{name}.yaml"]).name == "mine"
     assert load_config(["+experiment=it's a=b"], config_dir=folder).name == "mine"
-    with pytest.raises(UserError, match=r"smollm2\.yaml has the name of one that comes with eagle31"):
+    with pytest.raises(UserError, match=r"smollm2\.yaml has the name of a file of eagle31's"):
         load_config([RECIPE], config_dir=folder)  # in silence Hydra would take ours
-    with pytest.raises(UserError, match=r"--config-dir .*/none is no folder"):
+    with pytest.raises(UserError, match=r"--config-dir .*/none is not a folder"):
         load_config([RECIPE], config_dir=tmp_path / "none")
 
 
@@ -248,8 +248,8 @@ def test_a_free_form_option_is_emptied():
         ("trian.lr=1", "no option 'trian.lr': did you mean 'train.lr'?"),
         ("+experimnt=smollm2", "no option 'experimnt': did you mean 'experiment'?"),
         ("+experiment=smolm2", "no configs/experiment/smolm2.yaml: did you mean 'smollm2'?"),
-        ("train.learning_rate=1", "no option 'train.learning_rate' (there are train.activation_checkpointing, "),
-        ("+target=zzz", "no configs/target/zzz.yaml (there are kimi, kimi_k25, kimi_toy, "),
+        ("train.learning_rate=1", "no option 'train.learning_rate' (available: train.activation_checkpointing, "),
+        ("+target=zzz", "no configs/target/zzz.yaml (available: kimi, kimi_k25, kimi_toy, "),
         ("train.lr", "'train.lr' is not of the form key=value"),
         ("", "'' is not of the form key=value"),  # a shell's variable that is not set, in quotes
         ("train.lr=fast", "train.lr=fast: Value 'fast' of type 'str' could not be converted to Float"),
@@ -257,14 +257,14 @@ def test_a_free_form_option_is_emptied():
         ("train.ttt_length=1000000000", "must be at least 1 and at most "),  # what would end in no memory
         ("drafter.num_layers=100000", "must be at least 1 and at most "),
         ("train.betas=0.9", "train.betas is a list: write 'train.betas=[0.9]'"),
-        ("target.aux_layers=${train.lr}", "target.aux_layers=0.003 is no list"),
-        ("target.aux_layers=[[1]]", "target.aux_layers=[[1]] is no list of single values"),
-        ("extract.engine_args=${name}", "extract.engine_args=smollm2 is no mapping"),
-        ("extract.engine_args.tensor_parallel_size=x", "tensor_parallel_size=x must be a number of devices"),
+        ("target.aux_layers=${train.lr}", "target.aux_layers=0.003 is not a list"),
+        ("target.aux_layers=[[1]]", "target.aux_layers=[[1]] is not a list of single values"),
+        ("extract.engine_args=${name}", "extract.engine_args=smollm2 is not a mapping"),
+        ("extract.engine_args.tensor_parallel_size=x", "tensor_parallel_size=x must be a whole number of devices"),
         ("train.betas=[0.9", "'train.betas=[0.9' cannot be read"),
         ("data.sources.en={path: a=b}", "'data.sources.en={path: a=b}' cannot be read"),
-        ("name=", "name= is empty: give name=… a value"),
-        ("name=plain", "name=plain is what decoding without a drafter is called: choose another"),
+        ("name=", "name= is empty: set name=… to a value"),
+        ("name=plain", "name=plain is reserved for decoding without a drafter: choose another name"),
     ],
 )
 def test_a_wrong_option_is_named_with_the_nearest_right_one(override, words):
@@ -288,7 +288,7 @@ def test_an_option_that_means_nothing_alone_is_named_and_taken_with_what_it_need
 
 def test_a_target_that_is_not_given_is_asked_for():
     for words in ([], ["name=x"], ["+experiment=any"]):
-        assert message_of(*words).startswith("no value for target.path: give target.path=…")
+        assert message_of(*words).startswith("no value for target.path: set target.path=…")
     assert load_config(["target.path=org/Some-Target"]).name == "some-target"
 
 
@@ -305,7 +305,7 @@ def test_an_old_name_is_understood_and_says_the_new_one(monkeypatch, capsys, tmp
         monkeypatch.setattr(compose, name, getattr(compose, name).__wrapped__)
     config = load_config([RECIPE, "train.rate=0.5"])
     assert config.train.lr == 0.5
-    assert capsys.readouterr().err == "train.rate is called train.lr now\n"
+    assert capsys.readouterr().err == "train.rate has been renamed train.lr\n"
     (tmp_path / "saved.yaml").write_text(compose.to_yaml(config).replace("  lr:", "  rate:"))
     assert load_config([], tmp_path / "saved.yaml") == config
     capsys.readouterr()
@@ -314,11 +314,11 @@ def test_an_old_name_is_understood_and_says_the_new_one(monkeypatch, capsys, tmp
     (tmp_path / "old.yaml").write_text(recipe.replace("  lr: ", "  rate: ") + "plan: {layers: 3}\n")
     assert load_config([f"+experiment={tmp_path / 'old.yaml'}"]).train == load_config([RECIPE]).train
     assert load_config([RECIPE, "plan.layers=3"]).plan == load_config([RECIPE]).plan
-    leave_out = "plan.layers is read from the target's config.json now: leave it out\n"
-    assert capsys.readouterr().err == "train.rate is called train.lr now\n" + 2 * leave_out
+    removed = "plan.layers no longer exists (it is now read from the target's config.json): remove it\n"
+    assert capsys.readouterr().err == "train.rate has been renamed train.lr\n" + 2 * removed
     assert load_config([RECIPE, "train.compile=true"]) == load_config([RECIPE])
-    assert "train.compile is gone" in capsys.readouterr().err
-    assert "train.rate is called train.lr now: give it once" in message_of(RECIPE, "train.rate=1", "train.lr=2")
+    assert "train.compile no longer exists" in capsys.readouterr().err
+    assert "train.rate has been renamed train.lr: set only train.lr" in message_of(RECIPE, "train.rate=1", "train.lr=2")
 
 
 @pytest.mark.parametrize(
@@ -333,7 +333,7 @@ def test_an_option_that_is_gone_is_told_of_where_it_was_set(unset, given, name, 
     for text, said in ((unset, 0), (given, 1)):
         saved.write_text(compose.to_yaml(config).replace("\nevaluate:", f"\n{text}"))
         assert load_config([], saved) == config
-        assert capsys.readouterr().err.count(f"{name} is gone: ") == said
+        assert capsys.readouterr().err.count(f"{name} no longer exists (") == said
 
 
 # ---------------------------------------------------------------- run
@@ -344,7 +344,7 @@ def test_ctrl_c_while_libraries_are_imported_is_one_line_too(monkeypatch, capsys
     monkeypatch.setattr(sys, "argv", ["eagle31", "train"])
     monkeypatch.setattr(console_script.runpy, "run_module", Mock(side_effect=KeyboardInterrupt))
     assert made.status_of(console_script.main) == 130
-    assert capsys.readouterr().err == "stopped; the same command goes on from what was saved\n"
+    assert capsys.readouterr().err == "stopped; run the same command again to resume\n"
 
 
 @pytest.mark.parametrize("module", ["data_prep.__main__", "eagle31_train.extract", "eagle31_train.plan", "train.loop"])
@@ -355,12 +355,12 @@ def test_a_command_waits_for_no_library_before_its_options_are_read(module):
 
 ENDINGS = [
     (UserError("the file is missing: make it"), 2, "error: the file is missing: make it"),
-    (OSError(errno.ENOSPC, "No space", "/some/file"), 2, "error: /some/file cannot be used (No space): make room"),
-    (OSError(errno.ENOSPC, "No space"), 2, "error: [Errno 28] No space: make room"),
-    (OSError(errno.EROFS, "Read-only", "/x"), 2, "error: /x cannot be used (Read-only): choose another place"),
+    (OSError(errno.ENOSPC, "No space", "/some/file"), 2, "error: cannot use /some/file (No space): free some space"),
+    (OSError(errno.ENOSPC, "No space"), 2, "error: [Errno 28] No space: free some space"),
+    (OSError(errno.EROFS, "Read-only", "/x"), 2, "error: cannot use /x (Read-only): choose another place"),
     (NotADirectoryError(errno.ENOTDIR, "Not a directory", "/x"), 2, "(Not a directory): correct the option or perm"),
     (Stopped("saved after step 3"), 75, "saved after step 3"),
-    (KeyboardInterrupt(), 130, "stopped; the same command goes on from what was saved"),
+    (KeyboardInterrupt(), 130, "stopped; run the same command again to resume"),
 ]
 
 
@@ -394,14 +394,14 @@ def test_a_recipe_or_run_that_is_here_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("mine.yaml").write_text("target: {path: x}")
     assert message_of("+experiment=mine") == (
-        "no configs/experiment/mine.yaml: for the file here give +experiment=mine.yaml"
+        "no configs/experiment/mine.yaml: for the file in this folder, pass +experiment=mine.yaml"
     )
     Path("mine.yaml").write_text("name: mine")
     assert message_of("+experiment=mine.yaml") == "no value for target.path: set target.path in mine.yaml"
     saved = Path("runs/qwen/train/config.yaml")
     saved.parent.mkdir(parents=True)
     saved.write_text(compose.to_yaml(load_config(["target.path=x", "name=qwen"])))
-    assert message_of("name=qwen").endswith("give the run itself, runs/qwen, for its options")
+    assert message_of("name=qwen").endswith("pass the run itself, runs/qwen, to use its options")
     assert load_config([f"+experiment={saved}"]).target.path == "x"
 
 
@@ -420,4 +420,4 @@ def test_a_runs_folder_stands_for_its_options(tmp_path, monkeypatch):
     shutil.copytree("moved/qwen", "lr=1")
     assert load_config(["lr=1"]).run_dir == "lr=1"
     shutil.copytree("moved/qwen", "other")
-    assert message_of(*words, "other") == "moved/qwen and other are two runs: give one"
+    assert message_of(*words, "other") == "moved/qwen and other are different runs: pass only one"

@@ -84,25 +84,25 @@ def test_streams_that_are_closed_lead_nowhere(tmp_path):
 def test_a_folder_that_is_gone_is_said(tmp_path):
     (folder := tmp_path / "gone").mkdir()
     done = eagle31("new", "mine", cwd=folder, preexec_fn=folder.rmdir)
-    said = b"error: the folder that this was started in is gone: change into another\n"
+    said = b"error: the current folder no longer exists: change to another one\n"
     assert (done.returncode, done.stderr) == (2, said)
 
 
 def test_an_output_that_is_full_is_an_error():
     with Path("/dev/full").open("w") as full:
         done = eagle31("completion", "bash", stdout=full)
-    said = b"error: standard output cannot be written (No space left on device): make room where it leads\n"
+    said = b"error: cannot write to standard output (No space left on device): free some space where it goes\n"
     assert (done.returncode, done.stderr) == (2, said)
 
 
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (torch.OutOfMemoryError("CUDA out of memory"), "the device has too little memory"),
-        (torch.AcceleratorError("CUDA error: out of memory"), "the device has too little memory"),
+        (torch.OutOfMemoryError("CUDA out of memory"), "the device ran out of memory"),
+        (torch.AcceleratorError("CUDA error: out of memory"), "the device ran out of memory"),
         (torch.AcceleratorError("CUDA error: an illegal memory access"), None),
-        (ImportError("finegrained-fp8 needs kernels"), "install what is missing"),  # in a library's own words
-        (ModuleNotFoundError("No module named 'tiktoken'", name="tiktoken"), "install what is missing"),
+        (ImportError("finegrained-fp8 needs kernels"), "install the missing package"),  # in a library's own words
+        (ModuleNotFoundError("No module named 'tiktoken'", name="tiktoken"), "install the missing package"),
         (ModuleNotFoundError("No module named 'train.x'", name="train.x"), None),
         (ImportError("cannot import name 'Nothing' from 'torch'", name="torch"), None),
     ],

@@ -17,7 +17,7 @@ from eagle31_train.common.locks import writing
 def test_a_folder_is_written_by_one_process_and_the_lock_leaves_with_it(tmp_path):
     folder = tmp_path / "out"
     with writing(folder):
-        with pytest.raises(UserError, match=rf"another process writes {folder} now"), writing(folder):
+        with pytest.raises(UserError, match=rf"another process is writing {folder}"), writing(folder):
             pass
         with writing(tmp_path / "other"):  # another folder is another's
             assert len(list(tmp_path.iterdir())) == 2

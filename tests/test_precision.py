@@ -44,7 +44,7 @@ BF16, FP32 = ("bfloat16", "bf16"), ("float32", "no")
 def test_gpus_that_torch_counts_and_cannot_use_are_said(machine, monkeypatch):
     machine("avx512_bf16", (8, 0))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # the driver is older than this torch
-    assert "cannot use this machine's 1 GPUs: install one for their driver" in message_of(chosen)
+    assert "cannot use this machine's 1 GPUs: install a build for their driver" in message_of(chosen)
     assert chosen("target.device=cpu", "train.precision=bf16") == BF16
 
 
@@ -68,7 +68,7 @@ def test_the_hardware_decides_and_it_is_said(machine, monkeypatch, tmp_path, cap
     assert chosen("target.dtype=float16", "train.precision=bf16") == ("float16", "bf16")
     cli.run(lambda config: print(config.target.dtype), "", WORDS)
     cli.run(lambda config: None, "", WORDS, tells="train.precision")
-    why = "(this CPU has no instructions for bf16)"
+    why = "(this CPU has no bf16 instructions)"
     told = f"auto: target.dtype=float32 {why}\nfloat32\nauto: train.precision=no {why}\n"
     assert capsys.readouterr().out == told
     # Of several processes one speaks; and whoever plans for other devices leaves it open.

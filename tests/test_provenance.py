@@ -29,7 +29,7 @@ def test_only_a_whole_output_of_the_same_inputs_is_up_to_date_and_another_is_ref
     record = Provenance(INPUTS).record(files=artifacts.list_files(out, [out / "a"]))
     artifacts.write_json(out / artifacts.MANIFEST, record)
     with pytest.raises(
-        UserError, match=r"train\.lr: 0\.1 there, 0\.2 here\): give the same again, choose another name="
+        UserError, match=r"train\.lr: 0\.1 there, 0\.2 here\): use the same inputs again, choose another name="
     ) as error:
         up_to_date(out, other)
     assert str(out) in str(error.value)
@@ -76,9 +76,11 @@ def test_what_chooses_a_step_is_named_as_the_user_sets_it():
     wanted = inputs_of("evaluate.num_speculative_tokens=5", "train.keep_best=true", chosen_on=["prompt"])
     with pytest.raises(UserError) as error:
         wanted.refuse_other("run", inputs_of("train.keep_best=true", chosen_on=["prompt"]).record(), overwrite=False)
-    assert "(evaluate.num_speculative_tokens: 3 there, 5 here): train on the same states as name=…" in str(error.value)
+    assert "(evaluate.num_speculative_tokens: 3 there, 5 here): train on the same states under another name=…" in str(
+        error.value
+    )
     elsewhere = {**wanted.inputs, "store": "another", "seed": 1}
-    assert wanted.remedy({"inputs": elsewhere}).startswith("give the same again, choose"), "they are not the same"
+    assert wanted.remedy({"inputs": elsewhere}).startswith("use the same inputs again, choose"), "they are not the same"
 
 
 # ---------------------------------------------------------------- written whole

@@ -51,7 +51,7 @@ def test_without_a_recipe_and_prompts_it_says_what_it_takes(started, capsys):
     qwen = f"target.path={FOLDER / 'qwen3_8b'}"
     commands = started(qwen, "name=x")
     said = capsys.readouterr().out
-    assert "no recipe is named: +experiment=any" in said
+    assert "no recipe given: using +experiment=any" in said
     assert len(commands) == len(run.STAGES)
     for words in commands:
         assert words[-3:] == ["+experiment=any", qwen, "name=x"]
@@ -68,21 +68,21 @@ REFUSED = [  # what is asked, what is said, and up to or from where it would be 
     ("push=true", "repo=owner/name", "--until train"),
     ("push=true repo=me/a..b", "repo=owner/name", ""),
     ("push=true repo=me/a export_format=speculators", "push with export_format=vllm", "target.path=a/b --from export"),
-    ("store.max_bytes=1GB", "`eagle31 extract` and `eagle31 train store.follow=true` at once", "--from train"),
+    ("store.max_bytes=1GB", "`eagle31 extract` and `eagle31 train store.follow=true` side by side", "--from train"),
     ("evaluate.perturbations=[nope]", "evaluate.perturbations has no 'nope'", "--until train"),
     ("evaluate.prompts=nowhere.jsonl", "evaluate.prompts=nowhere.jsonl is missing", "--until train"),
     ("comparisons=[./nowhere]", "comparisons=./nowhere does not exist", ""),
     ("train.init_from=runs/nowhere", "train.init_from=runs/nowhere does not exist", ""),
-    ("train.time_limit=10", "train.time_limit=10 is no time", ""),
-    ("store.cache_bytes=lots", "store.cache_bytes=lots is no number of bytes", ""),
+    ("train.time_limit=10", "train.time_limit=10 is not a duration", ""),
+    ("store.cache_bytes=lots", "store.cache_bytes=lots is not a size in bytes", ""),
     ("evaluate.backend=vllm evaluate.vllm_python=nowhere", "=nowhere cannot import vLLM", "--until train"),
     ("target.device=cuda", "target.device=cuda: there is no CUDA device here", "--until data"),
     ("train.betas=[0.9]", "must be two numbers", ""),
-    ("evaluate.num_speculative_tokens=9", "must be num_speculative_tokens=9 or more", ""),
+    ("evaluate.num_speculative_tokens=9", "must be at least evaluate.num_speculative_tokens=9", ""),
     ("drafter.parallel=true train.ttt_length=1", "drafter.parallel=true learns nothing", ""),
-    ("--profile fsdp2", "--profile fsdp2 shards over several devices", "--until extract"),
+    ("--profile fsdp2", "--profile fsdp2 needs several devices", "--until extract"),
     ("train.context_parallel=2", "train.context_parallel=2 does not divide processes=1", "--until extract"),
-    ("train.kernels=fused --profile cpu", "train.kernels=fused cannot be on a CPU", "--until extract"),
+    ("train.kernels=fused --profile cpu", "train.kernels=fused does not run on a CPU", "--until extract"),
     ("--profile zero2", "train.optimizer=muon needs whole matrices", "train.optimizer=adamw"),
 ]
 
@@ -110,8 +110,8 @@ def test_what_is_there_or_was_needed_at_the_start_alone_is_not_refused(started, 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([f"target.path={OLD / 'target'}", "target.aux_layers=[1]"], "reads the layers [1, 2, 3], and [1] would be"),
-        ([f"target.path={FOLDER / 'qwen3_8b'}"], "is of a target 24 wide"),
+        ([f"target.path={OLD / 'target'}", "target.aux_layers=[1]"], "reads layers [1, 2, 3], but [1] would be"),
+        ([f"target.path={FOLDER / 'qwen3_8b'}"], "is for a target 24 wide"),
     ],
 )
 def test_initial_weights_that_cannot_be_used_are_refused_before_extraction(started, words, said, capsys):
@@ -150,7 +150,7 @@ def test_vllm_serves_what_was_exported_before(started, monkeypatch, first, last,
 def test_a_stage_that_was_told_to_stop_has_nothing_to_mend(started, monkeypatch, capsys, status):
     monkeypatch.setattr(run, "finished", lambda *_: status)
     assert status_of(started, "+experiment=smollm2") == STOPPED
-    assert " was stopped" in capsys.readouterr().err
+    assert " stopped" in capsys.readouterr().err
 
 
 WHOLE = ("target.device_map=auto", "target.device=cuda:1", "extract.engine=vllm")  # one process has the whole target
@@ -220,14 +220,14 @@ def test_a_sigterm_is_passed_on_to_the_stage(stage, handlers):
 def test_a_sigterm_between_stages_stops_the_run(started, handlers, monkeypatch, capsys):
     monkeypatch.setattr(run, "check_inputs", lambda *_: signal.raise_signal(signal.SIGTERM))
     assert status_of(started, "+experiment=smollm2") == STOPPED
-    assert "run: stopped; the same command goes on from there" in capsys.readouterr().err
+    assert "run: stopped; run the same command again to resume" in capsys.readouterr().err
 
 
 def test_a_killed_stage_is_said_and_its_status_is_a_shells(monkeypatch, capsys):
     monkeypatch.setattr(run, "command", lambda *_: ([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], 1))
     config = compose.load_config(["target.path=target", "data.prompts=self"])
     assert status_of(run.run, config, [], "extract", "train") == 137
-    assert "run: stopped at extract: it was killed, perhaps for want of memory" in capsys.readouterr().err
+    assert "run: stopped at extract: it was killed (out of memory?)" in capsys.readouterr().err
 
 
 def test_ctrl_c_ends_the_launcher_without_a_traceback(monkeypatch, handlers):
@@ -260,7 +260,7 @@ def failed_ranks(**codes):
     [
         (CalledProcessError(STOPPED, "train"), STOPPED, ""),
         (failed_ranks(rank0=2), 2, ""),
-        (failed_ranks(rank3=-signal.SIGKILL), 137, "rank 3 was killed by SIGKILL, for want of memory perhaps"),
+        (failed_ranks(rank3=-signal.SIGKILL), 137, "rank 3 was killed by SIGKILL (out of memory?)"),
         (failed_ranks(rank1=STOPPED, rank0=-signal.SIGTERM), STOPPED, ""),
         (failed_ranks(rank0=-signal.SIGSEGV, rank1=-signal.SIGTERM), 139, "rank 0 was killed by SIGSEGV\n"),
     ],

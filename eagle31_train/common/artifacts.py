@@ -47,14 +47,14 @@ def make_folder(path: Path) -> None:
     try:
         path.mkdir(exist_ok=True)
     except FileNotFoundError:  # which is about the parent; `console.explained` handles other errors
-        raise UserError(f"{path} cannot be made there: choose another folder") from None
+        raise UserError(f"cannot create {path}: choose another folder") from None
     fsync_path(path.parent)
 
 
 def refuse_dead_link(folder: Path) -> None:
     """Raise UserError for a link to nothing, or to itself: no folder can be made there."""
     if folder.is_symlink() and not os.path.exists(folder):  # noqa: PTH110 (Path's raises for a link to itself)
-        raise UserError(f"{folder} is a link that leads nowhere: remove it, or choose another folder") from None
+        raise UserError(f"{folder} is a broken symbolic link: remove it, or choose another folder") from None
 
 
 def fingerprint(value: Any) -> str:
@@ -169,7 +169,7 @@ def read_json(path: Path, made_by: str) -> Record:
             raise FileNotFoundError(path)
         value = foreign.read_object(path)
         if not isinstance(value.get("inputs", {}), dict):
-            raise ValueError("its inputs are no object")  # noqa: TRY004 (of the file)
+            raise ValueError("its inputs are not an object")  # noqa: TRY004 (of the file)
         return Record(value, path, made_by)
     except FileNotFoundError:
         raise UserError(f"{path} is missing: run `{made_by}` first") from None
@@ -279,7 +279,7 @@ def describe_change(
     """Describe what differs between two sets of inputs. `options` maps names in records to their options, if any."""
     changes = []
     for key in sorted(old.keys() | new.keys()):
-        before, after = old.get(key, "nothing"), new.get(key, "nothing")  # None is a value of its own
+        before, after = old.get(key, "unset"), new.get(key, "unset")  # None is a value of its own
         if isinstance(before, dict) and isinstance(after, dict):
             if inner := describe_change(before, after, f"{prefix}{key}.", options):
                 changes.append(inner)

@@ -30,7 +30,7 @@ BARS = {  # libraries' bars: the module and function that turn them off, and the
 
 
 # Errors that a user can mend: no room, and a path that cannot be used.
-REMEDIES = {errno.ENOSPC: "make room", errno.EDQUOT: "make room", errno.EROFS: "choose another place"}
+REMEDIES = {errno.ENOSPC: "free some space", errno.EDQUOT: "free some space", errno.EROFS: "choose another place"}
 CORRECTED = (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ELOOP)
 REMEDIES |= dict.fromkeys(CORRECTED, "correct the option or permissions")
 OURS = ("eagle31_train", "train", "data_prep")
@@ -67,8 +67,8 @@ def refuse_lone_process() -> None:
     asked = os.environ.get
     if "ACCELERATE_MIXED_PRECISION" in os.environ and asked("MASTER_ADDR") == "127.0.0.1" and not asked("WORLD_SIZE"):
         raise UserError(
-            "accelerate was asked for several processes and started one, as it does with --cpu and for profiles of one "
-            "process: use configs/accelerate/ddp.yaml (on a CPU with ACCELERATE_USE_CPU=true), or --num_processes 1"
+            "accelerate started only one of several processes, as it does with --cpu and with profiles of one process: "
+            "use configs/accelerate/ddp.yaml (on a CPU with ACCELERATE_USE_CPU=true), or pass --num_processes 1"
         )
 
 
@@ -85,14 +85,14 @@ def explained() -> Iterator[None]:
     except OSError as error:
         if error.errno not in REMEDIES:
             raise
-        what = f"{error.filename} cannot be used ({error.strerror})" if error.filename else error
+        what = f"cannot use {error.filename} ({error.strerror})" if error.filename else error
         _say_once(f"error: {shown.line(what)}: {REMEDIES[error.errno]}")
         raise SystemExit(2) from None
     except ImportError as error:  # of a package that a target's weights or code turn out to need, at its first pass
         named = error.name or ""  # none if a library asks for a package in its own words
         if named.partition(".")[0] in OURS or (named and not isinstance(error, ModuleNotFoundError)):
             raise
-        _say_once(f"error: {shown.line(error)}: install what is missing")
+        _say_once(f"error: {shown.line(error)}: install the missing package")
         raise SystemExit(2) from None
     except RuntimeError as error:
         if _said():  # another process has ended and said why, and this one has lost its connection
@@ -101,15 +101,15 @@ def explained() -> Iterator[None]:
         if type(error).__name__ not in ("OutOfMemoryError", "AcceleratorError") or "out of memory" not in str(error):
             raise
         remedy = "lower data.generate.batch_size, extract.batch_tokens or evaluate.batch_size"
-        remedy += "; for training `eagle31 plan` says what takes less"
-        _say_once(f"error: the device has too little memory ({shown.line(error)}): {remedy}")
+        remedy += "; for training, `eagle31 plan` shows what needs less"
+        _say_once(f"error: the device ran out of memory ({shown.line(error)}): {remedy}")
         raise SystemExit(2) from None
     except Stopped as stopped:
         if str(stopped):  # one of several processes speaks for all
             note(str(stopped), error=True)
         raise SystemExit(INTERRUPTED if isinstance(stopped, Interrupted) else STOPPED) from None
     except KeyboardInterrupt:
-        _say_once("stopped; the same command goes on from what was saved")
+        _say_once("stopped; run the same command again to resume")
         raise SystemExit(INTERRUPTED) from None
     finally:
         for stream in (sys.stdout, sys.stderr):
@@ -238,7 +238,7 @@ def note(text: str, error: bool = False) -> None:
         if isinstance(failure, BrokenPipeError):  # see `tidy`
             raise
         reason = failure.strerror or failure
-        raise UserError(f"standard output cannot be written ({reason}): make room where it leads") from None
+        raise UserError(f"cannot write to standard output ({reason}): free some space where it goes") from None
 
 
 def say(text: str, error: bool = False) -> None:

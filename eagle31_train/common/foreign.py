@@ -37,9 +37,9 @@ def check_file(path: Path, most: int | None = MOST) -> None:
     """Raise OSError or ValueError unless it is a regular file (a pipe would block) of at most `most` bytes."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
-        raise ValueError("it is no regular file")
+        raise ValueError("it is not a regular file")
     if most is not None and status.st_size > most:
-        raise ValueError(f"it has {status.st_size:,} bytes, and at most {most:,} are read")
+        raise ValueError(f"it has {status.st_size:,} bytes, more than the limit of {most:,}")
 
 
 def check_folder(folder: Path) -> None:

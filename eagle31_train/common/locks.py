@@ -21,7 +21,7 @@ def hold(file: IO[Any], who: str, instead: str = "name=… or run_dir=…") -> N
     except BlockingIOError:
         # Name the processes: they go on, unnoticed, when their launcher is killed.
         pids = " ".join(map(str, users_of(file)))
-        which, end = (f" (process {pids})", f", end it with `kill {pids}`") if pids else ("", "")
+        which, end = (f" (process {pids})", f", stop it with `kill {pids}`") if pids else ("", "")
         raise UserError(f"{who}{which}: wait for it{end}, or choose another {instead}") from None
     except OSError:  # the file system has no locks: go on, since nearly every process is the only one
         pass
@@ -56,4 +56,4 @@ def alone(path: Path, who: str, instead: str = "name=… or run_dir=…") -> Ite
 def writing(folder: Path, instead: str = "name=… or run_dir=…") -> AbstractContextManager[None]:
     """Write a folder `alone`: two writers would build it in one temporary folder, and remove each other's files."""
     whole = folder.absolute()  # `.` has no name
-    return alone(whole.with_name(f".{whole.name}.lock"), f"another process writes {folder} now", instead)
+    return alone(whole.with_name(f".{whole.name}.lock"), f"another process is writing {folder}", instead)

@@ -26,8 +26,8 @@ def gpus() -> int:
     count = torch.cuda.device_count()
     if count and not torch.cuda.is_available():  # NVML counts them, CUDA does not start
         raise UserError(
-            f"torch {torch.__version__} cannot use this machine's {count} GPUs: install one for their driver, or set "
-            "CUDA_VISIBLE_DEVICES= to use the CPU"
+            f"torch {torch.__version__} cannot use this machine's {count} GPUs: install a build for their driver, or "
+            "set CUDA_VISIBLE_DEVICES= to use the CPU"
         )
     return count
 

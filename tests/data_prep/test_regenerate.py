@@ -155,7 +155,7 @@ def test_finished_answers_are_not_made_again_and_not_replaced_unasked(config, tm
         config.data.generate.max_new_tokens = 5
         assert re.search(r"s\.jsonl was made .*tokens: 6 there, 5 here.*overwrite=true", message_of(run, config))
         config.data.generate.max_new_tokens, config.data.generate.top_k = 6, 20
-        assert "(data.generate.top_k: nothing there, 20 here)" in message_of(run, config)
+        assert "(data.generate.top_k: unset there, 20 here)" in message_of(run, config)
         config.data.generate.top_k, config.target.revision = None, "v2"
         assert "(target.revision: null there, v2 here)" in message_of(run, config)
     config.target.revision = None

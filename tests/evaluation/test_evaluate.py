@@ -231,7 +231,7 @@ def test_another_comparison_of_the_same_name_is_not_written_over(run, call, tmp_
     before = file.read_bytes()
     code, line = call(*others, default=None)
     assert (code, file.read_bytes()) == (2, before)
-    assert f"runs/compare/x-y compares x:{run.folder} y:{b.folder}: give another compare.out=…" in line
+    assert f"runs/compare/x-y compares x:{run.folder} y:{b.folder}: set another compare.out=…" in line
     call(*others, "overwrite=true", default=None)
     assert json.loads(file.read_text())["trainings"]["y"] == [str(c.folder)]
 
@@ -248,10 +248,10 @@ def test_published_drafters_need_no_run(run, call, prompts, tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     code, line = call(*drafts, f"target.path={run.target}")
     assert code == 2
-    assert "data/manifest.json is missing: run `eagle31 data` first, or give prompts as evaluate.prompts=FILE" in line
+    assert "data/manifest.json is missing: run `eagle31 data` first, or set evaluate.prompts=FILE" in line
     capsys.readouterr()
     result = call(*drafts, prompts, f"target.path={run.target}", "target.dtype=float32", "evaluate.dtype=float32")
-    assert capsys.readouterr().out.count("says that it drafts for some/one, and target.path is ") == 1
+    assert capsys.readouterr().out.count("says that it drafts for some/one, but target.path is ") == 1
     alone = call(drafts[1], prompts, f"target.path={run.target}", "target.dtype=float32", "evaluate.dtype=float32")
     (without,), (beside,), (single,) = (one["workloads"] for one in (result, with_a_run, alone))
     assert (alone["title"], single["drafters"]) == ("b", {"b": without["drafters"]["b"]})
@@ -280,7 +280,10 @@ def test_drafters_of_other_or_unknown_data(run, call, prompts):
     b.finish_training()
     code, line = call(run.folder, b.folder)
     assert code == 2
-    assert re.search(r"b was trained on other data than .*run/data, .*: give prompts that nothing was trained on", line)
+    assert re.search(
+        r"b was trained on other data than .*run/data, .*: set evaluate.prompts=FILE to prompts that no drafter",
+        line,
+    )
     (workload,) = call(run.folder, b.folder, prompts, "evaluate.num_prompts=1")["workloads"]
     assert "b may have been trained on these prompts" in workload["notes"]
     another_target(b)

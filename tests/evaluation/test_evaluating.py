@@ -158,10 +158,10 @@ def test_prompts_are_as_long_as_vllm_serves_their_target(tmp_path, target, longe
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["plain:a"], "plain is decoding without a drafter: give another name, as NAME:a"),
+        (["plain:a"], "plain is reserved for decoding without a drafter: choose another name, as NAME:a"),
         (["x:a", "x:b"], "two drafters are called x: tell them apart as NAME:b"),
-        (["x:a,a"], "a training twice or none"),
-        (["x:a,b", "x/1", "y/2/1"], "x/1 is a training of x and another drafter"),
+        (["x:a,a"], "x:a,a lists a training twice"),
+        (["x:a,b", "x/1", "y/2/1"], "x/1 is both a training of x and another drafter"),
     ],
 )
 def test_drafters_that_a_table_cannot_tell_apart_are_refused(words, problem):

@@ -129,7 +129,7 @@ def test_the_card_tells_of_the_smaller_drafter_alone(run, capsys):
     summary.summarise(run.config(*SMALL, "target.path=elsewhere"))
     assert re.search(r"was trained for .*, and target\.path is elsewhere", capsys.readouterr().out)
     # A comparison serves what it measures.
-    assert "smaller than what was trained" in message_of(compare.exported, str(run.folder))
+    assert "smaller than the trained drafter" in message_of(compare.exported, str(run.folder))
     assert "made from other inputs" in message_of(export.export, run.config())
     evaluate.evaluate(run.config("overwrite=true"))
     assert "made with other export_ options" in message_of(summary.summarise, run.config()), "another's acceptance"

@@ -39,7 +39,7 @@ REFUSED = {
     "FSDP without resharding": ({**FSDP2, "FSDP_RESHARD_AFTER_FORWARD": "false"}, "leave fsdp_reshard_after_forward"),
     "fp16": ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "set train.precision"),
     "accumulation": ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, "set train.gradient_accumulation_steps"),
-    "one of several": (LONE, "accelerate was asked for several processes and started one"),
+    "one of several": (LONE, "accelerate started only one of several processes"),
     "dynamo": ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "set train.kernels"),
 }
 
@@ -55,7 +55,7 @@ def test_one_process_of_several_extracts_nothing_alone(monkeypatch):
     use(monkeypatch, {})
     assert rank_of(config) == (2, 3)
     use(monkeypatch, LONE)
-    assert "accelerate was asked for several processes and started one" in message_of(rank_of, config)
+    assert "accelerate started only one of several processes" in message_of(rank_of, config)
 
 
 def test_a_process_whose_launcher_has_ended_does_not_meet_those_of_the_next(monkeypatch):

@@ -202,8 +202,8 @@ def test_muon_is_relayed_from_one_process_to_ddp_to_fsdp2_to_one_process(came, m
     ("run", "words"),
     [
         ("no exchange", "step 1: fc.weight is not the same on all ranks"),
-        ("three to share", "train.context_parallel=3 does not divide processes=2: take a multiple of 3"),
-        ("muon zero1", "train.optimizer=muon needs whole matrices, which DeepSpeed cuts up: launch with ddp or"),
+        ("three to share", "train.context_parallel=3 does not divide processes=2: use a multiple of 3"),
+        ("muon zero1", "train.optimizer=muon needs whole matrices, but DeepSpeed splits them: launch with ddp or"),
         ("no sharding", "step 1: fc.weight is not sharded over all ranks"),
         ("unlike weights", "step 1: norm.weight is not the same on all ranks"),
         ("unlike options", "rank 1 is not as rank 0 (train.lr: 0.01 on rank 0, 0.02 here): start every process with"),
