@@ -126,10 +126,10 @@ class Engine(ABC):
         """Return the answer that `ids` make after a prompt; UserError if they do not end as the target's answers do."""
         end_ids = self.template.end_ids
         if finish_reason == "stop" and not (ids and ids[-1] in end_ids):
-            there = f"{self.template.decode(ids[-1:])!r} there" if ids else "no token there"
+            there = f"{self.template.decode(ids[-1:])!r}" if ids else "no token"
             raise UserError(
-                f"an answer ends with {there}, which is none of the target's end tokens here ({end_ids}): is it the "
-                "same target? They are eos_token_id of its generation_config.json"
+                f"an answer ends with {there}, not with one of the target's end tokens ({end_ids}, eos_token_id of its "
+                "generation_config.json): does the server run the same target?"
             )
         message = written.message_of(self.template, prompt, self.template.with_rows(ids), job.row.tools)
         if not ids or ids[0] in end_ids:
@@ -261,7 +261,7 @@ class Remote(Engine):
                         self.servers.remove(server)
                         self._tell_who_is_alone()
                         server.given_up = True
-                        note(f"{error}; the other servers answer in its place", error=True)
+                        note(f"{error}; the other servers take over", error=True)
             finally:
                 with self.lock:
                     server.under_way -= 1

@@ -25,7 +25,7 @@ TRIES = 8  # with waits of a minute and a half in all
 LONGEST_WAIT = 300.0  # seconds, even if a server asks for a longer pause
 BUSY = (408, 409, 424, 425, 429, 500, 502, 503, 504)  # worth asking again
 HANGS = 2  # timeouts in a row, after which another server is asked
-ABORTED = "an answer that it broke off"
+ABORTED = "it broke off the answer"
 FAILS = ("HTTP 500", "HTTP 424", ABORTED)  # problems of a server that fails on certain prompts every time
 BROKEN_OFF = ("abort", "error", None)  # finish reasons of an answer that a stopping or failing server did not end
 REFUSED = (400, 413, 422)  # this request's fault: a prompt past the context, or a filter's objection
@@ -61,7 +61,7 @@ class Server:
 
     def __init__(self, url: str, model: str, longest: int, own: OwnServer | None = None) -> None:
         if not url.startswith(("http://", "https://")):
-            raise UserError(f"data.generate.server={url} is no address: http://HOST:PORT/v1")
+            raise UserError(f"data.generate.server={url} is not an address: write http://HOST:PORT/v1")
         self.url = f"{url.rstrip('/')}/completions"
         self.model, self.longest, self.own = model, longest, own
         self.under_way = 0  # requests
@@ -90,7 +90,7 @@ class Server:
         }
         completion, model = self._ask(body)
         if model not in ("", self.model):
-            self._say_once(f"{self.url} answers as {model[:200]}, and {self.model} was asked for", kind="model")
+            self._say_once(f"{self.url} answers as {model[:200]}, but {self.model} was requested", kind="model")
         return completion
 
     def _say_once(self, text: str, kind: str) -> None:
@@ -106,7 +106,7 @@ class Server:
                 if self.given_up:
                     break
                 self._say_once(
-                    f"{self.url} gives no answer ({problem}): asking again, {TRIES} times in all", kind="again"
+                    f"no answer from {self.url} ({problem}): retrying, {TRIES} attempts in all", kind="again"
                 )
                 time.sleep(max(wait, min(30.0, 2.0 ** (attempt - 1))))
                 wait = 0.0
@@ -125,7 +125,7 @@ class Server:
                 with suppress(OSError, http.client.HTTPException):
                     problem += f" {' '.join(error.read(1000).decode(errors='replace').split())[:200]}"
                 if error.code in REFUSED:
-                    raise Refused(f"the server refuses it: {problem}") from None
+                    raise Refused(f"the server refuses the request: {problem}") from None
                 if error.code not in BUSY:
                     break
             except (OSError, http.client.HTTPException) as error:
@@ -139,13 +139,13 @@ class Server:
             except UserError:
                 raise
             except ValueError:  # its text would show the key
-                problem = "HTTP cannot carry its address, or the key in OPENAI_API_KEY"
+                problem = "its address, or the key in OPENAI_API_KEY, has characters that HTTP does not allow"
                 break
         if problem.startswith(FAILS) and self.failures_left:  # some servers fail on some prompts, each time
             self.failures_left -= 1
-            raise Failed(f"the server fails on it: {problem}")
-        remedy = "see to vLLM's log" if self.own else "check data.generate.server and .model"
-        raise NoAnswer(f"{self.url} gives no answer ({problem}): {remedy}")
+            raise Failed(f"the server fails on the request: {problem}")
+        remedy = "see vLLM's log" if self.own else "check data.generate.server and data.generate.model"
+        raise NoAnswer(f"no answer from {self.url} ({problem}): {remedy}")
 
     def _post(self, body: dict[str, Any]) -> bytes:
         headers = {"Content-Type": "application/json"}
@@ -158,7 +158,7 @@ class Server:
             while part := response.read1(1 << 16):
                 content += part
                 if len(content) > most:
-                    raise UserError(f"{self.url} answers without end (more than {most:,} bytes): see to the server")
+                    raise UserError(f"{self.url} sends an endless answer (more than {most:,} bytes): check the server")
                 if time.monotonic() > until:  # a trickle of bytes evades the socket's timeout
                     raise TimeoutError("timed out")
             if response.length:  # read1 takes a closed connection for the end of the answer
@@ -175,14 +175,14 @@ class Server:
             foreign.typed(list[foreign.Width] | None, ids)
         except (ValueError, KeyError, IndexError, TypeError, AttributeError):
             beginning = " ".join(content[:1000].decode(errors="replace").split())[:200]
-            raise _Unreadable(f"no completion: {beginning}") from None
+            raise _Unreadable(f"not a completion: {beginning}") from None
         if reason in BROKEN_OFF:
-            raise http.client.HTTPException(f"{ABORTED}, with the reason {reason!r}")
+            raise http.client.HTTPException(f"{ABORTED}, with finish_reason {reason!r}")
         if reason not in ("stop", "length"):
             raise Refused(f"the server ended the answer with {reason!r}, not with stop or length")
         if ids is None:
             raise UserError(
-                f"{self.url} gives no token ids, though return_token_ids asks for them: vLLM 0.10.2 and later do, and "
-                "SGLang of July 2026 and later"
+                f"{self.url} returns no token ids, though return_token_ids asks for them: use vLLM 0.10.2 or later, or "
+                "SGLang of July 2026 or later"
             )
         return (ids, reason), model

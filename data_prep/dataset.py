@@ -62,13 +62,13 @@ def _digest_of_ids(ids: list[int] | str) -> bytes:
 def check_shares(places: set[float], share: float) -> None:
     """UserError if `share` holds out all prompts at these places (at least one), or none though it is above 0."""
     if max(places) < share:
-        raise UserError(f"data.heldout={share} holds out every prompt: lower it or give more prompts")
+        raise UserError(f"data.heldout={share} holds out every prompt: lower it, or add prompts")
     if 0 < share <= (first := min(places)):
         enough = math.ceil(first * 1000 + 1e-6) / 1000
-        remedy = f"data.heldout={enough} holds out one" if enough < 1 and len(places) > 1 else "give more prompts"
+        remedy = f"data.heldout={enough} holds out one" if enough < 1 and len(places) > 1 else "add prompts"
         raise UserError(
-            f"data.heldout={share} holds out none of {len(places)} prompts, to measure acceptance on: {remedy}, "
-            "data.heldout=0 does without"
+            f"data.heldout={share} holds out none of {len(places)} prompts, so acceptance cannot be measured: "
+            f"{remedy}, data.heldout=0 does without"
         )
 
 
@@ -137,7 +137,8 @@ def collect(rows: Iterator[Row], template: ChatTemplate, max_length: int, heldou
             known, own = written.known(row.messages), template.under(row.template_args)
             if known and row.template not in (None, own.identity):
                 raise Refused(
-                    "its token ids are of another chat template, or arguments of it: give those, or leave token_ids out"
+                    "its token ids come from another chat template or template arguments: use those, or "
+                    "remove token_ids"
                 )
             if row.tokens:
                 found = masks.given(template, row.tokens, max_length)

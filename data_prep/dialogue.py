@@ -69,11 +69,11 @@ def following(turn: PromptTurn, answer: Message | None, tools: list[Tool] | None
     answer = answer or {"content": ""}
     calls = answer.get("tool_calls") or []
     if tools and not calls and any(sign in answer["content"] for sign in CALLS):
-        raise Refused("the answer calls a tool in its text, in a form that cannot be taken apart")
+        raise Refused("the answer calls a tool in its text, in a form that cannot be parsed")
     if calls and not turn.results:
-        raise Refused("the answer calls a tool, and the prompt has no result for it")
+        raise Refused("the answer calls a tool, but the prompt has no result for it")
     if turn.results and not calls:
-        raise Refused("the prompt goes on with a tool's result, and the answer calls no tool")
+        raise Refused("the prompt continues with a tool's result, but the answer calls no tool")
     left, matched = list(turn.results), []
     for call in calls:
         entry = next((entry for entry in left if entry[0] in (call["function"]["name"], None)), None)
@@ -82,5 +82,5 @@ def following(turn: PromptTurn, answer: Message | None, tools: list[Tool] | None
             result = {key: value for key, value in entry[1].items() if key != "tool_call_id"}
             matched.append({**result, "tool_call_id": call["id"]} if call.get("id") else result)
     if left or len(matched) < len(calls):
-        raise Refused("the answer calls other tools than the prompt has results of")
+        raise Refused("the answer calls other tools than the prompt has results for")
     return [*matched, *turn.rest]

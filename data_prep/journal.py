@@ -45,7 +45,9 @@ class Journal:
             return done
         # An output beside a journal is ours: its run was killed before it wrote the manifest.
         if self.output.exists() and not self.path.exists() and not overwrite:
-            raise UserError(f"{self.output} was not finished by this command: move it away, or overwrite=true")
+            raise UserError(
+                f"{self.output} was not written by this command: move it, or replace it with overwrite=true"
+            )
         return False
 
     def finish(self, rows: Iterable[str], made_from: Provenance, **facts: Any) -> dict[str, Any]:
@@ -98,8 +100,8 @@ class Journal:
         """UserError if there are answers, none is wanted, and `overwrite` is not set: `finish` would remove them."""
         if self.answers and not overwrite and not any(map(wanted, self.answers)):
             raise UserError(
-                f"{self.path} holds {len(self.answers):,} answers of other prompts, options, or another target, that "
-                f"were not finished: give those again, {provenance.REPLACE}"
+                f"{self.path} holds {len(self.answers):,} answers of an unfinished run with other prompts, options or "
+                f"target: use the same inputs again, {provenance.REPLACE}"
             )
 
     def __exit__(self, *_: object) -> None:

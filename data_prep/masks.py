@@ -35,7 +35,7 @@ NO_ANSWER = "no assistant turn"
 UNWEIGHTED = "every answer has weight 0"
 EMPTY = "an empty answer"
 ENDED = "an end-of-turn token inside the answer"
-BEYOND = "nothing of the answers lies within data.max_length: raise it"
+BEYOND = "no part of an answer lies within data.max_length: raise it"
 UNCLOSED = "the generation prompt opens a thought that the answer does not close"
 Tools = list[Tool] | None
 
@@ -132,7 +132,7 @@ def supervised(template: ChatTemplate, tokens: Tokens, start: int, end: int, con
     last = ends[0]
     # A template may close the conversation with one more (Phi).
     if template.decode([i for i in tokens.ids[last + 1 : stop] if i not in template.end_ids]).strip():
-        raise Refused(ENDED if len(ends) > 1 else "text of the turn after its end-of-turn token")
+        raise Refused(ENDED if len(ends) > 1 else "text after the answer's end-of-turn token")
     body = tokens.text_between(first, last)
     # Use offsets if the tokenizer has them: a text that it normalised has another length.
     before_end = start + len(body) if tokens.offsets is None else tokens.offsets[last][0]
@@ -140,7 +140,7 @@ def supervised(template: ChatTemplate, tokens: Tokens, start: int, end: int, con
         raise Refused(INSIDE)
     if not _same(body.strip(), content.strip()):
         if (after := body.strip().removeprefix(content.strip()).strip()) in template.added.values():
-            raise Refused(f"answers end with {after}, which eos_token_id of generation_config.json lacks")
+            raise Refused(f"answers end with {after}, which is not in eos_token_id of generation_config.json: add it")
         raise Refused("the template alters the answer")
     if not body:
         raise Refused(EMPTY)
@@ -270,11 +270,11 @@ def _check(message: Message, prompt: str, cut: bool) -> None:
     if not (content.strip() or reasoning.strip() or calls):
         raise Refused(EMPTY)
     if cut and calls:
-        raise Refused("an answer that was cut off among its tool calls")
+        raise Refused("an answer that was cut off within its tool calls")
     if reasoning and (OPEN in content or CLOSE in content):
-        raise Refused("a thought within the answer, and another beside it")
+        raise Refused("a thought within the answer's content, and another in a field of its own")
     if prompt.rstrip().endswith(CLOSE) and apart(message).get("reasoning_content"):
-        raise Refused("the prompt switches thinking off, and the answer has a thought")
+        raise Refused("the prompt switches thinking off, but the answer has a thought")
 
 
 def _written(
@@ -304,8 +304,8 @@ def _written_as(
     if not written and _begins(template):
         end = prompt.rstrip().splitlines()[-1][-40:]
         raise Refused(
-            f"the generation prompt ends with {end!r}, from where the target would not go on so; a turn that it wrote "
-            'itself has "tokens": 0, or their number'
+            f"the generation prompt ends with {end!r}, which the target would not continue like this; if it did, add "
+            '"tokens": 0, or their number, to the turn'
         )
     return whole, message["content"], False
 

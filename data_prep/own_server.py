@@ -18,7 +18,9 @@ class OwnServer(ExitStack):
         super().__init__()
         self.config, self._url = config, ""
         if config.data.generate.model:
-            raise UserError("data.generate.model is for a server of yours, and data.generate.server=vllm starts one")
+            raise UserError(
+                "data.generate.model is only for a server of yours, but data.generate.server=vllm starts one: remove it"
+            )
 
     def url(self) -> str:
         """Return its address; UserError if vLLM does not start."""
@@ -33,12 +35,12 @@ class OwnServer(ExitStack):
             python, port, log = self.config.evaluate.vllm_python, pick_port(), Path(self.config.run_dir) / LOG
             arguments = answering_arguments(self.config, torch.cuda.device_count(), port)
             command = [python, "-m", MODULE, *flags(arguments)]
-            note(f"answers: vLLM starts ({log})")
+            note(f"answers: starting vLLM (log: {log})")
             server = Server(command, port, log, offline=out_of_reach(self.config.target) is not None)
             try:
                 self._server = self.enter_context(server)
             except (UserError, OSError) as error:
-                raise UserError(f"{error}; it is started with evaluate.vllm_python={python}") from None
+                raise UserError(f"{error}; vLLM was started with evaluate.vllm_python={python}") from None
             self._url = f"http://127.0.0.1:{port}/v1"
         return self._url
 

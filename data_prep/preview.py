@@ -25,7 +25,7 @@ def page(splits: Mapping[str, Split], template: ChatTemplate) -> str:
             if numbers[source] <= EACH:
                 tokens = f"{len(sample.input_ids):,} tokens, {int(sample.loss_mask.sum()):,} of them learnt"
                 marked.append((f"{name}, {source}: {identity} ({tokens})", list(_runs(sample, template))))
-    return html.page("Samples: what a drafter learns is marked", [], {}, {}, marked=marked)
+    return html.page("Samples, with what a drafter learns marked", [], {}, {}, marked=marked)
 
 
 def _runs(sample: Sample, template: ChatTemplate) -> Iterator[tuple[str, bool]]:
@@ -36,7 +36,7 @@ def _runs(sample: Sample, template: ChatTemplate) -> Iterator[tuple[str, bool]]:
         try:
             yield template.decode_after(ids[:at], ids[at:end]), learnt
         except Refused:  # the target's padded rows have no text
-            yield f"[{end - at} tokens, not all of which the tokenizer has]", learnt
+            yield f"[{end - at} tokens, some of them not in the tokenizer]", learnt
         at = end
     if len(sample.input_ids) > MOST:
-        yield f" … ({len(sample.input_ids) - MOST:,} tokens more)", False
+        yield f" … ({len(sample.input_ids) - MOST:,} more tokens)", False

@@ -50,17 +50,17 @@ def regenerate(config: Config, template: ChatTemplate, own: OwnServer | None = N
             note(f"answers: {output} is up to date")
             return output, record
         if not config.overwrite:
-            lacking = f"{output} lacks {lacked} prompts, which had no room for an answer in data.max_length={before}"
-            note(f"answers: {lacking}: overwrite=true answers all anew")
+            lacking = f"{output} lacks {lacked} prompts, which left no room for an answer in data.max_length={before}"
+            note(f"answers: {lacking}: set overwrite=true to answer all prompts again")
             return output, record
     jobs, refused = _jobs(corpus, generate)
     option = "data.sources" if corpus.mixed else f"data.prompts={config.data.prompts}"
     if not jobs:
-        raise UserError(f"{option}: there is no prompt that can be answered ({most_common(refused)})")
+        raise UserError(f"{option}: no prompt can be answered ({most_common(refused)})")
     # The answered conversations will be split in the same way: check it now, not after hours of answers.
     check_shares({place(job.turns[0].rest) for job in jobs}, config.data.heldout)
     if (count := sum(bool(job.row.tools) for job in jobs)) and not template.reads_tools:
-        note(f"answers: {count} are asked for with tools, which the chat template of {template.name} does not write")
+        note(f"answers: {count} conversations have tools, which the chat template of {template.name} does not write")
     with journal:
         if journal.answers:
             journal.check_wanted(set(_first_keys(jobs, settings)).__contains__, config.overwrite)
@@ -117,7 +117,7 @@ def _jobs(corpus: Corpus, generate: GenerateConfig) -> tuple[list[Job], list[dic
             if row.problem:
                 raise Refused(row.problem)
             if row.tokens:
-                raise Refused("input_ids are no prompt to answer: give data.format of the words beside them")
+                raise Refused("input_ids cannot be answered: set data.format to that of the text beside them")
             turns = turns_of(row.messages)
         except Refused as error:
             refused.append(refusal(row, str(error)))

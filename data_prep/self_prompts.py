@@ -86,8 +86,8 @@ def user_stop(template: ChatTemplate) -> Stop:
     text before that token, such as "[/INST]". Each is None if the template does not write it."""
     after = template.render([{"role": "user", "content": MARK}], add_generation_prompt=True).partition(MARK)[2]
     if not after.strip():
-        needs = "data.prompts=self needs a chat template that writes something after a user's words"
-        raise UserError(f"{needs}, not {after!r}: give prompts as data.prompts=FILE")
+        needs = "data.prompts=self needs a chat template that writes something after a user's text"
+        raise UserError(f"{needs}, not {after!r}: set data.prompts=FILE instead")
     ids = template.encode(after)
     place = next((n for n, token in enumerate(ids) if template.added.get(token, "").strip()), len(ids))
     lines = template.decode(ids[:place]).strip().splitlines()
@@ -99,7 +99,7 @@ def problem_of(text: str, seen: set[str], special: Collection[str]) -> str:
     if not re.search(r"\w\W*\w", text):
         return "empty"
     if NO_CHARACTER in text:
-        return "bytes that are no text"
+        return "bytes that are not text"
     if any(token in text for token in special):
         return "special tokens"
     data = text.encode()
@@ -152,12 +152,12 @@ class Writer:
                 self.bar.total = self.bar.n + len(batch) * self.options.turns
                 done += self._turns(list(map(self._begin, batch)))
                 tried += len(batch)
-                self.bar.set_postfix_str(f"{len(done):,} of {wanted:,} of use", refresh=False)
+                self.bar.set_postfix_str(f"{len(done):,} of {wanted:,} usable", refresh=False)
         if len(done) < wanted:
-            few = f"the target wrote {len(done)} prompts of use in {tries} tries ({_counted(self.refused)})"
+            few = f"the target wrote only {len(done)} usable prompts in {tries} tries ({_counted(self.refused)})"
             raise UserError(
                 f"{few}: is it a chat model? Raise data.self_prompts.max_new_tokens if most did not end, lower "
-                "data.self_prompts.count, or give data.prompts=FILE"
+                "data.self_prompts.count, or set data.prompts=FILE"
             )
         return done[:wanted]
 
@@ -207,8 +207,8 @@ class Writer:
             text = self.template.render(messages)
         except Refused as error:  # Gemma's takes no system turn
             if self.options.system:
-                raise UserError(f"data.self_prompts.system: {error}: leave it out") from None
-            raise UserError(f"data.prompts=self: {error}: give prompts instead") from None
+                raise UserError(f"data.self_prompts.system: {error}: remove it") from None
+            raise UserError(f"data.prompts=self: {error}: set data.prompts=FILE instead") from None
         ids = self.template.encode(text.partition(MARK)[0].rstrip(" "))
         seed = int(artifacts.fingerprint([self.config.seed, one.number, len(ids)])[:8], 16)
         return Request(ids, self.options.temperature, seed)

@@ -47,11 +47,11 @@ class Source:
                 where = f"{file.name}:{number}"
                 row = parse(value, self.format, where, f"{file.stem}-{number}")
                 if row.id in seen:
-                    raise UserError(f"{where}: id {row.id!r} is also that of {seen[row.id]}: make ids unique")
+                    raise UserError(f"{where}: id {row.id!r} is also used at {seen[row.id]}: make ids unique")
                 seen[row.id] = where
                 yield replace(row, id=f"{self.name}/{row.id}", source=self.name) if self.name else row
             if not number:
-                raise UserError(f"{self.given}: {file.name} is empty: it holds no row")
+                raise UserError(f"{self.given}: {file.name} has no rows: add some, or remove the file")
 
     def inputs(self, files: str) -> dict[str, Any]:
         """Return all that its rows depend on; name and fingerprint of every file under the key `files`."""
@@ -113,7 +113,7 @@ class Corpus:
                     bad.append(row)
             if not ids:
                 reason = f"none of its {len(bad)} rows can be used ({bad[-1].problem})"
-                raise UserError(f"data.sources.{name}: {reason}: mend it or leave it out")
+                raise UserError(f"data.sources.{name}: {reason}: fix them, or set data.sources.{name}=null")
             usable[name] = ids
             unusable += bad
             self.counts[name] = {"weight": float(source.weight), "read": len(ids) + len(bad)}
@@ -149,9 +149,13 @@ def quotas(weights: Mapping[str, Fraction], have: Mapping[str, int], rows: int |
         taken[name] += 1
     for name, count in taken.items():
         if count > have[name]:
-            raise UserError(f"data.sources.{name} is to give {count} rows and has {have[name]}: lower data.rows={rows}")
+            raise UserError(
+                f"data.sources.{name} must give {count} rows, but has only {have[name]}: lower data.rows={rows}"
+            )
         if not count:
-            raise UserError(f"data.sources.{name} gives no row: raise its weight, its rows or data.rows")
+            raise UserError(
+                f"data.sources.{name} would give no rows: raise its weight, its number of rows or data.rows"
+            )
     return taken
 
 
@@ -167,9 +171,10 @@ def _nothing_given(data: DataConfig, option: str) -> str:
     """Return what to do if `data.{option}` is not set; the other of the two may be."""
     if option == "prompts" and data.conversations is not None:
         answers = f"regenerate=true answers data.prompts, not data.conversations={data.conversations}"
-        return f"{answers}: set data.prompts, or regenerate=false to learn the conversations"
+        return f"{answers}: set data.prompts, or regenerate=false to train on the conversations"
     if option == "conversations" and data.prompts is not None:
-        return f"data.prompts={data.prompts} is to be answered: set regenerate=null, or give data.conversations"
+        needs = f"data.prompts={data.prompts} needs answers, but regenerate=false"
+        return f"{needs}: set regenerate=null, or data.conversations"
     prompts = "data.prompts (self: the target writes them)"
     return f"no {option}: set {prompts}, data.conversations or data.sources (of prompts with regenerate=true)"
 
@@ -200,13 +205,15 @@ def _open_source(config: Config, where: str, value: Any, name: str = "") -> Sour
     path, form = options.path, options.format
     if path == SELF:
         if not config.regenerate:
-            raise UserError(f"{where}.path={SELF}: such prompts are to be answered: set regenerate=null")
+            given = f"{where}.path" if name else where
+            raise UserError(f"{given}={SELF}: such prompts need answers, but regenerate=false: set regenerate=null")
         path, form = str(Path(config.run_dir) / SELF_WRITTEN), "auto"
     check_value(f"{where}.format", form, {"choices": FORMATS})
     files = open_files(path, options.split, where, options.stream_rows, options.subset, options.revision)
     own = entry if name else defaults
     for option in OF_HUB_SETS:
         if own.get(option) and not files[0].on_hub:
-            raise UserError(f"{option}={own[option]} is of hub data sets, and {where}={path} is none")
+            of = where if name else "data"
+            raise UserError(f"{of}.{option}={own[option]} is only for hub data sets, not {where}={path}: remove it")
     # Via decimal text, so that 0.7 and 0.3 are exact.
     return Source(files, form, f"{where}={path}", name, Fraction(str(options.weight)))

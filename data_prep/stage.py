@@ -42,12 +42,12 @@ from eagle31_train.targets.pretrained import served_sampling, vocabulary_fingerp
 SWITCH = r"\benable_thinking\b|(?<!\.)\bthinking(?= is (?:not )?defined)|(?<=if )thinking\b"
 NAMED = 5  # refused conversations that the summary names; the manifest names all
 COUNTS = {  # in the manifest; the summary shows those that are not 0
-    "repeated": "prompts that are asked twice, on one side of the split",
+    "repeated": "prompts that occur twice, both times on the same side of the split",
     "cut": "cut at max_length",
     "no_end_of_turn": "answers without end of turn",
-    "split_turns": "conversations cut into several samples (docs/data.md, Thoughts)",
-    "from_words": "answers given as text, tokenized here (the file has not all their token_ids)",
-    "given_ids": "rows given as token ids, learnt as they are: they must be this target's",
+    "split_turns": "conversations split into several samples (docs/data.md, Thoughts)",
+    "from_words": "answers given as text, tokenized here (the file lacks some of their token_ids)",
+    "given_ids": "rows given as token ids, used as they are: they must be this target's",
     "args_unread": "rows with chat_template_kwargs that the chat template of {target} does not read",
     "inserted": "answers before which the template puts an empty thought",
     "tools_unread": "conversations with tools, which the chat template of {target} does not write",
@@ -60,7 +60,7 @@ def prepare(config: Config) -> None:
     started = time.monotonic()
     data, folder = config.data, Path(os.path.realpath(config.data_folder))
     if ranks() > 1:
-        raise UserError("eagle31 data is one process, and WORLD_SIZE is set: start it without a launcher")
+        raise UserError("eagle31 data runs in one process, but WORLD_SIZE is set: start it without a launcher")
     target = describe_target(config.target)
     template = ChatTemplate.load(config.target)
     vocab_size = target.vocab_size
@@ -78,7 +78,7 @@ def prepare(config: Config) -> None:
     answered = Journal(Path(config.run_dir) / ANSWERED).manifest.is_file()
     if not ours and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         # commit() replaces the folder, and without our manifest what it holds may be the user's own.
-        raise UserError(f"{folder} exists and is no output of this stage: move it away or choose run_dir=…")
+        raise UserError(f"{folder} exists, but is not an output of this stage: move it, or choose another run_dir=…")
     if config.regenerate and ours and not answered and not config.overwrite:
         # Spend no hours on answers that would be refused in the end or, if another run has the data, thrown away.
         made_from = provenance.of_data(config, _rows_of(folder, config, template), template.fingerprints(), vocab_size)
@@ -122,7 +122,7 @@ def prepare(config: Config) -> None:
 
 def _introduce(config: Config, rows: list[str]) -> None:
     """Print what the drafter will be, and what is doubtful about its target."""
-    note("\n".join([f"data: the drafter for {config.target.name}, as its config.json has it", *rows]))
+    note("\n".join([f"data: the drafter for {config.target.name}, derived from its config.json", *rows]))
     for what, doubt in doubts(config).items():
         note(f"data: {what}: {doubt}")
 
@@ -135,7 +135,7 @@ def _is_done(folder: Path, made_from: Provenance, config: Config, target: Target
     note(f"data: {folder} is up to date")
     manifest = artifacts.read_json(folder / artifacts.MANIFEST, "eagle31 data")
     if change := changed_since(manifest.get("target") or {}, target):
-        note(f"data: its target is another since, and recorded anew ({change})")
+        note(f"data: the target has changed ({change}); recorded the new one")
         with writing(folder, "run_dir=… or data_dir=…"):
             artifacts.write_json(folder / artifacts.MANIFEST, {**manifest, "target": asdict(target)})
     return True
@@ -151,7 +151,7 @@ def check_ends(template: ChatTemplate) -> None:
         if ends and not set(ends) & set(template.end_ids):
             raise UserError(
                 f"the chat template of {template.name} ends an answer with {template.added[ends[0]]}, at which the "
-                "target does not stop: add it to eos_token_id in generation_config.json, or give target.chat_template"
+                "target does not stop: add it to eos_token_id in generation_config.json, or set target.chat_template"
             )
 
 
@@ -162,9 +162,9 @@ def _tell_of_thoughts(template: ChatTemplate, data: DataConfig, target: TargetDe
         return
     remedies, room = [], room_for_thoughts(data, target)
     if room:
-        remedies.append(f"give {' '.join(f'{option}={tokens}' for option, tokens in room.items())}")
+        remedies.append(f"set {' '.join(f'{option}={tokens}' for option, tokens in room.items())}")
     if switch := re.search(SWITCH, template.template):
-        remedies.append(f"switch thinking off: target.template_args.{switch[0]}=false")
+        remedies.append(f"switch thinking off with target.template_args.{switch[0]}=false")
     what = f"{template.name} may think, and answers are cut after {most} tokens"
     note(f"data: THOUGHTS: {what}" + (f": {', or '.join(remedies)}" if remedies else ""))
 
@@ -178,7 +178,8 @@ def _tell_of_other_sampling(config: Config) -> None:
         defaults = ", ".join(f"{name} {value:g}" for name, value in other.items())
         ours = ", ".join(f"data.generate.{name}={json.dumps(getattr(generate, name))}" for name in other)
         note(
-            f"data: vLLM serves {config.target.name} with {defaults} (its generation_config.json); answers have {ours}"
+            f"data: vLLM serves {config.target.name} with {defaults} (its generation_config.json); "
+            f"these answers use {ours}"
         )
 
 
@@ -201,8 +202,8 @@ def _refuse_other_answers(config: Config) -> None:
     begun = answers.manifest.is_file() or answers.path.is_file()
     if begun and not prompts.manifest.is_file() and not config.overwrite:
         raise UserError(
-            f"{answers.output} is of answers to prompts that were given, and data.prompts=self would write others: "
-            f"give the same prompts (data.prompts=FILE), {REPLACE}"
+            f"{answers.output} answers prompts from a file, but data.prompts=self would write others: set "
+            f"data.prompts=FILE to the same prompts, {REPLACE}"
         )
 
 
@@ -223,10 +224,10 @@ def _open(config: Config, template: ChatTemplate) -> tuple[Corpus, dict[str, Any
 def _check_splits(collected: Collected, data: DataConfig) -> None:
     sources = {source for split in collected.splits.values() for _, source, _ in split.rows}
     if not sources:
-        raise UserError(f"no conversation is left to learn from ({_reasons(collected.refused, data)})")
+        raise UserError(f"no conversation is left to train on ({_reasons(collected.refused, data)})")
     for name in sorted(named(data).keys() - sources):
         reasons = _reasons([entry for entry in collected.refused if entry["source"] == name], data)
-        raise UserError(f"data.sources.{name}: no conversation of it is left to learn from ({reasons})")
+        raise UserError(f"data.sources.{name}: none of its conversations is left to train on ({reasons})")
     check_shares(collected.places, data.heldout)
 
 
@@ -236,13 +237,13 @@ def _check_positions(collected: Collected, target: TargetDescription) -> None:
     lengths = {id: len(sample.input_ids) for split in collected.splits.values() for id, _, sample in split.rows}
     longest = max(lengths, key=lambda id: lengths[id])
     if positions and lengths[longest] > positions:
-        count = f"{lengths[longest]:,} tokens, and the target has {positions:,} positions"
+        count = f"{lengths[longest]:,} tokens, but the target has only {positions:,} positions"
         raise UserError(f"conversation {longest} has {count}: set data.max_length={positions}")
 
 
 def _reasons(refused: list[dict[str, Any]], data: DataConfig) -> str:
     """Return why none of some rows is of use and, if they are prompts, what to do with them."""
-    given = f"give data.prompts={data.conversations} instead of data.conversations"
+    given = f"set data.prompts={data.conversations} instead of data.conversations"
     hint = f"; {given if data.conversations else 'set regenerate=true'} for the target to answer them"
     return most_common(refused) + hint * ({entry["reason"] for entry in refused} == {NO_ANSWER})
 
@@ -312,15 +313,15 @@ def summary(folder: Path, manifest: dict[str, Any], target: str) -> str:
     answers, cut = sum(split["conversations"] for split in manifest["splits"].values()), manifest["no_end_of_turn"]
     if cut > answers / 2:
         lines.append(
-            "  MOST ANSWERS HAVE NO END, of which a drafter then learns little: raise data.generate.max_new_tokens, to "
-            "several thousand for a target that thinks, or give whole answers"
+            "  MOST ANSWERS HAVE NO END, so a drafter learns little of how they end: raise "
+            "data.generate.max_new_tokens (to several thousand for a target that thinks), or provide whole answers"
         )
     if missing := manifest["not_held_out"]:
         lines.append(f"  NOT HELD OUT, so not evaluated: {', '.join(missing)}: raise data.heldout")
     lines.append(f"  REFUSED: {len(refused)}" if refused else "  refused: 0")
     lines += [f"    {n} × {reason}" for reason, n in Counter(entry["reason"] for entry in refused).most_common()]
     lines += [f"    {entry['id']} ({entry['where']}): {entry['reason']}" for entry in refused[:NAMED]]
-    lines.append(f"  what is learnt, marked: {folder / preview.PAGE}")
+    lines.append(f"  preview of what is learnt: {folder / preview.PAGE}")
     return "\n".join(lines)
 
 

@@ -43,7 +43,7 @@ class Tokens:
             pieces[token] = char
             char, token = char + len(spelling), end
         if char != len(self.text) or token != len(self.ids):
-            raise Refused("the tokenizer does not give back the text that it was given")
+            raise Refused("the tokenizer does not reproduce the text")
         return pieces
 
     def boundary(self, char: int) -> int:

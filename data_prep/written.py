@@ -46,7 +46,7 @@ def check_goes_on(template: ChatTemplate, answer: Message, tools: Tools) -> None
     message = apart(answer)
     words = message["content"] + (message.get("reasoning_content") or "")
     if special := [token for token in template.special if token in words]:
-        raise Refused(f"the answer has {special[0]} in its words, which no prompt repeats")
+        raise Refused(f"the answer's text has {special[0]}, a special token, which no later prompt can repeat")
     if message.get("tool_calls") and "tool_calls" not in template.text(tools):
         raise Refused(f"the chat template of {template.name} writes no tool calls")
 
@@ -99,6 +99,6 @@ def _check(template: ChatTemplate, prompt: list[int], message: Message, tools: T
     said = message_of(template, prompt, ids, tools or message.get("tool_calls"))
     if meant(apart(said)).difference(meant(apart(message))):
         raise Refused(
-            "the token_ids of an answer spell other words than it has: leave them out where they are of another "
-            "tokenizer, or the words were changed"
+            "the token_ids of an answer spell another text than its content: remove them if they are of another "
+            "tokenizer, or if the content was changed"
         )

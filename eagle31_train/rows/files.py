@@ -71,9 +71,9 @@ def _numbered(
         for value in rows(place):
             yield place.number, value
     except damage as error:
-        remedy = "mend it, or copy the file anew"
+        remedy = "fix it, or copy the file again"
         if isinstance(where, Path) and kind_of(where) not in READERS:
-            remedy = f"it was read as JSON lines, since its name ends in none of {', '.join(READERS)}"
+            remedy = f"it was read as JSON lines, as its name does not end in one of {', '.join(READERS)}"
         if isinstance(error, UnicodeDecodeError):
             remedy = "save it as UTF-8"
         raise UserError(f"{where}:{place.number} cannot be read ({first_line(error)}): {remedy}") from None
@@ -113,7 +113,7 @@ def find_files(spec: str, option: str) -> list[tuple[str, Path]]:
         return list(zip(names, files, strict=True))
     if is_hub_set(spec):
         return []
-    raise UserError(f"{option}={spec} is missing: give a file, a folder, a glob, or a hub id: org/name")
+    raise UserError(f"{option}={spec} does not exist: set it to a file, a folder, a glob or a hub id (org/name)")
 
 
 def kind_of(path: Path) -> str:
@@ -133,13 +133,13 @@ def _in_folder(folder: Path, option: str) -> list[tuple[str, Path]]:
     names = sorted(name for name in names if not any(part.startswith((".", "_")) for part in name.parts))
     kinds = ", ".join(READERS)
     if not names:
-        raise UserError(f"{option}={folder} is a folder without data files: it takes {kinds}")
+        raise UserError(f"{option}={folder} has no data files: add some ({kinds})")
     if unknown := [name for name in names if kind_of(name) not in READERS]:
         saved = unknown[0].suffix == ".arrow"  # written by `datasets`
-        remedy = "write the data set to Parquet (load_from_disk(…).to_parquet(FILE))" if saved else "use a glob"
-        raise UserError(f"{option}={folder} holds {unknown[0]}, which is no data file ({kinds}): {remedy}")
+        remedy = "save the data set as Parquet (load_from_disk(…).to_parquet(FILE))" if saved else "use a glob"
+        raise UserError(f"{option}={folder} holds {unknown[0]}, which is not a data file ({kinds}): {remedy}")
     if lost := [name for name in names if not (folder / name).is_file()]:
-        raise UserError(f"{option}={folder} holds {lost[0]}, a link to nothing: mend or remove it")
+        raise UserError(f"{option}={folder} holds {lost[0]}, a broken symbolic link: fix or remove it")
     return [(name.as_posix(), folder / name) for name in names]
 
 
@@ -189,7 +189,7 @@ def _json(path: Path, place: Place) -> Iterator[Any]:
         try:
             yield from _json_lines(path, place)
         except ValueError as error:
-            raise ValueError(f"{error}; it begins with no [, so it was read as JSON lines") from None
+            raise ValueError(f"{error}; it does not begin with [, so it was read as JSON lines") from None
         return
     text = bytearray()
     with _opened(path) as file:
@@ -212,9 +212,9 @@ def _csv(path: Path, place: Place) -> Iterator[Any]:
         if cells and not header:
             header = cells
             if len(set(header)) < len(header):
-                raise ValueError("it names a column twice")
+                raise ValueError("a column name occurs twice")
         elif cells and len(cells) != len(header):
-            raise ValueError(f"it has {len(cells)} cells, and the first line names {len(header)} columns")
+            raise ValueError(f"it has {len(cells)} cells, but the first line names {len(header)} columns")
         elif cells:
             yield with_lists(dict(zip(header, cells, strict=True)))
         place.number = rows.line_num + 1
@@ -298,7 +298,8 @@ def _open_hub(spec: str, split: str, option: str, first: int | None, subset: str
     except Exception as error:  # the hub's client raises a dozen unrelated types
         remedy = "check its name, its split, and its subset and revision if it needs them"
         raise UserError(
-            f"{option}={spec} is no file, and no hub data set could be loaded ({first_line(error)}): {remedy}"
+            f"{option}={spec} is not a local file, and the hub data set cannot be loaded ({first_line(error)}): "
+            f"{remedy}"
         ) from None
 
     def rows(place: Place) -> Iterator[Any]:

@@ -64,13 +64,13 @@ def parse(value: Any, form: str, where: str, default_id: str) -> Row:
         keys = " ".join(", ".join(value).split()) if isinstance(value, dict) else type(value).__name__
         needs = "a row needs messages, conversations, instruction, turns, prompt, question and answer, or "
         needs += " and ".join(TOKEN_KEYS)
-        raise UserError(f"{where}: no known format (has {keys[:200]}): {needs}")
+        raise UserError(f"{where}: the format is unknown (it has {keys[:200]}): {needs}")
     # Further samples of one prompt share its id; "#1" tells them apart.
     sample = value.get("sample") or 0
     if isinstance(sample, str) and sample.isdecimal():  # CSV has text only
         sample = int(sample)
     if not isinstance(sample, int):
-        raise UserError(f"{where}: sample is no number: which answer to its prompt a row has, from 0")
+        raise UserError(f"{where}: sample is not a whole number: set it to the answer's number for its prompt, from 0")
     given = value.get("id")
     identity = str(default_id if given in (None, "") else given) + (f"#{sample}" if sample else "")
     source = str(value.get("source") or value.get("category") or default_id.rsplit("-", 1)[0])
@@ -134,7 +134,7 @@ def check_text(value: Any) -> None:
     """Refuse half a surrogate pair. JSON can spell it (e.g. text cut by UTF-16 length), but no tokenizer takes it."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     if text != _as_text(text):
-        raise Refused("text with half of a surrogate pair, which is no Unicode")
+        raise Refused("text with half of a surrogate pair, which is not valid Unicode")
 
 
 def _as_text(text: str) -> str:
@@ -163,7 +163,7 @@ def messages_of(value: dict[str, Any], form: str) -> list[Message]:
         messages = _prompt_and_answer(_needed(value, "prompt"), cell(value, "completion"))
     else:
         if not isinstance(value["turns"], list):
-            raise Refused("turns is no list")
+            raise Refused("turns is not a list")
         messages = [_message("user", turn, {}) for turn in value["turns"]]
     if (system := value.get("system") or _text_of(value, "system")) and messages and messages[0]["role"] != "system":
         messages.insert(0, _message("system", system, {}))
@@ -183,7 +183,7 @@ def _prompt_and_answer(prompt: Any, answer: Any) -> list[Message]:
 
 def _from_list(turns: Any, key: str) -> list[Message]:
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-        raise Refused(f"{key} is no list of turns")
+        raise Refused(f"{key} is not a list of turns")
     return [
         _message(turn.get("role", turn.get("from")), turn.get("content", turn.get("value")), turn) for turn in turns
     ]
@@ -206,7 +206,7 @@ def _message(role: Any, content: Any, extra: dict[str, Any]) -> Message:
         raise Refused(f"{wrong[0]} of a turn is not {'a number' if wrong[0] == 'tokens' else 'text'}")
     if message["role"] == "assistant":
         if extra.get("function_call"):
-            raise Refused("a function_call, of OpenAI's API before tool_calls")
+            raise Refused("a function_call, which OpenAI's API has replaced with tool_calls")
         if (weight := extra.get("weight")) not in (None, 0, 1):
             raise Refused("weight of a turn is neither 0 nor 1")
         if weight == 0:
@@ -234,15 +234,15 @@ def _token_ids(value: Any, name: str = "token_ids of a turn") -> list[int]:
     try:
         return list(foreign.typed(list[foreign.Width], value))
     except ValueError:
-        raise Refused(f"{name} are no list of token ids") from None
+        raise Refused(f"{name} are not a list of token ids") from None
 
 
 def _tokens(ids: Any, mask: Any) -> tuple[list[int], list[bool]]:
     ids = _token_ids(ids, "input_ids")
     if not isinstance(mask, list) or len(mask) != len(ids) or any(bit not in (0, 1) for bit in mask):
-        raise Refused("loss_mask has not a 0 or 1 for each of the input_ids")
+        raise Refused("loss_mask does not have a 0 or 1 for each of the input_ids")
     if not any(mask) or mask[0]:
-        raise Refused("loss_mask has no 1, or no 0 before the first, which is the prompt")
+        raise Refused("loss_mask has no 1, or no 0 before the first 1 (the prompt's tokens need 0)")
     return ids, list(map(bool, mask))
 
 
@@ -254,7 +254,7 @@ def tool_calls(value: Any) -> list[dict[str, Any]]:
     if value is None:
         return []
     if not isinstance(value, list) or not all(map(_has_function_name, value)):
-        raise Refused("tool_calls is no list of calls with function.name")
+        raise Refused("tool_calls is not a list of calls with function.name")
     calls = []
     for call in value:
         given = call["function"].get("arguments")
@@ -268,7 +268,7 @@ def _function_calls(content: Any) -> list[Any]:
     try:
         calls = foreign.parse_json(content) if isinstance(content, str) else content
     except ValueError:
-        raise Refused("a function_call turn that is no JSON") from None
+        raise Refused("a function_call turn that is not JSON") from None
     return [{"function": call} for call in (calls if isinstance(calls, list) else [calls])]
 
 
@@ -282,7 +282,7 @@ def arguments(value: Any) -> dict[str, Any]:
         except ValueError:
             value = None
     if not isinstance(value, dict):
-        raise Refused("the arguments of a tool call are no JSON object")
+        raise Refused("the arguments of a tool call are not a JSON object")
     check_text(value)  # JSON text may escape half a surrogate pair, which the check of the row does not see
     return value
 
@@ -293,13 +293,13 @@ def _tools(value: Any) -> list[Tool] | None:
         try:
             value = foreign.parse_json(value) if value.strip() else None
         except ValueError:
-            raise Refused("tools is no JSON") from None
+            raise Refused("tools is not JSON") from None
     if not value:
         return None
     if isinstance(value, list):
         value = list(map(_wrapped, value))
     if not isinstance(value, list) or not all(map(_has_function_name, value)):
-        raise Refused("tools is no list of tools with function.name, as OpenAI's form has it")
+        raise Refused("tools is not a list of tools with function.name, in OpenAI's format")
     return value
 
 
@@ -307,13 +307,13 @@ def template_args(value: Any) -> dict[str, Any]:
     try:
         value = foreign.parse_json(value) if isinstance(value, str) and value.strip() else value
     except ValueError:
-        raise Refused(f"{TEMPLATE_ARGS} is no JSON") from None
+        raise Refused(f"{TEMPLATE_ARGS} is not JSON") from None
     if value and not isinstance(value, dict):
-        raise Refused(f"{TEMPLATE_ARGS} is no object")
+        raise Refused(f"{TEMPLATE_ARGS} is not a JSON object")
     try:
         json.dumps(value)
     except (TypeError, ValueError):  # e.g. a date from Parquet
-        raise Refused(f"{TEMPLATE_ARGS} is no JSON") from None
+        raise Refused(f"{TEMPLATE_ARGS} is not JSON") from None
     return {name: one for name, one in (value or {}).items() if one is not None}  # in Parquet, every row has all names
 
 

@@ -51,7 +51,7 @@ def test_a_request_is_sent_again_until_there_is_a_whole_answer_as_late_as_the_se
         assert ask(server) == (IDS, "stop")
     assert waits == [1.0, 2.0, 7.0, client.LONGEST_WAIT]
     (said,) = capsys.readouterr().err.splitlines()  # once, since it may be waited for
-    assert said.endswith("gives no answer (HTTP 503 busy): asking again, 8 times in all")
+    assert said.endswith(" (HTTP 503 busy): retrying, 8 attempts in all")
     body = {"model": "m", "prompt": [1, 2], "temperature": 0.5, "top_p": 0.9, "max_tokens": 7, "seed": 11}
     # And nothing of the target's generation_config.json.
     body |= {
@@ -86,7 +86,7 @@ def test_what_is_no_whole_answer_is_asked_again(server, monkeypatch, reply):
     assert [asking.complete(ASKED, UP_TO) for _ in range(2)] == [(IDS, "stop")] * 2
     assert replies == []
     server.reply = lambda _: (200, b"<html>no backend</html>")
-    assert "gives no answer (no completion: <html>no backend" in message_of(ask, server)
+    assert "(not a completion: <html>no backend" in message_of(ask, server)
     assert len(server.bodies) == 5, "one that has never answered is named at once"
 
 
@@ -103,7 +103,7 @@ def test_our_own_server_that_dies_amid_an_answer_is_given_the_time_to_end(monkey
 def test_a_server_without_token_ids_is_named(server):
     """Its words would have to be made into tokens again, perhaps into others than the target wrote."""
     server.reply = lambda _: (200, b'{"choices": [{"text": "yes", "finish_reason": "stop"}]}')
-    assert "gives no token ids, though return_token_ids asks for them" in message_of(ask, server)
+    assert "returns no token ids, though return_token_ids asks for them" in message_of(ask, server)
 
 
 def test_a_server_that_hangs_is_left_for_one_that_answers(chatml, monkeypatch, capsys):
@@ -120,7 +120,7 @@ def test_a_server_that_hangs_is_left_for_one_that_answers(chatml, monkeypatch, c
     monkeypatch.setattr(Server, "_post", post)
     assert dict(remote.complete({"a": ASKED}, UP_TO)) == {"a": (IDS, "stop")}
     assert asked.count(hangs.url) == client.HANGS
-    assert capsys.readouterr().err.count("the other servers answer in its place") == 1
+    assert capsys.readouterr().err.count("the other servers take over") == 1
     assert (hangs.given_up, [server.under_way for server in (hangs, *remote.servers)]) == (True, [0, 0])
     hangs = remote.servers[0]  # alone, it is waited for
     assert "timed out" in message_of(lambda: dict(remote.complete({"b": ASKED}, UP_TO)))
@@ -181,7 +181,7 @@ def test_what_one_of_several_servers_fails_on_is_asked_of_the_others(chatml, mon
 
 
 @pytest.mark.parametrize(
-    ("model", "said"), [("another", ["answers as another, and m was asked for"]), ("m", []), (None, [])]
+    ("model", "said"), [("another", ["answers as another, but m was requested"]), ("m", []), (None, [])]
 )
 def test_a_server_of_another_model_is_named_once(server, capsys, model, said):
     server.reply = lambda _: completion(IDS, model=model)
@@ -233,7 +233,9 @@ def test_what_the_target_wrote_is_learnt_token_by_token(chatml, server, ids, rea
 def test_a_server_that_ends_answers_otherwise_than_the_target_is_named_at_once(chatml, server):
     """Its other answers would end so, too, hours later."""
     said = message_of(answered, chatml, server, chatml.encode("hello"), "stop")
-    assert said.startswith("an answer ends with 'llo' there, which is none of the target's end tokens here ([2])")
+    assert said.startswith(
+        "an answer ends with 'llo', not with one of the target's end tokens ([2], eos_token_id of its "
+    )
 
 
 def test_a_server_is_asked_as_the_options_say(chatml, server):
@@ -288,6 +290,6 @@ def test_a_conversation_tells_how_each_answer_ended():
 @pytest.mark.parametrize("status", [400, 413, 422])
 def test_a_prompt_that_a_server_refuses_ends_no_run(server, status):
     server.reply = lambda _: (status, b"longer than the context")
-    with pytest.raises(Refused, match=f"the server refuses it: HTTP {status} longer than the context"):
+    with pytest.raises(Refused, match=f"the server refuses the request: HTTP {status} longer than the context"):
         Server(server.url, "m", 7).complete(ASKED, UP_TO)
     assert len(server.bodies) == 1

@@ -100,20 +100,20 @@ def test_a_cell_of_conversation_is_json_or_a_text_of_no_meaning(tmp_path):
     ("name", "content", "words"),
     [
         ("a.jsonl", b'{"prompt": "a"}\n{"prompt": "b"}\n\n{"prompt": "c"\n', "a.jsonl:4 cannot be read"),
-        ("a.txt", b"Why is the sky blue?\n", "it was read as JSON lines, since its name ends in none of .jsonl, "),
-        ("a.jsonl", b'{"prompt": "a"}\n{"te\\nxt": "b"}\n', "a.jsonl:2: no known format (has te xt)"),
-        ("a.jsonl", b'{"id": "x", "prompt": "a"}\n{"id": "x", "prompt": "b"}', ":2: id 'x' is also that of a.jsonl:1"),
+        ("a.txt", b"Why is the sky blue?\n", "it was read as JSON lines, as its name does not end in one of .jsonl, "),
+        ("a.jsonl", b'{"prompt": "a"}\n{"te\\nxt": "b"}\n', "a.jsonl:2: the format is unknown (it has te xt)"),
+        ("a.jsonl", b'{"id": "x", "prompt": "a"}\n{"id": "x", "prompt": "b"}', ":2: id 'x' is also used at a.jsonl:1"),
         ("a.jsonl", b'{"messages": []}', "a.jsonl:1: data.format=alpaca needs the key 'instruction'"),
         ("a.json", b'{"prompt": "0"}\n{"prompt": "1"\n', "a.json:2 cannot be read"),
-        ("a.json", b'{\n"data": []}\n', "it begins with no [, so it was read as JSON lines"),
+        ("a.json", b'{\n"data": []}\n', "it does not begin with [, so it was read as JSON lines"),
         ("a.csv", b'prompt,id\n"q\n\nr",1\nq,2,3\n', "a.csv:5 cannot be read (it has 3 cells"),
-        ("a.csv", b"prompt,prompt\nq,1\n", "a.csv:1 cannot be read (it names a column twice"),
+        ("a.csv", b"prompt,prompt\nq,1\n", "a.csv:1 cannot be read (a column name occurs twice"),
         ("a.csv", b'prompt\nq\n"r"s\n', "a.csv:3 cannot be read"),
         ("a.csv", "prompt\nq\nGrün\n".encode("latin-1"), "invalid start byte): save it as UTF-8"),
         ("a.csv", b"messages\n[]\n[{'role': 'user'}]\n", "a.csv:3 cannot be read (the cell of messages is not JSON"),
         ("a.parquet", b"PAR1 and nothing more", "a.parquet:1 cannot be read"),
         ("a.jsonl.gz", b'{"prompt": "a"}\n', "a.jsonl.gz:1 cannot be read"),
-        *((name, b"", f"{name} is empty: it holds no row") for name in ("a.jsonl", "a.json", "a.csv", "a.jsonl.gz")),
+        *((name, b"", f"{name} has no rows") for name in ("a.jsonl", "a.json", "a.csv", "a.jsonl.gz")),
     ],
 )
 def test_damage_is_named_by_its_place(tmp_path, name, content, words):
@@ -145,13 +145,13 @@ def test_a_folder_is_all_its_files_in_order_and_nothing_else(tmp_path):
     (tmp_path / "none" / "below").mkdir(parents=True)
     datasets.Dataset.from_list([{"prompt": "hello"}]).save_to_disk(str(tmp_path / "saved"))
     for spec, words in [
-        (folder, "holds sub/notes.md, which is no data file"),
-        (tmp_path / "saved", "write the data set to Parquet (load_from_disk(…).to_parquet(FILE))"),
-        (tmp_path / "gone", "holds moved.jsonl, a link to nothing"),
-        (tmp_path / "none", "none is a folder without data files"),
+        (folder, "holds sub/notes.md, which is not a data file"),
+        (tmp_path / "saved", "save the data set as Parquet (load_from_disk(…).to_parquet(FILE))"),
+        (tmp_path / "gone", "holds moved.jsonl, a broken symbolic link"),
+        (tmp_path / "none", "none has no data files"),
         (folder / "*.txt", "matches no file"),
-        ("~/none.csv", "is missing: give a file"),
-        ("none/there.csv.gz", "is missing: give a file"),  # which is no data set's id
+        ("~/none.csv", "does not exist: set it to a file"),
+        ("none/there.csv.gz", "does not exist: set it to a file"),  # which is no data set's id
     ]:
         assert words in message_of(spec)
 
@@ -171,7 +171,7 @@ def test_a_stream_reads_no_more_of_a_hub_data_set_than_is_asked_for(tmp_path, mo
     assert four == again != three
     assert not any((tmp_path / "cache").rglob("*.arrow"))
     assert "org/name:6 cannot be read" in message_of("org/name", stream_rows=6)
-    with pytest.raises(UserError, match=r"no hub data set could be loaded \(Bad split: nope"):
+    with pytest.raises(UserError, match=r"the hub data set cannot be loaded \(Bad split: nope"):
         open_files("org/name", "nope", "data.prompts", 4)
 
 

@@ -47,7 +47,7 @@ FORMATS = [
 
 TOOL = {"type": "function", "function": {"name": "find", "parameters": {}}}
 CALLS = [{"id": "c", "type": "function", "function": {"name": "find", "arguments": '{"a": 1}'}}]
-HALF = "text with half of a surrogate pair, which is no Unicode"
+HALF = "text with half of a surrogate pair, which is not valid Unicode"
 
 
 def called(arguments):
@@ -121,7 +121,7 @@ def test_a_function_call_turn_is_an_answer_that_calls_tools():
     + [{"question": "hi", "answer": "b", beside: ["a", "b"]} for beside in ("choices", "options", "context")],
 )
 def test_what_would_lose_a_part_of_the_prompt_or_the_answer_is_no_known_format(value):
-    with pytest.raises(UserError, match=rf"no known format \(has {', '.join(value)}\)"):
+    with pytest.raises(UserError, match=rf"the format is unknown \(it has {', '.join(value)}\)"):
         parse(value, "auto", "f:1", "f-1")
 
 
@@ -132,24 +132,24 @@ def test_what_would_lose_a_part_of_the_prompt_or_the_answer_is_no_known_format(v
         ({"messages": [{"role": "user", "content": None}]}, "a user turn without text"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content is not only text"),
         ({"messages": [says([{"type": "reasoning", "text": "hm"}])]}, "content has a part of type reasoning"),
-        ({"messages": [says("let me look", function_call={"name": "f", "arguments": "{}"})]}, "a function_call, of"),
+        ({"messages": [says("let me look", function_call={"name": "f", "arguments": "{}"})]}, "a function_call, which"),
         ({"messages": [{"role": "user", "content": "hi \ud83d"}]}, HALF),
         ({"messages": called(r'{"a": "\ud83d"}')}, HALF),
-        ({"messages": [says("a", tool_calls=[{"name": "f"}])]}, "tool_calls is no list of calls with function.name"),
-        ({"messages": called("{")}, "no JSON object"),
-        ({"messages": [{"role": "function_call", "content": "find()"}]}, "a function_call turn that is no JSON"),
+        ({"messages": [says("a", tool_calls=[{"name": "f"}])]}, "tool_calls is not a list of calls with function.name"),
+        ({"messages": called("{")}, "not a JSON object"),
+        ({"messages": [{"role": "function_call", "content": "find()"}]}, "a function_call turn that is not JSON"),
         (
             {"messages": [{"role": "function_call", "content": "3"}]},
-            "tool_calls is no list of calls with function.name",
+            "tool_calls is not a list of calls with function.name",
         ),
         ({"messages": [says("a", weight=0.5)]}, "weight of a turn is neither 0 nor 1"),
-        ({"messages": ASKED, "tools": [{"name": "f"}]}, "tools is no list of tools with function.name"),
+        ({"messages": ASKED, "tools": [{"name": "f"}]}, "tools is not a list of tools with function.name"),
         *(
             ({"input_ids": ids, "loss_mask": mask, "conversations": ANSWERED}, problem)
             for ids, mask, problem in [
-                ([1, -2], [0, 1], "input_ids are no list of token ids"),
-                ([1, 2], [0, 1, 1], "loss_mask has not a 0 or 1 for each of the input_ids"),
-                ([1, 2], [0, 2], "loss_mask has not a 0 or 1 for each of the input_ids"),
+                ([1, -2], [0, 1], "input_ids are not a list of token ids"),
+                ([1, 2], [0, 1, 1], "loss_mask does not have a 0 or 1 for each of the input_ids"),
+                ([1, 2], [0, 2], "loss_mask does not have a 0 or 1 for each of the input_ids"),
                 ([1, 2], [0, 0], "loss_mask has no 1, or no 0 before the first"),
                 ([1, 2], [1, 1], "loss_mask has no 1, or no 0 before the first"),
             ]
@@ -201,7 +201,7 @@ def test_what_no_longer_fits_the_answer_is_refused():
     recorded = says("", tool_calls=[call("weather"), call("map")])
     turn, plain = turns_of([*ASKED, recorded, result("W"), result("M")])[1], turns_of(ASKED)[0]
     for calls in (["weather"], ["weather", "map", "map"], ["weather", "find"]):
-        with pytest.raises(Refused, match="the answer calls other tools than the prompt has results of"):
+        with pytest.raises(Refused, match="the answer calls other tools than the prompt has results for"):
             following(turn, says("", tool_calls=[call(name) for name in calls]))
     for text in ("<tool_call>find()", "to=functions.find"):
         with pytest.raises(Refused, match="calls a tool in its text"):

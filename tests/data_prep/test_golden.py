@@ -55,7 +55,7 @@ def test_targets_that_may_think_are_told_of_short_answers(capsys):
     switches = {family: text.partition("target.template_args.")[2].strip() for family, text in texts.items()}
     assert switches == {"gpt_oss": "", "kimi": "thinking=false", "qwen3": "enable_thinking=false"}
     assert not told("qwen3", {"enable_thinking": False})
-    given = "cut after 2048 tokens: give data.generate.max_new_tokens=4096 data.max_length=6144, or switch"
+    given = "cut after 2048 tokens: set data.generate.max_new_tokens=4096 data.max_length=6144, or switch"
     assert given in told("qwen3", {}, max_new_tokens=4096)  # data.max_length
     assert "data.generate.max_new_tokens=5000 data.max_length=7048" in told("qwen3", {}, 8192, max_new_tokens=5000)
     assert "cut after 320 tokens: switch thinking off" in told("qwen3", {}, 6143)

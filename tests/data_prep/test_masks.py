@@ -64,8 +64,8 @@ SAID = "{{ m['content'] }}"
         ({"{% for": "{{ raise_exception('roles must alternate') }}{% for"}, [ASK, REPLY], "roles must alternate"),
         ({SAID: "{{ m.content | upper }}"}, [ASK, REPLY], "the template alters the answer"),
         ({SAID: "{{ m.content | replace('²', '2') }}"}, [ASK, says("x²")], "the template alters the answer"),
-        ({"<|im_end|>": "<|im_end|>junk"}, [ASK, REPLY], "text of the turn after its end-of-turn token"),
-        ({SAID: SAID + "<|im_start|>"}, [ASK, REPLY], r"end with <\|im_start\|>, which eos"),
+        ({"<|im_end|>": "<|im_end|>junk"}, [ASK, REPLY], "text after the answer's end-of-turn token"),
+        ({SAID: SAID + "<|im_start|>"}, [ASK, REPLY], r"end with <\|im_start\|>, which is not in eos"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_exact_is_refused(chatml, changes, messages, reason):
@@ -128,7 +128,7 @@ def test_long_conversations_are_cut_and_answers_may_be_stripped(tokenizer, chatm
     assert cut.cut
     assert cut.input_ids.tolist() == whole.input_ids.tolist()[: first + 1]
     assert cut.loss_mask.tolist() == [False] * first + [True]
-    with pytest.raises(Refused, match=r"nothing of the answers lies within data\.max_length: raise it"):
+    with pytest.raises(Refused, match=r"no part of an answer lies within data\.max_length: raise it"):
         one_sample(chatml, [ASK, REPLY], first)
 
 
@@ -142,7 +142,7 @@ def test_white_space_before_the_end_of_turn_is_not_of_a_cut_answer(tokenizer, ch
     assert chatml.decode(own.input_ids[own.loss_mask].tolist()) == "the fox ", "what it wrote itself is"
     ((_, by_turn),) = samples(spaced, [REPLY, ASK, {**REPLY, "finish_reason": "length"}], 1000).samples
     assert spaced.decode(by_turn.input_ids[by_turn.loss_mask].tolist()) == "the quick brown fox"
-    with pytest.raises(Refused, match="nothing of the answers"):
+    with pytest.raises(Refused, match="no part of an answer"):
         one_sample(spaced, [ASK, says("", finish_reason="length")], 1000)
     asked = one_sample(spaced, [ASK, says("", finish_reason="length"), ASK, REPLY], 1000)
     assert asked.loss_mask.sum() == len(spaced.encode("the quick brown fox <|im_end|>"))
@@ -191,7 +191,7 @@ def test_turns_that_fail_are_refused_by_name_and_the_others_kept(thinking):
     short = samples(thinking, chat, length - 1)
     ((suffix, sample),) = short.samples
     assert (suffix, sample.cut, len(sample.input_ids)) == ("~turn1", True, length - 1)
-    assert short.refused[-1] == ("~turn3", "nothing of the answers lies within data.max_length: raise it")
+    assert short.refused[-1] == ("~turn3", "no part of an answer lies within data.max_length: raise it")
     with pytest.raises(Refused, match=r"^no turn before the answer$"):
         samples(thinking, [says("the fox")], 1000)
 
@@ -314,8 +314,12 @@ CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
 @pytest.mark.parametrize(
     ("args", "answer", "why"),
     [
-        ({}, says("", tool_calls=[CALL], finish_reason="length"), "cut off among its tool calls"),
-        ({}, says("<think>\na\n</think>\n\nb", reasoning_content="hm"), "a thought within the answer, and another"),
+        ({}, says("", tool_calls=[CALL], finish_reason="length"), "cut off within its tool calls"),
+        (
+            {},
+            says("<think>\na\n</think>\n\nb", reasoning_content="hm"),
+            "a thought within the answer's content, and another",
+        ),
         ({"enable_thinking": False}, says("yes", reasoning_content="hm"), "the prompt switches thinking off"),
     ],
 )

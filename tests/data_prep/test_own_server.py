@@ -50,7 +50,7 @@ def test_it_answers_and_is_gone(pids, tiny_target, tmp_path, capsys):
             if message["role"] == "assistant":
                 prompt = template.prompt_ids(row["messages"][:i])
                 assert message["token_ids"] == imitating.target(prompt, 5, template.end_ids)
-    assert f"vLLM starts ({tmp_path}/run/{LOG})" in capsys.readouterr().out
+    assert f"starting vLLM (log: {tmp_path}/run/{LOG})" in capsys.readouterr().out
     assert imitating.left(tmp_path) == []
     pids.unlink()
     prepare(config)
@@ -64,9 +64,9 @@ def test_one_that_dies_or_does_not_start_says_why(pids, tiny_target, tmp_path, m
     assert "vLLM's server ended with exit status 3" in said
     assert said.endswith(f"MemoryError: no room): see {tmp_path}/run/{LOG}")
     with_model = configured(tmp_path / "run", tiny_target, "data.generate.model=m")
-    assert "data.generate.model is for a server of yours" in message_of(prepare, with_model)
+    assert "data.generate.model is only for a server of yours" in message_of(prepare, with_model)
     absent = configured(tmp_path / "other", tiny_target, "evaluate.vllm_python=false")
-    assert message_of(prepare, absent).endswith("it is started with evaluate.vllm_python=false")
+    assert message_of(prepare, absent).endswith("vLLM was started with evaluate.vllm_python=false")
 
 
 @pytest.mark.parametrize("why", [None, "HF_HUB_OFFLINE is set"])

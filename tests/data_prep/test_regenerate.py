@@ -61,7 +61,7 @@ def test_what_cannot_be_met_is_refused_before_a_prompt_is_answered(config, monke
     assert "set data.generate.temperature above 0" in message_of(run, config)
     config.data.generate.temperature = 0.9
     write_rows(Path(config.data.prompts), [{"messages": [{"role": "assistant", "content": "x"}]}] * 2)
-    assert "no prompt that can be answered (2 × no user turn)" in message_of(run, config)
+    assert "no prompt can be answered (2 × no user turn)" in message_of(run, config)
 
 
 def test_a_row_has_variables_of_the_template_of_its_own(config, tmp_path):
@@ -170,7 +170,7 @@ def test_finished_answers_are_not_made_again_and_not_replaced_unasked(config, tm
     manifest.unlink()
     journal.unlink(missing_ok=True)
     output.write_text("mine\n")
-    assert "move it away, or overwrite=true" in message_of(run, config)
+    assert "move it, or replace it with overwrite=true" in message_of(run, config)
     assert output.read_text() == "mine\n"
 
 
@@ -196,7 +196,9 @@ def test_answers_under_way_are_not_thrown_away_for_other_options(config, tmp_pat
         interrupt(artifacts, "write_text", run, config)
         config.data.generate.max_new_tokens = 5
     there = journal.read_bytes()
-    assert re.search(rf"{journal.name} holds \d+ answers of other prompts, options", message_of(ask, config))
+    assert re.search(
+        rf"{journal.name} holds \d+ answers of an unfinished run with other prompts, options", message_of(ask, config)
+    )
     assert journal.read_bytes() == there
     config.overwrite = True
     ask(config)
@@ -207,7 +209,7 @@ def test_answers_under_way_are_to_the_same_tools_and_variables_of_the_template(c
     interrupt(artifacts, "write_text", run, config)
     for more in ({"tools": TOOLS}, {"chat_template_kwargs": {"brief": True}}):
         write_rows(Path(config.data.prompts), [{**row, **more} for row in PROMPTS])
-        assert "answers of other prompts, options" in message_of(run, config)
+        assert "answers of an unfinished run with other prompts, options" in message_of(run, config)
 
 
 def test_for_the_data_of_another_run_no_prompt_is_answered_anew(config, tmp_path, monkeypatch, capsys):
@@ -346,7 +348,7 @@ def test_thoughts_calls_and_results_make_one_conversation(served, server, tmp_pa
     assert both[0] == both[1]
     again.target = replace(served.target, template_args={"brief": False})
     again.run_dir = str(tmp_path / "other")
-    assert "6 × its token ids are of another chat template" in message_of(prepare, again)
+    assert "6 × its token ids come from another chat template" in message_of(prepare, again)
     manifest = json.loads((tmp_path / "run" / "data" / "manifest.json").read_text())
     counts = {"read": 8, "taken": 8, "refused": 2, "repeated": 3, "cut": 0, "no_end_of_turn": 0}
     assert manifest["sources"]["prompts"] == counts
@@ -358,9 +360,9 @@ def test_a_conversation_ends_where_its_prompt_no_longer_fits(served, tmp_path):
         assert [message["role"] for message in rows[name]["messages"]] == ["user", "assistant"]
     manifest = json.loads((tmp_path / "run" / MANIFEST).read_text())
     assert {entry["id"]: (entry["turns_left"], entry["reason"]) for entry in manifest["ended"]} == {
-        "no-result": (1, "the answer calls a tool, and the prompt has no result for it"),
-        "other-tool": (2, "the answer calls other tools than the prompt has results of"),
-        "no-call": (1, "the prompt goes on with a tool's result, and the answer calls no tool"),
+        "no-result": (1, "the answer calls a tool, but the prompt has no result for it"),
+        "other-tool": (2, "the answer calls other tools than the prompt has results for"),
+        "no-call": (1, "the prompt continues with a tool's result, but the answer calls no tool"),
     }
     reasons = ["a tool result that follows no answer", "a blank user turn"]
     assert [entry["reason"] for entry in manifest["refused"]] == reasons
@@ -406,7 +408,7 @@ def test_a_prompt_that_leaves_no_room_for_an_answer_is_not_asked(config, capsys)
     assert told in capsys.readouterr().out
     config.data.max_length = 1000
     assert len(run(config)) == 1
-    assert "overwrite=true answers all anew" in capsys.readouterr().out
+    assert "set overwrite=true to answer all prompts again" in capsys.readouterr().out
     config.overwrite = True
     assert [row["messages"][0]["content"] for row in run(config)] == ["hello", "hello " * 9]
     assert len(run(config)) == 2

@@ -80,7 +80,7 @@ def test_a_server_goes_on_where_the_user_speaks(completions, tiny_target, tmp_pa
     systems = "data.self_prompts.system={code: 'You write code.', plain: ''}"
     rows = written(configured(tmp_path, tiny_target, *served, systems))
     assert [row["turns"] for row in rows] == [["Who is it that calls?"], ["天空?"]]
-    reasons = ["empty", "not ended", "written before", "repeats itself", "bytes that are no text", "special tokens"]
+    reasons = ["empty", "not ended", "written before", "repeats itself", "bytes that are not text", "special tokens"]
     assert json.loads((tmp_path / MANIFEST).read_text())["refused"] == dict.fromkeys(reasons, 1)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     # Spelt out here: the template up to the user's words, and not a token more.
@@ -112,7 +112,7 @@ def test_a_token_after_words_of_the_template_ends_a_users_turn(tokenizer, betwee
     words = "{% for m in messages %}{{ m['content'] }}" + between + "{% endfor %}"
     template = ChatTemplate(tokenizer, [tokenizer.eos_token_id], words)
     if text == "":
-        assert "writes something after a user's words" in message_of(user_stop, template)
+        assert "writes something after a user's text" in message_of(user_stop, template)
     else:
         assert user_stop(template) == (tokenizer.convert_tokens_to_ids("<|im_end|>"), text)
 
@@ -128,7 +128,7 @@ def test_a_token_after_words_of_the_template_ends_a_users_turn(tokenizer, betwee
 def test_too_few_texts_of_use_are_refused(completions, tiny_target, tmp_path, ids, reason, why):
     completions.reply = lambda _: completion(ids, reason)
     option = f"data.generate.server={completions.url}" if reason else "data.self_prompts.max_new_tokens=5000"
-    with pytest.raises(UserError, match=rf"wrote 0 prompts of use in 24 tries \({why}"):
+    with pytest.raises(UserError, match=rf"wrote only 0 usable prompts in 24 tries \({why}"):
         written(configured(tmp_path, tiny_target, option))
 
 
@@ -152,7 +152,9 @@ def test_prompts_of_several_turns_are_one_source_of_several(tiny_target, tmp_pat
     config.data.generate.top_k = 5  # of the answers between its turns
     assert "prompts.jsonl was made from other inputs (answers" in message_of(prepare, config)
     config.data.generate.top_k, config.regenerate = None, False
-    with pytest.raises(UserError, match=r"data\.sources\.own\.path=self: .* answered: set regenerate=null"):
+    with pytest.raises(
+        UserError, match=r"data\.sources\.own\.path=self: .* need answers, but regenerate=false: set regenerate=null"
+    ):
         prepare(config)
 
 
@@ -160,5 +162,5 @@ def test_prompts_of_several_turns_are_one_source_of_several(tiny_target, tmp_pat
 def test_answers_to_given_prompts_are_refused_before_others_are_written(tiny_target, tmp_path, file):
     (tmp_path / file).write_text("{}")
     said = message_of(prepare, configured(tmp_path, tiny_target))
-    assert said.startswith(f"{tmp_path}/conversations.jsonl is of answers to prompts that were given")
+    assert said.startswith(f"{tmp_path}/conversations.jsonl answers prompts from a file")
     assert [path.name for path in tmp_path.iterdir()] == [file]

@@ -122,7 +122,7 @@ def test_ids_that_are_not_of_their_words_are_refused(chatml, mistake):
         mistake, ids
     )
     changed = {"token_ids": ids} if mistake != "other words" else {"content": "hello moon"}
-    with pytest.raises(Refused, match="spell other words than it has"):
+    with pytest.raises(Refused, match="spell another text than its content"):
         written.samples(chatml, [ASK, {**message, **changed}], 100, None)
 
 
@@ -161,8 +161,8 @@ def test_an_answer_in_parts_may_be_given_as_servers_give_it(chatml):
     ("text", "tools", "why"),
     [
         ("the fox", None, ""),
-        ("hi<|im_start|>you", None, r"the answer has <|im_start|> in its words"),
-        ("<think>\nhi<|im_start|>\n</think>\n\nyes", None, r"the answer has <|im_start|> in its words"),
+        ("hi<|im_start|>you", None, r"the answer's text has <|im_start|>, a special token"),
+        ("<think>\nhi<|im_start|>\n</think>\n\nyes", None, r"the answer's text has <|im_start|>, a special token"),
         ('{"name": "f", "parameters": {}}', [{"type": "function", "function": {"name": "f"}}], "writes no tool calls"),
     ],
 )
@@ -199,7 +199,7 @@ def test_known_answers_beyond_max_length_are_cut_or_refused(chatml):
     ((_, cut),) = written.samples(chatml, chat, first + 1, None).samples
     assert (cut.cut, cut.input_ids.tolist()) == (True, ids[: first + 1])
     assert cut.loss_mask.tolist() == [False] * first + [True]
-    with pytest.raises(Refused, match=r"nothing of the answers lies within data\.max_length: raise it"):
+    with pytest.raises(Refused, match=r"no part of an answer lies within data\.max_length: raise it"):
         written.samples(chatml, chat, first, None)
 
 

@@ -68,7 +68,7 @@ def test_a_target_that_changed_since_is_recorded_anew(config, tmp_path, tiny_tar
     file.write_text(json.dumps({**raw, "max_position_embeddings": 123}))
     capsys.readouterr()
     prepare(config)
-    assert "recorded anew (max_position_embeddings:" in capsys.readouterr().out
+    assert "the target has changed (max_position_embeddings:" in capsys.readouterr().out
     now = manifest_of(tmp_path)
     assert now["target"]["max_position_embeddings"] == 123
     assert {**now, "target": None} == {**before, "target": None}
@@ -118,7 +118,7 @@ def test_prompts_asked_twice_and_answers_without_end_are_told(config, tmp_path, 
         sources = manifest_of(tmp_path, f"run{cut}")["sources"]
         assert [sources[name]["repeated"] for name in "abc"] == [1, 1, 1]
         out = capsys.readouterr().out
-        assert "prompts that are asked twice, on one side of the split: 3\n" in out
+        assert "prompts that occur twice, both times on the same side of the split: 3\n" in out
         assert ("MOST ANSWERS HAVE NO END" in out) == told
 
 
@@ -204,7 +204,7 @@ def test_what_cannot_be_met_is_refused_before_the_work_starts(config, tmp_path, 
     monkeypatch.setattr(stage, "regenerate", lambda *_: pytest.fail("answered first"))
     asked = DataConfig(prompts=write_rows(tmp_path / "asked.jsonl", [{"prompt": "a"}]), heldout=0.0)
     for given in (config, replace(config, regenerate=True, data=asked)):
-        assert "is no output of this stage: move it away" in message_of(prepare, given)
+        assert "is not an output of this stage: move it" in message_of(prepare, given)
     assert theirs.read_text() == "ten years of work"
     theirs.unlink()
     prepare(config)  # and data of conversations are not those of answers
@@ -230,7 +230,7 @@ def test_a_target_that_is_served_with_another_sampling_is_told(config, tmp_path,
     config.regenerate, config.data.generate = True, GenerateConfig(**generate)
     interrupt(stage, "_open", prepare, config)
     lines = [line for line in capsys.readouterr().out.splitlines() if "vLLM serves" in line]
-    texts = [f"with {told[0]} (its generation_config.json); answers have data.generate.{told[1]}"] if told else []
+    texts = [f"with {told[0]} (its generation_config.json); these answers use data.generate.{told[1]}"] if told else []
     assert lines == [f"data: vLLM serves target {text}" for text in texts]
 
 
@@ -238,9 +238,9 @@ def test_a_file_in_the_wrong_place_says_what_to_set(config, tmp_path):
     asked = write_rows(tmp_path / "asked.jsonl", [{"prompt": f"question {i}"} for i in range(3)])
     given = config.data.conversations
     for regenerate, options, words in [
-        (False, {"prompts": asked}, f"data.prompts={asked} is to be answered: set regenerate=null"),
-        (False, {"conversations": asked}, f"3 × no assistant turn; give data.prompts={asked} instead of data.conv"),
-        (False, {"sources": {"en": {"path": given}, "zh": {"path": asked}}}, "zh: no conversation of it is left"),
+        (False, {"prompts": asked}, f"data.prompts={asked} needs answers, but regenerate=false: set regenerate=null"),
+        (False, {"conversations": asked}, f"3 × no assistant turn; set data.prompts={asked} instead of data.conv"),
+        (False, {"sources": {"en": {"path": given}, "zh": {"path": asked}}}, "zh: none of its conversations is left"),
         (True, {"conversations": given}, "regenerate=true answers data.prompts, not data.conversations="),
         (
             False,
@@ -249,10 +249,18 @@ def test_a_file_in_the_wrong_place_says_what_to_set(config, tmp_path):
         ),
         (False, {"conversations": given, "heldout": 0.9999}, "data.heldout=0.9999 holds out every prompt"),
         (False, {"conversations": given, "heldout": 1e-9}, "data.heldout=1e-09 holds out none of 60 prompts"),
-        (False, {"conversations": given, "stream_rows": 3}, "stream_rows=3 is of hub data sets, and data.conv"),
-        (False, {"conversations": given, "subset": "main"}, "subset=main is of hub data sets, and data.conv"),
-        (False, {"sources": {"en": {"path": given, "revision": "v1"}}}, "revision=v1 is of hub data sets, and data.s"),
-        (False, {"sources": {"en": {"path": given, "stream_rows": 3}}}, "is of hub data sets, and data.sources.en="),
+        (False, {"conversations": given, "stream_rows": 3}, "stream_rows=3 is only for hub data sets, not data.conv"),
+        (False, {"conversations": given, "subset": "main"}, "subset=main is only for hub data sets, not data.conv"),
+        (
+            False,
+            {"sources": {"en": {"path": given, "revision": "v1"}}},
+            "revision=v1 is only for hub data sets, not data.s",
+        ),
+        (
+            False,
+            {"sources": {"en": {"path": given, "stream_rows": 3}}},
+            "is only for hub data sets, not data.sources.en=",
+        ),
         (False, {"sources": {"en": {"path": given, "stream_rows": 0}}}, "stream_rows: Input should be greater than"),
     ]:
         config.regenerate, config.data = regenerate, DataConfig(**{"heldout": SHARE, **options})
@@ -349,7 +357,7 @@ def test_rows_of_tokens_are_the_samples_that_they_are(config, tmp_path, name):
     reasons = {entry["id"]: entry["reason"] for entry in manifest["refused"]}
     assert reasons == {"beyond": masks.BEYOND, "no row": "token 448, for which the target has no row"}
     config.regenerate, config.data.prompts, config.run_dir = True, config.data.conversations, str(tmp_path / "answered")
-    assert "input_ids are no prompt to answer: give data.format of" in message_of(prepare, config)
+    assert "input_ids cannot be answered: set data.format to" in message_of(prepare, config)
 
 
 def test_rows_of_tokens_are_held_out_by_the_ids_before_the_first_that_is_learnt(chatml):
@@ -370,7 +378,7 @@ def test_rows_of_tokens_are_held_out_by_the_ids_before_the_first_that_is_learnt(
 
 def test_a_conversation_beyond_the_targets_positions_is_refused_here_and_not_in_extraction(config, monkeypatch):
     monkeypatch.setattr(stage, "target_positions", lambda *_: 5)
-    assert message_of(prepare, config).endswith(" tokens, and the target has 5 positions: set data.max_length=5")
+    assert message_of(prepare, config).endswith(" tokens, but the target has only 5 positions: set data.max_length=5")
     config.extract.engine = "vllm"  # which may be told of more
     prepare(config)
 

@@ -72,7 +72,7 @@ def test_a_place_between_markers_is_found_or_refused(template, monkeypatch):
             tokens.boundary(inside)
     encode = ChatTemplate.encode
     monkeypatch.setattr(ChatTemplate, "encode", lambda self, text: encode(self, text.replace("好", "")))
-    with pytest.raises(Refused, match="does not give back the text"):
+    with pytest.raises(Refused, match="does not reproduce the text"):
         Tokens(template, "<|im_end|>你好")
 
 
