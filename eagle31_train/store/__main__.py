@@ -35,13 +35,13 @@ def inspect(storage: Storage) -> tuple[Head, list[Problem]]:
     head, problems = read_head(storage, every_line=True)
     nothing = head.manifest is head.provenance is None and storage.size(files.PROVENANCE) is None
     if nothing and not storage.sizes("shards"):  # a plan alone is no store yet
-        remedy = f"give {there}" if (there := near(storage)) else "correct the address"
+        remedy = f"use {there}" if (there := near(storage)) else "correct the address"
         raise UserError(f"there is no store in {storage.location}: {remedy}")
     if head.manifest is None and storage.size(files.SHARDS) is not None and storage.size(artifacts.MANIFEST) is None:
         problems.append(Problem(f"{storage.location}/{artifacts.MANIFEST} is missing, though all shards were there"))
     if head.provenance is None or head.plan is None:
         what = f"{files.PROVENANCE} or {files.PLAN}"
-        problems.append(Problem(f"{storage.location} lacks a whole {what}, without which no shard can be checked"))
+        problems.append(Problem(f"{storage.location} lacks an intact {what}, without which no shard can be checked"))
     return head, problems
 
 
@@ -133,10 +133,10 @@ def _verify(storage: Storage, remove: bool) -> int:
     for problem in check(storage, checked):
         note(problem.text)
         problems.append(problem)
-    state = "complete and whole" if checked["complete"] else "unfinished, and whole as far as it goes"
+    state = "complete and intact" if checked["complete"] else "unfinished, but intact so far"
     note(
         f"{storage.location}: {f'problems: {len(problems)}' if problems else state}; shards checked: "
-        f"{checked['shards']:,} of {checked['tokens']:,} tokens and {checked['bytes']:,} bytes, used up by a training: "
+        f"{checked['shards']:,} ({checked['tokens']:,} tokens, {checked['bytes']:,} bytes), used up by a training: "
         f"{checked['consumed']:,}, still to come: {checked['coming']:,}"
     )
     if problems and remove:
@@ -147,7 +147,7 @@ def _verify(storage: Storage, remove: bool) -> int:
             storage.remove(name)
         note(f"removed: {len(damaged)} files; {files.REMAKE}")
     elif problems:
-        advice = f"remove what is damaged by `eagle31 store verify {storage.location} --remove`, then "
+        advice = f"remove the damaged files with `eagle31 store verify {storage.location} --remove`, then "
         note((advice if any(problem.file for problem in problems) else "") + files.REMAKE)
     return 1 if problems else 0
 
@@ -162,7 +162,7 @@ def _describe(storage: Storage) -> str:
     state = f"{len(done)} of {len(head.plan.shards)} committed, {len(head.consumed)} of them used up by a training"
     rows: dict[str, Any] = {
         "store": f"{storage.location}, fingerprint {head.provenance['fingerprint']}",
-        "shards": state if head.manifest else f"{state}; unfinished, `{files.EXTRACT}` goes on with it",
+        "shards": state if head.manifest else f"{state}; unfinished, `{files.EXTRACT}` continues it",
     }
     for split, lengths in head.plan.lengths.items():
         rows[split] = f"{len(lengths):,} samples, {sum(lengths):,} tokens"

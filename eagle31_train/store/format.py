@@ -45,7 +45,7 @@ NEEDED = (PROVENANCE, PLAN, SHARDS, TARGET_LINE)  # small files that every compl
 FILES = {*NEEDED, artifacts.MANIFEST, CONSUMED, TARGET, TRAJECTORIES, TRAJECTORIES_LINE}  # beside shards/ and STREAM
 
 EXTRACT = "eagle31 extract"
-REMAKE = f"run `{EXTRACT}` again, which makes what is damaged or missing anew"
+REMAKE = f"run `{EXTRACT}` again to make what is damaged or missing"
 
 
 class Manifest(TypedDict):
@@ -162,7 +162,7 @@ def open_checked(
         if (size := path.stat().st_size) != line.size:
             raise DamagedError(f"has {size} bytes, not {line.size}: truncated or replaced")
         if not verified and artifacts.checksum(path) != line.checksum:
-            raise DamagedError("is not as it was written (its checksum differs)")
+            raise DamagedError("has changed since it was written (its checksum differs)")
         try:
             return opener(path)
         except DamagedError:

@@ -49,14 +49,14 @@ class Store:
         self.follow, self.patience = follow, patience
         head, problems = read_head(self.storage)
         if head.manifest is None and not follow and (there := near(self.storage)):
-            raise UserError(f"there is no store in {self.location}: give {there}")
+            raise UserError(f"there is no store in {self.location}: use {there}")
         if head.manifest is None and not problems:
             if not follow:
                 begun = self.storage.size(files.PROVENANCE) is not None
-                hint = ", or give store.follow=true to train while it is being written" if begun else ""
+                hint = ", or set store.follow=true to train while it is being written" if begun else ""
                 raise UserError(f"{self.location}/{artifacts.MANIFEST} is missing: run `{files.EXTRACT}` first{hint}")
             first = {files.PROVENANCE, files.TARGET_LINE}
-            what = f"train: waiting for {self.location} to be begun by `{files.EXTRACT}`"
+            what = f"train: waiting for `{files.EXTRACT}` to begin {self.location}"
             wait(lambda: first <= self.storage.sizes("").keys(), what, patience, pause=pause)
             head, problems = read_head(self.storage)
         if problems:

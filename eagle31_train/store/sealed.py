@@ -24,7 +24,7 @@ def unseal(data: bytes) -> dict[str, Any]:
     try:
         value = foreign.parse_json(data)
         if not isinstance(value, dict) or CHECK not in value:
-            raise ValueError("it carries no checksum of itself")
+            raise ValueError("it has no checksum of its own")
         if value.pop(CHECK) != _check(value):
             raise ValueError("its checksum does not match")
     except ValueError as error:  # also for broken JSON or UTF-8
@@ -32,7 +32,7 @@ def unseal(data: bytes) -> dict[str, Any]:
     # Compare white space, which the checksum does not cover. One line first: to indent a plan of 10^7 samples takes
     # 10 s and 1 GiB.
     if data != seal(value) and data != seal(value, indent=2):
-        raise DamagedError("it is not as it was written, though its values are")
+        raise DamagedError("its white space has changed since it was written")
     return value
 
 

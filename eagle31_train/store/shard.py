@@ -69,7 +69,7 @@ class ShardFile:
                 raise DamagedError(f"holds {list(tensor.shape)} {tensor.dtype}, not [{total}] {dtype}")
         whole, *of_samples = re.findall(r".{16}", checksums) if checksums else [None]
         if whole and checksum([self.tokens, self.loss_mask, self.top1]) != whole:
-            raise DamagedError("is not as it was written (a checksum differs)")
+            raise DamagedError("has changed since it was written (a checksum differs)")
         self._unread = dict(enumerate(of_samples))  # sample → checksum that its states must have
         # Where each of S samples begins, and where the last ends: [S + 1] each.
         supervised = [supervised_positions(mask) for mask in self.loss_mask.split(list(lengths))]
@@ -101,7 +101,7 @@ class ShardFile:
         document = Document(self.tokens[tokens].long(), self.loss_mask[tokens], self.top1[tokens].long(), aux, last)
         if states and (expected := self._unread.get(index)) is not None:
             if _of_states(document) != expected:
-                raise DamagedError("is not as it was written (a sample's checksum differs)")
+                raise DamagedError("has changed since it was written (a sample's checksum differs)")
             self._unread.pop(index, None)  # another thread may have popped it meanwhile
         return document
 
@@ -128,7 +128,7 @@ def _states(tensors: Mapping[str, Tensor], name: str, codec: str, row: tuple[int
     if not how.channels:
         held["channels"] = torch.empty(expected["channels"][0], dtype=torch.bfloat16)
     if {part: (tuple(tensor.shape), tensor.dtype) for part, tensor in held.items()} != expected:
-        raise DamagedError("holds other states than its store and its loss mask ask for")
+        raise DamagedError("holds other states than its store and its loss mask require")
     document = torch.arange(samples).repeat_interleave(torch.tensor(edges).diff())
     return Encoded(codec, width, **held, document=document)
 

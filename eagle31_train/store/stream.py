@@ -43,7 +43,7 @@ def wait(
     while not until():
         if time.monotonic() - began > patience:
             if (now := progress()) == seen:
-                raise UserError(f"{what}: nothing came for {patience:,.0f} s (store.patience): see to the other side")
+                raise UserError(f"{what}: nothing came for {patience:,.0f} s (store.patience): check the other process")
             began, seen = time.monotonic(), now
         if pause(POLL):
             raise RuntimeError(f"{what}: stopped")
@@ -72,7 +72,7 @@ def check_consumer(storage: Storage, store: str, by: str) -> Consumed:
     consumed = read_consumed(storage, store)
     if consumed.by not in ("", by):
         text = f"parts of {storage.location} were used up and removed by another training ({consumed.by}, this is {by})"
-        raise UserError(f"{text}: go on with that one, or remove the store and extract again")
+        raise UserError(f"{text}: continue that one, or remove the store and extract again")
     return consumed
 
 

@@ -156,7 +156,7 @@ class StoreWriter:
         The line has these facts, and the checksums of the file's parts that `save` returns."""
         scratch = self.storage.scratch(name)
         try:
-            with artifacts.explained(f"write {scratch}", "mend that and run the same command again, which goes on"):
+            with artifacts.explained(f"write {scratch}", "fix that, then run the same command again to resume"):
                 facts["checksums"] = save(scratch)
                 line = Line(name, self.id, scratch.stat().st_size, artifacts.checksum(scratch), **facts)
                 if old not in (None, line):  # a kill must not leave the old file's line beside the new file
@@ -185,7 +185,7 @@ class StoreWriter:
             return not awaited or read_consumed(self.storage, self.id).finished
 
         what = "extract: waiting for the other processes' shards"
-        with Progress(total=total, desc="shards of the others", unit="shard", disable=not missing) as progress:
+        with Progress(total=total, desc="other processes' shards", unit="shard", disable=not missing) as progress:
             if missing:
                 wait(complete, what, self.patience, lambda: len(self.storage.sizes("shards")))
         return None if missing else [self.lines[shard.name] for shard in self.plan.shards]
@@ -214,14 +214,14 @@ class StoreWriter:
         begun = self._begun()
         # Refuse shards of unknown origin, unless their lines, too, say that they are this store's.
         if begun is None and storage.sizes("shards") and not self._committed(self.plan.shards):
-            raise UserError(f"{storage.location} holds shards, but no whole {files.PROVENANCE}: remove it")
+            raise UserError(f"{storage.location} holds shards, but no intact {files.PROVENANCE}: remove the store")
         if begun is not None and begun != self.provenance:
             ours = {*files.FILES, files.STREAM, "shards"}
             others = [name for name in storage.listing("") if name not in ours and not name.startswith(".")]
             if others:
                 raise UserError(
-                    f"{storage.location} holds {min(others)}, too, which is no file of a store, and overwrite=true "
-                    "would remove it: move it away, or give the store a folder of its own (store_dir=…)"
+                    f"{storage.location} also holds {min(others)}, which is not part of a store and which "
+                    "overwrite=true would remove: move it, or choose another folder for the store (store_dir=…)"
                 )
             storage.discard()
         storage.remove(artifacts.MANIFEST)  # from now on a reader finds it unfinished
@@ -243,7 +243,7 @@ class StoreWriter:
         if begun is not None and begun != self.provenance and not self._overwrite:
             change = artifacts.describe_change(begun, self.provenance)
             where = self.storage.location
-            raise UserError(f"{where} holds a begun store of another run ({change}): {self._remedy(begun)}")
+            raise UserError(f"{where} holds an unfinished store of another run ({change}): {self._remedy(begun)}")
         return begun
 
     def _await_first(self) -> None:

@@ -92,7 +92,7 @@ def test_a_copy_that_is_damaged_on_its_way_is_fetched_again_or_named(bucket, mon
     times, spoilt[:] = 9, []
     bucket.forget(NAMES[3])
     found, message = read_whole(bucket)
-    assert "train-00001.safetensors (samples 3 to 3 of train) is not as it was written" in message
+    assert "train-00001.safetensors (samples 3 to 3 of train) has changed since it was written" in message
     assert len(found["train"]) == 3
 
 
@@ -161,7 +161,7 @@ def test_a_store_with_what_is_somebody_elses_is_not_removed(store, bucket, remot
     bucket.fs.pipe_file(f"{bucket.root}/other/mine.txt", b"mine")
     storage, other = bucket if remote else LocalStorage("the store", store), Made(fingerprint="e" * 16)
     said = message_of(other.writer, storage, overwrite=True)
-    assert "holds other, too, which is no file of a store" in said
+    assert "also holds other, which is not part of a store" in said
     assert read_whole(storage)[1] is None
 
 
@@ -169,7 +169,7 @@ def test_a_store_with_what_is_somebody_elses_is_not_removed(store, bucket, remot
 def test_a_folder_of_another_stage_is_no_damaged_store(capsys, folder):
     run = Path(__file__).parents[1] / "fixtures" / "v68c343f" / "run"
     assert main(["verify", str(run / folder)]) == 2
-    said = f"there is no store in {run / folder}: give {run / 'store'}"
+    said = f"there is no store in {run / folder}: use {run / 'store'}"
     assert capsys.readouterr().err == f"error: {said}\n"
     assert read_whole(run / folder)[1] == said
 
@@ -204,7 +204,7 @@ def test_a_reader_compares_the_samples_that_it_reads_and_not_the_whole_store(sto
         split.read(spoilt, states=False)
         split.store.release([planned])
     assert compared == []
-    assert "is not as it was written" in message_of(split.read, spoilt)
+    assert "has changed since it was written" in message_of(split.read, spoilt)
     file = split.store.open(planned)
     with patch.object(shard, "_of_states", lambda document: file._unread.pop(0)):  # as another thread's read may
         split.read(fine)
@@ -235,7 +235,7 @@ def test_a_shard_of_an_earlier_version_is_compared_as_a_whole_once_and_again_whe
         reader.release([planned])
     assert len(compared) == 1
     flip_bit(store / planned.name)
-    assert "is not as it was written" in message_of(reader.split("train").read, planned.first)
+    assert "has changed since it was written" in message_of(reader.split("train").read, planned.first)
 
 
 def test_extraction_waits_for_room_and_training_makes_it(tmp_path):
@@ -299,7 +299,9 @@ def test_a_kill_between_a_new_file_and_its_line_does_not_leave_the_old_line(tmp_
 
 
 def test_a_follower_waits_for_what_is_not_there_yet_and_gives_up_in_the_end(tmp_path):
-    assert "to be begun by `eagle31 extract`: nothing came" in message_of(Store, tmp_path, follow=True, patience=0.0)
+    assert f"waiting for `eagle31 extract` to begin {tmp_path}: nothing came" in message_of(
+        Store, tmp_path, follow=True, patience=0.0
+    )
     MADE.write(tmp_path, stop_after=3)
     storage, asked = LocalStorage(str(tmp_path), tmp_path), []
     storage.read = lambda name: (asked.append(name), LocalStorage.read(storage, name))[1]
@@ -345,7 +347,7 @@ def test_of_more_shards_than_may_be_open_the_one_that_is_read_is(tmp_path, monke
 
 def test_who_follows_waits_for_the_targets_weights(tmp_path):
     MADE.writer(tmp_path)  # has prepared the store
-    assert "to be begun by `eagle31 extract`" in message_of(Store, tmp_path, follow=True, patience=0.0)
+    assert "waiting for `eagle31 extract` to begin" in message_of(Store, tmp_path, follow=True, patience=0.0)
 
 
 def test_a_bound_is_for_the_held_out_split_and_a_shard_together(tmp_path):

@@ -35,7 +35,7 @@ def open_storage(location: str, cache_dir: Path, cache_bytes: int) -> Storage:
         # A separate instance: other code in this process may use one with other settings.
         fs, root = fsspec.core.url_to_fs(location, skip_instance_cache=True)
     except (ImportError, OSError, ValueError, TypeError) as error:
-        advice = f"correct the address, or install the package of fsspec's driver for {protocol}://"
+        advice = f"correct the address, or install the package with fsspec's driver for {protocol}://"
         raise UserError(f"{location} cannot be opened ({describe(error)}): {advice}") from None
     storage = RemoteStorage(location, fs, str(root), Path(cache_dir).expanduser(), cache_bytes)
     storage.sizes("")  # report wrong credentials or a wrong bucket now, not after an hour's work

@@ -199,5 +199,5 @@ class LocalStorage(Storage):
         artifacts.remove_backup(self.folder)  # left by a killed `discard`
 
     def _explained(self, what: str, name: str) -> AbstractContextManager[None]:
-        remedy = "mend that or choose another store_dir, then run the same command again"
+        remedy = "fix that or choose another store_dir, then run the same command again"
         return artifacts.explained(f"{what} {self.folder / name}", remedy)

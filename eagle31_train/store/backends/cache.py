@@ -127,8 +127,8 @@ class CachedStorage(Storage):
         if path in parts or _holds(path, size):
             return False
         if building + size > self.limit:
-            takes = f"{size:,} bytes, beside {building:,} bytes being built, and store.cache_bytes={self.limit:,}"
-            raise UserError(f"{self.location}: {path.name} has {takes}: raise store.cache_bytes")
+            room = f"store.cache_bytes={self.limit:,}, beside {building:,} bytes being built"
+            raise UserError(f"{self.location}: {path.name} ({size:,} bytes) does not fit in {room}: raise that")
         evictable = sum(held for _, held, _ in files)
         excess = evictable + sum(parts.values()) + building + size - self.limit
         if excess > evictable:

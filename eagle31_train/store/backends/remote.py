@@ -52,7 +52,7 @@ class RemoteStorage(CachedStorage):
 
     def size(self, name: str) -> int | None:
         try:
-            info = self._call("asking for the size", name, lambda: self.fs.info(self._path(name)))
+            info = self._call("getting the size", name, lambda: self.fs.info(self._path(name)))
         except FileNotFoundError:
             return None
         return int(info["size"]) if info["type"] == "file" else None
@@ -116,7 +116,7 @@ class RemoteStorage(CachedStorage):
                 return call()
             except Exception as error:
                 if lacks_bucket(error):
-                    raise UserError(f"{where}: {what} failed, its bucket does not exist: create it") from error
+                    raise UserError(f"{where}: {what} failed, as its bucket does not exist: create it") from error
                 full = isinstance(error, OSError) and error.errno in FULL
                 if full or isinstance(error, UserError | FileNotFoundError):
                     raise
@@ -170,7 +170,7 @@ class RemoteStorage(CachedStorage):
     def _compare(came: int | None, expected: int | None) -> None:
         """Raise OSError if a file was cut short, which most drivers do not notice."""
         if came != expected:
-            raise OSError(f"{came} bytes came, not {expected}")
+            raise OSError(f"{came} bytes arrived, not {expected}")
 
 
 # ---------------------------------------------------------------- what is tried again
