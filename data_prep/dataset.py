@@ -65,10 +65,10 @@ def check_shares(places: set[float], share: float) -> None:
         raise UserError(f"data.heldout={share} holds out every prompt: lower it, or add prompts")
     if 0 < share <= (first := min(places)):
         enough = math.ceil(first * 1000 + 1e-6) / 1000
-        remedy = f"data.heldout={enough} holds out one" if enough < 1 and len(places) > 1 else "add prompts"
+        remedy = f"data.heldout={enough} would hold out one" if enough < 1 and len(places) > 1 else "add prompts"
         raise UserError(
             f"data.heldout={share} holds out none of {len(places)} prompts, so acceptance cannot be measured: "
-            f"{remedy}, data.heldout=0 does without"
+            f"{remedy}, and data.heldout=0 does without"
         )
 
 

@@ -44,7 +44,7 @@ class CachedTarget(HiddenStateTarget):
             kinds = ", ".join(sorted(states))
             raise UserError(f"layers of type {kinds} cannot forget rejected tokens: set evaluate.backend=vllm")
         if rows > 1 and (why := why_alone(self.model)):
-            raise UserError(f"the target has {why}, and decodes alone: set evaluate.batch_size=1")
+            raise UserError(f"the target has {why}, so it decodes one sequence at a time: set evaluate.batch_size=1")
         # Without a config every layer keeps all its positions: a sliding-window layer that had dropped the oldest
         # could not go back. Either way, the mask decides which keys are seen.
         self._cache = DynamicCache()

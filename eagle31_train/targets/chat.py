@@ -85,7 +85,7 @@ class ChatTemplate:
         template, with_tools = named["default"], named.get("tool_use")
         loaded = cls(tokenizer, end_ids(tokenizer, target), template, target.template_args, with_tools, target.name)
         if unread := loaded.unread(target.template_args):  # it would be recorded, but change nothing
-            raise UserError(f"target.template_args.{unread[0]} is not read by the target's chat template: leave it out")
+            raise UserError(f"the target's chat template does not read target.template_args.{unread[0]}: remove it")
         return loaded
 
     @cached_property
@@ -134,7 +134,7 @@ class ChatTemplate:
             )
             text.encode()  # fails for half a surrogate pair, which JSON can spell
         except Exception as error:  # a template is a program, and may, e.g., add None to a text
-            raise Refused(f"the template refuses it: {first_line(error)}") from None
+            raise Refused(f"the template refuses the conversation: {first_line(error)}") from None
         return str(text)
 
     def prompt_ids(self, messages: list[Message], tools: list[Tool] | None = None) -> list[int]:
@@ -152,7 +152,7 @@ class ChatTemplate:
     def with_rows(self, ids: list[int]) -> list[int]:
         """Return `ids` unchanged; Refused if the target has no embedding row for one of them."""
         if self.rows is not None and ids and max(ids) >= self.rows:
-            raise Refused(f"token {max(ids)}, for which the target has no row")
+            raise Refused(f"token {max(ids)}, which has no row in the target's embedding")
         return ids
 
     def decode(self, ids: list[int]) -> str:
@@ -160,7 +160,7 @@ class ChatTemplate:
         try:
             text = self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
         except (KeyError, IndexError):  # from slow tokenizers; fast ones return no text for it
-            raise Refused("a token that the tokenizer lacks") from None
+            raise Refused("a token that is not in the tokenizer") from None
         assert isinstance(text, str)
         return text
 
@@ -218,7 +218,7 @@ class ChatTemplate:
             end = max((token for token in self.added.values() if after.startswith(token)), key=len, default="")
             header = after.removeprefix(end).lstrip() if end else ""
         if header in ("", whole) or not text.startswith(before):  # templates may rewrite earlier turns
-            raise Refused("the user's words cannot be told from what the chat template puts before them")
+            raise Refused("the user's text cannot be told apart from what the chat template puts before it")
         bos = self.tokenizer.bos_token or ""
         begin = bos if before.startswith(bos) and not header.startswith(bos) else ""
         return begin + header + text[len(before) :]
@@ -240,7 +240,7 @@ class ChatTemplate:
         if wanted := set(beyond) & set(self.kept_ids()) | {
             i for i, token in beyond.items() if token not in self.special
         }:
-            message = f"the tokenizer of {target.path} has token {max(wanted)}, its model only {vocab_size} rows"
+            message = f"the tokenizer of {target.path} has token {max(wanted)}, but its model only {vocab_size} rows"
             raise UserError(f"{message}: they do not belong together")
         self.rows = vocab_size
 

@@ -46,11 +46,11 @@ def templates_of(target: TargetConfig, tokenizer: Any) -> dict[str, str]:
             own = tokenizer.chat_template or _of_processor(target)
             named = foreign.typed(dict[str, str], own if isinstance(own, dict) else {"default": own or ""})
     except FileNotFoundError:
-        raise UserError(f"{where} is missing: give a Jinja file") from None
+        raise UserError(f"{where} does not exist: set it to a Jinja file") from None
     except (OSError, ValueError) as error:
-        raise UserError(f"{where} cannot be read ({error}): give a Jinja file as target.chat_template") from None
+        raise UserError(f"{where} cannot be read ({error}): set target.chat_template to a Jinja file") from None
     if not named.get("default"):
-        raise UserError(f"the tokenizer of {target.path} has no chat template: give one as target.chat_template=FILE")
+        raise UserError(f"the tokenizer of {target.path} has no chat template: set target.chat_template=FILE")
     options = {"tokenize": False, "add_generation_prompt": True, **target.template_args}
     for text in named.values():
         render = partial(tokenizer.apply_chat_template, chat_template=text, **options)
@@ -81,7 +81,7 @@ def _check_ends(render: Callable[[Any], object], size: int, where: str) -> None:
     warns that locks of other threads stay held in a fork, but this one only renders text, and is killed if it waits.
     """
     if size > MOST:
-        raise UserError(f"{where} has {size:,} letters, and at most {MOST:,} are read: give another")
+        raise UserError(f"{where} has {size:,} characters, more than {MOST:,}: set another target.chat_template")
     child = get_context("fork").Process(target=_try, args=(render,))
     child.start()
     child.join(20 * SECONDS)
@@ -89,7 +89,7 @@ def _check_ends(render: Callable[[Any], object], size: int, where: str) -> None:
     child.join()
     if child.exitcode:
         bound = f"{SECONDS} s or {MEMORY >> 20:,} MiB"
-        raise UserError(f"{where} takes more than {bound} to render a few words: give another target.chat_template")
+        raise UserError(f"{where} takes more than {bound} to render a few words: set another target.chat_template")
 
 
 def _try(render: Callable[[Any], object]) -> None:

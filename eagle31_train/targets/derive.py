@@ -184,9 +184,9 @@ def _scaling(architecture: str, target: TargetDescription) -> tuple[dict[str, An
     if kind == "default":
         return {}, "rope_scaling: none"
     if kind not in SCALINGS[architecture]:
-        return {}, f"rope_scaling {kind}, which no {architecture} drafter is served with: none"
+        return {}, f"rope_scaling {kind}, with which no {architecture} drafter can be served: none"
     if "alpha" in scaling:  # Hunyuan's: it stretches the base
-        return {}, f"rope_scaling {kind} with alpha, which no drafter is served with: none"
+        return {}, f"rope_scaling {kind} with alpha, with which no drafter can be served: none"
     needed, allowed = SCALINGS[architecture][kind]
     taken = {name: value for name, value in scaling.items() if name in needed | allowed and value is not None}
     return {"rope_type": kind, **taken}, "rope_scaling"

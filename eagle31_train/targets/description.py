@@ -129,8 +129,8 @@ def read_raw(target: TargetConfig) -> dict[str, Any]:
     found_by, where, folder = source(target), f"target.path={target.path}", Path(target.path)
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").exists():
         raise UserError(
-            f"{where} is a LoRA adapter: give its base, whose drafter serves the adapter, too, perhaps with fewer "
-            "accepted drafts, or the two merged (peft's merge_and_unload)"
+            f"{where} is a LoRA adapter: set target.path to its base, whose drafter also serves the adapter, perhaps "
+            "with fewer accepted drafts, or to the two merged (peft's merge_and_unload)"
         )
     try:
         _look_into(folder / "config.json")
@@ -139,15 +139,15 @@ def read_raw(target: TargetConfig) -> dict[str, Any]:
     except Exception as error:  # of a file that others made
         raise not_loaded(target, error) from None
     if not raw.get("model_type"):
-        raise UserError(f"{where} has no config.json that names a model_type: is it a whole checkpoint?")
+        raise UserError(f"{where} has no config.json with a model_type: is the checkpoint complete?")
     try:
         foreign.typed(_Raw, raw)
         foreign.typed(_Raw, raw.get("text_config") or {})
         _check_counts(raw)
     except ValueError as error:
-        raise UserError(f"{where}: its config.json gives {error}: copy it again") from None
+        raise UserError(f"{where}: its config.json is invalid ({error}): copy it again") from None
     if "draft_vocab_size" in raw or any("eagle3" in name.lower() for name in raw.get("architectures") or ()):
-        raise UserError(f"{where} is a drafter, and no target: give the model that it drafts for")
+        raise UserError(f"{where} is a drafter, not a target: set target.path to the model that it drafts for")
     return raw
 
 
@@ -166,7 +166,7 @@ def _check_counts(value: Any, name: str = "config.json") -> None:
         for key, inner in value.items():
             _check_counts(inner, str(key))
     elif isinstance(value, int) and any(value > most for pattern, most in MOST.items() if pattern.search(name)):
-        raise ValueError(f"{name}, a count beyond all models'")
+        raise ValueError(f"{name} is larger than in any model")
 
 
 def text_config(raw: dict[str, Any]) -> Any:
@@ -177,7 +177,7 @@ def text_config(raw: dict[str, Any]) -> Any:
         known = whole_config(raw) or whole_config(text)
         return known.get_text_config() if known is not None else PretrainedConfig.from_dict(text)
     except Exception as error:  # each class checks its fields in its own way
-        nothing = f"transformers makes nothing of a {raw['model_type']}'s config.json ({first_line(error)})"
+        nothing = f"transformers cannot read the config.json of a {raw['model_type']} ({first_line(error)})"
         raise UserError(f"{nothing}: correct it, or copy it again") from None
 
 
@@ -204,22 +204,22 @@ def description_of(raw: dict[str, Any], text: Any, where: str) -> TargetDescript
     """Describe a target by config.json and transformers' reading of it. UserError that names `where` if a size is
     missing or below 1, or no drafter can be made for the target."""
     if NOT_DERIVED.intersection(kinds(raw)):
-        raise UserError(f"{where} is a {raw['model_type']}, for which no drafter is made here: nothing of it was tried")
+        raise UserError(f"{where} is a {raw['model_type']}, for which eagle31 makes no drafter: it has not been tried")
     if (streams := getattr(text, "hc_mult", None)) not in (None, 1):
-        why = f"its layers hand on {streams} streams of states, and EAGLE reads one"
-        raise UserError(f"{where} is a {raw['model_type']}, for which no drafter is made here: {why}")
+        why = f"its layers pass on {streams} streams of states, but EAGLE reads one"
+        raise UserError(f"{where} is a {raw['model_type']}, for which eagle31 makes no drafter: {why}")
     try:
         text = _checked(text, where)
         theta, scaling = _rope(text)
     except UserError:
         raise
     except ValueError as error:
-        raise UserError(f"{where}: its config.json gives {error}: copy it again") from None
+        raise UserError(f"{where}: its config.json is invalid ({error}): copy it again") from None
     eps = next((e for name in ("rms_norm_eps", "norm_eps") if (e := getattr(text, name, None))), None)
     if eps is None or NO_PARTS.intersection(kinds(raw)):  # extraction would refuse it, after hours of answers
         why = "its config.json names no rms_norm_eps" if eps is None else "transformers' class has none"
         reads = "EAGLE reads the input of an RMSNorm named .norm, beside .layers"
-        raise UserError(f"{where} is a {raw['model_type']}, for which no drafter is made here: {reads}, and {why}")
+        raise UserError(f"{where} is a {raw['model_type']}, for which eagle31 makes no drafter: {reads}, but {why}")
 
     def size(name: str, *others: str) -> int:
         value = next((v for key in (name, *others) if isinstance(v := most(getattr(text, key, None)), int)), None)
@@ -267,7 +267,7 @@ def _checked(text: Any, where: str) -> SimpleNamespace:
         try:
             value = getattr(text, name, None)
         except RuntimeError:  # raised by transformers where there is no single value
-            raise UserError(f"{where}: its layers differ in {name}, and no drafter is made here for such") from None
+            raise UserError(f"{where}: its layers differ in {name}, so eagle31 makes no drafter for it") from None
         if value is not None:
             try:
                 setattr(checked, name, foreign.typed(kind, value))
@@ -328,8 +328,8 @@ def doubts(config: Config) -> dict[str, str]:
     doubts, raw = {}, read_raw(target)
     if kind := class_without_eagle3(target):
         doubts["SERVING"] = (
-            f"vLLM 0.32's own class for {kind} takes no EAGLE 3 draft: serve {target.path} by the class that wraps "
-            "transformers' (--model-impl transformers); docs/targets.md tells with which kinds that was tried"
+            f"vLLM 0.32's own class for {kind} takes no EAGLE 3 draft: serve {target.path} with the class that wraps "
+            "transformers' (--model-impl transformers); docs/targets.md lists the kinds tried with it"
         )
         if (raw.get("text_config") or raw).get("logits_scaling", 1) != 1:
             left_out = "by its source it leaves out logits_scaling: greedy answers are right, sampled ones are not"
@@ -344,18 +344,18 @@ def doubts(config: Config) -> dict[str, str]:
     if lacking and any(by_vllm.values()):
         remedy = " ".join(option for option, here in by_vllm.items() if here)
         doubts["LOADING"] = (
-            f"transformers reads {method} weights with {lacking}: install it, or let vLLM run the target: {remedy}"
+            f"transformers needs {lacking} to read {method} weights: install it, or let vLLM run the target: {remedy}"
         )
     engines = {"extract.engine_args": config.extract.engine_args, "evaluate.vllm_args": config.evaluate.vllm_args}
     overriding = {"hf_overrides", "hf-overrides"}
     if changed := " and ".join(name for name, given in engines.items() if overriding & given.keys()):
         doubts["CONFIG"] = (
-            f"{changed}.hf_overrides are vLLM's alone, and the drafter's RoPE and positions follow from config.json: "
-            "write them into a copy of it"
+            f"{changed}.hf_overrides affect only vLLM, but the drafter's RoPE and positions follow from config.json: "
+            "write the overrides into a copy of it"
         )
     if config.evaluate.backend != "vllm" and (types := RECURRENT & layer_types(text_config(raw))):
         layers = f"layers of type {', '.join(sorted(types))}"
-        doubts["EVALUATION"] = f"the target has {layers}, with which stage 4 cannot decode: set evaluate.backend=vllm"
+        doubts["EVALUATION"] = f"stage 4 cannot decode with the target's {layers}: set evaluate.backend=vllm"
     return doubts
 
 
@@ -383,10 +383,11 @@ def pick_layers(aux_layers: Sequence[int] | None, depth: int, kinds: Iterable[st
         raise UserError(f"target.aux_layers={layers} must ascend without repeats: set target.aux_layers=[…]")
     if layers[0] < 0 or layers[-1] > depth:
         raise UserError(
-            f"target.aux_layers={layers}: the target has layers 0 to {depth}: give others, or null for vLLM's choice"
+            f"target.aux_layers={layers}: the target has layers 0 to {depth}: choose among these, or null for vLLM's "
+            "choice"
         )
     if layers[0] == 0 and (kind := next((kind for kind in kinds if kind in NO_EMBEDDINGS), None)):
-        raise UserError(f"target.aux_layers={layers}: vLLM cannot give the input of layer 0 of a {kind}: take another")
+        raise UserError(f"target.aux_layers={layers}: vLLM cannot provide the input of layer 0 of a {kind}: remove 0")
     return layers
 
 

@@ -154,7 +154,7 @@ def make_folder(out: Path, identity: str, recipe: dict[str, Any], fill: Callable
     ours = inputs.get(identity) == recipe[identity]
     empty = not out.exists() or (out.is_dir() and not any(out.iterdir()))
     if not ours and not empty:
-        raise UserError(f"{out} exists and was not made by this command: move it away or choose another --out")
+        raise UserError(f"{out} exists, but was not made by this command: move it, or choose another --out")
     if ours and recipe.items() <= inputs.items() and artifacts.first_damaged(out, manifest["files"]) is None:
         note(f"target: {out} is up to date")
         return out
@@ -165,7 +165,7 @@ def make_folder(out: Path, identity: str, recipe: dict[str, Any], fill: Callable
             if "(os error " not in str(error):
                 raise
             raise UserError(
-                f"{out} cannot be written ({first_line(error)}): make room, or give another --out"
+                f"{out} cannot be written ({first_line(error)}): free some space, or choose another --out"
             ) from None
         for file in folder.iterdir():  # safetensors' own writer makes them readable by the owner only
             file.chmod(folder.stat().st_mode & 0o666)

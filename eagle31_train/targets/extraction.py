@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 LOGIT_ROWS = 512  # rows of [rows, V] logits alive at once
 FOREIGN = 0.5  # if the target would itself write a smaller share of the answer tokens, they are hardly its own
-NOT_FINITE = "the target's hidden states are not finite (NaN, infinite or next to it): check target.dtype"
+NOT_FINITE = "the target's hidden states are not finite (NaN, infinite or nearly so): check target.dtype"
 OUTSIDE = 0.2  # if a larger share of its choices is outside the draft vocabulary, that was counted on other words
 
 # What the first process does with the target before it stores states.
@@ -66,7 +66,7 @@ def extract(config: Config, prelude: Prelude | None = None) -> None:
         if is_main():
             note(f"extract: up to date ({storage.location})")
         return
-    who = f"another process extracts the same shards of {storage.location} now"
+    who = f"another process is extracting the same shards of {storage.location}"
     with alone(storage.lock(f"extracting-{rank}"), who, "store_dir=…"):
         _extract(config, rank, ranks, storage, made_from, prelude)
 
@@ -78,7 +78,7 @@ def _extract(
     began = time.perf_counter()
     data = provenance.read_data(config, whole=True)
     splits = {split: samples.load(config.data_folder / "dataset", split) for split in SPLITS}
-    other = f"{config.data_folder} was not made for target.path={config.target.path} but for one with another"
+    other = f"{config.data_folder} was not made for target.path={config.target.path}, but for a target with another"
     remedy = "correct data_dir or target.path, or run `eagle31 data` for this target"
     vocabulary = data.get("vocabulary")  # None in data of an earlier version
     # For another target the ids mean other words, which the gate cannot notice.
@@ -90,8 +90,8 @@ def _extract(
         raise UserError(f"{other} number of tokens: {remedy}")
     if is_main() and (change := changed_since(data.get("target") or {}, describe_target(config.target))):
         note(
-            f"extract: WARNING: {config.data_folder} is of a target with another config.json, of which the drafter "
-            f"will be derived ({change}): run `eagle31 data` for this one"
+            f"extract: WARNING: {config.data_folder} was made with another config.json of the target, from which the "
+            f"drafter will be derived ({change}): run `eagle31 data` again"
         )
     masks = {split: samples.column(splits[split], "loss_mask") for split in SPLITS}
     plan = make_plan(masks, config.extract.shard_tokens, shape_of(states))
@@ -119,7 +119,7 @@ def _extract(
     elif is_main() and wanted and rank > 0:
         note(f"extract: extract.part={config.extract.part} is done; part 0 finishes {storage.location}")
     elif is_main():
-        note(f"extract: the training that follows {storage.location} wants no more of it: stopped, unfinished")
+        note(f"extract: the training that follows {storage.location} needs no more of it: stopped, unfinished")
 
 
 def _finish(writer: StoreWriter, lines: Sequence[Line], draft_tokens: NDArray, began: float) -> None:
@@ -142,7 +142,7 @@ def rank_of(config: Config) -> tuple[int, int]:
     refuse_lone_process()
     part, parts = config.extract.part, config.extract.parts
     if part >= parts:
-        raise UserError(f"extract.part={part}: with extract.parts={parts} they are numbered from 0 to {parts - 1}")
+        raise UserError(f"extract.part={part}: with extract.parts={parts}, parts are numbered from 0 to {parts - 1}")
     return part * ranks() + rank(), parts * ranks()
 
 
@@ -151,7 +151,9 @@ def make_engine(config: Config) -> Engine:
     arguments = config.extract.engine_args
     if config.extract.engine == "transformers":
         if arguments:
-            raise UserError(f"extract.engine_args={arguments} are vLLM's: use extract.engine=vllm, or leave them out")
+            raise UserError(
+                f"extract.engine_args={arguments} are only for vLLM: set extract.engine=vllm, or remove them"
+            )
         return load_engine(config.target, config.extract.batch_tokens)
     if importlib.util.find_spec("vllm") is None:
         raise UserError(
@@ -218,16 +220,17 @@ class Agreement(NamedTuple):
             )
             lines[-1] += f"; {outside:.1%} of {some} lie outside the draft vocabulary"
         if drafted.bare:
-            lines.append(f"extract: {drafted.bare:,} of {drafted.conversations:,} conversations have nothing to train")
+            count = f"{drafted.bare:,} of {drafted.conversations:,} conversations"
+            lines.append(f"extract: {count} have nothing to train on")
         if self.positions and own < FOREIGN:
             lines.append(
-                "extract: WARNING: hardly its own answers, of which a drafter learns little: are they of others "
-                "(regenerate=false), of other weights or another chat template, or drawn at a high temperature?"
+                "extract: WARNING: few of these answers are the target's own, so a drafter learns little: did they "
+                "come from others (regenerate=false), other weights, another chat template, or a high temperature?"
             )
         if outside > OUTSIDE:
             lines.append(
-                "extract: WARNING: many of its choices can never be drafted: raise data.draft_vocab_size, or count it "
-                "on the target's own answers"
+                "extract: WARNING: many of the target's choices can never be drafted: raise data.draft_vocab_size, or "
+                "count the draft vocabulary on the target's own answers"
             )
         return lines
 

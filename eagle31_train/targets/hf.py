@@ -53,7 +53,7 @@ def pick_device(name: str) -> torch.device:
             torch.empty(0, device=device)  # only torch knows whether a device of another kind is here
             return device
     except (RuntimeError, AssertionError, NotImplementedError):
-        raise UserError(f"target.device={name} is no device here: use cpu, cuda, cuda:N or auto") from None
+        raise UserError(f"target.device={name} is not a device here: use cpu, cuda, cuda:N or auto") from None
     if not count:
         raise UserError(f"target.device={name}: there is no CUDA device here: use cpu or auto")
     # A launcher may show each process only its own device: then all may give the same name.
@@ -62,7 +62,8 @@ def pick_device(name: str) -> torch.device:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     if shared or (device.index or 0) >= count:
         many = f"{ranks()} processes and {count} CUDA devices"
-        raise UserError(f"target.device={name} does not fit {many}: use target.device=auto and no more processes")
+        use = "use target.device=auto and at most one process for each device"
+        raise UserError(f"target.device={name} does not fit {many}: {use}")
     return device
 
 
@@ -72,7 +73,7 @@ def load_model(config: TargetConfig, dtype: str | None = None) -> Any:
     UserError if target.path holds none, some of its weights are missing, or it cannot be placed as asked.
     """
     if config.device_map and (ranks() > 1 or config.device != "auto"):
-        raise UserError("target.device_map spreads one target: start one process, and leave target.device=auto")
+        raise UserError("target.device_map spreads one target: start one process, and set target.device=auto")
     whole_float32()
     device = None if config.device_map else pick_device(config.device)
     if device is not None and device.type == "cuda":
@@ -88,7 +89,9 @@ def load_model(config: TargetConfig, dtype: str | None = None) -> Any:
     # all use the same wrong target.
     if wrong := sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}):
         lacks = f"{len(wrong)} of its weights are missing or of another size, such as {wrong[0]}"
-        raise UserError(f"target.path={config.path}: {lacks}: is it whole, and of the architecture in its config.json?")
+        raise UserError(
+            f"target.path={config.path}: {lacks}: is it complete, and of the architecture in its config.json?"
+        )
     model.eval().requires_grad_(False)
     pack_linears(model)
     return model
@@ -180,8 +183,8 @@ class HiddenStateTarget:
         for state in caught.values():
             if state.dim() != tokens.dim() + 1:
                 raise UserError(
-                    f"this target's layers hand on states of shape {list(state.shape[2:])}, several streams in place "
-                    "of one: a drafter for it cannot be trained here"
+                    f"this target's layers pass on states of shape {list(state.shape[2:])}, several streams instead "
+                    "of one: eagle31 cannot train a drafter for it"
                 )
         return self._stacked(caught), caught[len(self._taps)]
 

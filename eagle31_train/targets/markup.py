@@ -112,13 +112,13 @@ def _calls(text: str) -> tuple[str, list[Call]]:
         return content, [_named(_json(call), "arguments") for (call,) in calls]
     if text.strip().startswith((PYTHON, "{")):
         return "", _llama(text.strip().removeprefix(PYTHON))
-    raise Refused("tool calls in another form than that of Kimi, Qwen, Hermes, Llama 3 or harmony")
+    raise Refused("tool calls in another format than that of Kimi, Qwen, Hermes, Llama 3 or harmony")
 
 
 def _kimi_name(text: str) -> str:
     match = re.fullmatch(r"functions\.(.+):\d+", text.strip())
     if match is None:
-        raise Refused(f"the id of a tool call is {text.strip()!r}, and the target writes functions.NAME:INDEX")
+        raise Refused(f"the id of a tool call is {text.strip()!r}, but the target writes functions.NAME:INDEX")
     return match[1]
 
 
@@ -128,9 +128,9 @@ def _llama(text: str) -> list[Call]:
         try:
             value, end = decoder.raw_decode(text)
         except (ValueError, RecursionError):
-            raise Refused("a tool call that is no JSON") from None
+            raise Refused("a tool call that is not JSON") from None
         if not isinstance(value, dict):
-            raise Refused("a tool call that is no object")
+            raise Refused("a tool call that is not an object")
         calls.append(_named(value, "parameters" if "parameters" in value else "arguments"))
         text = text[end:]
     return calls
@@ -174,7 +174,7 @@ def _json(text: str) -> dict[str, Any]:
     try:
         value = foreign.parse_json(text)
     except ValueError:
-        raise Refused("a tool call that is no JSON") from None
+        raise Refused("a tool call that is not JSON") from None
     if not isinstance(value, dict):
         raise Refused("a tool call without an object of arguments")
     return value

@@ -15,9 +15,9 @@ from eagle31_train.common.errors import UserError, first_line
 from eagle31_train.config import TargetConfig
 
 MADE_HERE = {"SmolLM2-135M-Instruct": "embedded", "kimi-toy": "toy"}  # name in models/ → the module that makes it
-ELSEWHERE = "give a local folder, or download it where there is a network and set HF_HOME to that cache"
+ELSEWHERE = "use a local folder, or download the target where there is a network and set HF_HOME to that cache"
 TRIES = 2  # retries, a second or two apart, before the hub counts as out of reach
-NOT_WHOLE = "a file is cut short, or only git-lfs's pointer to one (`git lfs pull` fetches them): copy it again"
+NOT_WHOLE = "a file is truncated, or only a git-lfs pointer (`git lfs pull` fetches the file): copy it again"
 
 
 def from_pretrained(kind: Any, target: TargetConfig, **options: Any) -> Any:
@@ -44,7 +44,7 @@ def load_tokenizer(target: TargetConfig) -> Any:
     except Exception as error:  # bad settings show only when the tokenizer is used
         raise not_loaded(target, error) from None
     if made_up:
-        raise UserError(f"target.path={target.path} holds no tokenizer files: copy tokenizer.json and others there")
+        raise UserError(f"target.path={target.path} has no tokenizer files: copy tokenizer.json and the others there")
     return tokenizer
 
 
@@ -52,10 +52,10 @@ def source(target: TargetConfig) -> dict[str, Any]:
     """Return the options with which transformers finds files of target.path; for a hub id, the hub's cache alone if the
     hub is out of reach. UserError for a file, and for a missing folder before it is looked for on the hub."""
     if Path(target.path).is_file():
-        raise UserError(f"target.path={target.path} is a file: give its folder")
+        raise UserError(f"target.path={target.path} is a file: set it to the file's folder")
     if not Path(target.path).exists() and target.path.startswith(("/", ".", "~", "models/")):
         maker = MADE_HERE.get(Path(target.path).name) if Path(target.path).parent.name == "models" else None
-        remedy = f"`python -m eagle31_train.targets.{maker}` makes it" if maker else "give a folder, or a hub id"
+        remedy = f"`python -m eagle31_train.targets.{maker}` makes it" if maker else "set it to a folder or a hub id"
         raise UserError(f"target.path={target.path} does not exist: {remedy}")
     return {"revision": target.revision, **({"local_files_only": True} if out_of_reach(target) else {})}
 
@@ -93,21 +93,21 @@ def not_loaded(target: TargetConfig, error: Exception) -> UserError:
         half = "set target.dtype=float16, or evaluate.dtype in stage 4, or " if target.dtype == "float32" else ""
         advice = f"it does not fit: {half}use data.generate.server=vllm, extract.engine=vllm and evaluate.backend=vllm"
     elif isinstance(error, ImportError):
-        advice = "it needs a package that is not here: install that, or let vLLM run the target"
+        advice = "it needs a package that is not installed: install that, or let vLLM run the target"
     elif "trust_remote_code" in str(error):
-        advice = "it comes with Python code of its own: read it, and allow it to run with target.trust_remote_code=true"
+        advice = "it comes with its own Python code: review that, then allow it with target.trust_remote_code=true"
     elif isinstance(error, SafetensorError):  # its text names neither the file nor a remedy
         advice = NOT_WHOLE
     elif isinstance(error, OSError) and (why := out_of_reach(target)):
         return UserError(
-            f"target.path={target.path}: there is no such folder here, the hub cannot be asked ({why}), and its cache "
+            f"target.path={target.path}: there is no such folder, the hub cannot be reached ({why}), and its cache "
             f"lacks the target, or part of it: {ELSEWHERE}"
         )
     elif not Path(target.path).exists() and re.search(r"\bgated\b|\b40[13] Client Error", f"{error} {error.__cause__}"):
-        advice = "check its name; ask for access on its page, then `hf auth login`, or set HF_TOKEN"
+        advice = "check its name; request access on its page, then run `hf auth login` or set HF_TOKEN"
     else:
-        here = "" if Path(target.path).exists() else "there is no such folder here; "
-        advice = f"{here}give a folder in transformers format, or a hub id"
+        here = "" if Path(target.path).exists() else "there is no such folder; "
+        advice = f"{here}use a folder in transformers format, or a hub id"
     return UserError(f"target.path={target.path} cannot be loaded ({first_line(error)}): {advice}")
 
 

@@ -191,7 +191,7 @@ def find_parts(model: Any) -> Parts:
     decoder = getattr(decoder, "language_model", decoder)
     layers, norm = getattr(decoder, "layers", None), getattr(decoder, "norm", None)
     if not isinstance(layers, nn.ModuleList) or not isinstance(norm, nn.Module):
-        raise UserError(f"{type(model).__name__} has no .layers and .norm where its decoder should: not supported")
+        raise UserError(f"{type(model).__name__} is not supported: its decoder has no .layers and .norm")
     head = model.get_output_embeddings()
     if getattr(head, "bias", None) is not None:
         raise UserError("the target's lm_head has a bias, which an EAGLE 3 draft head cannot carry")
@@ -204,7 +204,7 @@ def read_norm(norm: nn.Module) -> tuple[Tensor, str, float]:
     epsilons = [getattr(norm, name, None) for name in ("variance_epsilon", "eps", "epsilon")]
     weight, eps = getattr(norm, "weight", None), next((one for one in epsilons if isinstance(one, float)), None)
     if not isinstance(weight, Tensor) or eps is None:
-        raise UserError(f"{norms} has no weight or no epsilon, as an RMSNorm has")
+        raise UserError(f"{norms} lacks the weight or the epsilon of an RMSNorm")
     weight = weight.detach()
     with torch.no_grad():
         answer = norm(torch.ones_like(weight)[None])[0].float()
@@ -225,7 +225,7 @@ def _read(folder: Path, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) 
         except (OSError, *foreign.NO_TENSORS) as error:
             raise _broken(folder, error) from None
         if tuple(tensor.shape) != shape or not tensor.is_floating_point() or tensor.itemsize < 2:  # FP8 has scales
-            held = f"{key} as {list(tensor.shape)} {tensor.dtype}, the model {list(shape)}"
+            held = f"{key} as {list(tensor.shape)} {tensor.dtype}, but the model has {list(shape)}"
             raise UserError(f"{folder / files[key]} holds {held}: use extract.engine=transformers if it is quantized")
         tensors.append(tensor.to(dtype))
     return tensors
@@ -244,7 +244,7 @@ def _files(folder: Path) -> dict[str, str]:
 
 
 def _broken(folder: Path, error: Exception) -> UserError:
-    return UserError(f"{folder} is no whole safetensors checkpoint: {first_line(error)}: {NOT_WHOLE}")
+    return UserError(f"{folder} is not a complete safetensors checkpoint ({first_line(error)}): {NOT_WHOLE}")
 
 
 def _key(name: str, keys: Collection[str]) -> str:

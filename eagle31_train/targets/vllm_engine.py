@@ -43,7 +43,7 @@ OURS |= {"enable_prefix_caching", "async_scheduling"}
 OURS |= {"pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size"}
 RAM_DISK = Path("/dev/shm")
 FOLDER = "eagle31-states"
-DISK = "free some, point TMPDIR elsewhere, or lower extract.shard_tokens"
+DISK = "free some space, point TMPDIR elsewhere, or lower extract.shard_tokens"
 MEMORY = "lower gpu_memory_utilization or max_num_batched_tokens in extract.engine_args"
 
 
@@ -54,16 +54,14 @@ class VllmEngine:
 
     def __init__(self, config: Config) -> None:
         if ranks() > 1:
-            raise UserError(
-                "extract.engine=vllm spreads over devices itself: start one process a machine (extract.part)"
-            )
+            raise UserError("extract.engine=vllm uses all devices itself: start one process per machine (extract.part)")
         for name in OURS & config.extract.engine_args.keys():
-            raise UserError(f"extract.engine_args.{name} cannot be set: the engine sets it itself")
+            raise UserError(f"extract.engine_args.{name} cannot be set, as eagle31 sets it itself: remove it")
         self.readout = readout_from_checkpoint(config.target, DTYPES[config.target.dtype])
         self.layers = pick_layers(config.target.aux_layers, self.readout.depth, kinds(read_raw(config.target)))
         if self.layers[0] == 0 and config.extract.engine_args.get("enforce_eager") and torch.cuda.is_available():
-            advice = "leave out extract.engine_args.enforce_eager"
-            raise UserError(f"target.aux_layers={self.layers}: vLLM writes over the input of layer 0: {advice}")
+            advice = "remove extract.engine_args.enforce_eager"
+            raise UserError(f"target.aux_layers={self.layers}: vLLM overwrites the input of layer 0: {advice}")
         # vLLM returns each layer once, in ascending order; the input of layer N is the last hidden state.
         self._taken = sorted({*self.layers, self.readout.depth})
         row = len(self._taken) * self.readout.embedding.shape[1] * self.readout.embedding.itemsize
@@ -102,7 +100,7 @@ class VllmEngine:
             prompts = [{"prompt_token_ids": row.tolist()} for row in tokens]
             asked = self._llm.enqueue(prompts, sampling, use_tqdm=False)
         except ValueError as error:
-            raise UserError(f"vLLM refuses a conversation: {error}; see extract.engine_args") from None
+            raise UserError(f"vLLM refuses a conversation ({error}): check extract.engine_args") from None
         which = {number(request): index for index, request in enumerate(asked)}
         engine, finished = self._llm.llm_engine, list[Any]()
         while finished or engine.has_unfinished_requests():
@@ -121,7 +119,7 @@ class VllmEngine:
             # On a GPU a file is written while the next steps run.
             there = [output for output in finished if self._file(output).exists()]
             if not there and not running:
-                raise RuntimeError(f"vLLM finished {len(finished)} conversations, and wrote no states of them")
+                raise RuntimeError(f"vLLM finished {len(finished)} conversations, but wrote no states of them")
             for output in there:
                 finished.remove(output)
                 file = self._file(output)
@@ -163,7 +161,7 @@ def _start(config: Config, layers: list[int]) -> Any:
         return LLM(**{**arguments, **wanted, **more})
     except Exception as error:  # vLLM and its libraries may raise anything for a target or arguments
         what = f"target.path={target.path} and extract.engine_args={wanted}"
-        raise UserError(f"vLLM does not start with {what}: {error}") from error
+        raise UserError(f"vLLM cannot start with {what}: {error}") from error
 
 
 def states_folder(size: int) -> Path:

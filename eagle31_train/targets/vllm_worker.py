@@ -20,6 +20,8 @@ if current_platform.is_cpu():
 else:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 
+WITHOUT_0 = "remove 0 from target.aux_layers"
+
 
 class StatesWorker(PlatformWorker):
     """A worker that, on rank 0, writes the states to files; see `vllm_states.py`."""
@@ -32,13 +34,13 @@ class StatesWorker(PlatformWorker):
         model = self.model_runner.get_model()
         layers = self.vllm_config.additional_config[LAYERS]
         if not supports_eagle3(model):
-            raise ValueError(f"vLLM's {type(model).__name__} gives no auxiliary hidden states (SupportsEagle3)")
+            raise ValueError(f"vLLM's {type(model).__name__} provides no auxiliary hidden states (SupportsEagle3)")
         # DeepSeek's classes add a residual, and before layer 0 there is none.
         if 0 in layers and not any(isinstance(module, EagleModelMixin) for module in model.modules()):
-            raise ValueError(f"vLLM's {type(model).__name__} does not give the input of layer 0: leave it out")
+            raise ValueError(f"vLLM's {type(model).__name__} does not provide the input of layer 0: {WITHOUT_0}")
         compiled = self.vllm_config.compilation_config.mode == CompilationMode.VLLM_COMPILE
         if 0 in layers and not (compiled or current_platform.is_cpu()):
-            raise ValueError("vLLM writes over the input of layer 0 where it does not compile the target")
+            raise ValueError(f"vLLM overwrites the input of layer 0 unless it compiles the target: {WITHOUT_0}")
         model.set_aux_hidden_state_layers(tuple(layers))
         self.model_runner.use_aux_hidden_state_outputs = True
 

@@ -212,7 +212,7 @@ def answered(chatml, server, ids, reason):
         (lambda t: [t.encode("q")[0], *t.encode("u"), *t.encode("ick<|im_end|>")], "stop", "quick"),  # not as read
         (lambda t: t.encode("hi<|im_start|>you<|im_end|>"), "stop", "hi<|im_start|>you"),
         (lambda t: t.end_ids, "stop", "an empty answer"),
-        (lambda t: [100_000, *t.end_ids], "stop", "token 100000, for which the target has no row"),
+        (lambda t: [100_000, *t.end_ids], "stop", "token 100000, which has no row in the target's embedding"),
     ],
 )
 def test_what_the_target_wrote_is_learnt_token_by_token(chatml, server, ids, reason, said):

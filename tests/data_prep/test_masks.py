@@ -231,12 +231,12 @@ def test_special_tokens_that_the_target_has_no_row_for_are_let_be_and_texts_with
     template, target = with_template(tokenizer, tokenizer.chat_template), TargetConfig(path="t")
     template.check_fits(target, rows)
     assert template.prompt_ids([ASK])
-    with pytest.raises(Refused, match=f"token {rows}, for which the target has no row"):
+    with pytest.raises(Refused, match=f"token {rows}, which has no row"):
         template.prompt_ids([{"role": "user", "content": "what is <beyond>?"}])
-    with pytest.raises(Refused, match=f"token {rows}, for which the target has no row"):
+    with pytest.raises(Refused, match=f"token {rows}, which has no row"):
         one_sample(template, [{"role": "user", "content": "what is <beyond>?"}, REPLY], 1000)
     fits = with_template(tokenizer, tokenizer.chat_template).check_fits
-    assert f"has token {rows - 1}, its model only {rows - 1} rows" in message_of(fits, target, rows - 1)
+    assert f"has token {rows - 1}, but its model only {rows - 1} rows" in message_of(fits, target, rows - 1)
 
 
 def edited(text: str, changes: dict[str, str]) -> str:

@@ -54,7 +54,7 @@ def test_what_cannot_be_met_is_refused_before_a_prompt_is_answered(config, monke
     asked.append(PROMPTS[2]["messages"])
     assert [sum(place(each) < share for each in asked) for share in (0.05, 0.408)] == [0, 1]
     config.data.heldout = 0.05
-    assert re.search(r"holds out none of 3 prompts.*data\.heldout=0\.408 holds out one", message_of(run, config))
+    assert re.search(r"holds out none of 3 prompts.*data\.heldout=0\.408 would hold out one", message_of(run, config))
     config.data.heldout = 0.999
     assert "holds out every prompt" in message_of(run, config)
     config.data.generate.samples = 2

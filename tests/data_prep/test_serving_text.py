@@ -212,5 +212,5 @@ def test_ids_are_known_where_every_answer_has_them(chatml):
 def test_ids_for_which_the_target_has_no_row_are_refused(chatml):
     chatml.rows = len(chatml.tokenizer)
     message = {"role": "assistant", "content": "fox", "token_ids": [*chatml.encode("fox"), 100_000, *chatml.end_ids]}
-    with pytest.raises(Refused, match="token 100000, for which the target has no row"):
+    with pytest.raises(Refused, match="token 100000, which has no row"):
         written.samples(chatml, [ASK, message], 100, None)

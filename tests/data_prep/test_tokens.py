@@ -79,7 +79,7 @@ def test_a_place_between_markers_is_found_or_refused(template, monkeypatch):
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
 def test_a_tokenizer_that_transformers_makes_up_is_none(tmp_path, kind):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
-    assert "holds no tokenizer files: copy" in message_of(load_tokenizer, TargetConfig(path=str(tmp_path)))
+    assert "has no tokenizer files: copy" in message_of(load_tokenizer, TargetConfig(path=str(tmp_path)))
 
 
 @pytest.mark.parametrize("config", [{"eos_token_id": [5, 7]}, {"text_config": {"eos_token_id": 7}}])

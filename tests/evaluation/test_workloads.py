@@ -174,7 +174,7 @@ def test_a_prompt_with_a_special_token_that_the_target_has_no_row_for_is_refused
     place.tokenizer.save_pretrained(place.folder / "target")
     fine, beyond = ({"prompt": text} for text in ("hello", "what is <image>?"))
     place.workloads(f"evaluate.prompts={place.write('asked.jsonl', fine)}")
-    with pytest.raises(UserError, match=r"asked.jsonl:2 cannot be rendered .*for which the target has no row"):
+    with pytest.raises(UserError, match=r"asked.jsonl:2 cannot be rendered .*has no row in the target's embedding"):
         place.workloads(f"evaluate.prompts={place.write('asked.jsonl', fine, beyond)}")
 
 

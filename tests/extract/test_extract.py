@@ -77,11 +77,11 @@ def test_how_far_answers_are_the_targets_own_is_counted_and_said(run, capsys):
     outside, unanswered = counted([-1, 30, 30, 30, -1], answers=True), counted([-1] * 5, answers=False)
     together = Agreement.of_all((agreement, outside, unanswered))
     lines = together.lines(together)
-    assert lines[1] == "extract: 2 of 3 conversations have nothing to train"
+    assert lines[1] == "extract: 2 of 3 conversations have nothing to train on"
     extract(tiny_config(run))
     said = capsys.readouterr().out
-    assert "hardly its own answers" in said
-    assert "of other weights or another chat template" in said
+    assert "few of these answers are the target's own" in said
+    assert "other weights, another chat template" in said
     # What an earlier start has counted counts: a kill just before the end loses no warning.
     (run / "run" / "store" / "manifest.json").unlink()
     extract(tiny_config(run))
@@ -118,7 +118,7 @@ def test_data_of_another_tokenizer_is_refused_before_the_target_is_loaded(run, m
     give_words(run, swapped=True)
     monkeypatch.setattr(stage, "make_engine", None)
     message = refused(run, f"store_dir={run / 'other'}")
-    made_for = f"{run / 'run' / 'data'} was not made for target.path={run / 'target'} but for one with another"
+    made_for = f"{run / 'run' / 'data'} was not made for target.path={run / 'target'}, but for a target with another"
     assert message.startswith(f"{made_for} tokenizer: ")
     assert message.endswith("run `eagle31 data` for this target")
     assert not (run / "other").exists()
@@ -130,7 +130,7 @@ def test_data_of_a_target_of_another_config_is_told_of(run, capsys):
     for theta, told in ((described["rope_theta"], False), (777.0, True)):
         record(run, target={**described, "rope_theta": theta, "sources": {"rope_theta": "in other words"}})
         extract(tiny_config(run, f"store_dir={run / str(theta)}"))
-        change = f"(rope_theta: 777.0 there, {described['rope_theta']} here): run `eagle31 data` for this one"
+        change = f"(rope_theta: 777.0 there, {described['rope_theta']} here): run `eagle31 data` again"
         assert (change in capsys.readouterr().out) == told
 
 

@@ -117,7 +117,7 @@ def test_one_store_is_extracted_by_one_command_whatever_their_runs(extracted, tm
     extract(load_config(options(tmp_path, *shared, f"store_dir={store}")))
     assert timeless(contents(store)) == timeless(store_of(extracted))
     assert len(refused) == len(list((store / "shards").iterdir()))
-    words = f"another process extracts the same shards of {link} now: wait for it, or choose another store_dir=…"
+    words = f"another process is extracting the same shards of {link}: wait for it, or choose another store_dir=…"
     assert set(refused) == {words}
 
 

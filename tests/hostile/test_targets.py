@@ -140,7 +140,7 @@ def template_file(target, monkeypatch):
 )
 def test_a_template_that_fails_refuses_the_conversation(text, template_file):
     template = chat_template.templates_of(template_file(text), TOKENIZER)["default"]
-    with pytest.raises(Refused, match=r"^the template refuses it: .") as refused:
+    with pytest.raises(Refused, match=r"^the template refuses the conversation: .") as refused:
         ChatTemplate(TOKENIZER, [2], template).prompt_ids(ASK)
     assert "\n" not in str(refused.value)
 
@@ -173,7 +173,7 @@ def test_a_processors_template_is_read_where_the_tokenizer_has_none(template_fil
     assert chat_template.templates_of(template_file('{ {"a": 1} }'), TOKENIZER)["default"] == '{ {"a": 1} }'
     for other in ('{"messages": []}', '{"chat_template": 5}', '{"chat_template"'):
         with pytest.raises(
-            UserError, match=r"case\.jinja cannot be read .*: give a Jinja file as target\.chat_template"
+            UserError, match=r"case\.jinja cannot be read .*: set target\.chat_template to a Jinja file"
         ):
             chat_template.templates_of(template_file(other), TOKENIZER)
 

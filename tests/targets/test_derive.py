@@ -186,7 +186,7 @@ def test_a_scaling_that_stretches_the_base_is_not_taken_in_part():
     target = replace(describe_target(target_of("qwen3_8b")), rope_scaling=hunyuans)
     filled, rows = derive(DrafterConfig(), target)
     assert filled.rope_scaling == {}
-    assert any("dynamic with alpha, which no drafter is served with" in row for row in rows)
+    assert any("dynamic with alpha, with which no drafter can be served" in row for row in rows)
 
 
 @pytest.mark.parametrize("depth", range(1, 13))
@@ -238,16 +238,19 @@ def written(folder, config):
     return TargetConfig(path=str(folder))
 
 
-NO_DRAFTER = "is a {}, for which no drafter is made here: EAGLE reads .*{}$"
+NO_DRAFTER = "is a {}, for which eagle31 makes no drafter: EAGLE reads .*{}$"
 NO_TARGETS = [
     ({"model_type": "cohere2"}, NO_DRAFTER.format("cohere2", "names no rms_norm_eps")),
     ({"model_type": "lfm2"}, NO_DRAFTER.format("lfm2", "class has none")),
     ({"model_type": "mixtral", "intermediate_size": 0}, "does not say moe_intermediate_size, which a drafter needs$"),
     # transformers raises what is no AttributeError for its head_dim, which is wider in every sixth layer.
-    ({"model_type": "gemma4_text"}, "its layers differ in head_dim, and no drafter is made here for such$"),
-    *(({"model_type": kind}, "its layers hand on 4 streams of states") for kind in ("hy_v4", "deepseek_v4")),
-    ({"model_type": "qwen3", "draft_vocab_size": 200}, "is a drafter, and no target: give the model that it drafts"),
-    ({"model_type": "qwen3", "architectures": ["Eagle3Speculator"]}, "is a drafter, and no target: "),
+    ({"model_type": "gemma4_text"}, "its layers differ in head_dim, so eagle31 makes no drafter for it$"),
+    *(({"model_type": kind}, "its layers pass on 4 streams of states") for kind in ("hy_v4", "deepseek_v4")),
+    (
+        {"model_type": "qwen3", "draft_vocab_size": 200},
+        "is a drafter, not a target: set target.path to the model that it drafts",
+    ),
+    ({"model_type": "qwen3", "architectures": ["Eagle3Speculator"]}, "is a drafter, not a target: "),
 ]
 
 
@@ -287,7 +290,7 @@ def test_every_kind_whose_parts_cannot_be_read_is_refused_by_its_configuration_a
         except UserError as error:
             told[kind] = str(error)
     assert {kind for kind in refused if not told[kind]} == set()
-    refused = {kind for kind in read if "for which no drafter is made" in told[kind]}
+    refused = {kind for kind in read if "for which eagle31 makes no drafter" in told[kind]}
     assert {kind for kind in refused if "streams of states" not in told[kind]} <= NOT_DERIVED
 
 
@@ -297,10 +300,15 @@ def told(target, backend):
 
 def test_layers_with_which_stage_4_cannot_decode_are_named_before_it(tmp_path):
     target = written(tmp_path, {"model_type": "qwen3_next"})
-    assert "layers of type linear_attention, with which stage 4" in told(target, "transformers")["EVALUATION"]
+    assert (
+        "stage 4 cannot decode with the target's layers of type linear_attention: "
+        in told(target, "transformers")["EVALUATION"]
+    )
     assert told(target, "vllm") == {}
     unknown = written(tmp_path, {"model_type": "of_tomorrow", "layers_block_type": ["mamba", "attention"]})
-    assert "layers of type mamba, with which stage 4" in told(unknown, "transformers")["EVALUATION"]
+    assert (
+        "stage 4 cannot decode with the target's layers of type mamba: " in told(unknown, "transformers")["EVALUATION"]
+    )
     assert told(written(tmp_path, {"model_type": "qwen3"}), "transformers") == {}
 
 
@@ -309,7 +317,7 @@ def test_quantized_weights_that_cannot_be_read_here_are_said_before_any_stage(tm
     for there, lacking in (set(), "optimum and gptqmodel"), ({"optimum"}, "gptqmodel"):
         monkeypatch.setattr(description, "find_spec", lambda name, there=there: name in there or None)
         doubt = told(target, "transformers")["LOADING"]
-        assert f"reads gptq weights with {lacking}: install it" in doubt
+        assert f"needs {lacking} to read gptq weights: install it" in doubt
         assert doubt.endswith(": data.generate.server=vllm extract.engine=vllm evaluate.backend=vllm")
     by_vllm = {"extract": ExtractConfig(engine="vllm"), "evaluate": EvaluateConfig(backend="vllm")}
     given = DataConfig(conversations="c.jsonl")
@@ -323,12 +331,14 @@ def test_quantized_weights_that_cannot_be_read_here_are_said_before_any_stage(tm
 def test_a_config_that_vllm_alone_is_told_of_is_doubtful(tmp_path):
     given = EvaluateConfig(backend="vllm", vllm_args={"hf_overrides": {"rope_theta": 1e6}})
     config = Config(name="t", target=written(tmp_path, {"model_type": "qwen3"}), evaluate=given)
-    assert doubts(config)["CONFIG"].startswith("evaluate.vllm_args.hf_overrides are vLLM's alone")
+    assert doubts(config)["CONFIG"].startswith("evaluate.vllm_args.hf_overrides affect only vLLM")
 
 
 def test_an_adapter_is_no_target(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(UserError, match="is a LoRA adapter: give its base, whose drafter serves the adapter"):
+    with pytest.raises(
+        UserError, match=r"is a LoRA adapter: set target\.path to its base, whose drafter also serves the adapter"
+    ):
         read_raw(TargetConfig(path=str(tmp_path)))
 
 
@@ -350,5 +360,5 @@ def test_which_targets_vllms_own_class_serves_no_drafter_of_is_said(tmp_path, ki
     assert f"own class for {named} takes no EAGLE 3 draft" in doubt
     assert ("leaves out logits_scaling" in doubt) == (kind == "granitemoe")
     config = load_config([f"target.path={target.path}", "target.aux_layers=[0,2]"])
-    with pytest.raises(UserError, match=rf"vLLM cannot give the input of layer 0 of a {named}: take another$"):
+    with pytest.raises(UserError, match=rf"vLLM cannot provide the input of layer 0 of a {named}: remove 0$"):
         planned_drafter(config, describe_target(target_of("qwen3_8b")), 32000)

@@ -170,7 +170,7 @@ def test_layers_that_hand_on_several_streams_are_refused(monkeypatch):
     target = HiddenStateTarget(tiny_llama(), [1, 2])
     caught = {tap: torch.zeros(1, 3, 4, HIDDEN) for tap in range(3)}
     monkeypatch.setattr(target, "_tapped", lambda _: nullcontext(caught))
-    with pytest.raises(UserError, match=r"states of shape \[4, \d+\], several streams in place of one"):
+    with pytest.raises(UserError, match=r"states of shape \[4, \d+\], several streams instead of one"):
         target.states(torch.ones(1, 3, dtype=torch.int64), None)
 
 
@@ -243,7 +243,7 @@ def test_the_gate_asks_for_positions_on_the_cpu_as_the_last_layer_may_be_on_anot
 
 
 def test_a_file_and_layers_that_the_target_lacks_or_vllm_reorders_are_refused():
-    assert "is a file: give its folder" in message_of(describe_target, TargetConfig(path=__file__))
+    assert "is a file: set it to the file's folder" in message_of(describe_target, TargetConfig(path=__file__))
     for layers in ([3, 1], [1, 1, 2], [], [-1, 2], [1, LAYERS + 1]):
         assert "target.aux_layers=" in message_of(HiddenStateTarget, tiny_llama(), layers)
 
@@ -253,7 +253,7 @@ def test_vllms_engine_refuses_an_input_of_layer_0_that_it_would_write_over(tmp_p
     target = TargetConfig(path=str(folder), dtype="float32", device="cpu", aux_layers=[0, 2])
     config = Config(name="x", target=target, extract=ExtractConfig(engine_args={"enforce_eager": True}))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert "vLLM writes over the input of layer 0" in message_of(VllmEngine, config)
+    assert "vLLM overwrites the input of layer 0" in message_of(VllmEngine, config)
 
 
 def test_each_process_loads_a_target_straight_to_its_gpu_which_is_the_current_one(monkeypatch):
@@ -304,7 +304,7 @@ def test_a_target_whose_weights_are_not_all_there_is_refused(tmp_path):
             save_file(spoilt, file, metadata={"format": "pt"})
             assert f"1 of its weights are missing or of another size, such as {name}" in message_of(load_model, config)
     file.write_text("version https://git-lfs.github.com/spec/v1\n")
-    assert "only git-lfs's pointer" in message_of(load_model, config)
+    assert "only a git-lfs pointer" in message_of(load_model, config)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -332,7 +332,7 @@ def test_a_hub_out_of_reach_is_said_once(monkeypatch, capsys):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", "http://127.0.0.1:1/{repo_id}/{revision}/{filename}")
     monkeypatch.setattr(pretrained, "TRIES", 0)
-    words = r"target\.path=some/target: .* the hub cannot be asked \(.*refused\), .* and set HF_HOME to that cache"
+    words = r"target\.path=some/target: .* the hub cannot be reached \(.*refused\), .* and set HF_HOME to that cache"
     for read in (describe_target, load_model):
         with pytest.raises(UserError, match=words):
             read(TargetConfig(path="some/target", dtype="float32"))
