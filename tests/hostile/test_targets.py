@@ -64,7 +64,7 @@ def test_config_json(case, target):
 
 def test_a_text_models_kind_that_is_no_text_is_refused(target):
     config = {"model_type": "llava", "text_config": {"model_type": ["llama"]}}
-    with pytest.raises(UserError, match=r"config\.json gives model_type: .* valid string"):
+    with pytest.raises(UserError, match=r"config\.json is invalid \(model_type: .* valid string"):
         read_raw(TargetConfig(path=str(target(config__json=json.dumps(config).encode()))))
 
 
