@@ -25,12 +25,10 @@ def check_options(config: Config) -> None:
         raise UserError(f"data.rows={data.rows} applies only to data.sources: set data.sources.NAME.path, or remove it")
     most, headline = config.evaluate.max_speculative_tokens, config.evaluate.num_speculative_tokens
     if config.drafter.parallel and config.train.ttt_length == 1:
-        raise UserError("drafter.parallel=true learns nothing with train.ttt_length=1: set it to the length of a draft")
+        raise UserError("drafter.parallel=true learns nothing with train.ttt_length=1: set that to the draft's length")
     t = config.train
     if t.init_from is None and t.init_revision is not None:
-        raise UserError(
-            f"train.init_revision={t.init_revision} needs train.init_from: set that to a hub id, or remove both"
-        )
+        raise UserError(f"train.init_revision={t.init_revision} needs train.init_from: set it to a hub id")
     if t.init_from is not None and t.fc_init_scale not in (None, 1):
         raise UserError(
             f"train.fc_init_scale={t.fc_init_scale} applies only to new weights: remove it or train.init_from"

@@ -124,9 +124,7 @@ def _checked_group(override: str, folders: list[Path]) -> str:
             raise UserError(f"no configs/{group}/{name}.yaml{hint}")
         files = [file for folder in folders if (file := folder / group / f"{name}.yaml").is_file()]
         if len(files) > 1:
-            raise UserError(
-                f"{files[-1]} has the name of a file of eagle31's, which Hydra would use instead: rename yours"
-            )
+            raise UserError(f"{files[-1]} has the name of one of eagle31's own files, which Hydra would use: rename it")
     quoted = ",".join(map(_quoted, names))
     return f"{group}=[{quoted}]" if listed else f"{group}={quoted}"
 

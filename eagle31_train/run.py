@@ -68,7 +68,7 @@ def run(config: Config, overrides: list[str], first: str, last: str, profile: st
             raise Stopped(f"run: {stage} stopped; run the same command again to resume")
         if status:
             why = ": it was killed (out of memory?)" if status == KILLED else ""
-            remedy = f"{'' if why else 'fix that, then '}run the same command again to resume"
+            remedy = f"{'' if why else 'fix the error above, then '}run the same command again to resume"
             note(f"run: stopped at {stage}{why}; {remedy}", error=True)
             raise SystemExit(status)
 

@@ -144,7 +144,7 @@ def test_recipes_are_found_in_files_and_folders_of_any_name(tmp_path):
         (folder / "experiment" / f"{name}.yaml").write_text(text)
         assert load_config([f"+experiment={folder}/experiment/{name}.yaml"]).name == "mine"
     assert load_config(["+experiment=it's a=b"], config_dir=folder).name == "mine"
-    with pytest.raises(UserError, match=r"smollm2\.yaml has the name of a file of eagle31's"):
+    with pytest.raises(UserError, match=r"smollm2\.yaml has the name of one of eagle31's own files"):
         load_config([RECIPE], config_dir=folder)  # in silence Hydra would take ours
     with pytest.raises(UserError, match=r"--config-dir .*/none is not a folder"):
         load_config([RECIPE], config_dir=tmp_path / "none")

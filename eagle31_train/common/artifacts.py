@@ -158,7 +158,7 @@ class Record(dict[str, Any]):
         self._path, self._made_by = path, made_by
 
     def __missing__(self, key: str) -> Any:
-        text = f"{self._path} is damaged (it has no {key}): remove it and run `{self._made_by}` again"
+        text = f"{self._path} is damaged (it has no {key}): remove it and run {_quoted(self._made_by)} again"
         raise MissingKeyError(text)
 
 
@@ -172,9 +172,14 @@ def read_json(path: Path, made_by: str) -> Record:
             raise ValueError("its inputs are not an object")  # noqa: TRY004 (of the file)
         return Record(value, path, made_by)
     except FileNotFoundError:
-        raise UserError(f"{path} is missing: run `{made_by}` first") from None
+        raise UserError(f"{path} is missing: run {_quoted(made_by)} first") from None
     except ValueError as error:
-        raise UserError(f"{path} is damaged ({error}): remove it and run `{made_by}` again") from None
+        raise UserError(f"{path} is damaged ({error}): remove it and run {_quoted(made_by)} again") from None
+
+
+def _quoted(command: str) -> str:
+    """Return a command as a message shows it; "this command" stays plain words."""
+    return command if command == "this command" else f"`{command}`"
 
 
 def list_files(folder: Path, files: Iterable[Path]) -> dict[str, dict[str, Any]]:

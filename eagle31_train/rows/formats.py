@@ -64,7 +64,7 @@ def parse(value: Any, form: str, where: str, default_id: str) -> Row:
         keys = " ".join(", ".join(value).split()) if isinstance(value, dict) else type(value).__name__
         needs = "a row needs messages, conversations, instruction, turns, prompt, question and answer, or "
         needs += " and ".join(TOKEN_KEYS)
-        raise UserError(f"{where}: the format is unknown (it has {keys[:200]}): {needs}")
+        raise UserError(f"{where}: the row's format is unknown (it has {keys[:200]}): {needs}")
     # Further samples of one prompt share its id; "#1" tells them apart.
     sample = value.get("sample") or 0
     if isinstance(sample, str) and sample.isdecimal():  # CSV has text only

@@ -101,7 +101,7 @@ def test_a_cell_of_conversation_is_json_or_a_text_of_no_meaning(tmp_path):
     [
         ("a.jsonl", b'{"prompt": "a"}\n{"prompt": "b"}\n\n{"prompt": "c"\n', "a.jsonl:4 cannot be read"),
         ("a.txt", b"Why is the sky blue?\n", "it was read as JSON lines, as its name does not end in one of .jsonl, "),
-        ("a.jsonl", b'{"prompt": "a"}\n{"te\\nxt": "b"}\n', "a.jsonl:2: the format is unknown (it has te xt)"),
+        ("a.jsonl", b'{"prompt": "a"}\n{"te\\nxt": "b"}\n', "a.jsonl:2: the row's format is unknown (it has te xt)"),
         ("a.jsonl", b'{"id": "x", "prompt": "a"}\n{"id": "x", "prompt": "b"}', ":2: id 'x' is also used at a.jsonl:1"),
         ("a.jsonl", b'{"messages": []}', "a.jsonl:1: data.format=alpaca needs the key 'instruction'"),
         ("a.json", b'{"prompt": "0"}\n{"prompt": "1"\n', "a.json:2 cannot be read"),

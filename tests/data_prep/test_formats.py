@@ -121,7 +121,7 @@ def test_a_function_call_turn_is_an_answer_that_calls_tools():
     + [{"question": "hi", "answer": "b", beside: ["a", "b"]} for beside in ("choices", "options", "context")],
 )
 def test_what_would_lose_a_part_of_the_prompt_or_the_answer_is_no_known_format(value):
-    with pytest.raises(UserError, match=rf"the format is unknown \(it has {', '.join(value)}\)"):
+    with pytest.raises(UserError, match=rf"the row's format is unknown \(it has {', '.join(value)}\)"):
         parse(value, "auto", "f:1", "f-1")
 
 
