@@ -70,7 +70,7 @@ REFUSED = [  # what is asked, what is said, and up to or from where it would be 
     ("push=true repo=me/a export_format=speculators", "push with export_format=vllm", "target.path=a/b --from export"),
     ("store.max_bytes=1GB", "`eagle31 extract` and `eagle31 train store.follow=true` side by side", "--from train"),
     ("evaluate.perturbations=[nope]", "evaluate.perturbations has no 'nope'", "--until train"),
-    ("evaluate.prompts=nowhere.jsonl", "evaluate.prompts=nowhere.jsonl is missing", "--until train"),
+    ("evaluate.prompts=nowhere.jsonl", "evaluate.prompts=nowhere.jsonl does not exist", "--until train"),
     ("comparisons=[./nowhere]", "comparisons=./nowhere does not exist", ""),
     ("train.init_from=runs/nowhere", "train.init_from=runs/nowhere does not exist", ""),
     ("train.time_limit=10", "train.time_limit=10 is not a duration", ""),

@@ -254,9 +254,9 @@ def test_what_stage_1_would_refuse_is_refused_before_anything_is_spent(tmp_path)
     make_tokenizer().save_pretrained(tmp_path / "target")
     target = ["+experiment=any", f"target.path={tmp_path / 'target'}", "name=x", "run_dir=/nowhere/at/all"]
     for option, words, more in (
-        ("data.prompts=", "data.prompts=absent.jsonl is missing", ["regenerate=true", "plan.tokens=1e6"]),
-        ("data.conversations=", "data.conversations=absent.jsonl is missing", []),
-        ("data.sources.a.path=", "data.sources: path=absent.jsonl is missing", []),
+        ("data.prompts=", "data.prompts=absent.jsonl does not exist", ["regenerate=true", "plan.tokens=1e6"]),
+        ("data.conversations=", "data.conversations=absent.jsonl does not exist", []),
+        ("data.sources.a.path=", "data.sources: path=absent.jsonl does not exist", []),
     ):
         assert words in message_of(planned, *target, f"{option}absent.jsonl", *more)
     planned(*target)
