@@ -31,13 +31,13 @@ def check_store(store: Store, data: dict[str, Any], config: Config) -> None:
         given = {"data_dir": config.data_dir, "store_dir": config.store_dir}
         led = " or ".join(f"{name}={value}" for name, value in given.items() if value)  # the store may be right
         raise UserError(
-            f"{store.location} was made from other data than lies in {config.data_folder} now: "
+            f"{store.location} was made from other data than {config.data_folder} now holds: "
             + (f"correct {led}" if led else "run `eagle31 extract` again with overwrite=true")
         )
     there = {name: value for name, value in inputs["target"].items() if name != "weights"}
     here = {name: getattr(config.target, name) for name in there}
     if change := artifacts.describe_change(there, here, "target."):
-        remedy = "choose its run_dir=…, or run `eagle31 extract` for this one"
+        remedy = "set the run_dir=… of that target, or run `eagle31 extract` for this one"
         raise UserError(f"{store.location} was made for another target ({change}): {remedy}")
 
 
@@ -55,9 +55,9 @@ def check_pairs(split: StoreSplit, vocab: DraftVocab, oov: str) -> None:
     keep_mask = torch.from_numpy(vocab.t2d)
     if not any(has_pairs(split.read(index, states=False), keep_mask, oov) for index in range(len(split))):
         raise UserError(
-            f"there is nothing to train in the {len(split):,} samples of {split.store.location}: no answer has a token "
-            f"whose prediction the draft vocabulary of {len(vocab):,} holds: raise data.draft_vocab_size, and see what "
-            "the loss masks cover"
+            f"the {len(split):,} samples of {split.store.location} have nothing to train: no answer has a token whose "
+            f"prediction is in the draft vocabulary of {len(vocab):,} tokens: raise data.draft_vocab_size, and check "
+            "what the loss masks cover"
         )
 
 
@@ -66,7 +66,7 @@ def shape_of(config: DrafterConfig, store: Store, vocab: DraftVocab) -> DrafterS
     H, V = store.states["hidden_size"], store.states["vocab_size"]
     if vocab.target_size != V:
         raise UserError(
-            f"the draft vocabulary is of a target with {vocab.target_size} tokens, the store's target has {V}: "
+            f"the draft vocabulary is for a target with {vocab.target_size} tokens, but the store's target has {V}: "
             "run `eagle31 data` and `eagle31 extract` for the same target"
         )
     return drafter_shape(config, H, V, len(vocab), list(store.states["aux_layers"]))
@@ -140,7 +140,7 @@ def choose_kernels(objective: Objective, t: TrainConfig, device: torch.device) -
     FlashAttention 3 or 4 if installed. Raise UserError if fused kernels are asked for and cannot run on this device."""
     lack = missing(device)
     if t.kernels == "fused" and lack:
-        raise UserError(f"train.kernels=fused cannot be: {lack}; set train.kernels=auto or plain")
+        raise UserError(f"train.kernels=fused does not run here ({lack}): set train.kernels=auto or plain")
     fused = t.kernels != "plain" and not lack
     if fused:
         objective.fuse_kernels()

@@ -49,7 +49,7 @@ def newest(folder: Path, fingerprint: str, say: Callable[[str], None]) -> Path |
     for path in reversed(in_order(folder)):
         if (problem := damage(path, fingerprint)) is None:
             return path
-        say(f"checkpoint {path} is not used: {problem}")
+        say(f"skipping checkpoint {path}: {problem}")
     return None
 
 
@@ -66,7 +66,7 @@ def damage(path: Path, fingerprint: str) -> str | None:
     except UserError as error:
         return str(error)
     if manifest.get("fingerprint") != fingerprint:
-        return "it is of a run of other inputs"
+        return "it belongs to a run with other inputs"
     return artifacts.first_damaged(path, manifest["files"])
 
 
@@ -126,8 +126,8 @@ class Saver(Background):
         except OSError as error:
             start = self.committed or "the beginning"
             what = f"{path} could not be written ({error.strerror or error})"
-            self._failed = UserError(f"{what}: mend that, and run the same command again, which goes on from {start}")
-            self.say(f"checkpoint {what}: training goes on; a stop before the next one would go back to {start}")
+            self._failed = UserError(f"{what}: fix that, then run the same command again to resume from {start}")
+            self.say(f"checkpoint {what}: training continues; if it stops before the next one, it resumes from {start}")
             return
         artifacts.remove_backup(self.folder.parent)  # of the run that this one replaces
         self.best = snapshot.step if best else self.best

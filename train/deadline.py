@@ -55,7 +55,9 @@ class Deadline:
     def pause(self, seconds: float) -> None:
         """Sleep, before the first step. Raise Stopped if this process should stop: it has nothing to save yet."""
         if self.reason is not None:
-            raise Stopped(f"train: stopped by {self.reason} while it waited for the store; the same command goes on")
+            raise Stopped(
+                f"train: stopped by {self.reason} while waiting for the store; run the same command again to resume"
+            )
         time.sleep(seconds)
 
     def _note(self, *_: object) -> None:
@@ -70,5 +72,5 @@ class Deadline:
             signal.default_int_handler(number, frame)
         self._signal = self._signal or CTRL_C
         # In a thread, since the code that the signal interrupted may be printing.
-        text = "train: stops and saves after the next step; another Ctrl-C ends it at once, without saving"
+        text = "train: will save and stop after the next step; press Ctrl-C again to end at once, without saving"
         threading.Thread(target=say, args=(text, True)).start()

@@ -54,7 +54,7 @@ def open_source(config: Config, needed: bool = False) -> DrafterCheckpoint | Non
     )
     run = Path(config.run_dir)
     if (source.train or source.folder).resolve() in ((run / "train").resolve(), (run / "export").resolve()):
-        raise UserError(f"train.init_from={t.init_from} is this run's own folder: choose another name=…, or leave it")
+        raise UserError(f"train.init_from={t.init_from} is this run's own folder: set another name=…, or remove it")
     return source
 
 
@@ -91,14 +91,14 @@ def refuse_other_kind(source: DrafterCheckpoint, shape: DrafterShape, store: Sto
     theirs, ours = ({name: getattr(kind, name) for name in other} for kind in (there, shape))
     if change := artifacts.describe_change(theirs, ours):
         raise UserError(
-            f"{source.where} was trained otherwise, and its weights are no good here ({change}): set the drafter.* "
-            "options that it had, and extract with its target and target.aux_layers"
+            f"the weights of {source.where} do not fit this drafter ({change}): set the drafter.* options that they "
+            "were trained with, and extract with their target and target.aux_layers"
         )
     embedding, V = source.tensors.get("embed_tokens.weight"), shape.vocab_size
     if shape.share_embedding and embedding is not None:
         target = store.target["embed_tokens"][:V].float()
         if not torch.allclose(target, embedding[:V].float(), rtol=2**-7, atol=1e-6):  # as bf16 or fp16 keeps it
-            raise UserError(f"{source.where} has an embedding of its own: set drafter.share_embedding=false")
+            raise UserError(f"{source.where} has its own embedding: set drafter.share_embedding=false")
 
 
 def _same_rope(there: DrafterShape, here: DrafterShape) -> bool:
@@ -124,29 +124,31 @@ def copy_weights(
     """Copy the source's weights into a drafter that has its own initial weights and is not wrapped yet. Every rank gets
     the same bits. What the source lacks keeps its value, and a line says so. pause: as in `Store.wait_for`, for states
     that are needed but not there yet."""
-    say(f"train: starts with the weights of {source.folder}")
+    say(f"train: starting from the weights of {source.folder}")
     if source.train is not None and source.manifest is None and Path(source.where).resolve() != source.folder.resolve():
         say(
-            "train: that run is not finished, and with a later checkpoint of it this command could not go on: "
-            f"train.init_from={source.folder} can"
+            "train: that run is not finished, and once it has a later checkpoint, this command cannot resume: set "
+            f"train.init_from={source.folder} to be able to"
         )
     for name, parameter in drafter.named_parameters():
         if name.startswith("fc_norm.") and not source.shape.fc_norm:
             continue
         if name not in source.tensors:
-            say(f"train: it shares the target's {name.removesuffix('.weight')}, from which its own starts")
+            say(f"train: those weights have no {name.removesuffix('.weight')}: it starts as a copy of the target's")
         elif name == "lm_head.weight":  # [Vd, D], row by row
             ours, theirs = torch.from_numpy(vocab.target_ids), torch.from_numpy(source.vocab.target_ids)
             places = torch.searchsorted(theirs, ours).clamp(max=len(theirs) - 1)
             known = theirs[places] == ours
             parameter[known] = source.tensors[name][places[known]].to(parameter.dtype)
             if missing := int((~known).sum()):
-                say(f"train: {missing:,} of {len(ours):,} draft tokens are not in its vocabulary, and start afresh")
+                say(
+                    f"train: {missing:,} of {len(ours):,} draft tokens are not in their vocabulary, and start untrained"
+                )
         else:
             parameter.copy_(drafter.from_checkpoint(name, source.tensors[name].to(parameter.dtype)))
     if drafter.shape.fc_norm and not source.shape.fc_norm:
         rms = state_rms(store.split("train"), drafter.input_norm, pause)
-        say(f"train: it has no fc_norm, which starts at the RMS of the states that it reads, {rms.numpy().round(3)}")
+        say(f"train: those weights have no fc_norm: it starts at the RMS of its inputs, {rms.numpy().round(3)}")
         for name, parameter in drafter.named_parameters():
             if name.startswith("fc_norm."):
                 parameter.fill_(rms[int(name.split(".")[1])])
@@ -177,5 +179,5 @@ def state_rms(split: StoreSplit, input_norm: RMSNorm | None = None, pause: Pause
             break
     sizes = torch.cat(rows)
     if not len(sizes):
-        raise UserError(f"{split.store.location} holds no states to train on: see what the loss masks cover")
+        raise UserError(f"{split.store.location} has no states to train on: check what the loss masks cover")
     return sizes.median(0).values

@@ -63,7 +63,7 @@ def make_accelerator(config: Config, folder: Path) -> Accelerator:
         ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if ranks() > 1 and os.getppid() != PARENT:
         # It would join the processes of the next launch, which listens at the same address, and leave them waiting.
-        raise UserError("the launcher of this process has ended, was killed perhaps: give its command again")
+        raise UserError("this process's launcher has ended (was it killed?): run its command again")
     accelerator = Accelerator(
         mixed_precision="no",  # Objective.autocast sets the precision, the same in all profiles
         log_with=tracking.loggers(config) or None,
@@ -97,16 +97,21 @@ def check_environment(t: TrainConfig) -> None:
     refuse_lone_process()
     on_gpus = torch.cuda.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU")
     if on_gpus and (here := ranks_here() or 1) > (gpus := torch.cuda.device_count()):
-        raise UserError(f"{here} processes were launched on a machine with {gpus} GPUs: launch --num_processes {gpus}")
+        raise UserError(
+            f"{here} processes were launched on a machine with {gpus} GPUs: launch {gpus} on each machine "
+            "(--num_processes counts those of all machines)"
+        )
     if parse_flag_from_env("ACCELERATE_USE_FSDP"):
         if asked("FSDP_VERSION", "1") != "2":
             raise UserError("accelerate launched FSDP1: set fsdp_version: 2, as in configs/accelerate/fsdp2.yaml")
         if parse_flag_from_env("FSDP_OFFLOAD_PARAMS"):
-            raise UserError("this trainer does not offload under FSDP2: use configs/accelerate/zero3_offload.yaml")
+            raise UserError(
+                "this trainer does not support offloading with FSDP2: use configs/accelerate/zero3_offload.yaml"
+            )
         if parse_flag_from_env("FSDP_ACTIVATION_CHECKPOINTING") and not t.activation_checkpointing:
             raise UserError("accelerate's fsdp_activation_checkpointing is on: set train.activation_checkpointing=true")
         if asked("FSDP_RESHARD_AFTER_FORWARD", "true").lower() in FALSE:
-            raise UserError("this trainer shards again after the forward pass: leave fsdp_reshard_after_forward out")
+            raise UserError("this trainer always reshards after the forward pass: remove fsdp_reshard_after_forward")
     ours = {
         "mixed_precision": (("no", t.precision), "train.precision"),
         "gradient_accumulation_steps": (("1", "auto"), "train.gradient_accumulation_steps"),
@@ -114,7 +119,9 @@ def check_environment(t: TrainConfig) -> None:
     }
     for name, (harmless, option) in ours.items():
         if (value := asked(f"ACCELERATE_{name.upper()}", harmless[0])) not in harmless:
-            raise UserError(f"accelerate's {name} is {value}: leave it out of its configuration, and set {option}")
+            raise UserError(
+                f"accelerate's {name} is {value}: remove it from accelerate's configuration, and set {option}"
+            )
 
 
 def make_deterministic() -> None:
@@ -128,14 +135,16 @@ def deepspeed_plugin(t: TrainConfig) -> DeepSpeedPlugin:
     """Return DeepSpeed's settings from the JSON file that accelerate's configuration names. Raise UserError if they
     contradict this trainer's, or DeepSpeed is too old."""
     if compare_versions("deepspeed", "<", DEEPSPEED):
-        raise UserError(f"this DeepSpeed would update the weights by NaN and go on: install {DEEPSPEED} or later")
+        raise UserError(
+            f"this version of DeepSpeed would apply NaN updates to the weights: install {DEEPSPEED} or later"
+        )
     if (file := Path(os.environ.get(SETTINGS, ""))).parts[:2] == ("configs", "deepspeed") and not file.is_file():
         # Our profiles name it relative to the top of a checkout. This is another folder, or there is no checkout.
         os.environ[SETTINGS] = str(CONFIGS / file.relative_to("configs"))
     try:
         plugin = DeepSpeedPlugin()
     except ValueError as error:
-        raise UserError(f"accelerate refuses DeepSpeed's settings ({error}): {SEE}") from None
+        raise UserError(f"accelerate rejects DeepSpeed's settings ({error}): {SEE}") from None
     settings = plugin.deepspeed_config
     # Settings that train.* has, too, and their values that do not contradict it.
     harmless: dict[str, tuple[Any, ...]] = {
@@ -167,12 +176,12 @@ def check_accelerator(accelerator: Accelerator) -> None:
     came, count = accelerator.distributed_type, accelerator.num_processes
     if count != (launched := ranks()):
         raise UserError(
-            f"{launched} processes were launched, and each would train alone: on a machine without GPUs set "
+            f"{launched} processes were launched, but each would train alone: on a machine without GPUs set "
             "ACCELERATE_USE_CPU=true before the command, or launch one process"
         )
     fsdp, wanted = parse_flag_from_env("ACCELERATE_USE_FSDP"), DistributedType.MULTI_GPU
     if fsdp and count == 1:
-        raise UserError("FSDP2 shards over several processes, and one was launched: use configs/accelerate/gpu.yaml")
+        raise UserError("FSDP2 needs several processes, but one was launched: use configs/accelerate/gpu.yaml")
     if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
         wanted = DistributedType.DEEPSPEED
     elif accelerator.device.type == "cpu":  # where accelerate does not support FSDP
@@ -183,8 +192,8 @@ def check_accelerator(accelerator: Accelerator) -> None:
     alone = count == 1 and wanted != DistributedType.DEEPSPEED and came == DistributedType.NO
     if came != wanted and not alone:
         raise UserError(
-            f"the launch asked for {wanted.value}, and accelerate made {came.value} of it: with DeepSpeed leave "
-            f"ACCELERATE_USE_CPU away, otherwise {SEE}"
+            f"the launch asked for {wanted.value}, but accelerate started {came.value}: with DeepSpeed unset "
+            f"ACCELERATE_USE_CPU, otherwise {SEE}"
         )
 
 
@@ -214,7 +223,7 @@ def check_alike(
         if change := artifacts.describe_change(everyone[0], other):
             change = change.replace(" there, ", " on rank 0, ")
             remedy = "start every process with the same options, versions and files"
-            stop_all(accelerator, f"rank {rank} is not as rank 0 ({change}): {remedy}")
+            stop_all(accelerator, f"rank {rank} differs from rank 0 ({change}): {remedy}")
 
 
 def agreed(accelerator: Accelerator, make: Callable[[], Any]) -> Any:

@@ -86,7 +86,7 @@ def cut(rows: Path, step: int) -> None:
 
 def append(rows: Path, row: dict[str, Any]) -> None:
     """Append one row; numbers that are not finite become null, as JSON requires. Raise UserError on a full disk."""
-    remedy = "make room and run the same command, which goes on from the last checkpoint"
+    remedy = "free some space, then run the same command again to resume from the last checkpoint"
     with artifacts.explained(f"write {rows}", remedy), rows.open("a") as file:
         file.write(json.dumps(plain(row), allow_nan=False) + "\n")
 

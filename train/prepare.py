@@ -68,7 +68,7 @@ def prepare(config: Config, resources: ExitStack) -> Trainer | None:
 def restore_if_unsaved(folder: Path) -> None:
     """Restore the run that this one was to replace, if this one has ended before its first checkpoint."""
     if restore_replaced(folder):
-        say(f"train: {folder} holds the earlier run again: this one ended before its first checkpoint")
+        say(f"train: restored the earlier run in {folder}: this one ended before its first checkpoint")
 
 
 def make_trainer(
@@ -108,8 +108,8 @@ def tell_of_waiting(schedule: list[list[int]], replicas: int) -> None:
     each = sum(map(len, schedule)) / len(schedule)
     if each < replicas:
         say(
-            f"train: a step has {each:.1f} conversations on average, and {replicas} processes take one at least: the "
-            "others wait; fewer would train as fast, or raise train.batch_tokens, which teaches less of a small corpus"
+            f"train: a step has only {each:.1f} conversations on average for {replicas} processes, so some wait: fewer "
+            "processes would be as fast, or raise train.batch_tokens (the drafter then learns less from a small corpus)"
         )
 
 
@@ -144,7 +144,7 @@ def read_inputs(config: Config, source: DrafterCheckpoint | None, deadline: Dead
     check_store(store, data, config)
     if store.storage.remote and config.store.cache_dir is None and launch.spans_machines():
         raise UserError(
-            "several machines train, and the cache of the store would lie in run_dir, which they share: set "
+            "several machines train, and the store's cache would be in run_dir, which they share: set "
             "store.cache_dir=… to a folder on each machine's own disk"
         )
     vocab_file = data_dir / "vocab.safetensors"
@@ -153,7 +153,7 @@ def read_inputs(config: Config, source: DrafterCheckpoint | None, deadline: Dead
     cut = windows.cut(train_split, t.window_tokens)
     windows.check(store, cut, t.epochs, byte_count(config.store.cache_bytes, "store.cache_bytes"))
     if len(cut) > 1 and data["inputs"].get("shuffle") is None:
-        say("train: the windows follow the order of the data, which is not shuffled (data.shuffle=SEED)")
+        say("train: the windows follow the order of the data, which is not shuffled: set data.shuffle=SEED")
     measured = read_trajectories(store, config)
     measured_on = [digest(one.prompt) for one in measured]
     batch_tokens = tokens_of_a_step(train_split, t)
@@ -206,9 +206,9 @@ def read_trajectories(store: Store, config: Config) -> list[Trajectory]:
     measured = trajectories.read(store, config.evaluate.num_speculative_tokens)
     if by_acceptance(config.train) and not measured:
         raise UserError(
-            f"train.keep_best and train.early_stop go by measured acceptance, and {store.location} has no "
-            "trajectories to measure it on: leave them out, or remove its manifest.json and run `eagle31 extract` with "
-            "extract.trajectories above 0, which makes no shard again"
+            f"train.keep_best and train.early_stop need measured acceptance, but {store.location} has no trajectories "
+            "to measure it on: remove these options, or remove the store's manifest.json and run `eagle31 extract` "
+            "with extract.trajectories above 0 (it keeps the shards)"
         )
     return measured
 
@@ -234,8 +234,8 @@ def complete_training(
     elif scales := t.fc_input_scale:
         exact = all(math.frexp(scale)[0] == 0.5 for scale in scales)
         if shape.norms_states or len(scales) != len(shape.aux_layers) or not exact:
-            one = f"a power of two for each of {len(shape.aux_layers)} auxiliary layers"
-            raise UserError(f"train.fc_input_scale={scales} is for EAGLE 3, {one}: leave it out")
+            one = f"a power of two for each of the {len(shape.aux_layers)} auxiliary layers"
+            raise UserError(f"train.fc_input_scale={scales} applies only to EAGLE 3, and must have {one}: remove it")
     return t if t.fc_init_scale is not None else replace(t, fc_init_scale=1.0)
 
 
@@ -249,7 +249,7 @@ def launch_processes(config: Config, data: Inputs) -> Accelerator:
         accelerator, data.made_from.inputs, config, data.measured_on, data.train_split.supervised is not None
     )
     for problem in unserved(data.shape):  # before hours are spent
-        say(f"train: NOT SERVED: {problem}")
+        say(f"train: WARNING: {problem}")
     return accelerator
 
 
@@ -262,7 +262,7 @@ def claim_folder(config: Config, data: Inputs, accelerator: Accelerator, resourc
         # First, before anything of an earlier run is replaced.
         check_consumer(data.store.storage, data.store.fingerprint, data.made_from.fingerprint)
         artifacts.make_folder(lock.parent)
-        locks.hold(resources.enter_context(lock.open("a")), f"another process trains in {folder} now")
+        locks.hold(resources.enter_context(lock.open("a")), f"another process is training in {folder}")
         claim(folder, data.made_from, config.overwrite)
         return provenance.up_to_date(folder, data.made_from, overwrite=False)
 
@@ -307,14 +307,14 @@ def restore(config: Config, data: Inputs, accelerator: Accelerator, deadline: De
     kernels = choose_kernels(objective, t, accelerator.device)
     newest = launch.agreed(accelerator, lambda: checkpoint.newest(folder, fingerprint, note))
     if newest is None and t.finish:
-        raise UserError(f"train.finish=true: {folder} has no whole checkpoint to end with: leave it out")
+        raise UserError(f"train.finish=true: {folder} has no complete checkpoint to finish with: remove it")
     if newest is None:
         if (source := initial_weights.open_source(config, needed=True)) is not None:
             initial_weights.refuse_other_kind(source, data.shape, data.store)
             if source.initial_identity != data.made_from.inputs["train"]["init_from"]:  # it has changed on the hub
                 raise UserError(
-                    f"{folder} has no whole checkpoint, and train.init_from={t.init_from} no longer is what the run "
-                    "began with: set train.init_revision, or overwrite=true begins anew"
+                    f"{folder} has no complete checkpoint, and train.init_from={t.init_from} has changed since the run "
+                    "began: set train.init_revision, or start over with overwrite=true"
                 )
             initial_weights.copy_weights(source, data.draft_vocab, data.store, objective.drafter, deadline.pause)
         state, parallel = State(), parallelise(accelerator, objective, t)
@@ -330,12 +330,12 @@ def restore(config: Config, data: Inputs, accelerator: Accelerator, deadline: De
         if t.keep_best and state.best is not None:
             path = folder / name_of(state.best["step"])
             if launch.agreed(accelerator, lambda: checkpoint.damage(path, fingerprint)) is not None:
-                say("train: the best checkpoint so far is missing or damaged: another one is the best now")
+                say("train: the best checkpoint so far is missing or damaged: the best of the later ones will be kept")
                 state.best = None
-        say(f"train: going on after step {state.step} ({newest})")
+        say(f"train: resuming after step {state.step} ({newest})")
     processes = f", {accelerator.num_processes} processes" if accelerator.num_processes > 1 else ""
     if t.context_parallel > 1:
-        processes += f", {t.context_parallel} to a conversation"
+        processes += f", {t.context_parallel} per conversation"
     say(f"train: {parallel.kind}{processes} on {accelerator.device.type}, {kernels}")
     return state, parallel
 

@@ -85,7 +85,9 @@ def start(accelerator: Accelerator, config: Config, inputs: dict[str, Any], step
     except Exception as error:
         if not type(error).__module__.startswith("wandb"):
             raise
-        raise UserError(f"Weights & Biases does not start: {error} (train.wandb=offline needs no network)") from None
+        raise UserError(
+            f"Weights & Biases could not start ({error}): without a network, set train.wandb=offline"
+        ) from None
     if mode != "disabled":
         run = accelerator.get_tracker("wandb", unwrap=True)
         where = f"offline: wandb sync {shlex.quote(os.path.relpath(Path(run.dir).parent))}" if run.offline else run.url

@@ -187,13 +187,13 @@ class Trainer:
         required = final or stop_requested or self.usage.frees_shards(step, self.accelerator)
         saving = required or best or step % self.t.checkpoint_every == 0
         if (saving or step == self.first_step) and (problem := self.parallel.differs()):
-            self._abort(f"step {step}: {problem}: the ranks do not train together as they should, nothing was saved")
+            self._abort(f"step {step}: {problem}: the ranks are not training the same drafter, so nothing was saved")
         if not saving:
             return
         if final and not self.state.pairs:
             self._abort(
                 f"none of the {step} steps had a pair to train, so there is no drafter: raise data.draft_vocab_size, "
-                "and see what the loss masks cover (`eagle31 data` counts the assistant's tokens)"
+                "and check what the loss masks cover (`eagle31 data` counts the assistant's tokens)"
             )
         main = self.accelerator.is_main_process
         if main:
@@ -218,7 +218,9 @@ class Trainer:
         state.seconds += time.perf_counter() - self.lap
         if state.step < steps:
             why = f"{self.deadline.reason or 'another rank'}: saved after step {state.step} of {steps}"
-            raise self.deadline.stopped(f"train: stopped by {why}; the same command goes on" if main else "")
+            raise self.deadline.stopped(
+                f"train: stopped by {why}; run the same command again to resume" if main else ""
+            )
         if main:
             self._write_manifest()
 
@@ -241,12 +243,12 @@ class Trainer:
         artifacts.write_json(self.folder / artifacts.MANIFEST, manifest)
         if state.left_out:
             count = f"{len(state.left_out):,} of {steps:,} steps"
-            note(f"train: {count} had a loss or gradient that is not finite, and were left out (train.skip_nonfinite)")
+            note(f"train: {count} had a loss or gradient that is not finite, and were skipped (train.skip_nonfinite)")
         if state.without_pairs:
-            note(f"train: {len(state.without_pairs):,} of {steps:,} steps had nothing to train, and changed nothing")
+            note(f"train: {len(state.without_pairs):,} of {steps:,} steps had nothing to train, so they were skipped")
         if kept:
             which, length = kept["kept"]["step"], f"{kept['kept']['acceptance_length']:.3f}"
-            note(f"train: step {which} of {steps} is kept, of the greatest acceptance length, {length}")
+            note(f"train: kept step {which} of {steps}, which has the greatest acceptance length, {length}")
         try:
             if (self.folder.parent / EXPORTED).is_file():
                 read_export(self.folder.parent)
@@ -269,7 +271,7 @@ class Trainer:
         if state.stale(self.t.early_stop) and step < self.last_step:
             self.last_step = step
             say(
-                f"step {step} is the last of {len(self.schedule)}: the acceptance length has not risen since step "
+                f"step {step} of {len(self.schedule)} is the last one: the acceptance length has not risen since step "
                 f"{state.best['step']} (train.early_stop={self.t.early_stop})"
             )
 
@@ -277,8 +279,8 @@ class Trainer:
         """Count a step that has nothing to train; say so at the first."""
         if not self.state.without_pairs:
             say(
-                f"step {batch.step}: nothing to train, so nothing was updated: samples {batch.samples} have no answer "
-                "whose prediction the draft vocabulary holds; such steps are counted"
+                f"step {batch.step}: nothing to train, so the weights stay: no answer in samples {batch.samples} has a "
+                "token whose prediction is in the draft vocabulary; further such steps are only counted"
             )
         self.state.without_pairs.append(batch.step)
 
@@ -288,13 +290,13 @@ class Trainer:
         left_out.append(batch.step)
         if len(left_out) <= self.t.skip_nonfinite:
             if len(left_out) == 1:
-                say(f"step {batch.step}: left out, loss or gradient is not finite ({where}); such steps are counted")
+                say(f"step {batch.step}: skipped, loss or gradient is not finite ({where}); more are only counted")
             return
-        before = f", after {len(left_out) - 1} steps that were left out" if len(left_out) > 1 else ""
+        before = f", after {len(left_out) - 1} skipped steps" if len(left_out) > 1 else ""
         self._abort(
-            f"step {batch.step}: loss or gradient is not finite ({where}){before}; nothing was updated or saved: "
-            f"`eagle31 store verify {self.data.store.location}` names stored states that are not; else lower train.lr, "
-            "or leave out such steps by train.skip_nonfinite=n"
+            f"step {batch.step}: loss or gradient is not finite ({where}){before}; nothing was updated or saved: run "
+            f"`eagle31 store verify {self.data.store.location}` to find stored states that are not finite; else lower "
+            "train.lr, or skip such steps with train.skip_nonfinite=n"
         )
 
     def _abort(self, problem: str) -> NoReturn:

@@ -45,13 +45,15 @@ def check(store: Store, windows: Sequence[Window], epochs: int, cache_bytes: int
         raise UserError(f"store.cache_bytes={cache_bytes:,} cannot hold two windows of {store.location}: {needs}")
     if store.follow and store.manifest is None and len(windows) == 1:
         raise UserError(
-            f"{store.location} is still being written, and one window holds its whole split: set train.window_tokens "
-            "(lower), or train once it is whole"
+            f"{store.location} is still being written, and one window holds its whole training split: set (or lower) "
+            "train.window_tokens, or train once the store is complete"
         )
     if bounded(store) and heldout + largest > (most := store.max_bytes or 0):
         raise UserError(f"store.max_bytes={most:,} cannot hold a window: {needs}")
     if bounded(store) and epochs != 1:
-        raise UserError(f"train.epochs={epochs}: what is used up is removed (store.max_bytes), set train.epochs=1")
+        raise UserError(
+            f"train.epochs={epochs}: store.max_bytes removes shards after their first use: set train.epochs=1"
+        )
 
 
 def bounded(store: Store) -> bool:
@@ -84,9 +86,9 @@ class Usage:
         gone = set(check_consumer(store.storage, store.fingerprint, self._fingerprint).shards)
         if gone and (gone := gone & {use.name for use in self.uses_after(done)}):
             raise UserError(
-                f"{len(gone)} shards of {store.location} that the steps after {done} need were used up and removed: "
-                "restore the later checkpoint of this run, which is missing or damaged, or begin again without store "
-                "and training"
+                f"{len(gone)} shards of {store.location} that the steps after {done} need were removed after their "
+                "use: restore this run's later checkpoint, which is missing or damaged, or remove store and training "
+                "and start over"
             )
         if not store.follow:
             store.storage.prefetch(self.uses_after(done))

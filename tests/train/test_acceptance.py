@@ -99,7 +99,7 @@ def unchosen(scripted, by_one):
 
 def test_the_best_step_is_kept_and_is_what_the_run_leaves(unchosen, new_run, capsys):
     run = new_run().fit(*RECIPE, "train.keep_best=true")
-    assert "train: step 6 of 12 is kept, of the greatest acceptance length" in capsys.readouterr().out
+    assert "train: kept step 6 of 12, which has the greatest acceptance length" in capsys.readouterr().out
     assert run.saved() == [6, 12]
     manifest = run.manifest()
     assert manifest["checkpoint"] == "checkpoints/step-000006"
@@ -128,7 +128,7 @@ def test_a_best_checkpoint_that_is_damaged_is_the_best_no_more(new_run, capsys):
     run = new_run().stopped(7, *RECIPE, "train.keep_best=true")
     flip_bit(run.checkpoints / "step-000006" / "model.safetensors")
     run.fit(*RECIPE, "train.keep_best=true")
-    assert "the best checkpoint so far is missing or damaged: another one is the best now" in capsys.readouterr().out
+    assert "the best checkpoint so far is missing or damaged" in capsys.readouterr().out
     assert run.manifest()["checkpoint"] == "checkpoints/step-000010"
 
 
@@ -152,7 +152,7 @@ def test_a_run_ends_where_acceptance_rises_no_more(unchosen, new_run, capsys):
     """Only evaluations since the last rise count."""
     options = [*RECIPE, "train.early_stop=2"]
     run = new_run().fit(*options)
-    assert "step 10 is the last of 12: the acceptance length has not risen since step 6" in capsys.readouterr().out
+    assert "step 10 of 12 is the last one: the acceptance length has not risen since step 6" in capsys.readouterr().out
     manifest, rows = run.manifest(), run.rows()
     assert (manifest["steps"], manifest["checkpoint"], rows[-1]["step"]) == (10, "checkpoints/step-000010", 10)
     assert rows == unchosen.rows()[: len(rows)], "the learning rate is planned for all steps"

@@ -94,8 +94,10 @@ def test_a_store_of_another_data_set_or_target_is_refused(new_run):
 @pytest.mark.parametrize("scales", ["[1,1]", "[1,1,0.3]"])
 def test_scales_that_would_round_or_are_too_few_are_refused(new_run, scales):
     words = "drafter.fc_norm=false", "drafter.norm_output=false", f"train.fc_input_scale={scales}"
-    assert "is for EAGLE 3, a power of two for each of 3 auxiliary layers" in message_of(new_run().fit, *words)
-    assert "is for EAGLE 3" in message_of(new_run().fit, "train.fc_input_scale=[1,1,1]")
+    assert "applies only to EAGLE 3, and must have a power of two for each of the 3 auxiliary layers" in message_of(
+        new_run().fit, *words
+    )
+    assert "applies only to EAGLE 3" in message_of(new_run().fit, "train.fc_input_scale=[1,1,1]")
 
 
 def test_the_first_norm_is_the_targets_scaled_down_without_its_outliers():
@@ -155,6 +157,6 @@ def test_kernels_are_fused_where_they_can_be(tiny, monkeypatch, device, capabili
     assert not objective.fused
     if not fused:
         given = TrainConfig(kernels="fused")
-        assert "train.kernels=fused cannot be" in message_of(choose_kernels, objective, given, device)
+        assert "train.kernels=fused does not run here" in message_of(choose_kernels, objective, given, device)
     assert choose_kernels(objective, TrainConfig(), device) == says
     assert objective.fused == objective.drafter.norm.fused == objective.drafter.midlayer.mlp.fused == fused

@@ -101,7 +101,7 @@ def test_a_snapshot_comes_back_bit_for_bit(tmp_path):
     assert same(newest(tmp_path), meant)
     assert not same(newest(tmp_path), snapshot(100))
     assert names(path) == FILES
-    assert "it is of a run of other inputs" in checkpoint.damage(path, "e" * 16)
+    assert "it belongs to a run with other inputs" in checkpoint.damage(path, "e" * 16)
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +129,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(two, tmp_path,
     harm(file)
     assert same(newest(folder, said), snapshot(1))
     (line,) = said
-    assert line.startswith(f"checkpoint {step(folder, 2)} is not used: {file} ")
+    assert line.startswith(f"skipping checkpoint {step(folder, 2)}: {file} ")
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -165,11 +165,11 @@ def test_an_error_of_the_disk_is_said_in_one_line_and_the_next_save_tries_again(
         broken.setattr(store_tensors, "_write_all", failing(errno.ENOSPC))
         ours.save(snapshot(2))
         ours.wait()
-        with pytest.raises(UserError, match=r"could not be written .* goes on from .*step-000001"):
+        with pytest.raises(UserError, match=r"could not be written .* resume from .*step-000001"):
             ours.save(snapshot(2), required=True)
     assert len(said) == 2
     assert f"could not be written ({os.strerror(errno.ENOSPC)})" in said[0]
-    assert said[0].endswith(f"would go back to {step(tmp_path, 1)}")
+    assert said[0].endswith(f"it resumes from {step(tmp_path, 1)}")
     assert contents(tmp_path) == before
     ours.save(snapshot(3), required=True)
     ours.close()

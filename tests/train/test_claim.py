@@ -28,7 +28,7 @@ SHORT = ["train.max_steps=3", "train.checkpoint_every=2"]
 def test_a_second_training_in_the_same_folder_is_refused(new_run):
     run = new_run()
     with locks.alone(Path(run.folder, "run", LOCK), "this test trains"):
-        assert f"another process trains in {run.train} now" in message_of(run.fit, "train.max_steps=1")
+        assert f"another process is training in {run.train}" in message_of(run.fit, "train.max_steps=1")
         assert not run.train.exists()
 
 
@@ -46,7 +46,7 @@ def remove_manifest(run):
     [
         (None, 0, "train: up to date"),
         (damage_checkpoint, 1, "model.safetensors does not match its checksum"),
-        (remove_manifest, 0, "train: going on after step 3 "),
+        (remove_manifest, 0, "train: resuming after step 3 "),
     ],
 )
 def test_the_same_command_trains_only_what_a_finished_run_lacks(new_run, monkeypatch, capsys, happens, steps, printed):
@@ -144,7 +144,7 @@ def test_a_run_that_is_refused_in_the_end_does_not_replace_another(new_run, monk
 
     monkeypatch.setattr(prepare.tracking, "start", Mock(side_effect=UserError("no such user")))
     other = *SHORT, "train.gamma=0.5", "overwrite=true"
-    assert ("fused cannot be" if "fused" in option else "no such user") in message_of(run.fit, *other, option)
+    assert ("fused does not run here" if "fused" in option else "no such user") in message_of(run.fit, *other, option)
     assert contents(run.train) == before
     assert [path.name for path in run.train.parent.glob(".train*")] == [".training"]
 

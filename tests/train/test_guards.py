@@ -18,8 +18,8 @@ from train import prepare
 @pytest.mark.parametrize(
     ("mark", "listed", "harm", "why"),
     [
-        ("left_out", "left_out", ["gradient", [3, 6], 0, NAN], "left out, loss or gradient is not finite"),
-        ("no_pairs", "without_pairs", ["pairs", [3, 6]], "nothing to train, so nothing was updated"),
+        ("left_out", "left_out", ["gradient", [3, 6], 0, NAN], "skipped, loss or gradient is not finite"),
+        ("no_pairs", "without_pairs", ["pairs", [3, 6]], "nothing to train, so the weights stay"),
     ],
 )
 def test_a_step_that_is_left_out_is_as_if_it_were_in_no_schedule(new_run, absent, capsys, mark, listed, harm, why):
@@ -55,13 +55,14 @@ def test_a_run_that_has_nothing_to_train_is_refused_before_its_first_step(new_ru
     split = Store(run.folder / "run" / "store").split("train")
     chosen = torch.cat([split.read(i, states=False).top1 for i in range(len(split))])
     with_vocab(run, [min({*range(VOCAB)} - {*chosen.tolist()})])
-    assert message_of(run.fit).startswith("there is nothing to train in the 12 samples of ")
+    assert message_of(run.fit).startswith("the 12 samples of ")
+    assert "have nothing to train: no answer has a token" in message_of(run.fit)
     assert not run.train.exists()
     read = StoreSplit.read
     with monkeypatch.context() as patch:
         patch.setattr(StoreSplit, "read", lambda *of: replace(read(*of), aux=read(*of).aux[:0]))
         eagle3 = message_of(run.fit, "drafter.fc_norm=false", "drafter.norm_output=false")
-    assert "holds no states to train on: see what the loss masks cover" in eagle3
+    assert "has no states to train on: check what the loss masks cover" in eagle3
     # Where a store is still being written nobody knows before the end, and then it is no drafter.
     with monkeypatch.context() as patch:
         patch.setattr(prepare, "check_pairs", lambda *_: None)

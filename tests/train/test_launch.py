@@ -62,7 +62,7 @@ def test_a_process_whose_launcher_has_ended_does_not_meet_those_of_the_next(monk
     use(monkeypatch, {"WORLD_SIZE": "2"})
     monkeypatch.setattr(launch, "PARENT", -1)
     config = load_config(["name=x", "target.path=x"])
-    assert "the launcher of this process has ended" in message_of(launch.make_accelerator, config, None)
+    assert "this process's launcher has ended" in message_of(launch.make_accelerator, config, None)
 
 
 def test_deterministic_kernels_are_asked_for_before_cuda_starts(monkeypatch, tiny):
@@ -114,7 +114,7 @@ WRONG = {
     "DeepSpeed without a launcher": (DEEPSPEED, (KIND.NO, 1, CPU), "made NO of it"),
     "FSDP dropped on GPUs": ({**TWO, **FSDP2}, (KIND.MULTI_GPU, 2, GPU), "asked for FSDP"),
     "FSDP where none was asked for": (TWO, (KIND.FSDP, 2, GPU), "made FSDP of it"),
-    "FSDP of one": (FSDP2, (KIND.FSDP, 1, GPU), "FSDP2 shards over several processes"),
+    "FSDP of one": (FSDP2, (KIND.FSDP, 1, GPU), "FSDP2 needs several processes"),
     "Megatron": (TWO, (KIND.MEGATRON_LM, 2, GPU), "made MEGATRON_LM of it"),
 }
 
@@ -160,5 +160,5 @@ def test_in_what_a_rank_is_not_as_the_first_is_named_and_time_limits_are_their_o
     ask("train.time_limit=1h")
     given = UNLIKE[name]
     told = message_of(ask, given) if isinstance(given, str) else message_of(ask, **given)
-    assert told.startswith(f"rank 2 is not as rank 0 ({name}: "), told
+    assert told.startswith(f"rank 2 differs from rank 0 ({name}: "), told
     assert ";" not in told

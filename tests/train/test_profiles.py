@@ -206,7 +206,10 @@ def test_muon_is_relayed_from_one_process_to_ddp_to_fsdp2_to_one_process(came, m
         ("muon zero1", "train.optimizer=muon needs whole matrices, but DeepSpeed splits them: launch with ddp or"),
         ("no sharding", "step 1: fc.weight is not sharded over all ranks"),
         ("unlike weights", "step 1: norm.weight is not the same on all ranks"),
-        ("unlike options", "rank 1 is not as rank 0 (train.lr: 0.01 on rank 0, 0.02 here): start every process with"),
+        (
+            "unlike options",
+            "rank 1 differs from rank 0 (train.lr: 0.01 on rank 0, 0.02 here): start every process with",
+        ),
     ],
 )
 def test_processes_that_do_not_train_together_are_stopped_before_anything_is_saved(came, run, words):

@@ -32,7 +32,9 @@ SHORT, ENDLESS = [f"train.max_steps={STEPS}", *RECIPE], ["train.max_steps=20000"
 def stopped_after(run, text, why):
     """The step after which it saved, said so in one line, and did nothing more."""
     (line,) = (line for line in text.splitlines() if "train: stopped" in line)
-    match = re.search(r"train: stopped by (.+): saved after step (\d+) of \d+; the same command goes on$", line)
+    match = re.search(
+        r"train: stopped by (.+): saved after step (\d+) of \d+; run the same command again to resume$", line
+    )
     assert match[1] == why
     step = int(match[2])
     assert run.saved() == [step]
@@ -102,7 +104,7 @@ def test_ctrl_c_ends_the_step_and_saves(new_run, by_one, capsys):
     with pressed, pytest.raises(Interrupted) as stopped:
         run.fit(*SHORT)
     assert stopped_after(run, str(stopped.value), "Ctrl-C") == 6
-    assert capsys.readouterr().err.count("train: stops and saves after the next step; another Ctrl-C ends it") == 1
+    assert capsys.readouterr().err.count("train: will save and stop after the next step; press Ctrl-C again") == 1
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert_close(run.fit(*SHORT).weights(), by_one(*SHORT).weights(), 0)
 
@@ -130,7 +132,7 @@ def test_ctrl_c_before_the_first_step_ends_training_at_once(new_run):
 
 def test_a_stopped_run_ends_at_its_checkpoint_where_that_is_asked(new_run, by_one, capsys):
     run, finish = new_run(), "train.finish=true"
-    assert "has no whole checkpoint to end with" in message_of(run.fit, *SHORT, finish)
+    assert "has no complete checkpoint to finish with" in message_of(run.fit, *SHORT, finish)
     with calling("train.trainer.accumulate", tell, "before", 5), pytest.raises(Stopped):
         run.fit(*SHORT)
     weights = run.fit(*SHORT, finish).weights()
@@ -163,7 +165,7 @@ def test_a_run_that_waits_before_its_first_step_is_ended_by_sigterm(
         eagle3 = copy_of(tmp_path / "eagle3").fit("drafter.fc_norm=false", "drafter.norm_output=false")
         more.append(f"train.init_from={eagle3.folder / 'run'}")
     told = calling("eagle31_train.store.reader.wait", tell, "before", 1)
-    with told, pytest.raises(Stopped, match="stopped by SIGTERM while it waited for the store; the same command"):
+    with told, pytest.raises(Stopped, match="stopped by SIGTERM while waiting for the store; run the same command"):
         run.fit(*more)
 
 
@@ -180,7 +182,7 @@ def test_a_run_that_waits_for_a_shard_is_ended_by_one_signal(new_run, tmp_path, 
         process.join()
     assert process.exitcode == status
     if number == signal.SIGTERM:
-        assert "train: stopped by SIGTERM while it waited for data after step " in output.read_text().splitlines()[-1]
+        assert "train: stopped by SIGTERM while waiting for data after step " in output.read_text().splitlines()[-1]
 
 
 # ---------------------------------------------------------------- two processes

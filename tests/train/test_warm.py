@@ -56,7 +56,7 @@ def test_a_run_and_its_export_come_back_bit_for_bit(learnt, new_run, where):
     begun = begin(new_run(), run.newest() if where == "newest" else run.folder / "run" / where)
     assert_equal(begun.weights, run.weights())
     assert not torch.equal(begun.fresh["fc.weight"], begun.weights["fc.weight"])
-    assert begun.said.startswith("train: starts with the weights of ")
+    assert begun.said.startswith("train: starting from the weights of ")
     assert begun.said.count("\n") == 0
 
 
@@ -101,7 +101,7 @@ def test_an_unfinished_run_gives_its_newest_checkpoint(learnt, copy_of, new_run,
         begun = begin(new_run(), source)
         assert_equal(begun.weights, run.at(step)[0])
         # A later checkpoint of the run would be another start, where the command names none.
-        told = f"train.init_from={run.checkpoints / 'step-000004'} can" in begun.said
+        told = f"set train.init_from={run.checkpoints / 'step-000004'} to be able to" in begun.said
         assert told == (source == run.train)
 
 
@@ -124,7 +124,7 @@ def test_rows_of_lm_head_are_taken_token_by_token(learnt, new_run, where):
     right = by_hand(rows, KEPT, OTHERS, begun.fresh["lm_head.weight"])
     assert torch.equal(begun.weights["lm_head.weight"], right)
     missing = [token for token in OTHERS if token not in KEPT]
-    assert f"{len(missing)} of {len(OTHERS)} draft tokens are not in its vocabulary" in begun.said
+    assert f"{len(missing)} of {len(OTHERS)} draft tokens are not in their vocabulary" in begun.said
     target = begun.store.target["lm_head"]
     assert all(torch.equal(begun.weights["lm_head.weight"][OTHERS.index(token)], target[token]) for token in missing)
     # The loop can tell: ids off by one, rows in their own order, and rows by offset give other heads.
@@ -135,7 +135,7 @@ def test_rows_of_lm_head_are_taken_token_by_token(learnt, new_run, where):
 def test_a_draft_without_an_lm_head_has_the_targets(draft, new_run):
     begun = begin(new_run(), draft(dict.fromkeys(["d2t", "t2d", "lm_head.weight"]), draft_vocab_size=None))
     assert torch.equal(begun.weights["lm_head.weight"], begun.store.target["lm_head"][torch.tensor(KEPT)])
-    assert "shares the target's lm_head, from which its own starts" in begun.said
+    assert "those weights have no lm_head: it starts as a copy of the target's" in begun.said
 
 
 @pytest.mark.parametrize("options", [(), ("drafter.norm_before_fc=true",)], ids=["states", "normed states"])
@@ -243,7 +243,7 @@ def test_the_targets_embedding_may_be_there_and_another_may_not(new_run, learnt,
     assert torch.equal(own.weights["embed_tokens.weight"], other)
     none = begin(new_run(), draft(), "drafter.share_embedding=false")
     assert torch.equal(none.weights["embed_tokens.weight"], target)
-    assert "it shares the target's embed_tokens, from which its own starts" in none.said
+    assert "those weights have no embed_tokens: it starts as a copy of the target's" in none.said
 
 
 # ---------------------------------------------------------------- a run goes on
@@ -273,7 +273,10 @@ def test_other_weights_in_the_same_place_are_refused(begun, draft, left):
     ("change", "said"),
     [
         ({"rope_theta": 5000, "rope_parameters": None}, "(rope_theta: "),
-        ({"tensors": {"norm.weight": torch.full((32,), 0.5)}}, "no longer is what the run began with"),
+        (
+            {"tensors": {"norm.weight": torch.full((32,), 0.5)}},
+            "has changed since the run began: set train.init_revision",
+        ),
     ],
     ids=["kind", "weights"],
 )

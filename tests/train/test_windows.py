@@ -159,7 +159,7 @@ def test_steps_whose_shards_were_used_up_are_refused_and_the_last_step_tells_the
     gone = SimpleNamespace(shards=[split.shards[0].name])
     monkeypatch.setattr(windows, "check_consumer", lambda *_: gone)
     monkeypatch.setattr(windows, "consume", lambda *given: told.append(given[-1]))
-    assert "1 shards of there that the steps after 0 need were used up" in message_of(usage.begin, 0, remove=True)
+    assert "1 shards of there that the steps after 0 need were removed" in message_of(usage.begin, 0, remove=True)
     for done in (1, 2, 3):
         usage.begin(done, remove=True)
     usage.begin(3, remove=False)
