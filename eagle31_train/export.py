@@ -51,7 +51,7 @@ def export(config: Config) -> None:
         checkpoint.check_data(data, config.data_folder)
         given = data.get("inputs", {}).get("template_args", {})
         if given != config.target.template_args:
-            note(f"export: stage 1 had target.template_args={json.dumps(given)}: give it here, too, to be served so")
+            note(f"export: stage 1 had target.template_args={json.dumps(given)}: set it here, too, to serve with it")
     train = checkpoint.manifest
     assert train is not None
     weights, target_ids = artifacts.file_sha256(checkpoint.folder / MODEL), checkpoint.vocab.target_ids.tolist()
@@ -155,8 +155,8 @@ def added(run: Path, overwrite: bool) -> list[Path]:
     written = {name: file for name, file in files.items() if name == readme}
     if not overwrite and (run / readme).is_file() and artifacts.first_damaged(run, written):
         raise UserError(
-            f"{run / readme} has been changed since it was written: license=… names a licence, other words may stand "
-            "in a file of their own there, and overwrite=true replaces it"
+            f"{run / readme} was edited after the export: set a licence with license=…, move other text to a file of "
+            "its own there, or replace the card with overwrite=true"
         )
     known = {run / name for name in files}
     return [file for file in (run / "export").rglob("*") if file.is_file() and file not in known]
@@ -185,7 +185,7 @@ def exported_shape(config: Config, checkpoint: DrafterCheckpoint) -> DrafterShap
         if wanted is not None and wanted != trained:
             raise UserError(
                 f"{checkpoint.folder} was trained with {name}={trained}, but the options say {wanted}: "
-                f"give the options of training, or run `{TRAIN}` with these"
+                f"use the options of training, or run `{TRAIN}` with these"
             )
     return shape
 
@@ -208,7 +208,7 @@ def write_checkpoint(checkpoint: DrafterCheckpoint, shape: DrafterShape, config:
 
         target = describe_target(config.target)
         if problems := contract.sglang_problems(shape, target.model_type, target.num_hidden_layers):
-            raise UserError(f"SGLang would not draft as was trained: {problems[0]}: export with export_format=vllm")
+            raise UserError(f"SGLang would not draft as trained ({problems[0]}): use export_format=vllm")
         fields = config_json.sglang_json(shape, dtype, config.target_name)
         for number in range(1, shape.num_layers):  # SGLang has another name for these
             norm = tensors[f"layers.{number}.input_layernorm.weight"]

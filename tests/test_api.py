@@ -88,7 +88,7 @@ def test_a_runs_weights_are_those_that_are_served(folder, own):
 @pytest.mark.parametrize(
     ("drafter", "other", "said"),
     [
-        ("runs/smollm2", "other", "was trained for target, and target.path is other:"),
+        ("runs/smollm2", "other", "was trained for target, but target.path is other:"),
         ("runs/smollm2/export", "its/target", "was trained for another target than target.path=its/target:"),
     ],
 )

@@ -149,7 +149,7 @@ def _result(
         since = since or time.monotonic()
         if time.monotonic() - since >= GRACE:
             raise deadline.stopped(
-                f"train: stopped by {why} while waiting for data after step {step - 1}; run the same command again to resume "
-                "from the last checkpoint"
+                f"train: stopped by {why} while waiting for data after step {step - 1}; run the same command again to "
+                "resume from the last checkpoint"
             )
     return reading.result()

@@ -80,9 +80,11 @@ def speculators_json(shape: DrafterShape, dtype: str, target_name: str, draft_to
     their norm_output.
     """
     if shape.parallel:
-        raise UserError("export_format=speculators has no place for drafter.parallel=true: use export_format=vllm")
+        raise UserError("export_format=speculators does not support drafter.parallel=true: use export_format=vllm")
     if shape.architecture == "mla" or (shape.fc_norm and shape.norm_before_fc):
-        raise UserError("export_format=speculators has no MLA, nor fc_norm with norm_before_fc: use export_format=vllm")
+        raise UserError(
+            "export_format=speculators supports neither MLA nor fc_norm with norm_before_fc: use export_format=vllm"
+        )
     return {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",

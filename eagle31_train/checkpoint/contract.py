@@ -64,15 +64,16 @@ def sglang_problems(shape: DrafterShape, target_type: str, target_layers: int) -
     given = "attention_factor" in scaling and not _plain_yarn(shape)
     miscounted = first != 2 and target_type.startswith(_COUNTED_BY_THE_FIRST)
     problems = {
-        **{f"it has no drafters with {name}": getattr(shape, name) for name in lacking},
-        "it stretches RoPE of type dynamic in short contexts, too": scaling["rope_type"] == "dynamic",
-        "it does not read rope_scaling.attention_factor": given,
-        "it has no windows of a token's own key alone": shape.sliding_window == 1,
-        "it has no MLA drafters of several layers": shape.architecture == "mla" and shape.num_layers > 1,
-        "it puts the target's embedding in place of the drafter's own": own_embedding,
-        "it leaves fc out where the auxiliary states are as wide as the drafter": as_wide,
-        f"it gives neither the embedding nor the last output, as {layers} ask": first == 0 or last == target_layers,
-        f"it miscounts layers of a {target_type}: the first of {layers} must be 2": miscounted,
+        **{f"it does not support drafters with {name}": getattr(shape, name) for name in lacking},
+        "it applies RoPE scaling of type dynamic in short contexts, too": scaling["rope_type"] == "dynamic",
+        "it ignores rope_scaling.attention_factor": given,
+        "it does not support drafter.sliding_window=1": shape.sliding_window == 1,
+        "it does not support MLA drafters of several layers": shape.architecture == "mla" and shape.num_layers > 1,
+        "it replaces the drafter's own embedding with the target's": own_embedding,
+        "it skips fc if the auxiliary states together are as wide as the drafter": as_wide,
+        f"it provides neither the embedding nor the last output, but {layers} needs one": first == 0
+        or last == target_layers,
+        f"it miscounts the layers of a {target_type}: the first of {layers} must be 2": miscounted,
     }
     return [problem for problem, there in problems.items() if there]
 
@@ -102,10 +103,10 @@ def check(tensors: Mapping[str, TensorOrShape], shape: DrafterShape) -> list[str
     if problems := check_shape(shape):
         return problems
     expected = weight_shapes(shape)
-    lacking = "which vLLM would load in silence and serve badly"
+    lacking = "and vLLM would silently load the rest and draft badly"
     problems = [f"{name} is missing, {lacking}" for name in sorted(expected.keys() - tensors.keys())]
-    beyond = "the options or config.json have no place for it (fc_norm, draft_vocab_size, share_embedding, …)"
-    problems += [f"{name} is superfluous: {beyond}" for name in sorted(tensors.keys() - expected.keys())]
+    beyond = "the options or config.json do not ask for it (fc_norm, draft_vocab_size, share_embedding, …)"
+    problems += [f"{name} is unexpected: {beyond}" for name in sorted(tensors.keys() - expected.keys())]
     for name in sorted(expected.keys() & tensors.keys()):
         value = tensors[name]
         size = tuple(value.shape if isinstance(value, torch.Tensor) else value)
@@ -122,39 +123,46 @@ def check(tensors: Mapping[str, TensorOrShape], shape: DrafterShape) -> list[str
 def require(tensors: Mapping[str, TensorOrShape], shape: DrafterShape, where: str) -> None:
     """Raise the first few problems of a checkpoint as one UserError that names it; see `check`."""
     if problems := check(tensors, shape):
-        raise UserError(f"{where} is no whole drafter for vLLM: {'; '.join(problems[:3])}")
+        raise UserError(f"vLLM cannot serve the drafter in {where}: {'; '.join(problems[:3])}")
 
 
 def check_shape(shape: DrafterShape) -> list[str]:
     """Return what is wrong with the shape itself: what vLLM or transformers would read differently from training."""
     problems = []
     if shape.aux_layers != sorted(set(shape.aux_layers)):
-        problems.append(f"aux_layers {shape.aux_layers} do not ascend: vLLM gives states in ascending order, each once")
-    if shape.share_embedding and shape.hidden_size != shape.target_hidden_size:
         problems.append(
-            f"drafter.hidden_size={shape.hidden_size} is not the target's: set drafter.share_embedding=false"
+            f"aux_layers {shape.aux_layers} must ascend: vLLM passes the states in ascending order, each once"
+        )
+    if shape.share_embedding and shape.hidden_size != shape.target_hidden_size:
+        theirs = f"the target's {shape.target_hidden_size}"
+        problems.append(
+            f"drafter.hidden_size={shape.hidden_size} differs from {theirs}: set drafter.share_embedding=false"
         )
     D, heads, mla = shape.hidden_size, shape.num_attention_heads, shape.architecture == "mla"
     llama_only = ("qk_norm", "norm_before_fc", "sliding_window", "attention_bias", "mlp_bias")
     if mla and (given := [name for name in llama_only if getattr(shape, name)]):
-        problems.append(f"vLLM serves no MLA draft with {given[0]}")
+        problems.append(f"vLLM does not serve MLA drafters with {given[0]}")
     if shape.qk_norm and shape.mlp_bias:
-        problems.append("vLLM serves no draft with both qk_norm and mlp_bias")
+        problems.append("vLLM does not serve drafters with both qk_norm and mlp_bias")
     if mla and shape.parallel:
-        problems.append("drafter.parallel=true cannot be with MLA: vLLM 0.32's MLA drafts have no mask_hidden")
+        problems.append("drafter.parallel=true does not work with MLA: vLLM 0.32's MLA drafters have no mask_hidden")
     if shape.parallel and shape.ptd_token_id not in range(shape.vocab_size):
-        problems.append(f"drafter.ptd_token_id={shape.ptd_token_id} is none of the target's {shape.vocab_size} tokens")
+        problems.append(
+            f"drafter.ptd_token_id={shape.ptd_token_id} is not among the target's {shape.vocab_size} tokens"
+        )
     if not mla and not shape.qk_norm and D % heads:
         keys = shape.num_key_value_heads
         fitting = [n for n in range(1, heads) if D % n == 0 and (keys == heads or n % keys == 0)]
         problems.append(
-            f"hidden_size {D} is no multiple of {heads} heads, and transformers refuses such a config.json: set "
+            f"hidden_size {D} is not a multiple of {heads} heads, and transformers rejects such a config.json: set "
             f"drafter.qk_norm=true{f' or drafter.num_attention_heads={fitting[-1]}' if fitting else ''}"
         )
     if mla and (shape.num_key_value_heads, shape.head_dim) != (heads, sum(mla_widths(shape)[1:3])):
-        problems.append("MLA gives each head a key of its own, of qk_nope_head_dim and qk_rope_head_dim together")
+        problems.append(
+            f"with MLA, num_key_value_heads must be {heads}, and head_dim qk_nope_head_dim + qk_rope_head_dim"
+        )
     if heads % (keys := shape.num_key_value_heads):
-        problems.append(f"drafter.num_attention_heads={heads} is no multiple of num_key_value_heads={keys}")
+        problems.append(f"drafter.num_attention_heads={heads} is not a multiple of num_key_value_heads={keys}")
     try:
         check_rope(shape)
     except UserError as error:
@@ -164,7 +172,7 @@ def check_shape(shape: DrafterShape) -> list[str]:
     # Given one without the other, transformers ignores both, and vLLM uses the one that is given.
     if mla and yarn.get("factor", 1) > 1 and not (mscale and all_dim) and (mscale, all_dim) != (1, 0):
         problems.append(
-            "mscale and mscale_all_dim are read differently by transformers: give both above 0, or leave both out"
+            "vLLM and transformers read mscale and mscale_all_dim differently: set both above 0, or remove both"
         )
     return problems
 
@@ -177,23 +185,27 @@ def drafter_shape(
     for field in fields(d):
         check_value(f"drafter.{field.name}", getattr(d, field.name), field.metadata)
     if missing := [name for name in REQUIRED if getattr(d, name) is None]:
-        raise UserError(f"drafter.{missing[0]} is open: it follows from the target's config.json, or is given")
+        raise UserError(f"drafter.{missing[0]} is not set, and does not follow from the target: set it")
     D, heads = d.hidden_size or hidden_size, d.num_attention_heads or 0
     if not d.train_lm_head and hidden_size != D:  # a random lm_head would stay random
-        wide = f"the target's {hidden_size}-wide rows, and the drafter is {D} wide"
+        wide = f"the target's {hidden_size}-wide lm_head, but the drafter is {D} wide"
         raise UserError(f"drafter.train_lm_head=false keeps {wide}: set drafter.train_lm_head=true")
     if d.architecture == "mla":
         _, nope, rope, _ = mla_widths(d)
         keys, width = heads, nope + rope
         for name, value in {"num_key_value_heads": heads, "head_dim": width}.items():
             if (given := getattr(d, name)) not in (None, value):
-                raise UserError(f"drafter.{name}={given}: with MLA it is always {value} here: leave it out")
+                raise UserError(f"drafter.{name}={given}: with MLA it is always {value} here: remove it")
     else:
         keys, width = d.num_key_value_heads or heads, d.head_dim or D // heads
         if given := [name for name in ("q_lora_rank", *MLA_WIDTHS) if getattr(d, name) is not None]:
-            raise UserError(f"drafter.{given[0]} is MLA's: set drafter.architecture=mla, or leave it out")
+            raise UserError(
+                f"drafter.{given[0]} applies only to MLA: set drafter.architecture=mla, or remove the option"
+            )
     if d.ptd_token_id is not None and not d.parallel:
-        raise UserError(f"drafter.ptd_token_id={d.ptd_token_id} is of drafter.parallel=true: set that, or leave it out")
+        raise UserError(
+            f"drafter.ptd_token_id={d.ptd_token_id} applies only to drafter.parallel=true: set that, or remove it"
+        )
     mask_token = vocab_size - 1 if d.ptd_token_id is None else d.ptd_token_id
     joined = {
         "ptd_token_id": mask_token if d.parallel else None,
@@ -219,16 +231,18 @@ def caveats(shape: DrafterShape, target_positions: int | None = None, target_win
     window."""
     sentences = []
     if shape.parallel:
-        sentences.append("vLLM 0.32 drafts in parallel on its V1 runner alone: leave VLLM_USE_V2_MODEL_RUNNER unset")
+        sentences.append("vLLM 0.32 drafts in parallel only on its V1 runner: leave VLLM_USE_V2_MODEL_RUNNER unset")
     positions = stretched(shape.max_position_embeddings, shape.rope_scaling)
     if target_positions is None or target_positions > positions:
-        v2 = "" if shape.parallel else "; V2, on GPUs, drafts in all"
-        sentences.append(f"vLLM 0.32's V1 runner, a CPU's, drafts in contexts of up to {positions:,} tokens{v2}")
+        v2 = "" if shape.parallel else "; V2 (used on GPUs) has no such limit"
+        sentences.append(f"vLLM 0.32's V1 runner (used on CPUs) drafts in contexts of up to {positions:,} tokens{v2}")
     end = table_end(check_rope(shape))
     if end is not None and (target_positions is None or target_positions > end):
-        sentences.append(f"vLLM's table of its YaRN ends at {end:,.0f} positions: serve with no larger --max-model-len")
+        sentences.append(
+            f"vLLM's table for its YaRN scaling ends at {end:,.0f} positions: serve with no larger --max-model-len"
+        )
     if 0 in shape.aux_layers:
-        sentences.append("vLLM's kernels write over the input of layer 0: serve this draft without --enforce-eager")
+        sentences.append("vLLM's kernels overwrite the input of layer 0: serve this drafter without --enforce-eager")
     return [*sentences, *window_caveat(shape, target_window, target_positions), *unserved(shape)]
 
 
@@ -260,11 +274,11 @@ def window_caveat(shape: DrafterShape, target_window: int | None, target_positio
     if everywhere or shape.sliding_window is not None:
         return []
     sees = f"every layer of the target sees {target_window:,} tokens"
-    return [f"{sees}, and in vLLM 0.32 the drafter no more: train it so, with drafter.sliding_window={target_window}"]
+    return [f"{sees}, and in vLLM 0.32 the drafter sees no more: train it with drafter.sliding_window={target_window}"]
 
 
 def unserved(shape: DrafterShape) -> list[str]:
     """Return the worst caveats, to be known before hours of training: what vLLM does not serve at all."""
     if shape.architecture == "mla" and shape.q_lora_rank is None:
-        return ["vLLM 0.32 stops when it loads an MLA draft without drafter.q_lora_rank"]
+        return ["vLLM 0.32 fails to load an MLA drafter without drafter.q_lora_rank"]
     return []

@@ -88,20 +88,26 @@ class DrafterCheckpoint:
             folder = hub.fetch(place, revision)
             return cls._published(where, folder, folder.name, target_layers, counted)
         if revision is not None:
-            raise UserError(f"revision {revision} is for a repository of the hub, but {where} is none")
+            raise UserError(
+                f"revision {revision} applies only to a repository of the hub, and {where} is not one: remove it"
+            )
         if (folder / published.CONFIG).is_file():
             return cls._published(where, folder, None, target_layers, counted)
         if counted is not None:
-            raise UserError(f"{where}: @{counted} is for published drafts: a run knows its layers")
+            raise UserError(
+                f"{where}: @{counted} applies only to published drafters (a run knows its layers): remove it"
+            )
         if (folder / SHAPE).is_file():
             return cls._of_run(where, folder.parent.parent, data_folder, folder)
         train = folder if (folder / CHECKPOINTS).is_dir() else folder / "train"
         if not train.is_dir():
-            raise UserError(f"{where} is no run, no folder with a published draft's config.json, and no hub id here")
+            raise UserError(
+                f"{where} is neither a run, nor a folder with a published drafter's config.json, nor a hub id"
+            )
         if (train / artifacts.MANIFEST).is_file():
             return cls._of_run(where, train, data_folder)
         if not allow_unfinished:
-            raise UserError(f"{train} is not finished: run `{TRAIN}` again")
+            raise UserError(f"the training in {train} is not finished: run `{TRAIN}` again")
         if not (folders := run_folder.in_order(train / CHECKPOINTS)):
             raise UserError(f"{where} holds no checkpoint yet: run `{TRAIN}` again")
         return cls._of_run(where, train, data_folder, folders[-1])
@@ -123,7 +129,9 @@ class DrafterCheckpoint:
         if checkpoint is None:
             checkpoint = train / record["checkpoint"]
         elif record.get("fingerprint") != run_folder.sealed_manifest(checkpoint)["fingerprint"]:
-            raise UserError(f"{where}: {train / RECORD} is of another run than the checkpoint: give the run's folder")
+            raise UserError(
+                f"{where}: {train / RECORD} belongs to another run than the checkpoint: pass the run's folder"
+            )
         inputs, shape = record["inputs"], run_folder.read_shape(checkpoint)
         vocab = run_folder.find_vocab(train, inputs, shape, data_folder)
         target = run_folder.option(train, "target.path")
@@ -195,7 +203,7 @@ class DrafterCheckpoint:
     def check_data(self, data: dict[str, Any], folder: Path) -> None:
         """Raise UserError for other data (stage 1's manifest, in `folder`): its held-out prompts may be trained on."""
         if self.inputs is not None and data["dataset_fingerprint"] != self.inputs.get("data"):
-            raise UserError(f"{folder} is not the data that the drafter was trained on: give that one, or train again")
+            raise UserError(f"{folder} is not the data that the drafter was trained on: use that data, or train again")
 
     def check_target(self, target: TargetConfig, by_name: bool = False, store: dict[str, Any] | None = None) -> None:
         """Raise UserError for a target whose states the drafter was not trained on; note it if only names are known.
@@ -207,7 +215,7 @@ class DrafterCheckpoint:
         known = self.trained_for(store)
         if other := self._other(known, target, by_name):
             if "weights" in known:
-                raise UserError(f"{other}: give the target of training, or another run")
+                raise UserError(f"{other}: use the target of training, or another run")
             note(other)
 
     def other_target(self, target: TargetConfig, store: dict[str, Any] | None = None) -> str | None:
@@ -248,7 +256,7 @@ class DrafterCheckpoint:
             alike = (known["weights"], known["revision"]) == (weights, target.revision)
         if alike:
             return None
-        other = f"{known['name']}, and target.path is {target.path}"
+        other = f"{known['name']}, but target.path is {target.path}"
         if known["name"] == target.name:
             other = f"another {target.name} than target.path={target.path}"
         return f"{self.where} was trained for {other}"
@@ -259,9 +267,9 @@ class DrafterCheckpoint:
         shape, depth = self.shape, max(self.shape.aux_layers)
         alike = 0 <= rows - shape.vocab_size <= PADDING
         if shape.target_hidden_size != width or not alike or depth > target.depth:
-            wants = f"hidden size {shape.target_hidden_size}, {shape.vocab_size} tokens, {depth} layers"
+            wants = f"hidden size {shape.target_hidden_size}, {shape.vocab_size} tokens and at least {depth} layers"
             has = f"{width}, {rows} and {target.depth}"
-            raise UserError(f"{self.where} was made for a target of {wants}, not {has}: give its own target")
+            raise UserError(f"{self.where} was made for a target with {wants}, not {has}: use its own target")
 
     # ---------------------------------------------------------------- in memory
 

@@ -22,7 +22,7 @@ def fetch(repo: str, revision: str | None) -> Path:
         return Path(snapshot_download(repo, revision=revision, allow_patterns=WANTED))
     except ERRORS as error:
         advice = "check the name, the revision, the network and, for a private repository, HF_TOKEN"
-        wrong = f"{repo} is no folder here, and cannot be had from the hub"
+        wrong = f"{repo} is not a folder here, and cannot be downloaded from the hub"
         raise UserError(f"{wrong} ({first_line(error)}): {advice}") from None
 
 
@@ -31,13 +31,13 @@ def check(config: Config) -> None:
     if not config.push:
         return
     if "/" not in (config.repo or ""):
-        raise UserError("push=true needs the hub repository: add repo=owner/name")
+        raise UserError("push=true needs a hub repository: set repo=owner/name")
     try:
         validate_repo_id(config.repo)
     except HFValidationError as error:
-        raise UserError(f"repo={config.repo} is no name of a hub repository ({error}): give repo=owner/name") from None
+        raise UserError(f"repo={config.repo} is not a valid hub repository ({error}): set repo=owner/name") from None
     if config.export_format == "speculators" and not config.target.is_hub_id:
-        raise UserError("export_format=speculators names target.path, a folder of yours: push with export_format=vllm")
+        raise UserError("export_format=speculators would publish a local target.path: push with export_format=vllm")
     if config.export_format == "speculators" and config.target.revision:  # by which vLLM would read the drafter, too
         raise UserError("export_format=speculators cannot name target.revision: push with export_format=vllm")
 
@@ -51,12 +51,12 @@ def push(folder: Path, repo: str, private: bool) -> str:
         address = api.create_repo(repo, private=private or None, exist_ok=True)
         # An existing repository keeps its visibility, whatever is passed to create_repo.
         if private and not api.model_info(repo).private:
-            raise UserError(f"the hub repository {repo} is public: make it private there, or leave out private=true")
+            raise UserError(f"the hub repository {repo} is public: make it private there, or remove private=true")
         message = "Upload the drafter"
         api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message, delete_patterns=PICTURES)
     except UserError:
         raise
     except ERRORS as error:
         advice = "check repo=owner/name, the network, and that the token may write (`hf auth login`, or HF_TOKEN)"
-        raise UserError(f"{folder} cannot be uploaded as {repo} ({error}): {advice}") from None
+        raise UserError(f"{folder} cannot be uploaded to {repo} ({error}): {advice}") from None
     return str(address)

@@ -38,7 +38,7 @@ def read(
     """
     config, tensors = _read_object(folder / CONFIG), _read_tensors(folder)
     if "fc.weight" in tensors and "midlayer.hidden_norm.weight" not in tensors:  # config.json does not tell
-        raise UserError("a drafter of EAGLE 1 or 2, or of another kind, without midlayer.hidden_norm.weight")
+        raise UserError("midlayer.hidden_norm.weight is missing, so this is not an EAGLE 3 drafter (EAGLE 1 or 2?)")
     shape = published_config.shape_from_config(config, tensors, target_layers, counted)
     tensors = contract.separate(tensors, shape)
     d2t = tensors.pop("d2t", None)
@@ -47,11 +47,13 @@ def read(
         # TorchSpec's `--prune-vocab` takes row d2t[i] of lm_head for draft token i: one row for all with that offset.
         head, alike = tensors["lm_head.weight"], (d2t[1:] == d2t[:-1]).nonzero()[:64, 0]
         if len(alike) and torch.equal(head[alike], head[alike + 1]):
-            raise UserError("lm_head repeats rows, as TorchSpec leaves it: convert it again without --prune-vocab")
+            raise UserError("lm_head has repeated rows, as from TorchSpec's --prune-vocab: convert again without it")
     norm, target = tensors.get("norm.weight", torch.zeros(1)), published_config.target_name(config)
     # SpecForge names no target, and does not write norms of 8 bits.
     if target is None and config.get("norm_output") is False and norm.element_size() > 1 and (norm == 1).all():
-        raise UserError("norm.weight is all ones, as SpecForge leaves it: vLLM norms, so train with norm_output=true")
+        raise UserError(
+            "norm.weight is all ones, as SpecForge writes it, but vLLM uses it: train with norm_output=true"
+        )
     if order is not None and "lm_head.weight" in tensors:
         tensors["lm_head.weight"] = tensors["lm_head.weight"][order]
     return shape, vocab, tensors, target
@@ -82,12 +84,12 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
         try:
             places = foreign.typed(dict[str, str], _read_object(folder / INDEX).get("weight_map"))
         except ValueError as error:
-            raise UserError(f"weight_map of {INDEX} names no files ({error}): get it again") from None
+            raise UserError(f"weight_map of {INDEX} does not map names to files ({error}): get it again") from None
         files = [folder / Path(name).name for name in sorted(set(places.values()))]
     if not files:
         if any(folder.glob("*.bin")):
-            raise UserError("no *.safetensors there, and a pickle (pytorch_model.bin) is never opened: convert it")
-        raise UserError("no *.safetensors there: get the rest of it, or one that has some (no pickle is ever opened)")
+            raise UserError("it has no *.safetensors, and pickles (pytorch_model.bin) are never opened: convert it")
+        raise UserError("it has no *.safetensors: get the rest of it, or another drafter (pickles are never opened)")
     tensors: dict[str, Tensor] = {}
     norms: dict[str, Tensor] = {}
     for file in files:
@@ -99,14 +101,14 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
         for name, tensor in part.items():
             canonical = contract.canonical_name(name)
             if canonical in tensors:
-                raise UserError(f"{canonical} is there twice, once as {name} in {file.name}: remove one of them")
+                raise UserError(f"{canonical} occurs twice, once as {name} in {file.name}: remove one of them")
             if canonical.startswith("layers.") and canonical.endswith(f".{NORM_OF_SGLANG}"):
                 norms[canonical.replace(NORM_OF_SGLANG, "input_layernorm.weight")] = tensor
             elif not any(table in canonical for table in TABLES):
                 tensors[canonical] = tensor
     for name, norm in norms.items():
         if not torch.equal(tensors.setdefault(name, norm), norm):
-            raise UserError(f"{name} is unlike {NORM_OF_SGLANG} (SGLang's): remove the one that was not trained")
+            raise UserError(f"{name} differs from {NORM_OF_SGLANG} (SGLang's): remove the one that was not trained")
     return tensors
 
 
@@ -116,10 +118,10 @@ def _vocabulary(d2t: Tensor | None, t2d: Tensor | None, shape: DrafterShape) -> 
     Vd, V = shape.draft_vocab_size, shape.vocab_size
     if d2t is None:
         if Vd != V:
-            raise UserError(f"d2t is missing though there are {Vd} draft tokens and {V} of the target: no row is named")
+            raise UserError(f"d2t is missing, which must map {Vd} draft tokens to the target's {V}: get it again")
         return DraftVocab(np.arange(V, dtype=np.int64), V), None
     if d2t.shape != (Vd,) or d2t.is_floating_point() or d2t.is_complex():
-        raise UserError(f"d2t {list(d2t.shape)} {d2t.dtype} is no map of {Vd} draft tokens")
+        raise UserError(f"d2t is {list(d2t.shape)} {d2t.dtype}, but must be [{Vd}] integers")
     ids = d2t.long() + torch.arange(Vd)
     order = ids.argsort()
     vocab = DraftVocab(ids[order].numpy(), V)

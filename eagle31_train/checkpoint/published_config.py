@@ -125,7 +125,7 @@ def shape_from_config(
     parallel = "mask_hidden" in tensor_names or layer.get(MASK_TOKENS[-1]) is not None
     mask_tokens = [layer[name] for name in MASK_TOKENS if layer.get(name) is not None]
     if parallel and not mask_tokens:
-        raise UserError(f"config.json lacks {MASK_TOKENS[-1]}, the token that stands beside mask_hidden")
+        raise UserError(f"config.json lacks {MASK_TOKENS[-1]}, the token that goes with mask_hidden")
     positions = layer.get("max_position_embeddings", MODEL_TYPES[kind][layer.get("model_type", "llama")])
     theta, scaling = _rope(layer, architecture, positions)
     if kind == "mla":  # as many key heads as query heads, whatever config.json says of their number
@@ -185,14 +185,14 @@ def check_served(config: Fields) -> None:
     code = [one.get("auto_map") for one in (config, nested)]
     if any(isinstance(one, dict) and "AutoConfig" in one for one in code):
         raise UserError(
-            "config.json names Python code of its own (auto_map), which vLLM would run where the target's is allowed "
-            "(target.trust_remote_code): remove that from a copy of it"
+            "config.json names its own Python code (auto_map), which vLLM would run if the target's is allowed "
+            "(target.trust_remote_code): remove auto_map from a copy of it"
         )
     ids, inner = flags.get(LAYER_IDS), (flags.get("eagle_config") or {}).get(LAYER_IDS)
     count = flags.get("num_aux_hidden_states") or (len(inner) if inner else 3)
     if ids and count != len(ids) and _kind(layer) != "qwen3":
         raise UserError(
-            f"config.json has {len(ids)} layer ids, for which vLLM 0.32 builds fc for {count} states: add "
+            f"config.json has {len(ids)} layer ids, but vLLM 0.32 would build fc for {count} states: add "
             f'"num_aux_hidden_states": {len(ids)} beside the sizes of the layer'
         )
 
@@ -209,7 +209,9 @@ def _flatten(config: Fields) -> tuple[Fields, Fields, bool]:
     if "speculators_model_type" not in config:
         return config, config, False
     if config["speculators_model_type"] != "eagle3":
-        raise UserError(f"a speculators checkpoint of kind {config['speculators_model_type']!r} is no EAGLE 3 drafter")
+        raise UserError(
+            f"a speculators checkpoint of kind {config['speculators_model_type']!r} is not an EAGLE 3 drafter"
+        )
     layer = config.get("transformer_layer_config") or {}
     named = WRITTEN.get(layer.get("model_type", "llama"), WRITTEN["llama"])[0]
     flags = {name: value for name, value in layer.items() if name not in SPECULATORS_OWN}
@@ -223,7 +225,7 @@ def _kind(layer: Fields) -> str:
     registered = name if name.startswith("Eagle3") or name.endswith("Eagle3") else f"Eagle3{name}"
     if registered not in KINDS:
         needed = " or ".join(written for written, _ in WRITTEN.values())
-        raise UserError(f"config.json is of {name or 'no architecture'}: {needed} is needed")
+        raise UserError(f"the architecture in config.json is {name or 'missing'}: it must be {needed}")
     return KINDS[registered]
 
 
@@ -247,8 +249,8 @@ def _refuse_unsupported(layer: Fields, flags: Fields, kind: str) -> None:
         unsupported["index_topk"] = "index_topk" in layer
         unsupported["is_causal"] = layer.get("is_causal", True) is False
     if wrong := [name for name, refused in unsupported.items() if refused]:
-        only = "dense, causal layers of Llama, Qwen3 or MLA, unquantized"
-        raise UserError(f"config.json sets {', '.join(wrong)}: only {only}, are supported")
+        only = "unquantized, dense, causal layers of Llama, Qwen3 or MLA"
+        raise UserError(f"config.json sets {', '.join(wrong)}: only {only} are supported")
 
 
 def _sliding_window(layer: Fields, kind: str, plain: bool) -> int | None:
@@ -261,11 +263,11 @@ def _sliding_window(layer: Fields, kind: str, plain: bool) -> int | None:
         first = layer.get("max_window_layers", 28)
         kinds = [SLIDING if number >= first else FULL for number in range(count)]
     elif not kinds and window is not None and kind == "llama" and layer.get("use_sliding_window", True):
-        advice = 'remove it, if the drafter was trained so, or add layer_types ["sliding_attention"]'
+        advice = 'remove it if the drafter was trained without, or add layer_types ["sliding_attention"]'
         raise UserError(f"config.json has sliding_window {window} without layer_types, which vLLM ignores: {advice}")
     slide = {name == SLIDING for name in (kinds or [FULL])[:count]}
     if slide == {True, False}:
-        raise UserError("config.json gives only some layers a sliding window, which vLLM 0.32 does not draft")
+        raise UserError("config.json gives only some layers a sliding window, which vLLM 0.32 does not support here")
     if slide == {True} and window is None:
         raise UserError("config.json has layers of sliding_attention but no sliding_window, or no use_sliding_window")
     return window if slide == {True} else None
@@ -281,12 +283,12 @@ def _aux_layers(
     if ids := (inner or top if counted == "outputs" else top or inner):
         if counted is None and (not top or "_torchspec_version" in config):
             raise UserError(
-                f"config.json has the layer ids {ids}, of inputs (as vLLM has them) or of outputs (SGLang, TorchSpec): "
-                "add @inputs or @outputs to the draft's name, whichever `eagle31 compare` finds better accepted"
+                f"config.json has the layer ids {ids}, which may count inputs (as vLLM does) or outputs (SGLang, "
+                "TorchSpec): add @inputs or @outputs to the drafter's name, whichever `eagle31 compare` finds better"
             )
         return sorted({layer + (counted == "outputs") for layer in ids})
     if target_layers is None:
-        raise UserError(f"config.json has no {LAYER_IDS}: say how many layers the target has")
+        raise UserError(f"config.json has no {LAYER_IDS}: pass the number of the target's layers")
     return sorted(set(default_aux_layers(target_layers())))
 
 

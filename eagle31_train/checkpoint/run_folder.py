@@ -70,7 +70,7 @@ def read_shape(checkpoint: Path) -> DrafterShape:
     except TypeError as error:
         raise UserError(f"{path} is not a drafter's shape ({error}): run `{TRAIN}` again") from None
     if shape.architecture not in ("llama", "mla"):
-        raise UserError(f"{path} is of a drafter of unknown architecture {shape.architecture}")
+        raise UserError(f"{path} has an unknown architecture, {shape.architecture}")
     return shape
 
 
@@ -85,7 +85,7 @@ def sealed_manifest(checkpoint: Path) -> dict[str, Any]:
             artifacts.forget_pages(file)
             return unseal(file.read_bytes())
     except (OSError, DamagedError) as error:
-        raise UserError(f"{file} is missing or damaged ({error}): give another checkpoint") from None
+        raise UserError(f"{file} is missing or damaged ({error}): use another checkpoint") from None
 
 
 def load_weights(checkpoint: Path, manifest: dict[str, Any] | None) -> dict[str, Tensor]:
@@ -98,12 +98,12 @@ def load_weights(checkpoint: Path, manifest: dict[str, Any] | None) -> dict[str,
         files = sealed_manifest(checkpoint)["files"]
         damage = artifacts.first_damaged(checkpoint, {name: files[name] for name in (MODEL, SHAPE)})
     if damage:
-        raise UserError(f"{damage}: give another checkpoint, or run `{TRAIN}` again")
+        raise UserError(f"{damage}: use another checkpoint, or run `{TRAIN}` again")
     try:
         return load_file(checkpoint / MODEL)
     except FileNotFoundError:  # a training has just replaced the run
         gone = f"{checkpoint / MODEL} has just been removed"
-        raise UserError(f"{gone}: run this again once the training is done") from None
+        raise UserError(f"{gone}: run this again after the training") from None
 
 
 def option(train: Path, name: str) -> Any:
@@ -124,7 +124,7 @@ def find_vocab(train: Path, inputs: dict[str, Any], shape: DrafterShape, data_fo
         if file.is_file() and artifacts.file_sha256(file)[:16] == inputs.get("vocab"):
             return vocab.read(file)
     where = " or ".join(map(str, files))
-    raise UserError(f"{where} is not the vocabulary that the drafter was trained with: put it back, or use the export")
+    raise UserError(f"{where} is not the vocabulary that the drafter was trained with: restore it, or use the export")
 
 
 def read_export(run: Path) -> dict[str, Any]:
@@ -135,12 +135,12 @@ def read_export(run: Path) -> dict[str, Any]:
     if damage := artifacts.first_damaged(run, served):
         raise UserError(f"{damage}: run `{EXPORT}` again")
     if "checkpoint" not in record:
-        raise UserError(f"{run / EXPORTED} is of an earlier version: run `{EXPORT}` again")
+        raise UserError(f"{run / EXPORTED} was written by an earlier version: run `{EXPORT}` again")
     if (run / "train" / artifacts.MANIFEST).is_file():  # the export also works without it
         train, made_from = artifacts.read_json(run / "train" / artifacts.MANIFEST, TRAIN), record["inputs"]
         weights = train.get("files", {}).get(f"{train['checkpoint']}/{MODEL}", {}).get("sha256")
         if (made_from["train"], made_from["weights"]) != (train["fingerprint"], weights):
-            other = f"{run / 'export'} has other weights than train/"
+            other = f"{run / 'export'} has other weights than {run / 'train'}"
             raise UserError(f"{other}: run `{EXPORT}` again, with overwrite=true")
     return record
 

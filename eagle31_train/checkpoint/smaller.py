@@ -36,7 +36,9 @@ def windowed(checkpoint: DrafterCheckpoint, window: int) -> DrafterCheckpoint:
     """Return the drafter with attention to the last `window` positions only, its own included, in every layer."""
     before = checkpoint.shape.sliding_window
     if before is not None and window >= before:
-        raise UserError(f"export_sliding_window={window}: the drafter's window is {before} already: give less, or none")
+        raise UserError(
+            f"export_sliding_window={window} must be below the drafter's window, {before}: lower or remove it"
+        )
     shape = dataclasses.replace(checkpoint.shape, sliding_window=window)
     if problems := contract.check_shape(shape):
         raise UserError(f"export_sliding_window={window}: {problems[0]}")
@@ -50,16 +52,18 @@ def pruned(checkpoint: DrafterCheckpoint, size: int, data: Path) -> DrafterCheck
     checkpoint.check_data(manifest, data)
     before = checkpoint.vocab
     if size >= len(before):
-        raise UserError(f"export_vocab_size={size}: the drafter has {len(before)} draft tokens: give less, or none")
+        raise UserError(
+            f"export_vocab_size={size} must be below the drafter's {len(before)} draft tokens: lower or remove it"
+        )
     counts = vocab.count(samples.masked(data / "dataset", "train"), before.target_size)
     ends = [rank for rank, token in enumerate(before.target_ids.tolist()) if token in manifest["end_ids"]]
     if size <= len(ends):
-        raise UserError(f"export_vocab_size={size} leaves no token but those that end an answer: give more")
+        raise UserError(f"export_vocab_size={size} leaves only tokens that end an answer: raise it")
     rows = vocab.choose(counts[before.target_ids], ends, size).target_ids
     kept = vocab.DraftVocab(before.target_ids[rows], before.target_size)
     written, reached = (int(counts[one.target_ids].sum()) for one in (before, kept))
     note(
-        f"{size:,} of {len(before):,} draft tokens are kept: {reached / max(written, 1):.2%} of their uses in training"
+        f"kept {size:,} of {len(before):,} draft tokens, with {reached / max(written, 1):.2%} of their uses in training"
     )
     head = checkpoint.tensors["lm_head.weight"][torch.from_numpy(rows)]
     return dataclasses.replace(

@@ -174,7 +174,7 @@ def other_data(run):
     ("change", "option", "message"),
     [
         (another_vocabulary, "seed=0", "is not the vocabulary that the drafter was trained with"),
-        (another_target, "seed=0", "was trained for some/target, and target.path is "),
+        (another_target, "seed=0", "was trained for some/target, but target.path is "),
         (other_data, "seed=0", "is not the data that the drafter was trained on"),
         # The drafter's positions end at 128, before the target's 256.
         (lambda run: None, "evaluate.max_new_tokens=118 evaluate.max_speculative_tokens=3", "has at most 2 tokens"),
@@ -196,7 +196,7 @@ def test_a_copy_of_the_target_is_the_target_and_another_name_is_told_once_the_st
     manifest.write_bytes(seal({"fingerprint": "f" * 16, "inputs": {"target": identity}}))
     saved = run.folder / "train" / "config.yaml"
     saved.write_text(re.sub(r"(?m)^store_dir: .*$", "store_dir: s3://none-of-this-name/store", saved.read_text()))
-    given, other = f"target.path={copied}", "was trained for target, and target.path is "
+    given, other = f"target.path={copied}", "was trained for target, but target.path is "
     evaluate.evaluate(run.config(*FEW, given))
     export.export(run.config(*FEW, given))
     assert other not in capsys.readouterr().out
@@ -287,7 +287,7 @@ def test_drafters_of_other_or_unknown_data(run, call, prompts):
     (workload,) = call(run.folder, b.folder, prompts, "evaluate.num_prompts=1")["workloads"]
     assert "b may have been trained on these prompts" in workload["notes"]
     another_target(b)
-    assert f"{b.folder} was trained for some/target, and target.path is " in call(run.folder, b.folder, prompts)[1]
+    assert f"{b.folder} was trained for some/target, but target.path is " in call(run.folder, b.folder, prompts)[1]
 
 
 def test_another_revision_of_a_hub_model_is_another_target(run, monkeypatch):

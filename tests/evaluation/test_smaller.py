@@ -69,7 +69,7 @@ def test_what_is_served_is_the_export_on_prompts_that_training_was_not_measured_
     prompts = {tuple(json.loads(line)["prompt"]) for line in asked.read_text().splitlines()}
     assert len(prompts) == serving["prompts"] == 3
     assert tuple(first) not in prompts
-    assert "was trained for unquantized, and target.path is " in serving["notes"][0]
+    assert "was trained for unquantized, but target.path is " in serving["notes"][0]
     assert serving["notes"][2].startswith("left out 1 (heldout-0): used to measure")
 
 
@@ -85,7 +85,7 @@ def test_the_most_used_tokens_are_kept_and_score_as_before(run, model, capsys):
     assert small.vocab.target_ids.tolist() == wanted
     assert small.identity != whole.identity
     share = sum(map(written.count, wanted)) / sum(map(written.count, known))
-    assert f"6 of 20 draft tokens are kept: {share:.2%} of their uses" in capsys.readouterr().out
+    assert f"kept 6 of 20 draft tokens, with {share:.2%} of their uses" in capsys.readouterr().out
     z = torch.randn(3, whole.shape.hidden_size)
     before, after = loaded(whole, model).lm_head(z), loaded(small, model).lm_head(z)
     torch.testing.assert_close(after, before[:, [known.index(token) for token in wanted]])
@@ -98,13 +98,18 @@ def test_the_most_used_tokens_are_kept_and_score_as_before(run, model, capsys):
 
 def test_what_drops_nothing_or_cannot_be_written_or_served_is_refused(run):
     run.tell_of_data(end_ids=DrafterCheckpoint.open(run.folder).vocab.target_ids[:2].tolist())
-    for size, named in ((20, "the drafter has 20"), (2, "leaves no token but those that end an answer")):
+    for size, named in (
+        (20, "must be below the drafter's 20 draft tokens"),
+        (2, "leaves only tokens that end an answer"),
+    ):
         assert named in message_of(opened, run, f"export_vocab_size={size}")
     checkpoint = opened(run, "export_sliding_window=8")
-    assert "window is 8 already" in message_of(windowed, checkpoint, 8)
+    assert "must be below the drafter's window, 8" in message_of(windowed, checkpoint, 8)
     widths = {"kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4}
     shape = dataclasses.replace(checkpoint.shape, architecture="mla", sliding_window=None, **widths)
-    assert "no MLA draft with sliding_window" in message_of(windowed, dataclasses.replace(checkpoint, shape=shape), 4)
+    assert "not serve MLA drafters with sliding_window" in message_of(
+        windowed, dataclasses.replace(checkpoint, shape=shape), 4
+    )
 
 
 def test_the_card_tells_of_the_smaller_drafter_alone(run, capsys):
@@ -127,7 +132,7 @@ def test_the_card_tells_of_the_smaller_drafter_alone(run, capsys):
     assert served in told, "as it was exported, whatever this command says"
     assert f"{run.folder}/export" in served
     summary.summarise(run.config(*SMALL, "target.path=elsewhere"))
-    assert re.search(r"was trained for .*, and target\.path is elsewhere", capsys.readouterr().out)
+    assert re.search(r"was trained for .*, but target\.path is elsewhere", capsys.readouterr().out)
     # A comparison serves what it measures.
     assert "smaller than the trained drafter" in message_of(compare.exported, str(run.folder))
     assert "made from other inputs" in message_of(export.export, run.config())
@@ -167,7 +172,7 @@ def test_downloaded_again_it_gives_the_same_counts(options, run, tmp_path, monke
         compare.main([str(run.folder), "me/draft", "compare.out=out", "target.dtype=float32", "target.device=cpu"])
         card = run.folder / "export" / "README.md"  # one that the hub refuses
         card.write_text(re.sub(r"^tags: .*$", "tags: [1, {a: 2}]", card.read_text(), flags=re.MULTILINE))
-        assert "be uploaded as me/draft" in message_of(hub.push, run.folder / "export", "me/draft", private=False)
+        assert "be uploaded to me/draft" in message_of(hub.push, run.folder / "export", "me/draft", private=False)
     result = artifacts.read_json(tmp_path / "out" / "result.json", "the test")
     trained, downloaded = result["workloads"][0]["drafters"].values()
     ours = next(iter(measured["workloads"][0]["drafters"].values()))

@@ -130,7 +130,7 @@ def test_a_draft_with_code_of_its_own_is_not_given_to_vllm(speculators, nested):
     layered = [one for one in served if "transformer_layer_config" in one]
     config = copy.deepcopy((layered if speculators or nested else served)[0])
     (config["transformer_layer_config"] if nested else config)["auto_map"] = code = {"AutoConfig": "evil.Evil"}
-    assert "names Python code of its own" in message_of(published_config.check_served, config)
+    assert "names its own Python code (auto_map)" in message_of(published_config.check_served, config)
     code.clear()
     code[""] = "config.Eagle3SpeculatorConfig"  # speculators', which vLLM does not run
     published_config.check_served(config)
@@ -197,7 +197,7 @@ def test_the_context_that_yarn_stretches_is_vllms(beside, inside, taken):
         ({"bias": True}, "sets bias"),
         ({"quantization_config": {"quant_method": "compressed-tensors"}}, "sets quantization_config"),
         ({IDS: [1, 15, 28], "_torchspec_version": "1"}, "add @inputs or @outputs"),  # it may count either way
-        ({IDS: None}, "how many layers"),
+        ({IDS: None}, "pass the number of the target's layers"),
     ],
 )
 def test_what_vllm_would_not_serve_is_refused(change, named):
@@ -223,7 +223,7 @@ def test_mscales_that_transformers_reads_otherwise_are_refused(mscale):
     shape = replace(TINY_MLA, rope_scaling={**yarn, **mscale})
     read = DeepseekV3Config(**config_json.config_json(shape, "float32", "x"))
     assert DeepseekV3RotaryEmbedding(read).attention_scaling != pytest.approx(Rope(shape).factor, rel=1e-3)
-    assert any("read differently" in problem for problem in contract.check_shape(shape))
+    assert any("set both above 0, or remove both" in problem for problem in contract.check_shape(shape))
 
 
 def test_in_the_format_of_speculators_the_top_level_counts_and_its_defaults():
@@ -239,4 +239,4 @@ def test_in_the_format_of_speculators_the_top_level_counts_and_its_defaults():
 def test_four_layer_ids_in_eagle_config_too_are_four_states():
     four = [2, 16, 28, 30]
     published_config.check_served({**PUBLIC, IDS: four, "eagle_config": {IDS: four}})
-    assert "builds fc for 3" in message_of(published_config.check_served, {**PUBLIC, IDS: four})
+    assert "would build fc for 3" in message_of(published_config.check_served, {**PUBLIC, IDS: four})

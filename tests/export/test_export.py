@@ -116,7 +116,7 @@ def test_a_licence_is_on_the_card_and_files_of_others_stay(run):
     assert len(cards) == 6, "of another command there is another card"
     card.write_text(card.read_text() + "more words")
     assert training_of_export(out) is not None, "it is still the export of this training"
-    assert "README.md has been changed since it was written" in message_of(export.export, run.config("license=mit"))
+    assert "README.md was edited after the export" in message_of(export.export, run.config("license=mit"))
     assert card.read_text().endswith("more words")
     export.export(run.config("license=mit", "overwrite=true"))
     assert not card.read_text().endswith("more words")
@@ -239,7 +239,7 @@ def of_another_target(run):
         (taken(), "drafter.head_dim=8", "was trained with head_dim="),
         (taken(), "target.aux_layers=[0,2]", "was trained with aux_layers="),
         (of_other_data, "seed=0", "is not the data that the drafter was trained on"),
-        (of_another_target, "seed=0", "was trained for some/target, and target.path is someone/a-target"),
+        (of_another_target, "seed=0", "was trained for some/target, but target.path is someone/a-target"),
     ],
 )
 def test_what_cannot_be_exported_is_named_and_nothing_is_written(spoil, option, named, run):

@@ -94,7 +94,7 @@ def test_a_draft_of_specforge_whose_lm_head_reads_states_without_a_norm_is_refus
 def test_rows_that_torchspec_takes_from_other_tokens_are_refused(tmp_path):
     """As its `--prune-vocab` left them; with each token's own row the draft is read."""
     folder = FIXTURES / "torchspec" / "pruned"
-    assert "again without --prune-vocab" in message_of(DrafterCheckpoint.open, f"{folder}@outputs")
+    assert "TorchSpec's --prune-vocab" in message_of(DrafterCheckpoint.open, f"{folder}@outputs")
     tensors = load_file(folder / "model.safetensors")
     tensors["lm_head.weight"] = torch.arange(24 * 32.0).reshape(24, 32)
     write(tmp_path, json.loads((folder / "config.json").read_text()), tensors)

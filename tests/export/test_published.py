@@ -22,7 +22,7 @@ def read(folder):
 
 def refusal(folder):
     message = message_of(read, folder)
-    assert message.startswith(str(folder))
+    assert message.startswith((str(folder), f"vLLM cannot serve the drafter in {folder}: "))
     return message
 
 
@@ -126,7 +126,7 @@ def test_shards_are_read_by_their_index(exports, tmp_path):
     assert "model-00003-of-00003.safetensors is missing or damaged" in refusal(sharded)
     save_file({name: tensors[name] for name in sorted(tensors)[5::3]}, third)
     lost = sorted(tensors)[2]
-    assert f"{lost} is missing, which" in refusal(sharded)
+    assert f"{lost} is missing, and vLLM would" in refusal(sharded)
     third.unlink()
     (tmp_path / third.name).write_bytes(whole)  # a download reads nothing outside its folder
     outside = {name: f"../{file}" if file == third.name else file for name, file in files.items()}
@@ -134,7 +134,7 @@ def test_shards_are_read_by_their_index(exports, tmp_path):
     assert third.name in refusal(sharded)
     third.write_bytes(whole)
     (sharded / published.INDEX).write_text("{}")
-    assert "weight_map of model.safetensors.index.json names no files" in refusal(sharded)
+    assert "weight_map of model.safetensors.index.json does not map names to files" in refusal(sharded)
 
 
 def test_the_whole_vocabulary_needs_no_map_and_may_share_the_targets_head(exports, tmp_path):
@@ -183,8 +183,8 @@ def fused_of_another_size(tensors):
 OFFSET = "d2t must be the offset target id - draft id"
 FAULTS = {  # config.json, tensors, words
     "a Llama called MLA": (lambda c: {**c, "architectures": ["Eagle3DeepseekV2ForCausalLM"]}, same, "model_type llama"),
-    "d2t of a fraction": (same, with_("d2t", lambda t: t["d2t"].float()), "torch.float32 is no map of 12"),
-    "no d2t": (same, without("d2t"), "d2t is missing though there are 12 draft tokens and 40 of"),
+    "d2t of a fraction": (same, with_("d2t", lambda t: t["d2t"].float()), "torch.float32, but must be [12] integers"),
+    "no d2t": (same, without("d2t"), "d2t is missing, which must map 12 draft tokens to the target's 40"),
     "no head for some of the tokens": (same, without("lm_head.weight"), "lm_head.weight"),
     "int8 weights": (same, with_("fc.weight", lambda t: t["fc.weight"].char()), "fc.weight is torch.int8, not a "),
     "whole numbers": (same, with_("norm.weight", lambda t: t["norm.weight"].long()), "norm.weight is torch.int64"),
@@ -194,10 +194,18 @@ FAULTS = {  # config.json, tensors, words
     "d2t of another target": (same, lambda t: {**without("t2d")(t), "d2t": t["d2t"] + 9}, OFFSET),
     "t2d of other tokens": (same, with_("t2d", lambda t: t["t2d"].roll(1)), OFFSET),
     "two rows for one token": (same, twice, OFFSET),
-    "d2t of another length": (same, with_("d2t", lambda t: t["d2t"][:11]), "d2t [11] torch.int64 is no map of 12"),
-    "fc_norm against the config": (lambda c: {**c, "fc_norm": False}, same, "fc_norm.0.weight is superfluous"),
-    "both names": (same, with_("layers.0.mlp.up_proj.weight", lambda t: torch.zeros(1)), "weight is there twice"),
-    "mla: norm_before_fc": (lambda c: {**c, "norm_before_fc": True}, same, "no MLA draft with norm_before_fc"),
+    "d2t of another length": (
+        same,
+        with_("d2t", lambda t: t["d2t"][:11]),
+        "d2t is [11] torch.int64, but must be [12] integers",
+    ),
+    "fc_norm against the config": (lambda c: {**c, "fc_norm": False}, same, "fc_norm.0.weight is unexpected"),
+    "both names": (same, with_("layers.0.mlp.up_proj.weight", lambda t: torch.zeros(1)), "weight occurs twice"),
+    "mla: norm_before_fc": (
+        lambda c: {**c, "norm_before_fc": True},
+        same,
+        "not serve MLA drafters with norm_before_fc",
+    ),
     "mla: RoPE of halves": (lambda c: {**c, "rope_interleave": False}, same, "rope_interleave"),
     "mla: sparse": (lambda c: {**c, "model_type": "deepseek_v32", "index_topk": 9}, same, "deepseek_v32, index_topk"),
     "mla: not causal": (lambda c: {**c, "is_causal": False}, same, "is_causal"),

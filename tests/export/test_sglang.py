@@ -67,7 +67,7 @@ def test_a_draft_that_has_sglangs_name_alone_is_read_and_one_with_two_norms_that
     _, tensors, _ = deep.exported()
     file, wanted = deep.folder / "export" / "model.safetensors", tensors["layers.1.input_layernorm.weight"]
     save_file({**tensors, "layers.1.hidden_norm.weight": wanted + 1}, file)
-    assert "is unlike hidden_norm" in message_of(DrafterCheckpoint.open, file.parent)
+    assert "differs from hidden_norm" in message_of(DrafterCheckpoint.open, file.parent)
     del tensors["layers.1.input_layernorm.weight"]
     save_file(tensors, file)
     assert torch.equal(DrafterCheckpoint.open(file.parent).tensors["layers.1.input_layernorm.weight"], wanted)
@@ -85,18 +85,18 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ({}, None),
         ({"fc_norm": False, "norm_output": False, "norm_before_fc": True}, None),
         ({"hidden_size": 24, "share_embedding": False}, None),
-        *(({name: True}, f"no drafters with {name}") for name in LACKING),
+        *(({name: True}, f"not support drafters with {name}") for name in LACKING),
         ({"sliding_window": 64}, None),
-        ({"sliding_window": 1}, "no windows of a token's own key alone"),
-        ({"parallel": True, "ptd_token_id": 3}, "no drafters with parallel"),
-        ({"share_embedding": False}, "target's embedding in place of the drafter's own"),
-        ({"aux_layers": [3]}, "leaves fc out"),
+        ({"sliding_window": 1}, "not support drafter.sliding_window=1"),
+        ({"parallel": True, "ptd_token_id": 3}, "not support drafters with parallel"),
+        ({"share_embedding": False}, "drafter's own embedding with the target's"),
+        ({"aux_layers": [3]}, "skips fc"),
         ({"aux_layers": [0, 2]}, "neither the embedding nor the last output"),
         ({"rope_scaling": YARN}, None),
         ({"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}, None),
-        ({"rope_scaling": YARN | {"attention_factor": 1.0}}, "does not read rope_scaling.attention_factor"),
+        ({"rope_scaling": YARN | {"attention_factor": 1.0}}, "ignores rope_scaling.attention_factor"),
         *(
-            ({"rope_scaling": {key: "dynamic", "factor": 2.0}}, "stretches RoPE of type dynamic")
+            ({"rope_scaling": {key: "dynamic", "factor": 2.0}}, "applies RoPE scaling of type dynamic")
             for key in ("type", "rope_type")
         ),
         ({"aux_layers": [2, 9]}, "neither the embedding nor the last output"),

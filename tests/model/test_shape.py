@@ -25,7 +25,7 @@ REFUSED = {
     "drafter.num_attention_heads": {**LLAMA, "num_attention_heads": 0},
     "drafter.head_dim=3 ": {**LLAMA, "num_attention_heads": 8},
     "drafter.kv_lora_rank": {**LLAMA, "kv_lora_rank": 8},
-    "drafter.train_lm_head=false keeps the target's 24-wide rows, and the drafter is 12 wide": {
+    "drafter.train_lm_head=false keeps the target's 24-wide lm_head, but the drafter is 12 wide": {
         **LLAMA,
         "hidden_size": 12,
         "share_embedding": False,
@@ -35,7 +35,7 @@ REFUSED = {
     "drafter.v_head_dim=0": {**MLA, "v_head_dim": 0},
     "drafter.q_lora_rank=0": {**MLA, "q_lora_rank": 0},
     "drafter.qk_rope_head_dim=3": {**MLA, "qk_rope_head_dim": 3},
-    "drafter.parallel=true cannot be with MLA": {**MLA, "parallel": True},
+    "drafter.parallel=true does not work with MLA": {**MLA, "parallel": True},
     "drafter.ptd_token_id=50 ": {**LLAMA, "parallel": True, "ptd_token_id": 50},
     "drafter.ptd_token_id=0 ": {**LLAMA, "ptd_token_id": 0},
 }

@@ -61,7 +61,7 @@ def test_the_card_of_a_parallel_drafter_serves_it_as_one():
     head, body = rendered("drafter.parallel=true", parallel=True, ptd_token_id=9)
     assert "eagle-3.1" in head["tags"]
     shows(body, "# EAGLE 3.1 drafter, drafting in parallel, for ", "| ptd\\_token\\_id | 9 |")
-    shows(body, '"num_speculative_tokens": 3, "parallel_drafting": true}', "drafts in parallel on its V1 runner alone")
+    shows(body, '"num_speculative_tokens": 3, "parallel_drafting": true}', "drafts in parallel only on its V1 runner")
 
 
 def test_the_metadata_names_data_sets_of_the_hub_and_is_what_the_hub_takes():

@@ -92,7 +92,7 @@ def test_an_export_of_the_training_that_was_replaced_is_named(new_run, capsys):
     run.fit(*SHORT)
     assert "has other weights" not in capsys.readouterr().out
     run.fit(*SHORT, "train.lr=0.5", "overwrite=true")
-    assert "/export has other weights than train/: run `eagle31 export` again" in capsys.readouterr().out
+    assert f"/export has other weights than {run.train}: run `eagle31 export` again" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("options", "normed"), [((), True), (EAGLE3, False), ((*EAGLE3, BEFORE), True)])

@@ -36,7 +36,7 @@ REFUSED = {
     "FSDP1": ({**FSDP2, "FSDP_VERSION": "1"}, "launched FSDP1"),
     "FSDP offload": ({**FSDP2, "FSDP_OFFLOAD_PARAMS": "true"}, "zero3_offload.yaml"),
     "FSDP recomputation": ({**FSDP2, "FSDP_ACTIVATION_CHECKPOINTING": "true"}, "train.activation_checkpointing=true"),
-    "FSDP without resharding": ({**FSDP2, "FSDP_RESHARD_AFTER_FORWARD": "false"}, "leave fsdp_reshard_after_forward"),
+    "FSDP without resharding": ({**FSDP2, "FSDP_RESHARD_AFTER_FORWARD": "false"}, "remove fsdp_reshard_after_forward"),
     "fp16": ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "set train.precision"),
     "accumulation": ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, "set train.gradient_accumulation_steps"),
     "one of several": (LONE, "accelerate started only one of several processes"),
@@ -110,12 +110,12 @@ def test_deepspeeds_settings_that_would_compute_otherwise_are_refused(monkeypatc
 TWO, ON_CPU = {"WORLD_SIZE": "2"}, {"ACCELERATE_USE_CPU": "true"}
 WRONG = {
     "each alone": (TWO, (KIND.NO, 1, CPU), "each would train alone"),
-    "DeepSpeed dropped": ({**TWO, **DEEPSPEED, **ON_CPU}, (KIND.MULTI_CPU, 2, CPU), "made MULTI_CPU of it"),
-    "DeepSpeed without a launcher": (DEEPSPEED, (KIND.NO, 1, CPU), "made NO of it"),
+    "DeepSpeed dropped": ({**TWO, **DEEPSPEED, **ON_CPU}, (KIND.MULTI_CPU, 2, CPU), "accelerate started MULTI_CPU"),
+    "DeepSpeed without a launcher": (DEEPSPEED, (KIND.NO, 1, CPU), "accelerate started NO"),
     "FSDP dropped on GPUs": ({**TWO, **FSDP2}, (KIND.MULTI_GPU, 2, GPU), "asked for FSDP"),
-    "FSDP where none was asked for": (TWO, (KIND.FSDP, 2, GPU), "made FSDP of it"),
+    "FSDP where none was asked for": (TWO, (KIND.FSDP, 2, GPU), "accelerate started FSDP"),
     "FSDP of one": (FSDP2, (KIND.FSDP, 1, GPU), "FSDP2 needs several processes"),
-    "Megatron": (TWO, (KIND.MEGATRON_LM, 2, GPU), "made MEGATRON_LM of it"),
+    "Megatron": (TWO, (KIND.MEGATRON_LM, 2, GPU), "accelerate started MEGATRON_LM"),
 }
 
 

@@ -336,7 +336,7 @@ def test_a_checkpoint_beside_the_record_of_another_run_is_refused(new_run):
     assert DrafterCheckpoint.open(run.newest()).inputs == run.recorded()
     record = run.train / "inputs.json"
     artifacts.write_json(record, {**artifacts.read_json(record, "the test"), "fingerprint": "0" * 16})
-    assert "inputs.json is of another run than the checkpoint" in message_of(DrafterCheckpoint.open, run.newest())
+    assert "inputs.json belongs to another run than the checkpoint" in message_of(DrafterCheckpoint.open, run.newest())
 
 
 def test_tokens_behind_its_last_one_start_afresh(learnt, draft, new_run):

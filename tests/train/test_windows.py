@@ -139,7 +139,7 @@ def test_a_rank_that_sees_another_bound_saves_where_the_main_process_does(three,
         ({"follow": True, "max_bytes": 206}, 1, 3, "store.max_bytes=206 cannot hold a window"),
         ({"follow": True, "max_bytes": 207}, 2, 3, "set train.epochs=1"),
         ({"max_bytes": 206, "manifest": {}}, 2, 3, None),  # of an extraction that is over
-        ({"follow": True}, 2, 1, "one window holds its whole split"),
+        ({"follow": True}, 2, 1, "one window holds its whole training split"),
         ({"follow": True, "manifest": {}}, 2, 1, None),
     ],
 )
