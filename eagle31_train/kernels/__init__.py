@@ -11,7 +11,7 @@ from eagle31_train.common.errors import first_line
 def missing(device: torch.device) -> str | None:
     """Return why the fused kernels cannot run on a device, or None if they can."""
     if device.type != "cuda":
-        return f"this trains on a {device.type.upper()}"
+        return f"training is on a {device.type.upper()}"
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "the GPU is older than Ampere"
     return trial(device)
@@ -25,5 +25,5 @@ def trial(device: torch.device) -> str | None:
     try:
         silu_times(*torch.ones(2, 16, device=device))
     except Exception as error:  # whatever compilers, drivers and Triton raise
-        return f"triton launches no kernel: {first_line(error)}"
+        return f"Triton cannot launch a kernel: {first_line(error)}"
     return None

@@ -45,7 +45,7 @@ def switch_flash(shape: DrafterShape, device: torch.device) -> str | None:
     if not context_attention.takes_flash(problem[0], problem[2]):
         return None
     if not hasattr(attention, "restore_flash_attention_impl"):
-        return "torch's own attention (before 2.11 it has no other)"
+        return "torch's own attention (others need torch 2.11)"
     window = None if shape.sliding_window is None else WINDOW
     right, wrong = _worked_out(*problem, window), []
     for name in names:

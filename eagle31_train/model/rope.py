@@ -119,12 +119,14 @@ def rope_parameters(shape: DrafterShape) -> dict:
     scaling = dict(shape.rope_scaling or {})
     kinds = {scaling.pop(key) for key in ("type", "rope_type") if scaling.get(key)} or {"default"}
     if len(kinds) > 1:
-        raise UserError(f"drafter.rope_scaling={shape.rope_scaling} names two types: give one, as rope_type")
+        raise UserError(f"drafter.rope_scaling={shape.rope_scaling} names two types: set only rope_type")
     kind = kinds.pop()
     if scaling and kind == "default":
-        raise UserError(f"drafter.rope_scaling={shape.rope_scaling} names no rope_type that scales: {{}} is for none")
+        raise UserError(
+            f"drafter.rope_scaling={shape.rope_scaling} has no rope_type that scales: set one, or {{}} for none"
+        )
     if (theta := scaling.get("rope_theta", shape.rope_theta)) != shape.rope_theta:
-        raise UserError(f"drafter.rope_scaling.rope_theta={theta} would be lost: set drafter.rope_theta instead")
+        raise UserError(f"drafter.rope_scaling.rope_theta={theta} would be ignored: set drafter.rope_theta instead")
     return {**scaling, "rope_type": kind, "rope_theta": shape.rope_theta}
 
 
@@ -132,24 +134,24 @@ def check_rope(shape: DrafterShape) -> dict:
     """Return `rope_parameters`. Raise UserError, naming the key, if vLLM would read them differently from training."""
     rotated = "qk_rope_head_dim" if shape.architecture == "mla" else "head_dim"
     if (width := getattr(shape, rotated)) % 2:
-        raise UserError(f"drafter.{rotated}={width} must be even: RoPE turns pairs")
+        raise UserError(f"drafter.{rotated}={width} must be even, since RoPE rotates pairs")
     parameters = rope_parameters(shape)
     kind, kinds = parameters["rope_type"], SCALINGS[shape.architecture]
     if kind == "default":
         return parameters
     if kind not in kinds:
         raise UserError(
-            f"drafter.rope_scaling.rope_type={kind} would not be served as it was trained"
-            + (": vLLM takes every scaling of an MLA drafter for YaRN" if shape.architecture == "mla" else "")
+            f"drafter.rope_scaling.rope_type={kind} would not be served as trained"
+            + (" (vLLM treats every scaling of an MLA drafter as YaRN)" if shape.architecture == "mla" else "")
             + f": use rope_type={' or '.join(kinds)}, or {{}} for none"
         )
     needed, allowed = kinds[kind]
     numbers = {name: value for name, value in parameters.items() if name not in ("rope_type", "truncate")}
     problem = None
     if other := sorted(parameters.keys() - needed - allowed - {"rope_type", "rope_theta"}):
-        problem = f"{other[0]} means nothing, or something else, to vLLM: it reads {sorted(needed | allowed)}"
+        problem = f"{other[0]} is ignored or read differently by vLLM, which knows {sorted(needed | allowed)}"
     elif missing := sorted(needed - parameters.keys()):
-        problem = f"it lacks {missing[0]}"
+        problem = f"{missing[0]} is missing"
     elif not all(type(value) in (int, float) and math.isfinite(value) for value in numbers.values()):
         problem = "a value is not a number"
     elif any(value <= 0 for name, value in numbers.items() if not name.startswith("mscale")):
@@ -157,7 +159,7 @@ def check_rope(shape: DrafterShape) -> dict:
     elif not all(0 <= value <= 1000 for name, value in numbers.items() if name.startswith("mscale")):
         problem = "an mscale must be from 0 to 1000"
     elif not isinstance(parameters.get("truncate", True), bool):
-        problem = "truncate is neither true nor false"
+        problem = "truncate must be true or false"
     elif kind == "llama3" and parameters["high_freq_factor"] <= parameters["low_freq_factor"]:
         problem = "high_freq_factor must be above low_freq_factor"
     if problem:

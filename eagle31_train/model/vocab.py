@@ -26,7 +26,7 @@ class DraftVocab:
     def __post_init__(self) -> None:
         ids, V = self.target_ids, self.target_size
         if not len(ids) or ids[0] < 0 or ids[-1] >= V or (np.diff(ids) <= 0).any():
-            what = f"d2t must be the offset target id - draft id, of ascending ids below {V}"
+            what = f"d2t must be the offset target id - draft id, with ascending ids below {V}"
             raise UserError(f"d2t or t2d is damaged: {what}")
 
     def __len__(self) -> int:
@@ -97,6 +97,6 @@ def read(path: Path) -> DraftVocab:
         maps = load_file(path)
         return from_maps(maps["d2t"], maps["t2d"])
     except UserError as error:
-        raise UserError(f"{path} does not fit: {error}: run `eagle31 data` again") from None
+        raise UserError(f"{path} cannot be used ({error}): run `eagle31 data` again") from None
     except (OSError, *foreign.NO_TENSORS) as error:
         raise UserError(f"{path} is missing or damaged ({error}): run `eagle31 data` again") from None

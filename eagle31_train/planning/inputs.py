@@ -92,8 +92,8 @@ def read_target(config: Config) -> Target:
     sizes = Parameters(given) if given else count_parameters(text, whole_config(raw))
     path = f"target.path={config.target.path}"
     if sizes is None:
-        unknown = f"{path} is a {raw['model_type']}, of which transformers has no class to count parameters by"
-        raise UserError(f"{unknown}: set plan.target_parameters=32e9 or the like, those that a token runs through")
+        unknown = f"the parameters of {path} cannot be counted: transformers has no class for {raw['model_type']}"
+        raise UserError(f"{unknown}: set plan.target_parameters to those that are active per token, such as 32e9")
     how = quantization(raw)
     stored = weight_bytes(how, config.target.dtype)
     unpacked = how.get("quant_method") == MXFP4 and find_spec("kernels") is None
@@ -130,7 +130,7 @@ def count_parameters(text: Any, whole: Any = None) -> Parameters | None:
         return None
     except Exception as error:  # sizes that its class cannot use
         raise UserError(
-            f"the target's config.json makes no model ({first_line(error)}): correct it, or copy it again"
+            f"transformers cannot use the target's config.json ({first_line(error)}): correct it, or copy it again"
         ) from None
     count = {name: parameter.numel() for name, parameter in model.named_parameters()}
     if config is not text:
@@ -153,7 +153,7 @@ def read_data(config: Config) -> Data:
         length = min(p.sample_tokens, d.max_length)
         tokens, origin = p.tokens, "as plan.* says"
         if tokens is None:
-            tokens, origin = EXAMPLE, "an EXAMPLE: not counted (eagle31 data) or given (plan.tokens)"
+            tokens, origin = EXAMPLE, "an EXAMPLE: neither counted (eagle31 data) nor set (plan.tokens)"
             if rows := (prompts_at_hand(config) or 0) * (d.generate.samples if config.regenerate else 1):
                 tokens = rows * (1 - d.heldout) * length
                 origin = f"{rows:,} conversations of {length:,} tokens (plan.sample_tokens), until they are counted"
@@ -170,7 +170,7 @@ def read_data(config: Config) -> Data:
     work = replace(work, conversations=train["conversations"], assistant=train["assistant_tokens"])
     origin = f"as counted in {config.data_folder}"
     if p.tokens:
-        origin, work = f"plan.tokens, of conversations {origin}", work * (p.tokens / work.tokens)
+        origin, work = f"plan.tokens, in conversations {origin}", work * (p.tokens / work.tokens)
     share = heldout["tokens"] / max(train["tokens"], 1)
     known = None if p.tokens else lengths
     return Data(origin, work, each, share, max(lengths), known, counted["draft_vocab"]["size"])

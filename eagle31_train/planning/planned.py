@@ -268,7 +268,7 @@ def reckon(config: Config) -> tuple[Planned, list[str]]:
         rows.append(row("train.batch_tokens", t.batch_tokens, f"the default for {data.work.tokens:,.0f} tokens"))
     plan = Planned(replace(config, train=t), target, shape, data)
     if t.init_from:
-        rows.append("  train.init_from: what is open of the drafter will be its own, which is not read here")
+        rows.append("  train.init_from: it sets the drafter's open options; the plan does not read it")
     if t.weight_decay is None:
         decay = default_weight_decay(t.optimizer, shape.hidden_size, plan.steps)
         rows.append(row("train.weight_decay", decay, f"{t.optimizer}'s default for {plan.steps:,} steps"))

@@ -25,8 +25,8 @@ MACHINE = 8  # most devices assumed in one machine, all of which `eagle31 run` u
 SPARE = 0.9  # share of a device's memory to plan for; contexts, communication and fragmentation take the rest
 PARTS = {"fc": "fc, fc_norm", "self_attn": "attention", "mlp": "mlp", "lm_head": "lm_head", "embed_tokens": "embedding"}
 MORE = [
-    "  More prompts, a better drafter: 420 of a 135M target's gave an acceptance length of 1.54 on MT-Bench and",
-    "  Alpaca, 2,781 gave 1.75. With plan.tokens=3e8 the line `prompts` says how many yield that many tokens.",
+    "  More prompts make a better drafter: for a 135M target 420 gave an acceptance length of 1.54 on MT-Bench",
+    "  and Alpaca, 2,781 gave 1.75. Set plan.tokens=3e8 to see under `prompts` how many give that many tokens.",
 ]
 LONGER = 4  # limits of more times the planned length get a warning
 COLUMNS = ("weights", "moments", "copies", "target", "step", "update", "peak", "host")
@@ -69,19 +69,23 @@ def target(plan: Planned) -> list[str]:
     if c.evaluate.backend == "transformers":  # quantized weights stay as they are
         decoded = loaded if loaded < 2 else 4 if c.evaluate.dtype == "float32" else 2
         stages["evaluation"] = decoded, spread, "evaluate.backend=vllm, or target.device_map=auto"
-    origin = "and perhaps more; plan.target_parameters" if p.target_parameters else "counted on its class"
+    origin = (
+        "perhaps more in all (plan.target_parameters)"
+        if p.target_parameters
+        else "as its class in transformers has them"
+    )
     lines = [
         "TARGET'S WEIGHTS on a device",
-        _line("parameters", _si(sizes.all), f"{_si(sizes.active)} that a token runs through, {origin}"),
+        _line("parameters", _si(sizes.all), f"{_si(sizes.active)} active per token, {origin}"),
     ]
     if loaded > stored:
         lines.append(_line("unpacked", f"{loaded:g} bytes each", "MXFP4 in transformers without the package kernels"))
     for stage, (value, devices, remedy) in stages.items():
         more = cache if stage == "answers" else 0.0
         each = (value * sizes.all / devices + more) / GIB
-        note = f"{more / GIB:.1f} GiB of it KV cache, of {g.batch_size} at once" if more else ""
+        note = f"of it {more / GIB:.1f} GiB KV cache, for {g.batch_size} answers at once" if more else ""
         if each > SPARE * p.device_gib:
-            note = f"TOO MUCH for {p.device_gib:g}: {remedy}"
+            note = f"TOO MUCH for {p.device_gib:g} GiB: use {remedy}"
         lines.append(_line(stage, f"{each:.1f} GiB", note))
     return lines
 
@@ -99,30 +103,34 @@ def data(plan: Planned) -> list[str]:
 def answering(plan: Planned) -> list[str]:
     config, work = plan.config, plan.data.work
     own, d = config.writes_prompts, config.data
-    if not (config.regenerate):
-        return ["ANSWERS   none: the conversations are taken as they are (regenerate=false)"]
+    if not config.regenerate:
+        return ["ANSWERS   none: the conversations are used as they are (regenerate=false)"]
     if config.plan.tokens is None and (counted := config.data_folder / MANIFEST).is_file():
-        return [f"ANSWERS   none: the data are there ({counted})"]
+        return [f"ANSWERS   none: the data exist already ({counted})"]
     most = d.generate.max_new_tokens * d.self_prompts.turns
     prompt, answer = (work.tokens - work.assistant) / work.conversations, min(work.assistant / work.conversations, most)
     what = plan.answering(work.conversations * (1 + plan.data.heldout), prompt, answer)
-    share, each = config.plan.decode_utilisation, f"{d.generate.samples} × {answer:,.0f} tokens in answer to each"
+    share, each = config.plan.decode_utilisation, f"{d.generate.samples} × {answer:,.0f} tokens of answer to each"
     lines = [
         f"ANSWERS   by {'a server' if d.generate.server else 'this process'}, {what.batch} at once, "
         f"devices: {what.devices}",
         _line("prompts", f"{what.prompts:,.0f}", each),
-        _line("tokens to write", _si(what.written + what.answers), "with the prompts, of which some are no use" * own),
-        _line("at the fastest", _time(what.seconds), f"{_si(what.flops)}FLOP"),
+        _line(
+            "tokens to write", _si(what.written + what.answers), "with the prompts, some of which are not used" * own
+        ),
+        _line("at best", _time(what.seconds), f"{_si(what.flops)}FLOP"),
         f"    a step of {what.batch} takes {1000 * what.step:.3g} ms: {_si(what.weights)}B of weights and "
         f"{_si(what.cache)}B of KV cache",
-        _line("expected", _time(what.seconds / share), f"if {share:.0%} of that is reached (plan.decode_utilisation)"),
+        _line("expected", _time(what.seconds / share), f"at {share:.0%} of that speed (plan.decode_utilisation)"),
     ]
     if most > LONGER * answer:
-        lines.append(f"  LONG ANSWERS   they may have {most:,} tokens each: give plan.sample_tokens, of a conversation")
+        lines.append(
+            f"  LONG ANSWERS   an answer may have {most:,} tokens: set plan.sample_tokens, those of a conversation"
+        )
     there = prompts_at_hand(config)
     if there is not None and there < 0.99 * what.prompts:
         more = "data.self_prompts.count" if own else "data.generate.samples"
-        lines.append(f"  NOT ENOUGH   {there:,} prompts are at hand: give more, or raise {more}")
+        lines.append(f"  NOT ENOUGH   there are only {there:,} prompts: add more, or raise {more}")
     return lines + MORE * (config.plan.tokens is None)
 
 
@@ -134,7 +142,7 @@ def store(plan: Planned) -> list[str]:
     return [
         "STORE of hidden states",
         _line(kinds, f"{_si(size * (1 + plan.data.heldout))}B", f"{each / 1024:.2f} KiB a token"),
-        _line("memory, at most", f"{_si(SHARDS * tokens * each)}B", "of an extracting process, beside the target"),
+        _line("memory, at most", f"{_si(SHARDS * tokens * each)}B", "of each extracting process, besides the target"),
     ]
 
 
@@ -158,19 +166,20 @@ def time(plan: Planned) -> list[str]:
     step = rows["training"][0] / rate / rows["training"][1] / max(plan.steps, 1)
     if 0 < step < TIMED_STEP:
         lines += [
-            f"  SHORT STEPS   of {1000 * step:.2g} ms each; none of less than {1000 * TIMED_STEP:.0f} ms was timed, so",
-            "  expect more: starting kernels and exchanging gradients come on top",
+            f"  SHORT STEPS   of {1000 * step:.2g} ms each; the shortest timed one took {1000 * TIMED_STEP:.0f} ms, so",
+            "  expect more: kernel launches and gradient exchange come on top",
         ]
     if plan.busy < BUSY:
         looked = len(plan.data.each)
-        known = f"{looked:,} lengths were counted" if looked > 1 else "taken as equally long"
+        known = f"{looked:,} lengths were counted" if looked > 1 else "assumed equally long"
         lines += [
             f"  With {plan.conversations:,.0f} conversations in a step ({known}), devices wait {1 - plan.busy:.0%}",
-            "  of the time: fewer would train as fast, or raise train.batch_tokens (it teaches less of a small corpus)",
+            "  of the time: use fewer devices, which are as fast, or raise train.batch_tokens (the drafter then",
+            "  learns less from a small corpus)",
         ]
     if (longest := plan.data.longest) > plan.batch_tokens:
         lines.append(
-            f"  TOO LONG   a step does not hold a conversation of {longest:,} tokens: train.batch_tokens={longest}"
+            f"  TOO LONG   a step cannot hold a conversation of {longest:,} tokens: set train.batch_tokens={longest}"
         )
     return lines
 
@@ -217,7 +226,7 @@ def which(plan: Planned) -> list[str]:
                     "  " + " \\\n      ".join([*launch, *([" ".join(options)] if options else [])]) + " …",
                 ]
     return [
-        f"WHICH PROFILE   none leaves a tenth of {p.device_gib:g} GiB free; the least takes {min(peaks):.1f}.",
+        f"WHICH PROFILE   none leaves a tenth of {p.device_gib:g} GiB free; the smallest takes {min(peaks):.1f}.",
         "  Plan more devices, lower data.draft_vocab_size or data.max_length,",
         "  or set drafter.train_lm_head=false.",
     ]

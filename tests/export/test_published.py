@@ -210,7 +210,7 @@ FAULTS = {  # config.json, tensors, words
     "mla: sparse": (lambda c: {**c, "model_type": "deepseek_v32", "index_topk": 9}, same, "deepseek_v32, index_topk"),
     "mla: not causal": (lambda c: {**c, "is_causal": False}, same, "is_causal"),
     "mla: a width that is a text": (lambda c: {**c, "qk_rope_head_dim": "64"}, same, "qk_rope_head_dim: "),
-    "mla: an attention_factor": (attention_factor, same, "attention_factor means nothing, or something else, to vLLM"),
+    "mla: an attention_factor": (attention_factor, same, "attention_factor is ignored or read differently by vLLM"),
     "mla: full rank by the config": (lambda c: {**c, "q_lora_rank": None}, same, "q_proj.weight is missing"),
     "mla: fused of another size": (same, fused_of_another_size, "q_a_proj.weight is missing"),
 }

@@ -136,8 +136,8 @@ def test_whole_drafts_are_read(kind, draft):
     [
         ("llama", {"vocab_size": 10**15, "draft_vocab_size": 10**15}, r"config\.json gives (draft_)?vocab_size"),
         ("mla", {"rope_scaling": CONFIGS["mla"]["rope_scaling"] | {"mscale": 1e308}}, "an mscale must be from"),
-        ("mla", {"qk_rope_head_dim": 7}, "must be even: RoPE turns pairs"),
-        ("llama", {"head_dim": 7}, "must be even: RoPE turns pairs"),
+        ("mla", {"qk_rope_head_dim": 7}, "must be even, since RoPE rotates pairs"),
+        ("llama", {"head_dim": 7}, "must be even, since RoPE rotates pairs"),
     ],
 )
 def test_sizes_that_no_draft_has_are_refused_by_name(kind, change, said, draft):

@@ -42,7 +42,7 @@ def test_where_the_targets_weights_do_not_fit(words, sizes):
     """With answers 32 × (300 + 300) tokens of keys and values, 147,456 bytes each: 2.64 GiB."""
     lines = sections.target(planned("data.prompts=self", "regenerate=true", *words))[2:]
     assert [line.split()[1] for line in lines] == sizes
-    assert ["TOO MUCH for 80: " in line for line in lines] == [float(size) > 72 for size in sizes]
+    assert ["TOO MUCH for 80 GiB: " in line for line in lines] == [float(size) > 72 for size in sizes]
 
 
 def test_prompts_that_the_target_writes_and_answers_by_hand():
@@ -118,18 +118,18 @@ def test_prompts_at_hand_are_counted_and_those_that_are_wanted_are_said(tmp_path
     plan = planned(*given)
     assert plan.data.work.conversations * (1 + plan.data.heldout) == pytest.approx(600)
     shown = section(*given)
-    assert "prompts                          300   2 × 300 tokens in answer to each" in shown
+    assert "prompts                          300   2 × 300 tokens of answer to each" in shown
     assert "NOT ENOUGH" not in shown
     assert "LONG ANSWERS" not in shown
     thinking = "data.generate.max_new_tokens=4096"
-    assert "LONG ANSWERS   they may have 4,096 tokens each: give plan.sample_tokens" in section(*given, thinking)
-    assert "With plan.tokens=3e8 the line `prompts` says how many" in shown
+    assert "LONG ANSWERS   an answer may have 4,096 tokens: set plan.sample_tokens" in section(*given, thinking)
+    assert "Set plan.tokens=3e8 to see under `prompts` how many" in shown
     # 60 million tokens of 600 each, and 5.3 % more to hold out, from two answers to a prompt.
     wanted = section(*given, "plan.tokens=6e7")
     assert "prompts                       52,632" in wanted
-    assert "NOT ENOUGH   300 prompts are at hand: give more, or raise data.generate.samples" in wanted
+    assert "NOT ENOUGH   there are only 300 prompts: add more, or raise data.generate.samples" in wanted
     own = section("plan.tokens=6e7")
-    assert "NOT ENOUGH   2,000 prompts are at hand: give more, or raise data.self_prompts.count" in own
+    assert "NOT ENOUGH   there are only 2,000 prompts: add more, or raise data.self_prompts.count" in own
     assert "none: the conversations" in section(f"data.conversations={prompts}")
     # Of a data set on the hub nobody knows without a download.
     assert "NOT ENOUGH" not in section("regenerate=true", "data.prompts=org/name", "plan.tokens=6e7")

@@ -185,9 +185,9 @@ def test_what_was_counted_is_planned_with(counted, capsys):
     assert plan.steps == len(steps) > math.ceil(3 * plan.data.work.tokens / 60)
     assert "as counted in" in printed(capsys, *options(counted))
     regenerated = options(counted, "data.prompts=prompts.jsonl", "regenerate=true")
-    assert "the data are there" in printed(capsys, *regenerated)
+    assert "the data exist already" in printed(capsys, *regenerated)
     text = printed(capsys, *regenerated, "plan.tokens=1e6")  # how many prompts would be wanted
-    assert "plan.tokens, of conversations as counted in" in text
+    assert "plan.tokens, in conversations as counted in" in text
     assert "tokens to write" in text
     assert ", at the least" in text
     assert planned(*options(counted, "train.max_steps=2")).tokens == sum(
