@@ -178,7 +178,7 @@ class Speculator:
                 positions.
         """
         if max_new_tokens < 1:
-            raise UserError(f"max_new_tokens={max_new_tokens}: there must be one to write")
+            raise UserError(f"max_new_tokens={max_new_tokens} must be at least 1")
         ids, room = self._ids_and_room(prompt, num_speculative_tokens)
         limits = decoding.Limits(min(max_new_tokens, room), frozenset(self.ends))
         (done,) = decoding.decode_speculative(
@@ -198,7 +198,7 @@ class Speculator:
         """
         ids = any(isinstance(one, int) or getattr(one, "ndim", 1) == 0 for one in prompts)
         if isinstance(prompts, str) or ids or not len(prompts):
-            raise UserError("score takes a list of prompts, one at least: put a single text into a list")
+            raise UserError("score needs a list with at least one prompt: put a single text into a list")
         answers = [self.generate(prompt, num_speculative_tokens, max_new_tokens) for prompt in prompts]
         gained = [[sum(answer.accepted) + len(answer.accepted)] for answer in answers]
         accepted = [count for answer in answers for count in answer.accepted]
@@ -221,7 +221,9 @@ class Speculator:
         if all(isinstance(one, int) for one in given):
             return given
         if not all(isinstance(one, dict) for one in given):
-            raise UserError("a prompt is a text, a list of messages, or a list of token ids, and no mixture of these")
+            raise UserError(
+                "a prompt must be a text, a list of messages or a list of token ids, not a mixture of these"
+            )
         try:
             return self.template.prompt_ids(messages_of({"messages": given}, "messages"))
         except Refused as error:
@@ -230,14 +232,15 @@ class Speculator:
     def _ids_and_room(self, prompt: Prompt, drafted: int) -> tuple[list[int], int]:
         """Return a prompt's ids and how many tokens can follow it, with `drafted` of them drafted at a time."""
         if drafted < 1:
-            raise UserError(f"{drafted} tokens to draft: there must be one")
+            raise UserError(f"num_speculative_tokens={drafted} must be at least 1")
         ids, vocabulary = self.ids(prompt), self.target.embedding.weight.shape[0]
         if foreign := [one for one in ids if not 0 <= one < vocabulary]:
-            raise UserError(f"the prompt has token {foreign[0]}, and the target's are those from 0 to {vocabulary - 1}")
+            raise UserError(f"the prompt has token {foreign[0]}, but the target's tokens are 0 to {vocabulary - 1}")
         if not ids:
             raise UserError("the prompt has no tokens")
         room = sys.maxsize if self.longest is None else self.longest - len(ids) - drafted
         if room < 1:
-            wanted = f"a prompt of {len(ids)} tokens, and {drafted} to draft"
-            raise UserError(f"{wanted}: target and drafter have {self.longest} positions, and none is left to write")
+            wanted = f"a prompt of {len(ids)} tokens and {drafted} to draft"
+            where = f"the {self.longest} positions of target and drafter"
+            raise UserError(f"{wanted} leave no room for an answer in {where}: shorten the prompt")
         return ids, room

@@ -90,8 +90,8 @@ def serve(config: Config) -> None:
     if (run_dir / "train" / artifacts.MANIFEST).is_file():
         made = served(config)
         if not is_export_of(exported, made.shape, made.vocab.target_ids.tolist()):
-            remedy = "give the export_ options that it was made with, or run `eagle31 export` again"
-            raise UserError(f"{run_dir / 'export'} was not exported so: {remedy}")
+            remedy = "set the same ones here, or run `eagle31 export` again"
+            raise UserError(f"{run_dir / 'export'} was made with other export_ options: {remedy}")
     engine = check_serving(config)
     data = provenance.read_data(config)
     # Depends on the checkpoint, not on its card, which shows what is measured here.
@@ -108,7 +108,7 @@ def serve(config: Config) -> None:
     caveats = evaluating.caveats({config.name: [checkpoint.inputs]}, data["dataset_fingerprint"])
     workload, *others = evaluating.choose_workloads(config, [checkpoint], data, caveats)
     if others:
-        raise UserError("evaluate.backend=vllm serves one workload: give one set of prompts, and no perturbations")
+        raise UserError("evaluate.backend=vllm serves one workload: use one set of prompts, and no perturbations")
     with writing(folder):
         serving = measure_serving(config, {config.name: run_dir / "export"}, workload.prompts, data["end_ids"], engine)
         serving |= {

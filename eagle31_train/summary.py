@@ -38,12 +38,12 @@ def summarise(config: Config) -> None:
     drafter.check_target(config.target, by_name=True, store=read_manifest(config))
     key, made = ("export", exported["checkpoint"]) if by_vllm else ("checkpoint", drafter.identity)
     if not run_folder.is_export_of(exported, drafter.shape, drafter.vocab.target_ids.tolist()):
-        remedy = "give these here, or run `eagle31 export` without"
+        remedy = "set the same ones here, or run `eagle31 export` again"
         raise UserError(f"{run_dir / 'export'} was made with other export_ options: {remedy}")
     if evaluated["inputs"].get(key) != made:
         raise UserError(
-            "evaluate was last run on another training, or with other export_ options: give these here, or run "
-            f"`{EVALUATE}` again with overwrite=true"
+            "evaluate was last run on another training, or with other export_ options: set the same ones here, or "
+            f"run `{EVALUATE}` again with overwrite=true"
         )
     steps = f"{trained['steps']} steps"
     if "kept" in trained:
@@ -53,7 +53,7 @@ def summarise(config: Config) -> None:
         **(_served(config, evaluated) if by_vllm else _decoded(evaluated)),
         "trained on": f"{trained['tokens']:,} tokens ({trained['pairs']:,} predictions) in {steps}",
         "seconds": "   ".join(f"{stage} {spent:,.0f}" for stage, spent in seconds.items() if spent is not None)
-        + "   (last launch; train: all)",
+        + "   (of the last launch; train: of all)",
         "checkpoint": str(run_dir / "export"),
         "serve it": (exported.get("serve") or recipe.serve_command(config, recipe.HERE)).replace(
             recipe.HERE, str(run_dir / "export")

@@ -118,22 +118,22 @@ def test_what_cannot_be_decoded_is_said(speculator):
     speculator.ends = []
     assert len(speculator.generate([5] * (speculator.longest - 8), 3, 64).tokens) == 5
     for prompt, drafted, written, message in [
-        ([5] * (speculator.longest - 3), 3, 6, "none is left to write"),
+        ([5] * (speculator.longest - 3), 3, 6, "leave no room for an answer"),
         ([speculator.target.embedding.weight.shape[0]], 3, 4, "the prompt has token"),
         ([-1], 3, 4, "the prompt has token"),
-        ([5, {"role": "user", "content": "x"}], 3, 4, "no mixture"),
-        ({"role": "user", "content": "x"}, 3, 4, "no mixture"),
-        ([5.0], 3, 4, "no mixture"),
+        ([5, {"role": "user", "content": "x"}], 3, 4, "not a mixture"),
+        ({"role": "user", "content": "x"}, 3, 4, "not a mixture"),
+        ([5.0], 3, 4, "not a mixture"),
         ([], 3, 4, "the prompt has no tokens"),
         ([{"role": "user"}], 3, 4, "cannot be rendered: a user turn without text"),
         ("\ud800", 3, 4, "cannot be rendered: "),
-        (torch.tensor([[5], [6]]), 3, 4, "no mixture"),
-        ("why", 0, 4, "there must be one"),
-        ("why", 3, 0, "there must be one"),
+        (torch.tensor([[5], [6]]), 3, 4, "not a mixture"),
+        ("why", 0, 4, "must be at least 1"),
+        ("why", 3, 0, "must be at least 1"),
     ]:
         assert message in message_of(speculator.generate, prompt, drafted, written)
     for prompts in ("why is", [], [5, 6], np.array([5, 6])):  # of a text, its letters would be decoded in silence
-        assert "takes a list of prompts" in message_of(speculator.score, prompts)
+        assert "needs a list with at least one prompt" in message_of(speculator.score, prompts)
 
 
 def test_prompts_are_under_the_runs_own_template(folder):

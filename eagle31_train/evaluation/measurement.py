@@ -125,7 +125,7 @@ def read_checked(file: Path, name: str) -> dict[str, Any] | None:
     record = artifacts.read_json(file, "this command")
     value: dict[str, Any] | None = record.get(name)
     if artifacts.fingerprint(value) != record.get("sum"):
-        raise UserError(f"{file} is damaged: remove it, and the same command measures that anew")
+        raise UserError(f"{file} is damaged: remove it, and run the same command to measure it again")
     return value
 
 

@@ -111,7 +111,7 @@ class Measurer:
         for name in counts:
             ties = sum(not one.seen for one in counts[name][: verified[name]])
             if ties > max(1, verified[name] // 10):
-                problem = f"{workload.name}, {name}: {ties} of {verified[name]} outputs are not those of plain decoding"
+                problem = f"{workload.name}, {name}: {ties} of {verified[name]} outputs differ from plain decoding"
                 raise UserError(f"{problem}; {self._advice()}")
             way, timed = (name, headline), (0, 0.0, 0.0)
             if tokens[way]:
@@ -186,7 +186,7 @@ class Measurer:
         problem = f"prompt {prompt.id}, output token {at}: speculation gives {ours}, plain decoding {theirs} ({gap})"
         if self.options.dtype != "float32" or not abs(scores) <= TIE:
             raise UserError(f"{problem}; {self._advice()}")
-        note(f"{problem}: rounding chose between equals, and the prompt is not verified")
+        note(f"{problem}: rounding decided between equals, so this prompt does not count as verified")
 
     def _refuse_other_counts(
         self, prompt: Prompt, candidate: Candidate, trajectory: Trajectory, counts: Counts
@@ -201,21 +201,21 @@ class Measurer:
             at = agreeing(expected, seen)
             problem = f"prompt {prompt.id}, {candidate.name}, verification {at + 1} of {depth} draft tokens: "
             if at == min(len(expected), len(seen)):
-                made = f"{len(seen)}, the drafts from every position {len(expected)}"
-                raise UserError(f"{problem}real decoding makes {made}")
+                made = f"{len(seen)} verifications, the drafts from every position give {len(expected)}"
+                raise UserError(f"{problem}real decoding makes {made}: report this bug")
             slot, parting = at + sum(expected[:at]), min(expected[at], seen[at])  # the step at which the drafts part
             gap = narrowest(candidate.drafter, candidate.target_ids, trajectory, slot, parting + 1)
             problem += f"real decoding accepts {seen[at]}, the draft from that position {expected[at]} "
             problem += f"(narrowest choice {gap:.3g})"
             if gap > TIE:
                 raise UserError(f"{problem}; {self._advice()}")
-            note(f"{problem}: rounding chose between equals")  # from here on the two decodings part
+            note(f"{problem}: rounding decided between equals")  # from here on the two decodings part
 
     def _advice(self) -> str:
         if (dtype := self.options.dtype) != "float32":
-            return f"evaluate.dtype={dtype} rounds otherwise for several tokens: use evaluate.dtype=float32"
+            return f"evaluate.dtype={dtype} rounds differently for several tokens at once: use evaluate.dtype=float32"
         tie = f"scores within {TIE:g}, in one of ten prompts"
-        return f"rounding ({tie}) does not explain it: report this mistake, or give other prompts by evaluate.prompts"
+        return f"rounding ({tie}) does not explain it: report this bug, or use other prompts (evaluate.prompts)"
 
 
 def _layers(candidates: list[Candidate]) -> list[int]:
@@ -258,7 +258,7 @@ def use_quickest_threads(work: Callable[[], object]) -> None:
     quickest = min(seconds, key=seconds.__getitem__)
     torch.set_num_threads(quickest)
     if quickest < most:
-        note(f"evaluate: one prompt alone on {quickest} of {most} threads, which is quicker here")
+        note(f"evaluate: decoding single prompts on {quickest} of {most} threads, which is faster here")
 
 
 def seed_of(seed: int, prompt: Prompt) -> int:

@@ -58,7 +58,7 @@ class Perturbation:
         if self.transform is None:
             return prompt
         if prompt.messages is None:
-            raise Refused("its messages cannot be told from its tokens (give them as evaluate.prompts=FILE)")
+            raise Refused("its messages cannot be recovered from its tokens (pass them as evaluate.prompts=FILE)")
         return replace(prompt, ids=self.transform(prompt.messages, prompt, context))
 
 
@@ -69,7 +69,7 @@ def find(name: str) -> Perturbation:
     for form, make in OF_NUMBERS.items():
         if (match := re.fullmatch(form, name)) and float(match[1]) > 0:
             return make(float(match[1]))
-    raise UserError(f"evaluate.perturbations has no {name!r}: there are {', '.join(KNOWN)}, and other numbers")
+    raise UserError(f"evaluate.perturbations has no {name!r}: choose from {', '.join(KNOWN)}, also with other numbers")
 
 
 def _template(messages: list[Message], prompt: Prompt, context: Context, template: str | None) -> list[int]:
@@ -106,7 +106,7 @@ def _long_context(messages: list[Message], prompt: Prompt, context: Context, len
 
     missing = wanted - len(built(""))
     if missing < 0:
-        raise Refused(f"it is longer than {wanted} tokens without anything before it")
+        raise Refused(f"it already has more than {wanted} tokens")
     filling = _filling(prompt, context, wanted)
     for _ in range(8):  # a cut may add or remove tokens at the seam
         # A character of several tokens may be cut in two; what is left of it decodes to U+FFFD.

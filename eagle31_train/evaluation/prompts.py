@@ -65,7 +65,7 @@ class Suite:
         try:
             names = [name for _, name, _, _ in string.Formatter().parse(self.prompt) if name is not None]
         except ValueError as error:
-            raise UserError(f"prompt={self.prompt!r} is no template ({error}): write {{column}}") from None
+            raise UserError(f"prompt={self.prompt!r} is not a template ({error}): write {{column}}") from None
         return {re.split(r"[.\[]", name)[0] for name in names}
 
 
@@ -79,7 +79,7 @@ def suite_of(name: str, given: Any) -> Suite:
     except ValueError as error:
         known = ", ".join(each.name for each in fields(Suite))
         raise UserError(
-            f"evaluate.suites.{name}={given} is no suite ({error}): give {{path: FILE or hub id, …}} of {known}"
+            f"evaluate.suites.{name}={given} is not a suite ({error}): write {{path: FILE or hub id, …}} with {known}"
         ) from None
     return suite
 
@@ -104,7 +104,7 @@ def choose(prompts: list[Prompt], count: int, longest: int) -> tuple[list[Prompt
                 waiting.append(source)
                 break
     if longest < 1:
-        room = "evaluate.max_new_tokens leaves no prompt room in the positions of target and drafter"
+        room = "evaluate.max_new_tokens leaves no room for a prompt in the positions of target and drafter"
         raise UserError(f"{room}: lower it by {1 - longest} or more")
     if not chosen:
         raise UserError(f"none of {len(prompts)} prompts has at most {longest} tokens: lower evaluate.max_new_tokens")
@@ -146,19 +146,19 @@ def from_suite(name: str, suite: Suite, option: str, template: ChatTemplate) -> 
         fields = {key: row[column] for key, column in named.items() if column in row}
         prompt = _rendered({**row, **fields} if own_form else fields, messages, default, source, template, where)
         if prompt.id in prompts:
-            raise UserError(f"{where}: the id {prompt.id!r} stands there twice: make ids unique")
+            raise UserError(f"{where}: the id {prompt.id!r} occurs twice: make ids unique")
         prompts[prompt.id] = prompt
         seen["several"] += turns > 1
         seen["tools unread"] += bool(prompt.tools) and prompt.ids == template.prompt_ids(messages)
     if not prompts:
         raise UserError(
-            f"{option}={suite.path} has no prompts, and {seen['placeholders']} placeholders of texts that are not "
-            "public: give another file, split or filter"
+            f"{option}={suite.path} has no prompts, but {seen['placeholders']} placeholders for texts that are not "
+            "public: choose another file, split or filter"
         )
     notes = {
-        "several": f"of several turns the first is asked, in {seen['several']} of {len(prompts)} prompts",
-        "placeholders": f"{seen['placeholders']} rows are placeholders of texts that are not public, and left out",
-        "tools unread": f"the target's chat template reads no tools: those of {seen['tools unread']} prompts are lost",
+        "several": f"only the first of several turns is asked, in {seen['several']} of {len(prompts)} prompts",
+        "placeholders": f"left out {seen['placeholders']} rows, placeholders for texts that are not public",
+        "tools unread": f"the target's chat template ignores tools: those of {seen['tools unread']} prompts are lost",
     }
     return list(prompts.values()), [text for key, text in notes.items() if seen[key]]
 
@@ -170,7 +170,7 @@ def _rows(name: str, suite: Suite, option: str) -> Iterator[tuple[str, str, str,
         for path, file in find_files(suite.path, option):
             for number, row in read(file):
                 if not isinstance(row, dict):
-                    raise UserError(f"{file}:{number} is no JSON object: mend or remove it")
+                    raise UserError(f"{file}:{number} is not a JSON object: fix or remove it")
                 yield f"{file}:{number}", f"{stem_of(path)}-{number}", name or stem_of(path), row
         return
     given = None if _is_saved(suite.path) else suite.subset
@@ -193,7 +193,7 @@ def _dataset(suite: Suite, subset: str | None, option: str) -> Any:
     except Exception as error:
         # The hub's client raises a dozen unrelated types: no network, no such set, split or permission.
         at = f"{option}={suite.path} ({', '.join(filter(None, [subset, suite.split]))})"
-        raise UserError(f"{at} cannot be loaded ({first_line(error)}): give a file as {option}=FILE") from None
+        raise UserError(f"{at} cannot be loaded ({first_line(error)}): use a file, {option}=FILE") from None
 
 
 def _split(suite: Suite, option: str, splits: Callable[[], list[str]]) -> str:
@@ -218,16 +218,16 @@ def _messages(prompt: str | None, row: dict[str, Any], where: str) -> tuple[list
             filled = {column: "" if part is None else part for column, part in row.items()}
             value = prompt.format_map(filled) if "{" in prompt else row[prompt]
     except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
-        raise UserError(f"{where}: prompt={prompt!r} cannot be filled in ({error!r}): mend it") from None
+        raise UserError(f"{where}: prompt={prompt!r} cannot be filled in ({error!r}): fix it") from None
     if isinstance(value, list) and value and isinstance(value[0], str):
         value, turns = value[0], len(value)
     if not value or not (value.strip() if isinstance(value, str) else isinstance(value, list)):
         column = prompt or "prompt, turns or messages"
-        raise UserError(f"{where}: {column} is no text, no texts and no messages: give such, or name another column")
+        raise UserError(f"{where}: {column} must be a text, texts or messages: fix the row, or name another column")
     try:
         said = messages_of({"prompt": value, "system": system}, "prompt")
     except Refused as error:
-        raise UserError(f"{where} has a message that cannot be read ({error}): mend or remove it") from None
+        raise UserError(f"{where} has a message that cannot be read ({error}): fix or remove it") from None
     first = list(takewhile(lambda message: message["role"] != "assistant", said))
     return first, max(turns, sum(message["role"] == "user" for message in said[len(first) :]) + 1)
 
@@ -239,11 +239,13 @@ def _rendered(
     tools = row.get("tools")
     try:
         if template_args(row.get(TEMPLATE_ARGS)):
-            raise Refused(f"{TEMPLATE_ARGS} are of training: evaluate such prompts apart, with target.template_args")
+            raise Refused(
+                f"{TEMPLATE_ARGS} is only for training: evaluate such prompts apart, with target.template_args"
+            )
         tools = foreign.parse_json(tools) if isinstance(tools, str) and tools.strip() else tools
         ids = template.prompt_ids(messages, tools or None)
     except (Refused, ValueError) as error:
-        raise UserError(f"{where} cannot be rendered ({error}): change it, or its tools") from None
+        raise UserError(f"{where} cannot be rendered ({error}): fix it, or its tools") from None
     named = next((row[column] for column in ("id", "question_id") if row.get(column) not in (None, "")), name)
     return Prompt(str(named), str(row.get("source") or row.get("category") or source), ids, messages, tools or None)
 
@@ -252,5 +254,5 @@ def _require(columns: Iterable[str], row: dict[str, Any], where: str) -> None:
     if missing := sorted(set(columns) - row.keys()):
         raise UserError(
             f"{where} has no column {', '.join(map(repr, missing))} (it has {', '.join(row)}): name others in the "
-            "suite, or give rows with prompt, turns or messages"
+            "suite, or use rows with prompt, turns or messages"
         )

@@ -65,7 +65,7 @@ def record(config: Config, engine: Engine, writer: StoreWriter, splits: dict[str
 def decode(config: Config, engine: Engine, heldout: "Dataset") -> list[Trajectory]:
     """Return the target's own answers to held-out prompts that have a slot to draft at. UserError if there is none."""
     if not isinstance(engine, TransformersEngine):
-        raise UserError(f"extract.engine={engine.name} does not decode")
+        raise UserError(f"extract.engine={engine.name} cannot decode")
     target, options = CachedTarget(engine.target.model, engine.layers), config.evaluate
     beyond = options.max_speculative_tokens - 1
     end_ids = provenance.read_data(config)["end_ids"]
@@ -114,7 +114,7 @@ def read(store: Store, draft_tokens: int) -> list[Trajectory]:
         trajectories.append(Trajectory(prompt, output, beyond, tensors[f"{i}.aux"]))
     if trajectories and (most := 1 + min(len(one.beyond) for one in trajectories)) < draft_tokens:
         raise UserError(
-            f"evaluate.num_speculative_tokens={draft_tokens}: the trajectories of {store.location} are for at most "
+            f"evaluate.num_speculative_tokens={draft_tokens}: the trajectories of {store.location} allow at most "
             f"{most} (evaluate.max_speculative_tokens of their extraction): train with {most} or fewer"
         )
     return trajectories

@@ -26,7 +26,7 @@ HELDOUT = "heldout"
 PROMPTS = "prompts"  # those of evaluate.prompts
 MEASURED = "used to measure acceptance during training"
 TRAINED_ON = "prompts are in the training data, too"  # the end of a note that belongs beside the numbers themselves
-TOO_LONG = "more than {} tokens, which is what target and drafter leave beside the answer"
+TOO_LONG = "more than the {} tokens that target and drafter leave beside the answer"
 LOOPING = 0.3  # compressed share of a text's bytes; 14 % of the demo's held-out answers are below it
 
 
@@ -88,7 +88,7 @@ def workloads(
     for name, (prompts, notes) in sets.items():
         plain = _plain(name, prompts, config, longest, measured_on)
         if name != HELDOUT and (again := len(prompts) - len({tuple(prompt.ids) for prompt in prompts})):
-            notes = [*notes, f"{again} of {len(prompts)} prompts are asked before, and count once"]
+            notes = [*notes, f"{again} of {len(prompts)} prompts are repeats, and count once"]
         if name != HELDOUT and (shared := sum(digest(prompt.ids) in trained_on for prompt in plain.prompts)):
             notes = [*notes, f"{shared} of {len(plain.prompts)} {TRAINED_ON}"]
         plain = replace(plain, notes=[*notes, *caveats])
@@ -101,7 +101,9 @@ def workloads(
         for one in chosen:
             needed = max(len(prompt.ids) for prompt in one.prompts) + options.max_new_tokens
             if needed > limit:
-                one.notes.append(f"prompts and answers have up to {needed:,} tokens, samples trained on {limit:,}")
+                one.notes.append(
+                    f"prompts and answers have up to {needed:,} tokens, training's samples up to {limit:,}"
+                )
     return chosen
 
 
@@ -151,7 +153,7 @@ def _suites(config: Config) -> dict[str, tuple[str, Suite]]:
     suites = {} if options.prompts is None else {PROMPTS: ("evaluate.prompts", Suite(options.prompts))}
     for name, given in options.suites.items():
         if name in (HELDOUT, PROMPTS) or not re.fullmatch(r"[\w.-]+", name):
-            raise UserError(f"evaluate.suites has {name!r}, which is no name for one: choose another, of letters and _")
+            raise UserError(f"evaluate.suites cannot have the name {name!r}: choose another, of letters and _")
         if given is not None:
             suites[name] = f"evaluate.suites.{name}.path", suite_of(name, given)
     return suites
@@ -162,7 +164,7 @@ def _plain(suite: str, prompts: list[Prompt], config: Config, longest: int, meas
     left_out = {prompt.id: MEASURED for prompt in prompts if digest(prompt.ids) in measured_on}
     left = [prompt for prompt in prompts if prompt.id not in left_out]
     if not left:
-        raise UserError(f"{suite}: training was measured on all of the prompts: give others")
+        raise UserError(f"{suite}: acceptance was measured on all these prompts during training: use others")
     chosen, too_long = choose(left, options.num_prompts, longest)
     left_out |= dict.fromkeys(too_long, TOO_LONG.format(longest))
     return Workload(suite, suite, None, chosen, options.temperature, options.top_p, left_out, top_k=options.top_k)
@@ -184,7 +186,7 @@ def _perturbed(plain: Workload, perturbation: Perturbation, context: Context, lo
             perturbed.append(one)
     if not perturbed:
         why = "; ".join(dict.fromkeys(left_out[prompt.id] for prompt in plain.prompts))
-        raise UserError(f"{name!r} has none of {len(plain.prompts)} prompts left: {why}; leave it out")
+        raise UserError(f"{name!r} has none of {len(plain.prompts)} prompts left ({why}): remove it")
     notes = [*plain.notes, perturbation.meaning]
     before = {prompt.id: prompt.ids for prompt in plain.prompts}
     if perturbation.transform and (same := sum(one.ids == before[one.id] for one in perturbed)):

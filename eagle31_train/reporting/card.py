@@ -89,8 +89,8 @@ def _stage(folder: Path, key: str, identity: str, images: str, command: str) -> 
         return None
     manifest = artifacts.read_json(path, command)
     if manifest.get("inputs", {}).get(key) != identity:
-        what = "of another drafter (its weights, draft tokens or window) or of an earlier version"
-        note(f"export: {folder} is {what}, so it is not on the card: run `{command}` again")
+        what = "is of another drafter (its weights, draft tokens or window differ) or of an earlier version"
+        note(f"export: {folder} {what}, so the card leaves it out: run `{command}` again")
         return None
     result = manifest["result"] if "result" in manifest else {"serving": manifest["serving"]}
     return CardResult(manifest, _pictures(folder, manifest, result, images, command))
@@ -99,14 +99,14 @@ def _stage(folder: Path, key: str, identity: str, images: str, command: str) -> 
 def _comparison(folder: Path, number: int, ours: Set[str | None]) -> CardResult:
     """Return the card's comparison `number` (from 1). One of the checkpoint's identities must be in it."""
     if not (folder / RESULT).is_file():
-        raise UserError(f"comparisons: {folder} has no {RESULT}: give the folder that `{COMPARE}` wrote")
+        raise UserError(f"comparisons: {folder} has no {RESULT}: set the folder that `{COMPARE}` wrote")
     result = artifacts.read_json(folder / RESULT, COMPARE)
     names = [name for name, identities in result.get("identities", {}).items() if ours & set(identities)]
     if not names:
         raise UserError(
             f"comparisons: {folder} compares {', '.join(result.get('drafters', []))}, none of which has the weights "
-            f"that are exported: compare the run as `{COMPARE} RUN_DIR …`, its export as `{COMPARE} RUN_DIR "
-            "RUN_DIR/export …`, again where it was, or leave the folder out"
+            f"that are exported: compare again, the run with `{COMPARE} RUN_DIR …` or its export with `{COMPARE} "
+            "RUN_DIR RUN_DIR/export …`, or remove the folder"
         )
     return CardResult(result, _pictures(folder, result, result, f"comparison-{number}", f"{COMPARE} …"), names)
 
@@ -115,7 +115,7 @@ def _pictures(folder: Path, record: dict[str, Any], result: dict[str, Any], at: 
     """Return the pictures of all workloads together, of the first, and of serving; tables have the others."""
     # Pictures of an earlier result, or of a later one that was stopped, have the same names.
     if damage := artifacts.first_damaged(folder, record.get("files", {})):
-        raise UserError(f"{damage}: run `{command}` again, which measures nothing twice")
+        raise UserError(f"{damage}: run `{command}` again, which reuses what was measured")
     sections = [ALL, SERVING, *(workload["name"] for workload in result.get("workloads", [])[:1])]
     files = [(picture, folder / f"{picture.name}.png") for picture in pictures(result) if picture.section in sections]
     return [(picture, file, f"images/{at}/{file.name}") for picture, file in files if file.is_file()]
@@ -174,7 +174,9 @@ def caveats_of(shape: DrafterShape, data: Mapping[str, Any] | None, effort: str 
     positions = target_positions(target.get("max_position_embeddings"), target.get("model_type", ""), [scaling])
     sentences = caveats(shape, positions, target.get("sliding_window"))
     if effort and target.get("model_type") == "gpt_oss":
-        sentences.append(f"Send reasoning_effort={effort} with each request: vLLM has its own for gpt-oss otherwise")
+        sentences.append(
+            f"Send reasoning_effort={effort} with each request: otherwise vLLM uses its own default for gpt-oss"
+        )
     return sentences
 
 

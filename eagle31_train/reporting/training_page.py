@@ -99,7 +99,7 @@ def read(run: Path) -> History:
     rows = _rows(folder / METRICS, notes)
     metrics = [{EARLIER.get(name, name): value for name, value in row.items()} for row in rows]
     if not metrics:
-        raise UserError(f"{folder / METRICS} holds no step yet: wait for the first one")
+        raise UserError(f"{folder / METRICS} has no step yet: wait for the first one")
     timings, launches = _rows(folder / TIMINGS, notes), _rows(folder / LAUNCHES, notes, needs=None)
     config, manifest = folder / CONFIG, folder / artifacts.MANIFEST
     text = config.read_text(encoding="utf-8", errors="replace") if config.is_file() else ""
@@ -120,9 +120,11 @@ def _rows(path: Path, notes: list[str], needs: str | None = "step") -> Iterator[
             if isinstance(row, dict) and (needs is None or np.isfinite(_number(row.get(needs)))):
                 yield row
             elif line.endswith(b"\n"):
-                raise UserError(f"{path}:{number} is damaged: remove the line, and the report lacks its row")
+                raise UserError(f"{path}:{number} is damaged: remove the line; the report then lacks its row")
             else:
-                notes.append(f"{path}:{number} is only half written and was left out: it is being written, or torn")
+                notes.append(
+                    f"{path}:{number} is incomplete and was left out: it is still being written, or was cut off"
+                )
 
 
 class Plot(NamedTuple):
@@ -247,8 +249,8 @@ def _facts(history: History) -> dict[str, str]:
         facts["tokens per second"] = f"{np.nansum(timings['tokens']) / busy:,.0f}"
         facts["waiting for data"] = f"{np.nansum(timings['waited']) / busy:.1%}"
     if "memory_bytes" in timings:
-        facts["most memory"] = f"{np.nanmax(timings['memory_bytes']) / GIB:.2f} GiB"
-    marks = {"steps left out": "left_out", "steps with nothing to train": "no_pairs"}
+        facts["peak memory"] = f"{np.nanmax(timings['memory_bytes']) / GIB:.2f} GiB"
+    marks = {"steps skipped": "left_out", "steps with nothing to train": "no_pairs"}
     return facts | {name: f"{len(history.marked(mark)):,}" for name, mark in marks.items()}
 
 

@@ -111,7 +111,7 @@ def test_where_two_drafts_are_equally_good_rounding_is_told_and_not_refused(
     gap = 1e-6
     found = measurer_of(model).measure(GREEDY, candidates[:1])["llama"]
     assert asked == [(struck[0], parts[0], step)], "the step where they part decides, whatever ties later ones have"
-    assert "rounding chose between equals" in capsys.readouterr().out
+    assert "rounding decided between equals" in capsys.readouterr().out
     at = PROMPTS.index(struck[0])
     assert rounds(found.counts[at].accepted, 3) == kept[0], "the drafts from every place count"
     gap = 1e-3
@@ -209,11 +209,16 @@ def test_a_few_outputs_may_differ_by_ties_and_are_not_verified(model, candidates
     assert [bool(one.seen) for one in found.counts] == [number >= most for number in range(prompts)]
     assert [one.accepted for one in found.counts] == [one.accepted for one in plain.counts]
     assert found.outputs == plain.outputs
-    assert len(re.findall(r"prompt p\d, output token 4: .*the prompt is not verified", capsys.readouterr().out)) == most
+    assert (
+        len(
+            re.findall(r"prompt p\d, output token 4: .*this prompt does not count as verified", capsys.readouterr().out)
+        )
+        == most
+    )
     with pytest.raises(UserError, match=r"use evaluate\.dtype=float32"):
         measurer_of(model, "evaluate.dtype=bfloat16").measure(workload, candidates[:1])
     struck += 1
-    with pytest.raises(UserError, match=f"made, llama: {struck} of {prompts} outputs are not those of plain decoding"):
+    with pytest.raises(UserError, match=f"made, llama: {struck} of {prompts} outputs differ from plain decoding"):
         measurer_of(model).measure(workload, candidates[:1])
 
 

@@ -102,7 +102,7 @@ def test_a_target_or_engine_that_cannot_decode_here_is_extracted_all_the_same(ru
     config = SimpleNamespace(extract=SimpleNamespace(trajectories=8), evaluate=None)
     writer = SimpleNamespace(has_trajectories=False)
     trajectories.record(config, SimpleNamespace(name="vllm"), writer, {"heldout": [1]})
-    assert "training will not measure acceptance: extract.engine=vllm does not decode" in capsys.readouterr().out
+    assert "training will not measure acceptance: extract.engine=vllm cannot decode" in capsys.readouterr().out
 
 
 def test_at_most_half_of_each_sources_prompts_are_taken_from_its_end_and_evaluation_comes_first():

@@ -109,14 +109,16 @@ def test_prompts_may_be_a_folder_and_further_turns_are_told(place):
     (found,) = place.workloads(f"evaluate.prompts={place.folder / 'asked'}")
     assert sorted(place.texts(found)) == ["hello", "user", "world"]
     assert sorted(prompt.id for prompt in found.prompts) == ["a-1", "a-2", "more/a-1"]
-    assert any("of several turns the first is asked, in 1 of 3 prompts" in note for note in found.notes), found.notes
+    assert any("only the first of several turns is asked, in 1 of 3 prompts" in note for note in found.notes), (
+        found.notes
+    )
 
 
 def test_prompts_that_are_asked_twice_are_told(place):
     place.write("asked.jsonl", {"prompt": "hello"}, {"prompt": "world"}, {"prompt": "hello"})
     (found,) = place.workloads(f"evaluate.prompts={place.folder / 'asked.jsonl'}")
     assert place.texts(found) == ["hello", "world"]
-    assert "1 of 3 prompts are asked before, and count once" in found.notes
+    assert "1 of 3 prompts are repeats, and count once" in found.notes
 
 
 SYSTEM, USER = {"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}
@@ -146,12 +148,12 @@ SUITES = [({}, "path"), (5, ""), ({"path": ""}, "path"), ({"path": "a", "id": 5}
 
 def test_a_suite_of_other_fields_or_types_or_rows_is_refused_by_name(place):
     for given, field in SUITES:
-        with pytest.raises(UserError, match=rf"evaluate\.suites\.s=.* is no suite \({field}.*\): give"):
+        with pytest.raises(UserError, match=rf"evaluate\.suites\.s=.* is not a suite \({field}.*\): write"):
             suite_of("s", given)
-    with pytest.raises(UserError, match=r"own.jsonl:2 is no JSON object"):
+    with pytest.raises(UserError, match=r"own.jsonl:2 is not a JSON object"):
         place.workloads(f"evaluate.suites.s.path={place.write('own.jsonl', {'prompt': 'hello'}, [1])}")
     own = place.write("own.jsonl", {"prompt": "hello", "chat_template_kwargs": {"enable_thinking": False}})
-    with pytest.raises(UserError, match=r"own.jsonl:1 cannot be rendered \(chat_template_kwargs are of training"):
+    with pytest.raises(UserError, match=r"own.jsonl:1 cannot be rendered \(chat_template_kwargs is only for training"):
         place.workloads(f"evaluate.prompts={own}")
 
 
@@ -208,7 +210,7 @@ def test_sources_take_turns(given, count, chosen, too_long):
 
 
 def test_an_answer_longer_than_all_positions_is_told_from_long_prompts():
-    with pytest.raises(UserError, match=r"max_new_tokens leaves no prompt room in .*: lower it by 4233 or more"):
+    with pytest.raises(UserError, match=r"max_new_tokens leaves no room for a prompt in .*: lower it by 4233 or more"):
         choose(of("a1"), 1, -4232)
     with pytest.raises(UserError, match="none of 1 prompts has at most 1 tokens"):
         choose(of("a11"), 1, 1)
@@ -243,9 +245,9 @@ def test_what_does_not_fit_is_named_with_the_reason(place):
     plain, long = place.workloads("evaluate.perturbations=[context_2]", longest=600)
     assert ([p.id for p in plain.prompts], list(plain.left_out)) == (["c0", "c1", "c2"], ["c3"])
     assert ([p.id for p in long.prompts], list(long.left_out)) == (["c0", "c2"], ["c1"])
-    assert "more than 600 tokens" in plain.left_out["c3"]
-    assert "cannot be told from its tokens" in long.left_out["c1"]
-    with pytest.raises(UserError, match=r"has none of 3 prompts left: .*more than 300 tokens"):
+    assert "more than the 600 tokens" in plain.left_out["c3"]
+    assert "cannot be recovered from its tokens" in long.left_out["c1"]
+    with pytest.raises(UserError, match=r"has none of 3 prompts left \(more than the 300 tokens"):
         place.workloads("evaluate.perturbations=[context_2]", longest=300)
 
 
@@ -272,7 +274,7 @@ def test_prompts_that_training_was_measured_on_are_left_out(place):
     assert f"left out 2 (c1, c2): {MEASURED}" in heldout.remarks
     assert place.texts(more) == ["another"]
     assert list(more.left_out.values()) == [MEASURED]
-    with pytest.raises(UserError, match="training was measured on all of the prompts"):
+    with pytest.raises(UserError, match="acceptance was measured on all these prompts during training"):
         place.workloads(measured_on=[digest(prompt.ids) for prompt in plain.prompts])
 
 

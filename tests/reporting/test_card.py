@@ -72,7 +72,7 @@ def test_the_metadata_names_data_sets_of_the_hub_and_is_what_the_hub_takes():
 
 def test_the_card_says_how_the_drafter_was_made_smaller():
     _, body = rendered("export_sliding_window=64", "export_vocab_size=500")
-    shows(body, "500 draft tokens were kept", "cut to the last 64 positions", "export_vocab_size=500")
+    shows(body, "500 draft tokens were kept", "limited to the last 64 positions", "export_vocab_size=500")
 
 
 def test_results_are_told_once_and_with_their_pictures_folders_of_the_machine_are_not():
@@ -89,7 +89,7 @@ def test_results_are_told_once_and_with_their_pictures_folders_of_the_machine_ar
         "a \\| processor, float32, at most 128 tokens per answer:\n\n```sh\npython -m stage x=/path/to/p.jsonl",
         "- see /path/to/notes",
         "<details>\n<summary>heldout · x</summary>",
-        "This checkpoint is B.",
+        "Here this checkpoint is called B.",
         "| a\\|b\\<c\\> | 6 | ",
     )
     assert body.count("1.0 is no gain. \\[low, high\\]: 95 % interval over five or more prompts.") == 1

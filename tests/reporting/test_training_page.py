@@ -67,7 +67,7 @@ def test_the_page_stands_alone_and_says_where_the_curves_ended(tmp_path):
         "1.54 1.54 (step 40)",
         "tokens per second 50",
         "waiting for data 25.0%",
-        "steps left out 1",
+        "steps skipped 1",
     ):
         assert words in text_of(html), words
 
@@ -79,7 +79,7 @@ def test_the_torn_last_line_of_a_running_training_is_left_out_and_said(tmp_path,
         file.write('{"step": 41, "lo')
     main([str(run), "--out", str(tmp_path / "out")])
     said, page = capsys.readouterr().out.splitlines()
-    assert said.startswith(f"{run / 'train' / 'metrics.jsonl'}:49 is only half written and was left out")
+    assert said.startswith(f"{run / 'train' / 'metrics.jsonl'}:49 is incomplete and was left out")
     assert page == str(tmp_path / "out" / "report.html")
     assert said in text_of(Path(page).read_text())
     assert not (run / "report").exists()

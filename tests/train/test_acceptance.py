@@ -169,7 +169,7 @@ def test_a_store_trains_without_trajectories_but_not_with_damaged_ones_or_too_sh
     run = new_run()
     store = run.folder / "run" / "store"
     message = message_of(run.fit, "evaluate.num_speculative_tokens=9", "evaluate.max_speculative_tokens=9")
-    assert "are for at most 8 (evaluate.max_speculative_tokens of their extraction): train with 8 or" in message
+    assert "allow at most 8 (evaluate.max_speculative_tokens of their extraction): train with 8 or" in message
     flip_bit(store / "trajectories.safetensors")
     assert "trajectories.safetensors has changed since it was written" in message_of(run.fit)
     for file in store.glob("trajectories.*"):

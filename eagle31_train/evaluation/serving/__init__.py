@@ -180,4 +180,4 @@ def settled(server: Server, answered: int) -> Counter[str]:
         before = now
         time.sleep(0.1)
     finished = f"{now[report.FINISHED]:.0f} finished requests, not {answered}"
-    raise UserError(f"vLLM's /metrics (HTTP {status}) know of {finished}: see {server.log}")
+    raise UserError(f"vLLM's /metrics (HTTP {status}) report {finished}: see {server.log}")

@@ -59,7 +59,7 @@ def server_arguments(config: Config, drafter: Path | None, draft_tokens: int, po
     drafter: its checkpoint; None serves the target alone."""
     given = {name.replace("-", "_"): value for name, value in config.evaluate.vllm_args.items()}
     for name in OURS & given.keys():
-        raise UserError(f"evaluate.vllm_args.{name} cannot be set: it is the measurement's own, or target.*'s")
+        raise UserError(f"evaluate.vllm_args.{name} is set by the measurement or by target.*: remove it")
     wanted = {
         "model": config.target.path,
         **target_arguments(config),
@@ -92,7 +92,7 @@ def max_model_len(config: Config) -> int | None:
     """Return the longest sequence that vLLM is set to take, or None. UserError if only vLLM can read the setting."""
     limit = server_arguments(config, None, 0, 0).get("max_model_len")
     if limit is not None and (type(limit) is not int or limit < 1):
-        raise UserError(f"evaluate.vllm_args.max_model_len={limit} is no number from 1 on, as 32768: give one, or none")
+        raise UserError(f"evaluate.vllm_args.max_model_len={limit} must be a whole number, such as 32768, or unset")
     return limit
 
 

@@ -155,6 +155,6 @@ def parse(text: str) -> Counter[str]:
 def speculation(counted: Counter[str], draft_tokens: int) -> dict[str, Any]:
     """Return acceptance as vLLM counts it. UserError if this vLLM has no such counters."""
     if missing := [name for name in (DRAFTS, f"{PER_POSITION}[0]") if name not in counted]:
-        raise UserError(f"this vLLM counts no {missing[0]}: eagle31 reads those of vLLM 0.32")
+        raise UserError(f"this vLLM does not report {missing[0]}: use vLLM 0.32, whose metrics eagle31 reads")
     positions = [round(counted[f"{PER_POSITION}[{i}]"]) for i in range(draft_tokens)]
     return acceptance(round(counted[DRAFTS]), positions)

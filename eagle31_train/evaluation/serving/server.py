@@ -143,7 +143,7 @@ class Server:
             lines = file.read().decode(errors="replace").splitlines()[1:]
         errors = [line.strip() for line in lines if "rror" in line and not any(word in line for word in USELESS)]
         errors = [line for line in errors if re.search(r"Error: \S", line)] or errors  # prefer those with a text
-        return ([*lines[-1:], *errors] or ["it said nothing"])[-1][-300:]
+        return ([*lines[-1:], *errors] or ["it printed nothing"])[-1][-300:]
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ def _answer(server: Server, question: Question) -> Answer:
             # When the server dies, its connections end first, and its keeper last.
             silent = isinstance(error, TimeoutError)
             server.check(dying=not silent)
-            what = f"was silent for {SILENCE_SECONDS:.0f} s" if silent else "broke off"
+            what = f"was silent for {SILENCE_SECONDS:.0f} s" if silent else "broke the connection"
             raise UserError(f"vLLM's server {what} on prompt {question.id} ({error!r}): see {server.log}") from None
 
 
@@ -227,7 +227,7 @@ def _ask(connection: http.client.HTTPConnection, question: Question) -> Answer:
             continue
         event = json.loads(data)
         if "error" in event:
-            raise UserError(f"vLLM gives up on prompt {question.id} ({event['error']})")
+            raise UserError(f"vLLM failed on prompt {question.id} ({event['error']})")
         (choice,) = event["choices"]
         if new := choice.get("token_ids"):
             first, last = first or now, now
