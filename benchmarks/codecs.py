@@ -39,7 +39,7 @@ def measure(store: OpenStore, split: str, conversations: int) -> list[Row]:
     """Return a row per codec: bytes of a state of `store`'s width, errors by auxiliary layer, KL, top-1 agreement."""
     states, target = store.store.states, store.store.target
     if (states["aux_codec"], states["last_codec"]) != ("bf16", "bf16"):
-        raise UserError("the store's own codecs have rounded its states already: extract with bf16 for both")
+        raise UserError("the store's codecs have already rounded its states: extract with bf16 for both")
     head = target.get("lm_head", target["embed_tokens"]).float()
     readout = Teacher(target["norm"], states["norm"]["eps"], head, torch.arange(len(head)), states.get("soft_cap"))
     samples = [store.sample(split, index) for index in range(min(conversations, store.count(split)))]

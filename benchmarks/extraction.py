@@ -102,7 +102,7 @@ def measure(config: Config, pairs: Sequence[str], tokens: int, folder: Path) -> 
     masks = {split: list(samples.column(splits[split], "loss_mask")) for split in splits}
     engine = extraction.make_engine(config)
     if not isinstance(engine, TransformersEngine):
-        raise UserError("this measures extract.engine=transformers")
+        raise UserError("this measures only the engine of transformers: set extract.engine=transformers")
     writers = {pair: store_of(pair, config, engine, masks, folder) for pair in pairs}
     rows, shards = splits["train"], writers[pairs[0]].plan.of("train")
     ends = accumulate(planned.tokens for planned in shards)

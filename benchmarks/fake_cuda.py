@@ -65,7 +65,7 @@ def build(folder: Path) -> Path:
         return library
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
-        raise UnavailableError("no C++ compiler (set CXX)")
+        raise UnavailableError("there is no C++ compiler (set CXX)")
     torch_home = Path(torch.__file__).parent
     libraries = torch_home / "lib"
     part = folder / f"{library.name}.{os.getpid()}"
@@ -81,7 +81,7 @@ def build(folder: Path) -> Path:
     ]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise UnavailableError(f"{compiler} does not build {SOURCE.name}: {done.stderr.strip().splitlines()[0]}")
+        raise UnavailableError(f"{compiler} cannot build {SOURCE.name}: {done.stderr.strip().splitlines()[0]}")
     part.replace(library)
     return library
 

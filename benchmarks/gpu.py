@@ -190,7 +190,7 @@ def options(words: list[str] | None = None) -> argparse.Namespace:
     if chosen.device == "cuda" and not torch.cuda.is_available():
         raise UserError("no CUDA device: run this where there is one, or try the code with --device cpu --quick")
     if chosen.device == "cpu" and (not chosen.quick or chosen.gib is not None):
-        raise UserError("--device cpu is a dry run: add --quick, and leave out --gib")
+        raise UserError("--device cpu is a dry run: add --quick, and remove --gib")
     chosen.variants = chosen.variants or VARIED[chosen.device]
     return chosen
 

@@ -50,7 +50,7 @@ def read(name: str) -> dict[str, Any]:
 
 def draw(name: str) -> None:
     if name not in DRAWN:
-        raise UserError(f"there is no picture {name}: there are {', '.join(DRAWN)}")
+        raise UserError(f"there is no picture {name}: choose one of {', '.join(DRAWN)}")
     DRAWN[name](RESULTS / f"{name}.png")
 
 

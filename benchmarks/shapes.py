@@ -69,9 +69,9 @@ class Case:
             example = "smollm2:512:0.5 or llama8b:8x4096:0.5"
             raise UserError(f"case {text!r} is not shape:length:share, e.g. {example}") from None
         if shape not in _SHAPES:
-            raise UserError(f"case {text!r}: the shape is one of {', '.join(_SHAPES)}")
+            raise UserError(f"case {text!r}: the shape must be one of {', '.join(_SHAPES)}")
         if case.length < 4 * TURNS or not 0 < case.share <= 1 or (count is not None and count < 1):
-            raise UserError(f"case {text!r}: at least {4 * TURNS} tokens, and a share above 0 and up to 1")
+            raise UserError(f"case {text!r} must have at least {4 * TURNS} tokens, and a share above 0 and up to 1")
         return case
 
     @property

@@ -76,7 +76,7 @@ def trainings(words: Sequence[str], sweep: bool) -> list[tuple[str, list[str]]]:
     for name, options in parted:
         if name not in CONTENDERS or not all("=" in option for option in options):
             raise UserError(
-                f"{name}:{','.join(options)} is no training: give {', '.join(CONTENDERS)}, or NAME:option=value,…"
+                f"{name}:{','.join(options)} is not a training: choose {', '.join(CONTENDERS)}, or NAME:option=value,…"
             )
     if sweep:
         parted += [
@@ -113,7 +113,7 @@ def train(chosen: argparse.Namespace, contender: str, options: list[str]) -> Non
     if (job.folder / RESULT).is_file():
         made = Job.read(job.folder / JOB)
         if replace(made, steps=0) != job:
-            raise UserError(f"{job.folder} was made with other options: give another --out, or remove it")
+            raise UserError(f"{job.folder} was made with other options: set another --out, or remove it")
         print(f"speedrun: {job.folder.name}: finished before")
         return
     shutil.rmtree(job.folder, ignore_errors=True)  # left by a training that was stopped

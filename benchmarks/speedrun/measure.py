@@ -65,7 +65,7 @@ def read(out: Path) -> list[Training]:
         flops = counted["flops"] / max(counted["tokens"], 1)
         trainings.append(Training(job, artifacts.read_json(file, MADE_BY), flops))
     if not trainings:
-        raise UserError(f"{out} holds no finished training: run `{MADE_BY} ours --out {out}` first")
+        raise UserError(f"{out} has no finished training: run `{MADE_BY} ours --out {out}` first")
     for field in ("data", "store", "recipe"):
         if len({str(getattr(one.job, field)) for one in trainings}) > 1:
             raise UserError(f"{out}: trainings differ in {field}, so they cannot be compared: remove some")

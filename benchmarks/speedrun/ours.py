@@ -17,7 +17,7 @@ def train(job: Job, clock: Clock) -> None:
     with ExitStack() as resources:
         trainer = prepare(config, resources)
         if trainer is None:
-            raise UserError(f"{job.out} holds a training already: remove it")
+            raise UserError(f"{job.out} already holds a training: remove it")
         shape, vocab = trainer.data.shape, trainer.data.draft_vocab
 
         def save(folder: Path) -> None:

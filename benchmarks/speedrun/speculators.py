@@ -128,7 +128,7 @@ def train(job: Job, clock: Clock) -> None:
     longest = TrainConfig.resolve(command(job, 0.5, 1)).data.total_seq_len
     lengths = store.split("train").lengths
     if longest < max(lengths):  # its trainer cuts them silently
-        raise UserError(f"{SEQUENCE}={longest} cuts samples of up to {max(lengths)} tokens: give that or more")
+        raise UserError(f"{SEQUENCE}={longest} would cut samples of up to {max(lengths)} tokens: set that or more")
     batches: list[int] = []
     for epoch in count():
         batches += peer_store.batches(lengths, longest, job.seed, epoch)
