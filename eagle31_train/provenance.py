@@ -22,12 +22,14 @@ LAYOUTS = {
     "embedded_target": 1,
     "toy_target": 1,
     "answers": 2,  # stage 1's; only recorded. 1 has no token ids; before that, blank prompts were answered, too
-    "data": 2,  # until 2026-11-30 cut text answers could end with white space of the template, too
+    # Until 2026-11-30 cut text answers could end with white space of the template, too, and histories, pictures and
+    # channels of rows were left out.
+    "data": 2,
     "store": 2,
     "train": 3,
     "evaluate": 3,
     "workload": 2,
-    "suite": 2,
+    "suite": 3,  # 2 had no system_prompt, and tools without their wrapping
     "server": 1,
     "export": 1,
 }

@@ -19,10 +19,19 @@ from eagle31_train.common.errors import Refused, UserError, first_line
 from eagle31_train.config import is_hub_set
 from eagle31_train.rows import samples
 from eagle31_train.rows.files import find_files, read, stem_of
-from eagle31_train.rows.formats import TEMPLATE_ARGS, Message, Tool, messages_of, template_args
+from eagle31_train.rows.formats import (
+    COLUMNS,
+    TEMPLATE_ARGS,
+    Message,
+    Tool,
+    check_media,
+    messages_of,
+    template_args,
+    tools_of,
+)
 from eagle31_train.targets.chat import ChatTemplate
 
-OWN_FORMS = ("prompt", "turns", "messages")
+OWN_FORMS = ("messages", "turns", "prompt")  # the first that a row has, as in stage 1
 
 
 @dataclass(frozen=True)
@@ -210,7 +219,7 @@ def _is_saved(folder: str) -> bool:
 def _messages(prompt: str | None, row: dict[str, Any], where: str) -> tuple[list[Message], int]:
     """Return a row's messages before the first answer, and how many turns it has. `prompt`: as in `Suite`."""
     value, turns = None, 1
-    system = row.get("system") if prompt in (None, *OWN_FORMS) else None
+    systems = {key: row[key] for key in COLUMNS["system"] if key in row and prompt in (None, *OWN_FORMS)}
     try:
         if prompt is None:
             value = next((row[form] for form in OWN_FORMS if row.get(form)), None)
@@ -225,7 +234,9 @@ def _messages(prompt: str | None, row: dict[str, Any], where: str) -> tuple[list
         column = prompt or "prompt, turns or messages"
         raise UserError(f"{where}: {column} must be a text, texts or messages: fix the row, or name another column")
     try:
-        said = messages_of({"prompt": value, "system": system}, "prompt")
+        if prompt is None:
+            check_media(row)
+        said = messages_of({"prompt": value, **systems}, "prompt")
     except Refused as error:
         raise UserError(f"{where} has a message that cannot be read ({error}): fix or remove it") from None
     first = list(takewhile(lambda message: message["role"] != "assistant", said))
@@ -236,18 +247,17 @@ def _rendered(
     row: Mapping[str, Any], messages: list[Message], name: str, source: str, template: ChatTemplate, where: str
 ) -> Prompt:
     """Render the prompt of a row's messages. `name` and `source` stand in for what the row does not say."""
-    tools = row.get("tools")
     try:
         if template_args(row.get(TEMPLATE_ARGS)):
             raise Refused(
                 f"{TEMPLATE_ARGS} is only for training: evaluate such prompts apart, with target.template_args"
             )
-        tools = foreign.parse_json(tools) if isinstance(tools, str) and tools.strip() else tools
-        ids = template.prompt_ids(messages, tools or None)
-    except (Refused, ValueError) as error:
+        tools = tools_of(row.get("tools"))
+        ids = template.prompt_ids(messages, tools)
+    except Refused as error:
         raise UserError(f"{where} cannot be rendered ({error}): fix it, or its tools") from None
     named = next((row[column] for column in ("id", "question_id") if row.get(column) not in (None, "")), name)
-    return Prompt(str(named), str(row.get("source") or row.get("category") or source), ids, messages, tools or None)
+    return Prompt(str(named), str(row.get("source") or row.get("category") or source), ids, messages, tools)
 
 
 def _require(columns: Iterable[str], row: dict[str, Any], where: str) -> None:

@@ -120,15 +120,16 @@ def inputs(config: Config) -> dict[str, Any]:
         facts["max_length"] = config.data.max_length
     for option, suite in suites.values():
         content: Any = suite.path
-        systems = True  # whether its rows may have system texts, which layout 1 left out
+        marked = True  # whether its rows may have system texts or tools, some of which earlier layouts left out
         if not is_hub_set(suite.path):
             folder = Path(suite.path)
             files = sorted(folder.rglob("*")) if folder.is_dir() else [f for _, f in find_files(suite.path, option)]
             files = [file for file in files if file.is_file()]
             content = [artifacts.file_sha256(file)[:16] for file in files]
-            systems = any(file.suffix == ".gz" or re.search(rb"system|developer", file.read_bytes()) for file in files)
+            marks = rb"system|developer|tools"
+            marked = any(file.suffix == ".gz" or re.search(marks, file.read_bytes()) for file in files)
         facts[option] = {**{key: value for key, value in vars(suite).items() if value}, "path": content}
-        if systems:
+        if marked:
             facts[option]["layout"] = LAYOUTS["suite"]
     return facts
 

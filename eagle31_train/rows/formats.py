@@ -35,6 +35,9 @@ ROLE_OF = {alias: role for role, aliases in ROLES.items() for alias in aliases}
 # Besides role and content: fields that chat templates may read, and facts about an answer.
 PASSED_ON = {"name": str, "tool_call_id": str, "finish_reason": str, "tokens": int}
 TEXT_PARTS = ("text", "input_text", "output_text")
+# Beside the text, of a row or of a turn: their part of the prompt would be lost.
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+NOT_LEARNT = ("train", "loss")  # axolotl's and ms-swift's names for OpenAI's weight 0, if false
 TEMPLATE = "template_fingerprint"
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names in use for the thought before an answer
 
@@ -81,8 +84,11 @@ def parse(value: Any, form: str, where: str, default_id: str) -> Row:
             row.tokens = _tokens(*(value[key] for key in TOKEN_KEYS))
             row.conversation = None if (whole := value.get(WHOLE)) is None else str(whole)
             return row
+        check_media(value)
         row.messages = messages_of(value, form_here)
-        row.tools = _tools(value.get("tools"))
+        row.tools = tools_of(value.get("tools"))
+        if row.tools is None and isinstance(old := value.get("functions"), list) and any(map(_is_function, old)):
+            raise Refused("functions, of OpenAI's API before tools")
         row.template_args = template_args(value.get(TEMPLATE_ARGS))
         check_text([row.messages, row.tools, row.template_args])
     except KeyError as error:
@@ -156,7 +162,7 @@ def messages_of(value: dict[str, Any], form: str) -> list[Message]:
         parts = [value["instruction"], *([about] if about else [])]
         if not all(isinstance(part, str) for part in parts):
             raise Refused("an instruction or input without text")
-        messages = [_message("user", "\n\n".join(part for part in parts if part), {})]
+        messages = [*_history(value.get("history")), _message("user", "\n\n".join(part for part in parts if part), {})]
         if answer := value.get("output") or _text_of(value, "output"):
             messages.append(_message("assistant", answer, {}))
     elif form == "prompt":
@@ -168,6 +174,25 @@ def messages_of(value: dict[str, Any], form: str) -> list[Message]:
     if (system := value.get("system") or _text_of(value, "system")) and messages and messages[0]["role"] != "system":
         messages.insert(0, _message("system", system, {}))
     return messages
+
+
+def _history(value: Any) -> list[Message]:
+    """Return the earlier turns of an alpaca row, LLaMA-Factory's pairs of question and answer, perhaps as JSON text."""
+    try:
+        pairs = foreign.parse_json(value.strip() or "[]") if isinstance(value, str) else value
+    except ValueError:
+        raise Refused("history is no JSON") from None
+    if not pairs:
+        return []
+    if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        raise Refused("history is no list of pairs of question and answer")
+    return [_message(role, said, {}) for pair in pairs for role, said in zip(("user", "assistant"), pair, strict=True)]
+
+
+def check_media(value: dict[str, Any], where: str = "a row") -> None:
+    """Refuse what comes with pictures or sound, of which its text is only a part."""
+    if media := [key for key in MEDIA if value.get(key) not in (None, "", "[]", [], {})]:
+        raise Refused(f"{where} with {media[0]}, and only text is read")
 
 
 def _prompt_and_answer(prompt: Any, answer: Any) -> list[Message]:
@@ -202,6 +227,9 @@ def _message(role: Any, content: Any, extra: dict[str, Any]) -> Message:
         content = "".join(part["text"] for part in content)
     message: Message = {"role": ROLE_OF[role], "content": content}
     message |= {key: extra[key] for key in PASSED_ON if extra.get(key) is not None}
+    check_media(extra, "a turn")
+    if extra.get("channel") not in (None, "", "final"):  # harmony's: such a turn is a part of an answer
+        raise Refused(f"a turn of channel {extra['channel']}: give thoughts as reasoning_content of the answer")
     if wrong := [key for key, kind in PASSED_ON.items() if not isinstance(message.get(key, kind()), kind)]:
         raise Refused(f"{wrong[0]} of a turn is not {'a number' if wrong[0] == 'tokens' else 'text'}")
     if message["role"] == "assistant":
@@ -209,7 +237,7 @@ def _message(role: Any, content: Any, extra: dict[str, Any]) -> Message:
             raise Refused("a function_call, which OpenAI's API has replaced with tool_calls")
         if (weight := extra.get("weight")) not in (None, 0, 1):
             raise Refused("weight of a turn is neither 0 nor 1")
-        if weight == 0:
+        if weight == 0 or any(extra.get(key) is False for key in NOT_LEARNT):
             message["weight"] = 0
         thought = next((extra[key] for key in THOUGHTS if extra.get(key)), None)
         if thought is not None and not isinstance(thought, str):
@@ -287,7 +315,7 @@ def arguments(value: Any) -> dict[str, Any]:
     return value
 
 
-def _tools(value: Any) -> list[Tool] | None:
+def tools_of(value: Any) -> list[Tool] | None:
     """Return tool definitions, given as a list or JSON text, in OpenAI's wrapping or bare; None for an empty list."""
     if isinstance(value, str):
         try:
@@ -321,6 +349,10 @@ def _wrapped(tool: Any) -> Any:
     if not isinstance(tool, dict) or "function" in tool or "parameters" not in tool:
         return tool
     return {"type": "function", "function": {key: part for key, part in tool.items() if key != "type"}}
+
+
+def _is_function(entry: Any) -> bool:
+    return isinstance(entry, dict) and isinstance(entry.get("name"), str)
 
 
 def _has_function_name(entry: Any) -> bool:

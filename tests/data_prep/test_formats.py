@@ -28,6 +28,13 @@ FORMATS = [
     ("alpaca", {"instruction": "Sum:", "input": "1 2"}, [{"role": "user", "content": "Sum:\n\n1 2"}]),
     ("alpaca", {"instruction": "Sum:", "context": "1 2"}, [{"role": "user", "content": "Sum:\n\n1 2"}]),
     ("alpaca", {"instruction": "", "input": "hi"}, ASKED),
+    # LLaMA-Factory's earlier turns, in CSV as JSON text.
+    ("alpaca", {"instruction": "hi", "output": "yes", "history": [["hi", "yes"]]}, [*ANSWERED, *ANSWERED]),
+    ("alpaca", {"instruction": "hi", "output": "yes", "history": '[["hi", "yes"]]'}, [*ANSWERED, *ANSWERED]),
+    ("alpaca", {"instruction": "hi", "output": "yes", "history": [], "images": []}, ANSWERED),
+    # axolotl's and ms-swift's turns that are not learnt.
+    ("messages", {"messages": [*ASKED, says("no", train=False)]}, [*ASKED, says("no", weight=0)]),
+    ("messages", {"messages": [*ASKED, says("yes", loss=None, channel="final")]}, ANSWERED),
     ("turns", {"turns": ["hi"]}, ASKED),
     ("prompt", {"prompt": "hi"}, ASKED),
     ("prompt", {"prompt": "hi", "instruction": None, "messages": None}, ASKED),
@@ -143,6 +150,12 @@ def test_what_would_lose_a_part_of_the_prompt_or_the_answer_is_no_known_format(v
             "tool_calls is not a list of calls with function.name",
         ),
         ({"messages": [says("a", weight=0.5)]}, "weight of a turn is neither 0 nor 1"),
+        ({"messages": ANSWERED, "images": ["a.png"]}, "a row with images, and only text is read"),
+        ({"messages": [{**ASKED[0], "images": ["a.png"]}]}, "a turn with images, and only text is read"),
+        ({"messages": [*ASKED, says("hm", channel="analysis"), says("yes", channel="final")]}, "a turn of channel"),
+        ({"messages": ASKED, "functions": [{"name": "f", "parameters": {}}]}, "functions, of OpenAI's API before"),
+        ({"instruction": "hi", "output": "yes", "history": ["a", "b"]}, "history is no list of pairs"),
+        ({"instruction": "hi", "output": "yes", "history": "earlier"}, "history is no JSON"),
         ({"messages": ASKED, "tools": [{"name": "f"}]}, "tools is not a list of tools with function.name"),
         *(
             ({"input_ids": ids, "loss_mask": mask, "conversations": ANSWERED}, problem)

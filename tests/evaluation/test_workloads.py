@@ -131,6 +131,8 @@ SYSTEM, USER = {"role": "system", "content": "be brief"}, {"role": "user", "cont
         {"turns": ["hello", "world"], "system": "be brief"},
         {"messages": [USER, {"role": "assistant", "content": "hi"}], "system": "be brief"},
         {"messages": [SYSTEM, USER], "system": "be long"},
+        {"messages": [SYSTEM, USER], "prompt": "hello"},
+        {"prompt": "hello", "system_prompt": "be brief"},
         {"prompt": [{"role": "developer", "content": "be brief"}, USER]},
     ],
 )
@@ -152,6 +154,9 @@ def test_a_suite_of_other_fields_or_types_or_rows_is_refused_by_name(place):
             suite_of("s", given)
     with pytest.raises(UserError, match=r"own.jsonl:2 is not a JSON object"):
         place.workloads(f"evaluate.suites.s.path={place.write('own.jsonl', {'prompt': 'hello'}, [1])}")
+    for more in ({"images": ["a.png"]}, {"tools": [{"name": "weather"}]}):
+        with pytest.raises(UserError, match=r"own.jsonl:1 .*(only text is read|tools is no list)"):
+            place.workloads(f"evaluate.prompts={place.write('own.jsonl', {'prompt': 'hello', **more})}")
     own = place.write("own.jsonl", {"prompt": "hello", "chat_template_kwargs": {"enable_thinking": False}})
     with pytest.raises(UserError, match=r"own.jsonl:1 cannot be rendered \(chat_template_kwargs is only for training"):
         place.workloads(f"evaluate.prompts={own}")
@@ -165,6 +170,10 @@ def test_tools_of_a_row_are_in_its_prompt_and_a_column_that_is_named_is_there(pl
     (found,) = place.workloads(f"evaluate.prompts={file}")
     assert '"name": "weather"' in place.tokenizer.decode(found.prompts[0].ids)
     assert not found.notes
+    (bare,) = place.workloads(
+        f"evaluate.prompts={place.write('bare.jsonl', {'prompt': 'hello', 'tools': [tools[0]['function']]})}"
+    )
+    assert bare.prompts[0].ids == found.prompts[0].ids, "as stage 1 reads them"
     file = place.write("others.jsonl", {"question": "hello"})
     for column in ("source", "id", "tools"):
         with pytest.raises(UserError, match=r"others.jsonl:1 has no column 'kind'"):
@@ -285,7 +294,7 @@ def test_inputs_tell_what_the_prompts_are_made_of(place):
     assert "layout" not in before["evaluate.suites.s.path"], "results without system texts stay, and others do not"
     place.write("rows.jsonl", {"prompt": "hello", "system": "x"})
     after = inputs(place.config(f"evaluate.suites.s.path={file}"))
-    assert (after != before, after["evaluate.suites.s.path"]["layout"]) == (True, 2)
+    assert (after != before, after["evaluate.suites.s.path"]["layout"]) == (True, 3)
     template = place.folder / "target" / "chat_template.jinja"
     template.write_text(template.read_text() + "{# another #}")
     assert inputs(place.config(f"evaluate.suites.s.path={copy}")) != before
