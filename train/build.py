@@ -1,5 +1,6 @@
 """Builds what is trained from a configuration and a store: shape, drafter, teacher, objective."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 from eagle31_train.checkpoint.contract import drafter_shape
 from eagle31_train.combinations import check_longest
 from eagle31_train.common import artifacts
+from eagle31_train.common.console import say
 from eagle31_train.common.errors import UserError
 from eagle31_train.config import Config, DrafterConfig, DrafterShape, TrainConfig
 from eagle31_train.kernels import missing
@@ -20,6 +22,7 @@ from eagle31_train.model.vocab import DraftVocab
 from eagle31_train.store import Store, StoreSplit
 from eagle31_train.targets.derive import default_batch_tokens
 
+OF_DATA = ("max_length", "heldout", "shuffle", "draft_vocab_size")  # options that stage 1's record has
 FIRST_NORM, FIRST_SPREAD = 0.7, 2.0  # see `first_norm`
 LOOK_BACK = 12.0  # nats by which a head's initial score of its preferred position exceeds scores far away
 
@@ -39,6 +42,26 @@ def check_store(store: Store, data: dict[str, Any], config: Config) -> None:
     if change := artifacts.describe_change(there, here, "target."):
         remedy = "set the run_dir=… of that target, or run `eagle31 extract` for this one"
         raise UserError(f"{store.location} was made for another target ({change}): {remedy}")
+
+
+def as_made(config: Config, data: dict[str, Any], store: Store) -> Config:
+    """Return the options with those of data and store as these were made, and tell of any other that was given: it
+    changes nothing here, and the run's record would claim that it had. data: stage 1's manifest."""
+    made, codecs = data["inputs"], store.inputs.get("codecs", {})
+    names = [name for name in OF_DATA if name in made]
+    if made.get("draft_vocab_size") is None and (config.data.draft_vocab_size or 0) >= made["vocab_size"]:
+        names = [name for name in names if name != "draft_vocab_size"]  # all tokens, by either
+    sections = {
+        "data": ({name: made[name] for name in names}, config.data_folder),
+        "store": ({f"{name}_codec": codec for name, codec in codecs.items()}, store.location),
+    }
+    for section, (values, where) in sections.items():
+        given = getattr(config, section)
+        here = {name: getattr(given, name) for name in values}
+        if change := artifacts.describe_change(values, here, f"{section}."):
+            say(f"train: {where} is used as it was made ({change}): other options of it need another one")
+        config = replace(config, **{section: replace(given, **values)})
+    return config
 
 
 def tokens_of_a_step(split: StoreSplit, t: TrainConfig) -> int:

@@ -31,7 +31,7 @@ from eagle31_train.store.stream import check_consumer
 from eagle31_train.targets.derive import complete, default_weight_decay
 from train import checkpoint, initial_weights, launch, tracking, windows
 from train.acceptance import AcceptanceMeter
-from train.build import build_objective, check_pairs, check_store, choose_kernels, shape_of, tokens_of_a_step
+from train.build import as_made, build_objective, check_pairs, check_store, choose_kernels, shape_of, tokens_of_a_step
 from train.checkpoint import Saver
 from train.deadline import Deadline
 from train.metrics import Reporter
@@ -52,7 +52,7 @@ def prepare(config: Config, resources: ExitStack) -> Trainer | None:
     source = initial_weights.open_source(config)
     config = complete_drafter(config, source)
     data = read_inputs(config, source, deadline, resources)
-    config = replace(config, train=data.train)
+    config = as_made(replace(config, train=data.train), provenance.read_data(config), data.store)
     accelerator = launch_processes(config, data)
     if claim_folder(config, data, accelerator, resources):
         say(f"train: up to date ({folder})")

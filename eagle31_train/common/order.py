@@ -3,12 +3,16 @@
 A global batch is a list of sample indices. `share` splits it into micro-batches, which affects only speed and memory,
 since the loss is normalised over the whole global batch."""
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from heapq import heapreplace
 
 import numpy as np
 
+from eagle31_train.common.errors import UserError
+
+MOST_STEPS = 10**7  # of a run, all of which are listed in memory before the first: some 2 GB
 PACKED = 64  # batches that are packed together
 SLOT_COST = 4  # cost of a slot at one depth, in context positions: by FLOPs 4.5 to 9.8, depending on the recipe
 
@@ -75,10 +79,15 @@ def schedule(
     max_steps: int | None,
     windows: Sequence[range] | None = None,
 ) -> list[list[int]]:
-    """Return every global batch of a run, in order: item i is what optimizer step i+1 trains on."""
+    """Return every global batch of a run, in order: item i is what optimizer step i+1 trains on. UserError for more
+    than MOST_STEPS."""
     batches: list[list[int]] = []
     for epoch in range(epochs):
         batches += global_batches(lengths, batch_tokens, seed, epoch, windows)
+        if not epoch and (steps := min(len(batches) * epochs, max_steps or math.inf)) > MOST_STEPS:
+            raise UserError(
+                f"train.epochs={epochs} is {steps:,} steps, and {MOST_STEPS:,} at most: set train.max_steps"
+            )
         if max_steps is not None and len(batches) >= max_steps:
             return batches[:max_steps]
     return batches

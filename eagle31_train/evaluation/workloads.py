@@ -19,7 +19,7 @@ from eagle31_train.evaluation.trajectories import digest
 from eagle31_train.provenance import LAYOUTS
 from eagle31_train.rows import samples
 from eagle31_train.rows.files import find_files
-from eagle31_train.targets.chat import ChatTemplate
+from eagle31_train.targets.chat import ChatTemplate, rendered_otherwise
 from eagle31_train.targets.description import describe_target
 
 HELDOUT = "heldout"
@@ -70,6 +70,8 @@ def workloads(
     """
     options, perturbations, template = config.evaluate, _perturbations(config), ChatTemplate.load(config.target)
     template.check_rows(config.target, describe_target(config.target).vocab_size)
+    if change := rendered_otherwise(template, data):
+        caveats = [*caveats, f"the target renders prompts otherwise than those of training ({change})"]
     # From the manifest: `datasets` saves an empty split and then cannot load it.
     splits = {name for name, split in data["splits"].items() if split["conversations"]}
     dataset = config.data_folder / "dataset"

@@ -4,6 +4,7 @@ back into messages."""
 import json
 import logging
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -271,6 +272,17 @@ class ChatTemplate:
             # In plain text beside the hash: it is the likeliest difference between two runs of one target.
             **({"template_args": self.template_args} if self.template_args else {}),
         }
+
+
+def rendered_otherwise(template: ChatTemplate, data: Mapping[str, Any]) -> str:
+    """Return how a target's chat template, its variables and its end tokens differ from those that stage 1's manifest
+    `data` records, or "". The tokenizer is compared elsewhere: its hash depends on transformers' version."""
+    made, names = data.get("inputs", {}), ("template", "tools_template", "template_args")
+    if "template" not in made:
+        return ""
+    there, here = ({name: one[name] for name in names if name in one} for one in (made, template.fingerprints()))
+    ends = {"end_ids": template.end_ids}
+    return artifacts.describe_change({**there, **{name: data[name] for name in ends if name in data}}, {**here, **ends})
 
 
 def _plain(messages: list[Message], verbatim: bool = False) -> list[Message]:

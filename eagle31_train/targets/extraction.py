@@ -11,6 +11,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -19,13 +20,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eagle31_train import provenance
+from eagle31_train.common import artifacts
 from eagle31_train.common.background import Background
 from eagle31_train.common.console import Progress, is_main, note, rank, ranks, refuse_lone_process
 from eagle31_train.common.errors import UserError
 from eagle31_train.common.locks import alone
 from eagle31_train.common.transfers import each_tensor, to_device, to_host
 from eagle31_train.common.units import byte_count
-from eagle31_train.config import Config
+from eagle31_train.config import ANSWERED, Config
 from eagle31_train.model import vocab
 from eagle31_train.provenance import Provenance
 from eagle31_train.rows import samples
@@ -34,6 +36,7 @@ from eagle31_train.store.codec import encode
 from eagle31_train.store.document import Document
 from eagle31_train.store.format import TARGET, Line
 from eagle31_train.store.shard_plan import SPLITS, PlannedShard, Shape
+from eagle31_train.targets.chat import ChatTemplate, rendered_otherwise
 from eagle31_train.targets.description import changed_since, describe_target
 from eagle31_train.targets.fidelity import Figures, Gate, report
 from eagle31_train.targets.hf import Engine, check_length, load_engine
@@ -93,6 +96,8 @@ def _extract(
             f"extract: WARNING: {config.data_folder} was made with another config.json of the target, from which the "
             f"drafter will be derived ({change}): run `eagle31 data` again"
         )
+    if is_main():
+        _tell_of_other_answers(config, data)
     masks = {split: samples.column(splits[split], "loss_mask") for split in SPLITS}
     plan = make_plan(masks, config.extract.shard_tokens, shape_of(states))
     check_length(engine, max((length for lengths in plan.lengths.values() for length in lengths), default=0))
@@ -120,6 +125,25 @@ def _extract(
         note(f"extract: extract.part={config.extract.part} is done; part 0 finishes {storage.location}")
     elif is_main():
         note(f"extract: the training that follows {storage.location} needs no more of it: stopped, unfinished")
+
+
+def _tell_of_other_answers(config: Config, data: dict[str, Any]) -> None:
+    """Warn if the target has changed since stage 1: its chat template or end tokens, or the weights that answered."""
+    folder, target = config.data_folder, config.target
+    again = "run `eagle31 data` for this one, or give the target of the data"
+    if data.get("vocabulary") and (change := rendered_otherwise(ChatTemplate.load(target), data)):
+        note(f"extract: WARNING: {folder} was rendered otherwise than {target.name} does it now ({change}): {again}")
+    record = folder.parent / Path(ANSWERED).with_suffix(".manifest.json")
+    if not record.is_file():
+        return
+    answers = artifacts.read_json(record, provenance.DATA)
+    wrote, sha256 = answers.get("inputs", {}), answers.get("files", {}).get(ANSWERED, {}).get("sha256")
+    weights = wrote.get("weights")  # None for a server's, known by its name alone
+    of_these = wrote.get("target") == target.name and data["inputs"].get("sources") == [[ANSWERED, sha256]]
+    if weights and of_these and weights != artifacts.weights_fingerprint(target.path):
+        note(
+            f"extract: WARNING: {target.name} has other weights, or another config.json, than when it answered: {again}"
+        )
 
 
 def _finish(writer: StoreWriter, lines: Sequence[Line], draft_tokens: NDArray, began: float) -> None:

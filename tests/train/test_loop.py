@@ -66,6 +66,23 @@ def test_a_store_of_other_data_is_refused(new_run, given):
     assert not run.train.exists()
 
 
+def test_options_that_data_and_store_were_not_made_with_are_told_and_not_recorded(new_run, capsys):
+    run = new_run()
+    file = run.folder / "run" / "data" / "manifest.json"
+    manifest = json.loads(file.read_text())
+    made = {"max_length": 64, "heldout": 0.5, "draft_vocab_size": None}
+    file.write_text(json.dumps({**manifest, "inputs": {**manifest["inputs"], **made}}))
+    same = [f"data.{name}={json.dumps(value)}" for name, value in made.items()]
+    run.fit(*TWO, *same)
+    assert "is used as it was made" not in capsys.readouterr().out
+    run.fit(*TWO, *same, "data.draft_vocab_size=20", "store.last_codec=fp8", "overwrite=true")
+    said, saved = capsys.readouterr().out, (run.train / "config.yaml").read_text()
+    assert "data is used as it was made (data.draft_vocab_size: null there, 20 here)" in said
+    assert "store is used as it was made (store.last_codec:" in said
+    assert "draft_vocab_size: null" in saved
+    assert "last_codec: fp8" not in saved
+
+
 def test_step_weights_are_gamma_to_the_k_over_the_count():
     weights = step_weights(torch.tensor([10, 4, 0, 1]), 0.5)
     assert weights.dtype == torch.float32

@@ -16,7 +16,7 @@ from planting import replaced, watched
 from whole import Whole
 
 from eagle31_train.common import order
-from eagle31_train.common.errors import Stopped
+from eagle31_train.common.errors import Stopped, UserError
 from eagle31_train.common.order import PACKED, global_batches, schedule, share
 from eagle31_train.config import TrainConfig
 from eagle31_train.model import batch as batch_module
@@ -73,6 +73,11 @@ def test_the_schedule_is_the_epochs_in_turn_cut_at_max_steps():
     assert schedule(lengths, 20, 3, 3, 7) == every[:7]
     assert schedule(lengths, 20, 3, 3, 100) == every
     assert schedule(lengths, 20, 3, 1, 9) == epochs[0]
+    with pytest.raises(
+        UserError, match=r"train.epochs=1000000000 is [0-9,]+ steps, and 10,000,000 at most: set train."
+    ):
+        schedule(lengths, 20, 3, 10**9, None)
+    assert schedule(lengths, 20, 3, 10**9, 7) == every[:7]
 
 
 @given(LENGTHS, st.integers(1, 9))
