@@ -20,6 +20,7 @@ from eagle31_train.targets.markup import CLOSE, EMPTY_THOUGHT, OPEN, apart
 from eagle31_train.targets.pretrained import end_ids, load_tokenizer
 
 NOT_FOR_TEMPLATES = {"finish_reason", "tokens", "token_ids", "weight"}
+SWITCHES = ("true", "false", "yes", "no", "on", "off")  # as a command line may spell them
 VARIANTS = 64  # how many are cached at most, each with its own view of the tokenizer
 MARK = "the-{}-says"  # placeholder for a message, to see what the template puts around it
 
@@ -87,6 +88,9 @@ class ChatTemplate:
         loaded = cls(tokenizer, end_ids(tokenizer, target), template, target.template_args, with_tools, target.name)
         if unread := loaded.unread(target.template_args):  # it would be recorded, but change nothing
             raise UserError(f"the target's chat template does not read target.template_args.{unread[0]}: remove it")
+        if (name := loaded.switch_as_text(target.template_args)) is not None:
+            value = target.template_args[name]
+            raise UserError(f"target.template_args.{name}={value} is text, which counts as true: set it to true or false")
         return loaded
 
     @cached_property

@@ -10,6 +10,7 @@ import importlib.util
 import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -131,8 +132,11 @@ def _tell_of_other_answers(config: Config, data: dict[str, Any]) -> None:
     """Warn if the target has changed since stage 1: its chat template or end tokens, or the weights that answered."""
     folder, target = config.data_folder, config.target
     again = "run `eagle31 data` for this one, or give the target of the data"
-    if data.get("vocabulary") and (change := rendered_otherwise(ChatTemplate.load(target), data)):
-        note(f"extract: WARNING: {folder} was rendered otherwise than {target.name} does it now ({change}): {again}")
+    with suppress(UserError):  # a target without a template, which has none to compare
+        if data.get("vocabulary") and (change := rendered_otherwise(ChatTemplate.load(target), data)):
+            note(
+                f"extract: WARNING: {folder} was rendered otherwise than {target.name} does it now ({change}): {again}"
+            )
     record = folder.parent / Path(ANSWERED).with_suffix(".manifest.json")
     if not record.is_file():
         return

@@ -11,6 +11,7 @@ from made import message_of
 from pipeline import AUX, LENGTHS, VOCAB, contents, save_quietly, tiny_config, tiny_llama, write_data
 from talking import whole_words
 
+from eagle31_train.common.artifacts import fingerprint, weights_fingerprint
 from eagle31_train.store import Store
 from eagle31_train.store.document import Document
 from eagle31_train.targets import extraction as stage
@@ -102,12 +103,12 @@ def test_a_good_store_is_not_replaced_where_data_dir_or_the_targets_weights_may_
     assert "target.weights: " in message
 
 
-def give_words(folder, swapped=False):
+def give_words(folder, swapped=False, **more):
     """A tokenizer in folder/target, two of its words swapped or not; what stage 1 records of it."""
     words = ["<unk>", "one", "two", *(f"word{i}" for i in range(3, VOCAB))]
     if swapped:
         words[1:3] = reversed(words[1:3])
-    tokenizer = whole_words(words)
+    tokenizer = whole_words(words, **more)
     tokenizer.save_pretrained(folder / "target")
     return vocabulary_fingerprint(tokenizer)
 
@@ -132,6 +133,28 @@ def test_data_of_a_target_of_another_config_is_told_of(run, capsys):
         extract(tiny_config(run, f"store_dir={run / str(theta)}"))
         change = f"(rope_theta: 777.0 there, {described['rope_theta']} here): run `eagle31 data` again"
         assert (change in capsys.readouterr().out) == told
+
+
+@pytest.mark.parametrize("changed", ["nothing", "template", "weights"])
+def test_a_target_that_changed_since_stage_1_is_told_of(run, capsys, changed):
+    """Its states are of other prompts than it will see, or of answers that it would not write."""
+    text = "{{ messages[0]['content'] }}"
+    words = {"vocabulary": give_words(run, chat_template=text), "end_ids": [2]}
+    manifest = json.loads((run / "run" / "data" / "manifest.json").read_text())
+    made = {**manifest["inputs"], "template": fingerprint(text), "sources": [["conversations.jsonl", "of these"]]}
+    record(run, inputs=made, **words)
+    wrote = {"target": "target", "weights": weights_fingerprint(str(run / "target"))}
+    answers = {"inputs": wrote, "files": {"conversations.jsonl": {"sha256": "of these"}}}
+    (run / "run" / "conversations.manifest.json").write_text(json.dumps(answers))
+    if changed == "template":
+        give_words(run, chat_template=f"{text}!")
+    elif changed == "weights":
+        save_quietly(tiny_llama(seed=1), run / "target")
+    extract(tiny_config(run))
+    said = capsys.readouterr().out
+    told = "was rendered otherwise than target does it now (template: "
+    assert (told in said) == ("rendered otherwise" in said) == (changed == "template")
+    assert ("target has other weights, or another config.json, than when it answered" in said) == (changed == "weights")
 
 
 def test_each_kind_of_state_has_its_own_codec_and_bytes_are_counted(run):

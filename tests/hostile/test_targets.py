@@ -178,6 +178,15 @@ def test_a_processors_template_is_read_where_the_tokenizer_has_none(template_fil
             chat_template.templates_of(template_file(other), TOKENIZER)
 
 
+def test_a_switch_given_as_text_is_refused_unless_the_template_compares_with_that_text(template_file):
+    config = template_file("{% if thinking %}hm{% endif %}{{ 'x' if mode == 'off' }}")
+    for name, value in [("thinking", "no"), ("thinking", "False"), ("mode", "on")]:
+        with pytest.raises(UserError, match=rf"template_args\.{name}={value} is text, .*: give true or false"):
+            ChatTemplate.load(replace(config, template_args={name: value}))
+    for args in ({"mode": "off"}, {"thinking": False}, {"thinking": "high"}):
+        ChatTemplate.load(replace(config, template_args=args))
+
+
 def test_a_template_without_end_is_refused_under_a_lower_limit_of_memory(template_file, monkeypatch):
     there = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     monkeypatch.setattr(resource, "getrlimit", lambda _: (there + 2**24, there + 2**24))  # `ulimit -v`
