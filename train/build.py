@@ -59,7 +59,7 @@ def as_made(config: Config, data: dict[str, Any], store: Store) -> Config:
         given = getattr(config, section)
         here = {name: getattr(given, name) for name in values}
         if change := artifacts.describe_change(values, here, f"{section}."):
-            say(f"train: {where} is used as it was made ({change}): other options of it need another one")
+            say(f"train: {where} was made with other options, which hold ({change}): make it again to change them")
         config = replace(config, **{section: replace(given, **values)})
     return config
 

@@ -86,7 +86,7 @@ def schedule(
         batches += global_batches(lengths, batch_tokens, seed, epoch, windows)
         if not epoch and (steps := min(len(batches) * epochs, max_steps or math.inf)) > MOST_STEPS:
             raise UserError(
-                f"train.epochs={epochs} is {steps:,} steps, and {MOST_STEPS:,} at most: set train.max_steps"
+                f"train.epochs={epochs} makes {steps:,} steps, more than {MOST_STEPS:,}: set train.max_steps"
             )
         if max_steps is not None and len(batches) >= max_steps:
             return batches[:max_steps]

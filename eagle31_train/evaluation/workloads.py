@@ -71,7 +71,7 @@ def workloads(
     options, perturbations, template = config.evaluate, _perturbations(config), ChatTemplate.load(config.target)
     template.check_rows(config.target, describe_target(config.target).vocab_size)
     if change := rendered_otherwise(template, data):
-        caveats = [*caveats, f"the target renders prompts otherwise than those of training ({change})"]
+        caveats = [*caveats, f"the target's chat template is not that of the training data ({change})"]
     # From the manifest: `datasets` saves an empty split and then cannot load it.
     splits = {name for name, split in data["splits"].items() if split["conversations"]}
     dataset = config.data_folder / "dataset"

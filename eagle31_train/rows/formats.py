@@ -37,6 +37,8 @@ PASSED_ON = {"name": str, "tool_call_id": str, "finish_reason": str, "tokens": i
 TEXT_PARTS = ("text", "input_text", "output_text")
 # Beside the text, of a row or of a turn: their part of the prompt would be lost.
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+# Other names of finish_reason "length": those of Anthropic, Gemini and Mistral, a filter's and an aborted request's.
+CUT = ("max_tokens", "model_length", "content_filter", "abort")
 NOT_LEARNT = ("train", "loss")  # axolotl's and ms-swift's names for OpenAI's weight 0, if false
 TEMPLATE = "template_fingerprint"
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names in use for the thought before an answer
@@ -88,7 +90,7 @@ def parse(value: Any, form: str, where: str, default_id: str) -> Row:
         row.messages = messages_of(value, form_here)
         row.tools = tools_of(value.get("tools"))
         if row.tools is None and isinstance(old := value.get("functions"), list) and any(map(_is_function, old)):
-            raise Refused("functions, of OpenAI's API before tools")
+            raise Refused("functions, which OpenAI's API has replaced with tools")
         row.template_args = template_args(value.get(TEMPLATE_ARGS))
         check_text([row.messages, row.tools, row.template_args])
     except KeyError as error:
@@ -99,7 +101,7 @@ def parse(value: Any, form: str, where: str, default_id: str) -> Row:
     if not row.messages:
         row.problem = "no messages"
     elif isinstance(reason := value.get("finish_reason"), str) and row.messages[-1]["role"] == "assistant":
-        row.messages[-1].setdefault("finish_reason", reason)
+        row.messages[-1].setdefault("finish_reason", _reason(reason))
     return row
 
 
@@ -171,6 +173,10 @@ def messages_of(value: dict[str, Any], form: str) -> list[Message]:
         if not isinstance(value["turns"], list):
             raise Refused("turns is not a list")
         messages = [_message("user", turn, {}) for turn in value["turns"]]
+    thought = next((value[key] for key in THOUGHTS if value.get(key)), None)
+    answered = messages and messages[-1]["role"] == "assistant"
+    if form in ("alpaca", "prompt") and answered and isinstance(thought, str):
+        messages[-1].setdefault("reasoning_content", thought)
     if (system := value.get("system") or _text_of(value, "system")) and messages and messages[0]["role"] != "system":
         messages.insert(0, _message("system", system, {}))
     return messages
@@ -181,18 +187,18 @@ def _history(value: Any) -> list[Message]:
     try:
         pairs = foreign.parse_json(value.strip() or "[]") if isinstance(value, str) else value
     except ValueError:
-        raise Refused("history is no JSON") from None
+        raise Refused("history is not JSON") from None
     if not pairs:
         return []
     if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
-        raise Refused("history is no list of pairs of question and answer")
+        raise Refused("history is not a list of [question, answer] pairs")
     return [_message(role, said, {}) for pair in pairs for role, said in zip(("user", "assistant"), pair, strict=True)]
 
 
 def check_media(value: dict[str, Any], where: str = "a row") -> None:
     """Refuse what comes with pictures or sound, of which its text is only a part."""
     if media := [key for key in MEDIA if value.get(key) not in (None, "", "[]", [], {})]:
-        raise Refused(f"{where} with {media[0]}, and only text is read")
+        raise Refused(f"{where} with {media[0]}, but eagle31 reads only text")
 
 
 def _prompt_and_answer(prompt: Any, answer: Any) -> list[Message]:
@@ -229,9 +235,11 @@ def _message(role: Any, content: Any, extra: dict[str, Any]) -> Message:
     message |= {key: extra[key] for key in PASSED_ON if extra.get(key) is not None}
     check_media(extra, "a turn")
     if extra.get("channel") not in (None, "", "final"):  # harmony's: such a turn is a part of an answer
-        raise Refused(f"a turn of channel {extra['channel']}: give thoughts as reasoning_content of the answer")
+        raise Refused(f"a turn of channel {extra['channel']}: put thoughts into the answer's reasoning_content")
     if wrong := [key for key, kind in PASSED_ON.items() if not isinstance(message.get(key, kind()), kind)]:
         raise Refused(f"{wrong[0]} of a turn is not {'a number' if wrong[0] == 'tokens' else 'text'}")
+    if "finish_reason" in message:
+        message["finish_reason"] = _reason(message["finish_reason"])
     if message["role"] == "assistant":
         if extra.get("function_call"):
             raise Refused("a function_call, which OpenAI's API has replaced with tool_calls")
@@ -251,6 +259,11 @@ def _message(role: Any, content: Any, extra: dict[str, Any]) -> Message:
     if not isinstance(message["content"], str):
         raise Refused(f"a {role} turn without text")
     return message
+
+
+def _reason(given: str) -> str:
+    """Return why an answer ended: "length" if it was cut off, under any of its names."""
+    return "length" if given.lower() in CUT else given
 
 
 def is_learnt(message: Message) -> bool:

@@ -89,8 +89,8 @@ class ChatTemplate:
         if unread := loaded.unread(target.template_args):  # it would be recorded, but change nothing
             raise UserError(f"the target's chat template does not read target.template_args.{unread[0]}: remove it")
         if (name := loaded.switch_as_text(target.template_args)) is not None:
-            value = target.template_args[name]
-            raise UserError(f"target.template_args.{name}={value} is text, which counts as true: set it to true or false")
+            given = f"target.template_args.{name}={target.template_args[name]}"
+            raise UserError(f"{given} is text, which counts as true: set it to true or false")
         return loaded
 
     @cached_property
@@ -101,14 +101,24 @@ class ChatTemplate:
         """Return the variables that the template does not read."""
         return [name for name in args if name not in self._words]
 
+    def switch_as_text(self, args: dict[str, Any]) -> str | None:
+        """Return a variable that is true or false as text: it counts as true unless the template compares it."""
+        for name, value in args.items():
+            spelt = isinstance(value, str) and value.lower() in SWITCHES
+            if spelt and not re.search(rf"""['"]{value}['"]""", f"{self.template}{self.tools_template}"):
+                return name
+        return None
+
     def under(self, args: dict[str, Any]) -> "ChatTemplate":
         """Return this template with further variables, which a row may set for itself. Variables that the template
-        does not read are ignored."""
+        does not read are ignored. Refused for a switch given as text."""
         known = {name: value for name, value in args.items() if name in self._words}
         if not known:
             return self
         key = json.dumps(known, sort_keys=True)
         if key not in self._variants:
+            if (name := self.switch_as_text(known)) is not None:
+                raise Refused(f"{name}={known[name]!r} is text, which counts as true: write true or false")
             if len(self._variants) == VARIANTS:  # e.g. every row has its own date
                 self._variants.clear()
             self._variants[key] = replace(self, template_args={**self.template_args, **known})

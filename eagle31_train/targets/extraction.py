@@ -131,12 +131,10 @@ def _extract(
 def _tell_of_other_answers(config: Config, data: dict[str, Any]) -> None:
     """Warn if the target has changed since stage 1: its chat template or end tokens, or the weights that answered."""
     folder, target = config.data_folder, config.target
-    again = "run `eagle31 data` for this one, or give the target of the data"
+    again = "run `eagle31 data` again, or use the target of the data"
     with suppress(UserError):  # a target without a template, which has none to compare
         if data.get("vocabulary") and (change := rendered_otherwise(ChatTemplate.load(target), data)):
-            note(
-                f"extract: WARNING: {folder} was rendered otherwise than {target.name} does it now ({change}): {again}"
-            )
+            note(f"extract: WARNING: {folder} was made with another chat template of {target.name} ({change}): {again}")
     record = folder.parent / Path(ANSWERED).with_suffix(".manifest.json")
     if not record.is_file():
         return
@@ -145,9 +143,7 @@ def _tell_of_other_answers(config: Config, data: dict[str, Any]) -> None:
     weights = wrote.get("weights")  # None for a server's, known by its name alone
     of_these = wrote.get("target") == target.name and data["inputs"].get("sources") == [[ANSWERED, sha256]]
     if weights and of_these and weights != artifacts.weights_fingerprint(target.path):
-        note(
-            f"extract: WARNING: {target.name} has other weights, or another config.json, than when it answered: {again}"
-        )
+        note(f"extract: WARNING: the weights or config.json of {target.name} have changed since it answered: {again}")
 
 
 def _finish(writer: StoreWriter, lines: Sequence[Line], draft_tokens: NDArray, began: float) -> None:

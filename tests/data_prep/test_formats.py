@@ -44,6 +44,14 @@ FORMATS = [
     ("prompt", {"prompt": ASKED, "completion": ANSWERED[1:]}, ANSWERED),
     ("prompt", {"system_prompt": "be brief", "question": "hi", "response": "yes"}, [SYSTEM, *ANSWERED]),
     ("prompt", {"question": "hi", "answer": "yes"}, ANSWERED),
+    # The thought before an answer, in a column of its own.
+    ("prompt", {"prompt": "hi", "thinking": "hm", "response": "yes"}, [*ASKED, says("yes", reasoning_content="hm")]),
+    (
+        "alpaca",
+        {"instruction": "hi", "reasoning": "hm", "output": "yes"},
+        [*ASKED, says("yes", reasoning_content="hm")],
+    ),
+    ("prompt", {"prompt": "hi", "reasoning": "hm"}, ASKED),
     ("prompt", {"question": "", "answer": "yes"}, [{"role": "user", "content": ""}, ANSWERED[1]]),
     ("sharegpt", {"conversation": ANSWERED, "conversations": None}, ANSWERED),
     # What was read before aliases were is read as it was.
@@ -150,12 +158,15 @@ def test_what_would_lose_a_part_of_the_prompt_or_the_answer_is_no_known_format(v
             "tool_calls is not a list of calls with function.name",
         ),
         ({"messages": [says("a", weight=0.5)]}, "weight of a turn is neither 0 nor 1"),
-        ({"messages": ANSWERED, "images": ["a.png"]}, "a row with images, and only text is read"),
-        ({"messages": [{**ASKED[0], "images": ["a.png"]}]}, "a turn with images, and only text is read"),
+        ({"messages": ANSWERED, "images": ["a.png"]}, "a row with images, but"),
+        ({"messages": [{**ASKED[0], "images": ["a.png"]}]}, "a turn with images, but"),
         ({"messages": [*ASKED, says("hm", channel="analysis"), says("yes", channel="final")]}, "a turn of channel"),
-        ({"messages": ASKED, "functions": [{"name": "f", "parameters": {}}]}, "functions, of OpenAI's API before"),
-        ({"instruction": "hi", "output": "yes", "history": ["a", "b"]}, "history is no list of pairs"),
-        ({"instruction": "hi", "output": "yes", "history": "earlier"}, "history is no JSON"),
+        (
+            {"messages": ASKED, "functions": [{"name": "f", "parameters": {}}]},
+            "functions, which OpenAI's API has replaced",
+        ),
+        ({"instruction": "hi", "output": "yes", "history": ["a", "b"]}, "history is not a list of [question, answer]"),
+        ({"instruction": "hi", "output": "yes", "history": "earlier"}, "history is not JSON"),
         ({"messages": ASKED, "tools": [{"name": "f"}]}, "tools is not a list of tools with function.name"),
         *(
             ({"input_ids": ids, "loss_mask": mask, "conversations": ANSWERED}, problem)
@@ -244,5 +255,7 @@ def test_what_a_message_says_goes_before_what_its_row_says():
         assert row(ASKED, **{name: "be brief"}).messages == [SYSTEM, *ASKED]
     cut = {**ANSWERED[1], "finish_reason": "length"}
     assert row([*ASKED, cut], finish_reason="stop").messages[-1] == cut
-    assert row(ANSWERED, finish_reason="length").messages[-1] == cut
+    for reason in ("length", "MAX_TOKENS", "content_filter"):  # Gemini's name; the beginning alone came through
+        assert row(ANSWERED, finish_reason=reason).messages[-1] == cut
+        assert row([*ASKED, {**ANSWERED[1], "finish_reason": reason}]).messages[-1] == cut
     assert row(ASKED, finish_reason="stop").messages == ASKED

@@ -152,9 +152,9 @@ def test_a_target_that_changed_since_stage_1_is_told_of(run, capsys, changed):
         save_quietly(tiny_llama(seed=1), run / "target")
     extract(tiny_config(run))
     said = capsys.readouterr().out
-    told = "was rendered otherwise than target does it now (template: "
-    assert (told in said) == ("rendered otherwise" in said) == (changed == "template")
-    assert ("target has other weights, or another config.json, than when it answered" in said) == (changed == "weights")
+    told = "was made with another chat template of target (template: "
+    assert (told in said) == ("another chat template" in said) == (changed == "template")
+    assert ("the weights or config.json of target have changed since it answered" in said) == (changed == "weights")
 
 
 def test_each_kind_of_state_has_its_own_codec_and_bytes_are_counted(run):

@@ -181,8 +181,10 @@ def test_a_processors_template_is_read_where_the_tokenizer_has_none(template_fil
 def test_a_switch_given_as_text_is_refused_unless_the_template_compares_with_that_text(template_file):
     config = template_file("{% if thinking %}hm{% endif %}{{ 'x' if mode == 'off' }}")
     for name, value in [("thinking", "no"), ("thinking", "False"), ("mode", "on")]:
-        with pytest.raises(UserError, match=rf"template_args\.{name}={value} is text, .*: give true or false"):
+        with pytest.raises(UserError, match=rf"template_args\.{name}={value} is text, .*: set it to true or false"):
             ChatTemplate.load(replace(config, template_args={name: value}))
+        with pytest.raises(Refused, match=f"{name}='{value}' is text"):  # a row's own
+            ChatTemplate.load(config).under({name: value})
     for args in ({"mode": "off"}, {"thinking": False}, {"thinking": "high"}):
         ChatTemplate.load(replace(config, template_args=args))
 

@@ -74,11 +74,11 @@ def test_options_that_data_and_store_were_not_made_with_are_told_and_not_recorde
     file.write_text(json.dumps({**manifest, "inputs": {**manifest["inputs"], **made}}))
     same = [f"data.{name}={json.dumps(value)}" for name, value in made.items()]
     run.fit(*TWO, *same)
-    assert "is used as it was made" not in capsys.readouterr().out
+    assert "was made with other options" not in capsys.readouterr().out
     run.fit(*TWO, *same, "data.draft_vocab_size=20", "store.last_codec=fp8", "overwrite=true")
     said, saved = capsys.readouterr().out, (run.train / "config.yaml").read_text()
-    assert "data is used as it was made (data.draft_vocab_size: null there, 20 here)" in said
-    assert "store is used as it was made (store.last_codec:" in said
+    assert "data was made with other options, which hold (data.draft_vocab_size: null there, 20 here)" in said
+    assert "store was made with other options, which hold (store.last_codec:" in said
     assert "draft_vocab_size: null" in saved
     assert "last_codec: fp8" not in saved
 
