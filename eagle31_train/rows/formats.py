@@ -91,6 +91,8 @@ def parse(value: Any, form: str, where: str, default_id: str) -> Row:
         row.tools = tools_of(value.get("tools"))
         if row.tools is None and isinstance(old := value.get("functions"), list) and any(map(_is_function, old)):
             raise Refused("functions, which OpenAI's API has replaced with tools")
+        if form_here == "messages" and isinstance(value.get("documents"), list) and value["documents"]:
+            raise Refused(f"documents beside the messages: put them into {TEMPLATE_ARGS}")
         row.template_args = template_args(value.get(TEMPLATE_ARGS))
         check_text([row.messages, row.tools, row.template_args])
     except KeyError as error:

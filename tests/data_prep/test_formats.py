@@ -159,6 +159,7 @@ def test_what_would_lose_a_part_of_the_prompt_or_the_answer_is_no_known_format(v
         ),
         ({"messages": [says("a", weight=0.5)]}, "weight of a turn is neither 0 nor 1"),
         ({"messages": ANSWERED, "images": ["a.png"]}, "a row with images, but"),
+        ({"messages": ANSWERED, "documents": [{"text": "a"}]}, "documents beside the messages: put them into chat_"),
         ({"messages": [{**ASKED[0], "images": ["a.png"]}]}, "a turn with images, but"),
         ({"messages": [*ASKED, says("hm", channel="analysis"), says("yes", channel="final")]}, "a turn of channel"),
         (
