@@ -1,5 +1,6 @@
 """Builds what is trained from a configuration and a store: shape, drafter, teacher, objective."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -49,7 +50,7 @@ def as_made(config: Config, data: dict[str, Any], store: Store) -> Config:
     changes nothing here, and the run's record would claim that it had. data: stage 1's manifest."""
     made, codecs = data["inputs"], store.inputs.get("codecs", {})
     names = [name for name in OF_DATA if name in made]
-    if made.get("draft_vocab_size") is None and (config.data.draft_vocab_size or 0) >= made["vocab_size"]:
+    if made.get("draft_vocab_size") is None and (config.data.draft_vocab_size or 0) >= made.get("vocab_size", math.inf):
         names = [name for name in names if name != "draft_vocab_size"]  # all tokens, by either
     sections = {
         "data": ({name: made[name] for name in names}, config.data_folder),

@@ -81,7 +81,11 @@ def overrides(config: Config) -> list[str]:
 
 
 def _from(recipe: str, config: Config) -> list[str]:
-    wanted, base = _values(config), {**_base(recipe), "run_dir": f"runs/{config.name}"}
+    wanted, plain = _values(config), _base(recipe)
+    given = [key for key in compose.GIVES_DATA if wanted[key] and wanted[key] != plain[key]]
+    # What follows from the data is the base's, too, if it has the same data.
+    base = {**_base(recipe, tuple(f"{key}={_hydra(wanted[key])}" for key in given)), "run_dir": f"runs/{config.name}"}
+    base |= {key: plain[key] for key in given}
     changed = [key for key in wanted if wanted[key] != base[key] and key not in _NOT_THE_RECIPE]
     shown = [key for key in changed if not key.endswith("_dir") or not Path(wanted[key] or "").is_absolute()]
     words = [f"+experiment={recipe}"]
@@ -95,9 +99,9 @@ def _from(recipe: str, config: Config) -> list[str]:
 
 
 @cache
-def _base(recipe: str) -> dict[str, Any]:
-    """Return the options of a recipe, with `none` for a target and a name that it leaves open."""
-    start = [f"+experiment={recipe}"]
+def _base(recipe: str, data: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return the options of a recipe with some data, with `none` for a target and a name that it leaves open."""
+    start = [f"+experiment={recipe}", *data]
     try:
         config = compose.load_config(start, resolve=False)
     except UserError:

@@ -72,7 +72,7 @@ def test_what_is_served_is_the_export_on_prompts_that_training_was_not_measured_
     assert len(prompts) == serving["prompts"] == 3
     assert tuple(first) not in prompts
     assert "was trained for unquantized, but target.path is " in serving["notes"][0]
-    assert serving["notes"][2].startswith("left out 1 (heldout-0): used to measure")
+    assert serving["notes"][-1].startswith("left out 1 (heldout-0): used to measure")
 
 
 def test_the_most_used_tokens_are_kept_and_score_as_before(run, model, capsys):

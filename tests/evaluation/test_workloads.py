@@ -155,7 +155,7 @@ def test_a_suite_of_other_fields_or_types_or_rows_is_refused_by_name(place):
     with pytest.raises(UserError, match=r"own.jsonl:2 is not a JSON object"):
         place.workloads(f"evaluate.suites.s.path={place.write('own.jsonl', {'prompt': 'hello'}, [1])}")
     for more in ({"images": ["a.png"]}, {"tools": [{"name": "weather"}]}):
-        with pytest.raises(UserError, match=r"own.jsonl:1 .*(only text is read|tools is no list)"):
+        with pytest.raises(UserError, match=r"own.jsonl:1 .*(eagle31 reads only text|tools is not a list)"):
             place.workloads(f"evaluate.prompts={place.write('own.jsonl', {'prompt': 'hello', **more})}")
     own = place.write("own.jsonl", {"prompt": "hello", "chat_template_kwargs": {"enable_thinking": False}})
     with pytest.raises(UserError, match=r"own.jsonl:1 cannot be rendered \(chat_template_kwargs is only for training"):

@@ -85,7 +85,7 @@ def test_the_card_repeats_the_training_and_not_the_exports_options(run):
     left_open = ["train.optimizer=muon", "train.lr=null", "train.weight_decay=null"]
     others = ["drafter.train_lm_head=true", "drafter.norm_before_residual=true", "drafter.rms_norm_eps=1e-6"]
     bounded = ["store.max_bytes=1GB", "store.follow=true"]  # which `eagle31 run` refuses
-    decisive = ["data.heldout=0.4", "seed=7", "store.last_codec=bf16", "regenerate=true"]
+    decisive = ["data.heldout=0.4", "seed=7", "store.last_codec=bf16", "data.conversations=c.jsonl"]
     then = complete(run.config(*left_open, *others, *bounded, *decisive), described)
     then = replace(then, train=replace(then.train, lr=None))  # as training records what was left open
     (run.folder / "train" / CONFIG).write_text(compose.to_yaml(then))
@@ -94,6 +94,7 @@ def test_the_card_repeats_the_training_and_not_the_exports_options(run):
     drafter = {f"drafter.{one}" for one in ("train_lm_head=true", "norm_before_residual=true", "rms_norm_eps=1e-06")}
     assert drafter | {*decisive, "evaluate.num_speculative_tokens=2"} <= set(repeat)
     assert not set(bounded) & set(repeat)
+    assert not [word for word in repeat if word.startswith(("regenerate", "data.prompts"))], "both follow from that"
     decided = ("drafter.intermediate_size", "train.lr", "train.weight_decay")
     assert not [word for word in repeat if word.startswith(decided) and not word.endswith("=null")]
 

@@ -49,7 +49,10 @@ def test_a_run_stopped_three_times_ends_bit_for_bit_the_same(new_run, whole, mor
     run = new_run()
     for begun, step in zip((0, *STOPS), STOPS, strict=False):
         told = calling("train.trainer.accumulate", tell, "after", step - begun - 1)
-        with told, pytest.raises(Stopped, match=f"stopped by SIGTERM: saved after step {step} of {SHORT}; the same"):
+        with (
+            told,
+            pytest.raises(Stopped, match=f"stopped by SIGTERM: saved after step {step} of {SHORT}; run the same"),
+        ):
             go_on(run, SHORT, *more)
         assert run.saved()[-1] == step
         assert not (run.train / "manifest.json").exists()
