@@ -189,6 +189,35 @@ def test_a_copy_that_is_not_the_file_is_fetched_again(fs, open_cache):
     assert fs.fetched == ["a"] * 3
 
 
+def test_what_another_fetched_before_space_was_reserved_is_not_fetched_again(fs, open_cache, monkeypatch):
+    storage, other = open_cache(300), open_cache(300)
+    locked = storage._locked
+
+    @contextmanager
+    def after_another():
+        other.local("a")
+        with locked():
+            yield
+
+    monkeypatch.setattr(storage, "_locked", after_another)
+    assert storage.local("a").read_bytes() == b"a" * 100
+    assert fs.fetched == ["a"]
+
+
+def test_a_file_that_was_made_again_is_fetched_as_it_is_now(fs, open_cache):
+    """Its size is known from before: after a copy was found damaged, or a fetch failed, it is asked for again."""
+    storage = open_cache(300)
+    storage.local("a")
+    fs.pipe_file("/store/a", b"x" * 50)
+    storage.forget("a")
+    assert storage.local("a").read_bytes() == b"x" * 50
+    storage.local("b")
+    fs.pipe_file("/store/b", b"y" * 50)
+    (storage.folder / "b").unlink()  # evicted
+    message_of(storage.local, "b")
+    assert storage.local("b").read_bytes() == b"y" * 50
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_prefetch_keeps_order_and_bound(fs, open_cache, processes):
     """Each process reads one file of a turn; this is the first one."""
