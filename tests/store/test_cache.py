@@ -15,7 +15,7 @@ from made import memory, message_of
 from planting import replaced
 
 from eagle31_train.common.errors import UserError
-from eagle31_train.store.backends import Use
+from eagle31_train.store.backends import Use, remote
 from eagle31_train.store.backends.cache import PART
 from eagle31_train.store.backends.remote import RemoteStorage
 
@@ -93,6 +93,16 @@ def test_the_longest_unused_leaves_first_whoever_fetched_it(fs, open_cache, tmp_
     two.local("e")
     assert copies(tmp_path) == ["c", "d", "e"]
     assert fs.fetched == ["a", "b", "c", "d", "e"]
+
+
+def test_a_file_that_was_long_in_coming_is_not_the_longest_unused(fs, open_cache, tmp_path):
+    storage = open_cache(200)
+    storage.local("a")
+    fs.watch = lambda: storage.local("a")
+    storage.local("b")
+    fs.watch = lambda: None
+    storage.local("c")
+    assert copies(tmp_path) == ["b", "c"]
 
 
 def test_what_is_built_for_upload_counts_and_what_a_kill_left_of_it_goes(fs, open_cache, tmp_path):
@@ -180,13 +190,14 @@ def test_what_another_process_begins_to_fetch_behind_a_finished_file_stays(open_
 def test_a_copy_that_is_not_the_file_is_fetched_again(fs, open_cache):
     storage = open_cache(300)
     path = storage.local("a")
-    path.write_bytes(b"half")
-    assert open_cache(300).local("a").read_bytes() == b"a" * 100
+    for other in (b"half", b"a" * 150):
+        path.write_bytes(other)
+        assert open_cache(300).local("a").read_bytes() == b"a" * 100
     path.write_bytes(b"x" * 100)
     assert storage.local("a").read_bytes() == b"x" * 100  # only a checksum could tell
     storage.forget("a")
     assert storage.local("a").read_bytes() == b"a" * 100
-    assert fs.fetched == ["a"] * 3
+    assert fs.fetched == ["a"] * 4
 
 
 def test_what_another_fetched_before_space_was_reserved_is_not_fetched_again(fs, open_cache, monkeypatch):
@@ -204,8 +215,9 @@ def test_what_another_fetched_before_space_was_reserved_is_not_fetched_again(fs,
     assert fs.fetched == ["a"]
 
 
-def test_a_file_that_was_made_again_is_fetched_as_it_is_now(fs, open_cache):
+def test_a_file_that_was_made_again_is_fetched_as_it_is_now(fs, open_cache, monkeypatch):
     """Its size is known from before: after a copy was found damaged, or a fetch failed, it is asked for again."""
+    monkeypatch.setattr(remote, "TRIES", 1)
     storage = open_cache(300)
     storage.local("a")
     fs.pipe_file("/store/a", b"x" * 50)
