@@ -83,6 +83,13 @@ def test_a_run_goes_on_with_the_lengths_of_its_answers_where_no_recipe_is_named(
     for words in ([], ["data.max_length=100"]):
         run(taken.append, "", ["target.path=away/from-here", "name=x", *words])
     assert [(one.data.generate.max_new_tokens, one.data.max_length) for one in taken] == [(64, 99), (64, 100)]
+    # Of data elsewhere; and where nothing is recorded of a target that cannot be read.
+    artifacts.write_json(Path("shared/manifest.json"), {"inputs": {"max_length": 77}})
+    artifacts.write_json(Path("runs/w/data/manifest.json"), {"inputs": {}})
+    for words in (["name=y", "data_dir=shared"], ["name=w"], ["name=z"]):
+        run(taken.append, "", ["target.path=away/from-here", *words])
+    lengths = [(one.data.generate.max_new_tokens, one.data.max_length) for one in taken[2:]]
+    assert lengths == [(320, 77), (320, 2048), (320, 2048)]
 
 
 NAMES = ["/tmp/ü (1)/a=b.jsonl", "天空/😀", "~x", "a~b", "[x]", "[1] x", "{a}", "{a: 1}", "it's", 'say "hi"', "'a'b"]

@@ -17,7 +17,16 @@ from eagle31_train.compose import load_config
 from eagle31_train.config import Config, DataConfig, DrafterConfig, EvaluateConfig, ExtractConfig, TargetConfig
 from eagle31_train.planning.inputs import count_parameters, weight_bytes
 from eagle31_train.targets import description
-from eagle31_train.targets.derive import complete, default_batch_tokens, default_weight_decay, derive, planned_drafter
+from eagle31_train.targets.derive import (
+    ANSWER,
+    WHOLE,
+    complete,
+    default_batch_tokens,
+    default_weight_decay,
+    derive,
+    planned_drafter,
+    room_for_thoughts,
+)
 from eagle31_train.targets.description import (
     NO_EAGLE3,
     NO_PARTS,
@@ -171,6 +180,29 @@ def test_given_options_stay_and_contradictions_are_named():
     linear = {"rope_type": "linear", "factor": 2}
     for given, taken in (({"beta_fast": 1.0}, {**GPT_OSS, "beta_fast": 1.0}), (linear, linear)):
         assert derive(DrafterConfig(rope_scaling=given), target)[0].rope_scaling == taken
+
+
+def test_room_for_thoughts_ends_where_the_targets_positions_do_and_takes_nothing_away():
+    target = describe_target(target_of("qwen3_8b"))
+
+    def room(positions, scaling=target.rope_scaling, **data):
+        known = replace(target, max_position_embeddings=positions, rope_scaling=scaling)
+        return room_for_thoughts(DataConfig(**data), known)
+
+    assert room(6144) == room(2048, {"rope_type": "linear", "factor": 3.0}) == {ANSWER: 4096, WHOLE: 6144}
+    assert room(6143) == {}
+    assert room(9000, max_length=9000) == {ANSWER: 4096, WHOLE: 9000}
+
+
+def test_of_a_part_of_a_shape_that_is_given_the_rest_follows():
+    narrow = derive(DrafterConfig(hidden_size=1024), describe_target(target_of("qwen3_8b")))[0]
+    assert (narrow.num_attention_heads, narrow.num_key_value_heads) == (32, 8)
+    assert narrow.head_dim is None, "the heads share its width"
+    latent = describe_target(target_of("deepseek_v3"))
+    assert derive(DrafterConfig(architecture="mla"), latent)[0].q_lora_rank == 1536
+    given = derive(DrafterConfig(architecture="mla", kv_lora_rank=256), latent)[0]
+    assert (given.kv_lora_rank, given.v_head_dim) == (256, 128)
+    assert given.q_lora_rank is None, "which means queries of full rank"
 
 
 def test_a_window_is_the_targets_where_every_layer_has_it():
