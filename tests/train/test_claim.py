@@ -83,6 +83,12 @@ def test_a_run_of_open_rates_goes_on_with_those_that_it_was_begun_with(new_run, 
     assert rates() == [rate / 2, 2 * decay, 512]
 
 
+@pytest.mark.parametrize(("processes", "waits"), [(1, False), (2, False), (3, True)])
+def test_steps_of_fewer_conversations_than_processes_are_told_of(capsys, processes, waits):
+    prepare.tell_of_waiting([[0], [1, 2, 3]], processes)
+    assert ("train.batch_tokens" in capsys.readouterr().out) == waits
+
+
 def test_an_export_of_the_training_that_was_replaced_is_named(new_run, capsys):
     run = new_run().fit(*SHORT)
     record, weights = run.manifest(), f"{run.manifest()['checkpoint']}/model.safetensors"
