@@ -62,8 +62,8 @@ def write_prompts(config: Config, template: ChatTemplate, own: OwnServer | None 
         note(f"prompts: {output} is up to date")
         return output
     with journal:
-        count = f"{options['count']:,} prompts itself"
-        note(f"prompts: the target writes {count} (data.prompts=self); data.prompts=FILE gives yours")
+        hint = "; set data.prompts=FILE to use yours" if config.data.prompts == SELF else ""
+        note(f"prompts: the target writes {options['count']:,} prompts itself{hint}")
         # The count changes none of the prompts: the journal's texts serve another count, too.
         fingerprint = artifacts.fingerprint({**settings, "count": None})
         writer = Writer(config, template, stop, journal, fingerprint, engine(config, template, own))

@@ -214,6 +214,7 @@ def _open_source(config: Config, where: str, value: Any, name: str = "") -> Sour
     for option in OF_HUB_SETS:
         if own.get(option) and not files[0].on_hub:
             of = where if name else "data"
-            raise UserError(f"{of}.{option}={own[option]} is only for hub data sets, not {where}={path}: remove it")
+            kind = f"{of}.{option}={own[option]} is only for hub data sets"
+            raise UserError(f"{kind}, not {where}={path}: remove {of}.{option}")
     # Via decimal text, so that 0.7 and 0.3 are exact.
     return Source(files, form, f"{where}={path}", name, Fraction(str(options.weight)))

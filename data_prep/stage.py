@@ -65,6 +65,9 @@ def prepare(config: Config) -> None:
     template = ChatTemplate.load(config.target)
     vocab_size = target.vocab_size
     template.check_fits(config.target, vocab_size)
+    if (name := template.switch_as_text(template.template_args)) is not None:
+        given = f"target.template_args.{name}={template.template_args[name]}"
+        raise UserError(f"{given} is text, which counts as true: set it to true or false")
     if config.regenerate:
         check_ends(template)
     # Refuse what no counts could satisfy, and no drafter could be made for, here and not after hours of answers.

@@ -444,7 +444,7 @@ def mla_widths(of: DrafterConfig | DrafterShape) -> tuple[int, int, int, int]:
     """Return MLA's widths: latent, key without position, key with position, value. UserError if one is missing."""
     if missing := [f"drafter.{name}" for name in MLA_WIDTHS if getattr(of, name) is None]:
         raise UserError(
-            f"drafter.architecture=mla needs {', '.join(missing)}, which only a target with MLA has: give them"
+            f"drafter.architecture=mla needs {', '.join(missing)}, which only a target with MLA has: set them"
         )
     latent, nope, rope, value = (getattr(of, name) for name in MLA_WIDTHS)
     return latent, nope, rope, value

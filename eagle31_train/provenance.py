@@ -22,8 +22,8 @@ LAYOUTS = {
     "embedded_target": 1,
     "toy_target": 1,
     "answers": 2,  # stage 1's; only recorded. 1 has no token ids; before that, blank prompts were answered, too
-    # Until 2026-11-30 cut text answers could end with white space of the template, too, and histories, pictures and
-    # channels of rows were left out.
+    # Until 2026-11-30 cut text answers could end with white space of the template, too; a row's history, thought,
+    # pictures, channels, functions and documents were left out, and its train, loss and names of "length" not read.
     "data": 2,
     "store": 2,
     "train": 3,

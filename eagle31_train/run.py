@@ -93,7 +93,9 @@ def check_inputs(config: Config, stages: list[str]) -> None:
     if "export" in stages:
         hub.check(config)
     if config.train.finish and "train" in stages and not any((config.train_folder / "checkpoints").glob("step-*")):
-        raise UserError(f"train.finish=true: {config.train_folder} has no checkpoint to finish with: remove it")
+        raise UserError(
+            f"train.finish=true needs a checkpoint, but {config.train_folder} has none: remove train.finish"
+        )
     recorded = (config.train_folder / "inputs.json").is_file()  # such a run goes on without its initial weights
     folders = [("train.init_from", config.train.init_from or ".")] * ("train" in stages and not recorded)
     folders += [("comparisons", one) for one in config.comparisons] * ("export" in stages)

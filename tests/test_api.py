@@ -125,7 +125,7 @@ def test_what_cannot_be_decoded_is_said(speculator):
         ({"role": "user", "content": "x"}, 3, 4, "not a mixture"),
         ([5.0], 3, 4, "not a mixture"),
         ([], 3, 4, "the prompt has no tokens"),
-        ([{"role": "user"}], 3, 4, "cannot be rendered: a user turn without text"),
+        ([{"role": "user"}], 3, 4, "cannot be rendered: a turn of role user without text"),
         ("\ud800", 3, 4, "cannot be rendered: "),
         (torch.tensor([[5], [6]]), 3, 4, "not a mixture"),
         ("why", 0, 4, "must be at least 1"),

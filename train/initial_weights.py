@@ -54,7 +54,7 @@ def open_source(config: Config, needed: bool = False) -> DrafterCheckpoint | Non
     )
     run = Path(config.run_dir)
     if (source.train or source.folder).resolve() in ((run / "train").resolve(), (run / "export").resolve()):
-        raise UserError(f"train.init_from={t.init_from} is this run's own folder: set another name=…, or remove it")
+        raise UserError(f"train.init_from={t.init_from} is this run's own folder: set another name=…, or unset it")
     return source
 
 

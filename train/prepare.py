@@ -307,7 +307,7 @@ def restore(config: Config, data: Inputs, accelerator: Accelerator, deadline: De
     kernels = choose_kernels(objective, t, accelerator.device)
     newest = launch.agreed(accelerator, lambda: checkpoint.newest(folder, fingerprint, note))
     if newest is None and t.finish:
-        raise UserError(f"train.finish=true: {folder} has no complete checkpoint to finish with: remove it")
+        raise UserError(f"train.finish=true needs a complete checkpoint, but {folder} has none: remove train.finish")
     if newest is None:
         if (source := initial_weights.open_source(config, needed=True)) is not None:
             initial_weights.refuse_other_kind(source, data.shape, data.store)

@@ -89,13 +89,13 @@ class DrafterCheckpoint:
             return cls._published(where, folder, folder.name, target_layers, counted)
         if revision is not None:
             raise UserError(
-                f"revision {revision} applies only to a repository of the hub, and {where} is not one: remove it"
+                f"revision {revision} applies only to repositories of the hub, unlike {where}: remove the revision"
             )
         if (folder / published.CONFIG).is_file():
             return cls._published(where, folder, None, target_layers, counted)
         if counted is not None:
             raise UserError(
-                f"{where}: @{counted} applies only to published drafters (a run knows its layers): remove it"
+                f"{where}: @{counted} applies only to published drafters (a run knows its layers): remove @{counted}"
             )
         if (folder / SHAPE).is_file():
             return cls._of_run(where, folder.parent.parent, data_folder, folder)

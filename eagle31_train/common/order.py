@@ -12,7 +12,7 @@ import numpy as np
 
 from eagle31_train.common.errors import UserError
 
-MOST_STEPS = 10**7  # of a run, all of which are listed in memory before the first: some 2 GB
+LISTED = 10**7  # most steps of a run: all are listed in memory before the first, some 2 GB
 PACKED = 64  # batches that are packed together
 SLOT_COST = 4  # cost of a slot at one depth, in context positions: by FLOPs 4.5 to 9.8, depending on the recipe
 
@@ -80,14 +80,12 @@ def schedule(
     windows: Sequence[range] | None = None,
 ) -> list[list[int]]:
     """Return every global batch of a run, in order: item i is what optimizer step i+1 trains on. UserError for more
-    than MOST_STEPS."""
+    than LISTED."""
     batches: list[list[int]] = []
     for epoch in range(epochs):
         batches += global_batches(lengths, batch_tokens, seed, epoch, windows)
-        if not epoch and (steps := min(len(batches) * epochs, max_steps or math.inf)) > MOST_STEPS:
-            raise UserError(
-                f"train.epochs={epochs} makes {steps:,} steps, more than {MOST_STEPS:,}: set train.max_steps"
-            )
+        if not epoch and (steps := min(len(batches) * epochs, max_steps or math.inf)) > LISTED:
+            raise UserError(f"train.epochs={epochs} makes {steps:,} steps: set train.max_steps to at most {LISTED:,}")
         if max_steps is not None and len(batches) >= max_steps:
             return batches[:max_steps]
     return batches

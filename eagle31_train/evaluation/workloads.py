@@ -14,7 +14,7 @@ from eagle31_train.common.errors import Refused, UserError
 from eagle31_train.config import Config, is_hub_set
 from eagle31_train.evaluation import perturb
 from eagle31_train.evaluation.perturb import Context, Filler, Perturbation
-from eagle31_train.evaluation.prompts import Prompt, Suite, choose, from_heldout, from_suite, suite_of
+from eagle31_train.evaluation.prompts import OWN_FORMS, Prompt, Suite, choose, from_heldout, from_suite, suite_of
 from eagle31_train.evaluation.trajectories import digest
 from eagle31_train.provenance import LAYOUTS
 from eagle31_train.rows import samples
@@ -71,7 +71,7 @@ def workloads(
     options, perturbations, template = config.evaluate, _perturbations(config), ChatTemplate.load(config.target)
     template.check_rows(config.target, describe_target(config.target).vocab_size)
     if change := rendered_otherwise(template, data):
-        caveats = [*caveats, f"the target's chat template is not that of the training data ({change})"]
+        caveats = [*caveats, f"the target renders or ends conversations otherwise than in training ({change})"]
     # From the manifest: `datasets` saves an empty split and then cannot load it.
     splits = {name for name, split in data["splits"].items() if split["conversations"]}
     dataset = config.data_folder / "dataset"
@@ -122,18 +122,28 @@ def inputs(config: Config) -> dict[str, Any]:
         facts["max_length"] = config.data.max_length
     for option, suite in suites.values():
         content: Any = suite.path
-        marked = True  # whether its rows may have system texts or tools, some of which earlier layouts left out
+        own_form = suite.prompt is None or suite.prompt in OWN_FORMS
+        layout = LAYOUTS["suite"] if own_form or suite.tools else 2
         if not is_hub_set(suite.path):
             folder = Path(suite.path)
             files = sorted(folder.rglob("*")) if folder.is_dir() else [f for _, f in find_files(suite.path, option)]
             files = [file for file in files if file.is_file()]
             content = [artifacts.file_sha256(file)[:16] for file in files]
-            marks = rb"system|developer|tools"
-            marked = any(file.suffix == ".gz" or re.search(marks, file.read_bytes()) for file in files)
+            layout = max(map(_layout, files), default=1)
         facts[option] = {**{key: value for key, value in vars(suite).items() if value}, "path": content}
-        if marked:
-            facts[option]["layout"] = LAYOUTS["suite"]
+        if layout > 1:
+            facts[option]["layout"] = layout
     return facts
+
+
+def _layout(file: Path) -> int:
+    """Return the earliest layout of suites that reads a file's rows as the newest does, so that what was measured on
+    them stays up to date."""
+    content = file.read_bytes()
+    forms = sum(form.encode() in content for form in OWN_FORMS)
+    if file.suffix == ".gz" or forms > 1 or re.search(b"system_prompt|tools", content):
+        return LAYOUTS["suite"]
+    return 2 if re.search(b"system|developer", content) else 1
 
 
 def trained_prompts(dataset: Path) -> frozenset[str]:

@@ -106,7 +106,7 @@ def _comparison(folder: Path, number: int, ours: Set[str | None]) -> CardResult:
         raise UserError(
             f"comparisons: {folder} compares {', '.join(result.get('drafters', []))}, none of which has the weights "
             f"that are exported: compare again, the run with `{COMPARE} RUN_DIR …` or its export with `{COMPARE} "
-            "RUN_DIR RUN_DIR/export …`, or remove the folder"
+            "RUN_DIR RUN_DIR/export …`, or remove it from comparisons"
         )
     return CardResult(result, _pictures(folder, result, result, f"comparison-{number}", f"{COMPARE} …"), names)
 

@@ -12,7 +12,7 @@ from hydra.core.override_parser.types import Quote, QuotedString
 
 from eagle31_train import compose
 from eagle31_train.common.errors import UserError
-from eagle31_train.config import Config
+from eagle31_train.config import SELF, Config
 from eagle31_train.evaluation.serving.engine import flags, speculation, target_arguments
 from eagle31_train.reporting.markdown import public
 from eagle31_train.targets import embedded
@@ -82,7 +82,9 @@ def overrides(config: Config) -> list[str]:
 
 def _from(recipe: str, config: Config) -> list[str]:
     wanted, plain = _values(config), _base(recipe)
-    given = [key for key in compose.GIVES_DATA if wanted[key] and wanted[key] != plain[key]]
+    given = [key for key in compose.GIVES_DATA if wanted[key] != plain[key]]
+    if plain["data.prompts"] == SELF and wanted["data.prompts"] is None and any(wanted[key] for key in given):
+        given.remove("data.prompts")  # other data replace it
     # What follows from the data is the base's, too, if it has the same data.
     base = {**_base(recipe, tuple(f"{key}={_hydra(wanted[key])}" for key in given)), "run_dir": f"runs/{config.name}"}
     base |= {key: plain[key] for key in given}

@@ -2,6 +2,7 @@
 is of no use for training gets a `problem`, and is counted."""
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,7 +39,7 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 # Beside the text, of a row or of a turn: their part of the prompt would be lost.
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 # Other names of finish_reason "length": those of Anthropic, Gemini and Mistral, a filter's and an aborted request's.
-CUT = ("max_tokens", "model_length", "content_filter", "abort")
+CUT = ("length", "max_tokens", "model_length", "content_filter", "abort")
 NOT_LEARNT = ("train", "loss")  # axolotl's and ms-swift's names for OpenAI's weight 0, if false
 TEMPLATE = "template_fingerprint"
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names in use for the thought before an answer
@@ -89,8 +90,8 @@ def parse(value: Any, form: str, where: str, default_id: str) -> Row:
         check_media(value)
         row.messages = messages_of(value, form_here)
         row.tools = tools_of(value.get("tools"))
-        if row.tools is None and isinstance(old := value.get("functions"), list) and any(map(_is_function, old)):
-            raise Refused("functions, which OpenAI's API has replaced with tools")
+        if row.tools is None and _has_functions(value.get("functions")):
+            raise Refused("functions, which OpenAI's API has replaced with tools: rename them")
         if form_here == "messages" and isinstance(value.get("documents"), list) and value["documents"]:
             raise Refused(f"documents beside the messages: put them into {TEMPLATE_ARGS}")
         row.template_args = template_args(value.get(TEMPLATE_ARGS))
@@ -166,7 +167,7 @@ def messages_of(value: dict[str, Any], form: str) -> list[Message]:
         parts = [value["instruction"], *([about] if about else [])]
         if not all(isinstance(part, str) for part in parts):
             raise Refused("an instruction or input without text")
-        messages = [*_history(value.get("history")), _message("user", "\n\n".join(part for part in parts if part), {})]
+        messages = [_message("user", "\n\n".join(part for part in parts if part), {})]
         if answer := value.get("output") or _text_of(value, "output"):
             messages.append(_message("assistant", answer, {}))
     elif form == "prompt":
@@ -175,10 +176,9 @@ def messages_of(value: dict[str, Any], form: str) -> list[Message]:
         if not isinstance(value["turns"], list):
             raise Refused("turns is not a list")
         messages = [_message("user", turn, {}) for turn in value["turns"]]
-    thought = next((value[key] for key in THOUGHTS if value.get(key)), None)
-    answered = messages and messages[-1]["role"] == "assistant"
-    if form in ("alpaca", "prompt") and answered and isinstance(thought, str):
-        messages[-1].setdefault("reasoning_content", thought)
+    if form in ("alpaca", "prompt") and messages:
+        messages = [*_history(value.get("history")), *messages]
+        _add_thought(messages[-1], value)
     if (system := value.get("system") or _text_of(value, "system")) and messages and messages[0]["role"] != "system":
         messages.insert(0, _message("system", system, {}))
     return messages
@@ -197,10 +197,25 @@ def _history(value: Any) -> list[Message]:
     return [_message(role, said, {}) for pair in pairs for role, said in zip(("user", "assistant"), pair, strict=True)]
 
 
+def _add_thought(answer: Message, value: dict[str, Any]) -> None:
+    """Add a row's thought to its answer, from a column of its own. Such a column may also hold a label (on, direct),
+    and the answer may have the thought already."""
+    thought = next((value[key] for key in THOUGHTS if isinstance(value.get(key), str)), "")
+    if answer["role"] == "assistant" and len(thought.split()) > 1 and "</think>" not in answer["content"]:
+        answer.setdefault("reasoning_content", thought)
+
+
 def check_media(value: dict[str, Any], where: str = "a row") -> None:
     """Refuse what comes with pictures or sound, of which its text is only a part."""
-    if media := [key for key in MEDIA if value.get(key) not in (None, "", "[]", [], {})]:
+    if media := [key for key in MEDIA if not _is_empty(value.get(key))]:
         raise Refused(f"{where} with {media[0]}, but eagle31 reads only text")
+
+
+def _is_empty(value: Any) -> bool:
+    """Return whether a column says that there is nothing: a table fills it with null in some form."""
+    if isinstance(value, list | dict):
+        return all(map(_is_empty, value.values() if isinstance(value, dict) else value))
+    return value in (None, "", "[]", False)
 
 
 def _prompt_and_answer(prompt: Any, answer: Any) -> list[Message]:
@@ -236,8 +251,6 @@ def _message(role: Any, content: Any, extra: dict[str, Any]) -> Message:
     message: Message = {"role": ROLE_OF[role], "content": content}
     message |= {key: extra[key] for key in PASSED_ON if extra.get(key) is not None}
     check_media(extra, "a turn")
-    if extra.get("channel") not in (None, "", "final"):  # harmony's: such a turn is a part of an answer
-        raise Refused(f"a turn of channel {extra['channel']}: put thoughts into the answer's reasoning_content")
     if wrong := [key for key, kind in PASSED_ON.items() if not isinstance(message.get(key, kind()), kind)]:
         raise Refused(f"{wrong[0]} of a turn is not {'a number' if wrong[0] == 'tokens' else 'text'}")
     if "finish_reason" in message:
@@ -247,7 +260,9 @@ def _message(role: Any, content: Any, extra: dict[str, Any]) -> Message:
             raise Refused("a function_call, which OpenAI's API has replaced with tool_calls")
         if (weight := extra.get("weight")) not in (None, 0, 1):
             raise Refused("weight of a turn is neither 0 nor 1")
-        if weight == 0 or any(extra.get(key) is False for key in NOT_LEARNT):
+        if extra.get("channel") in ("analysis", "commentary"):  # harmony's parts of an answer
+            raise Refused(f"a turn of channel {extra['channel']}: put thoughts into the answer's reasoning_content")
+        if weight == 0 or any(str(extra.get(key)).lower() in ("false", "0") for key in NOT_LEARNT):
             message["weight"] = 0
         thought = next((extra[key] for key in THOUGHTS if extra.get(key)), None)
         if thought is not None and not isinstance(thought, str):
@@ -259,7 +274,7 @@ def _message(role: Any, content: Any, extra: dict[str, Any]) -> Message:
         if content is None and any(parts.values()):  # beside them an answer may be empty
             message["content"] = ""
     if not isinstance(message["content"], str):
-        raise Refused(f"a {role} turn without text")
+        raise Refused(f"a turn of role {role} without text")
     return message
 
 
@@ -366,8 +381,12 @@ def _wrapped(tool: Any) -> Any:
     return {"type": "function", "function": {key: part for key, part in tool.items() if key != "type"}}
 
 
-def _is_function(entry: Any) -> bool:
-    return isinstance(entry, dict) and isinstance(entry.get("name"), str)
+def _has_functions(value: Any) -> bool:
+    """Return whether a column, perhaps of JSON text, has tools in OpenAI's form before `tools`."""
+    if isinstance(value, str):
+        with suppress(ValueError):
+            value = foreign.parse_json(value)
+    return isinstance(value, list) and any(isinstance(one, dict) and isinstance(one.get("name"), str) for one in value)
 
 
 def _has_function_name(entry: Any) -> bool:

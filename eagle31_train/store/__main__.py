@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words.add_argument("--cache-dir", type=Path, help="where copies of a remote store's files lie for a while")
     words.add_argument("--cache-bytes", default="8GB", help="most that these copies may take (default: 8GB)")
     words.add_argument(
-        "--remove", action="store_true", help="verify takes damaged shards away, so that extraction makes them anew"
+        "--remove", action="store_true", help="with verify: remove damaged shards, so that extraction makes them again"
     )
     options = words.parse_args(arguments)
     try:

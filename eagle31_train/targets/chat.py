@@ -88,9 +88,6 @@ class ChatTemplate:
         loaded = cls(tokenizer, end_ids(tokenizer, target), template, target.template_args, with_tools, target.name)
         if unread := loaded.unread(target.template_args):  # it would be recorded, but change nothing
             raise UserError(f"the target's chat template does not read target.template_args.{unread[0]}: remove it")
-        if (name := loaded.switch_as_text(target.template_args)) is not None:
-            given = f"target.template_args.{name}={target.template_args[name]}"
-            raise UserError(f"{given} is text, which counts as true: set it to true or false")
         return loaded
 
     @cached_property
@@ -102,10 +99,15 @@ class ChatTemplate:
         return [name for name in args if name not in self._words]
 
     def switch_as_text(self, args: dict[str, Any]) -> str | None:
-        """Return a variable that is true or false as text: it counts as true unless the template compares it."""
+        """Return a variable that is true or false as text, which counts as true where the template tests it."""
+        text = f"{self.template}{self.tools_template}"
         for name, value in args.items():
             spelt = isinstance(value, str) and value.lower() in SWITCHES
-            if spelt and not re.search(rf"""['"]{value}['"]""", f"{self.template}{self.tools_template}"):
+            word = re.escape(name)
+            alone = rf"\b(?:if|not|and|or)\s+{word}\s*(?:%|-|\)|and\b|or\b|else\b)"
+            compared = rf"\b{word}\s+is\s+(?:not\s+)?(?:true|false)|\b{word}\s*[=!]=\s*(?:true|false)"
+            tested = re.search(f"{alone}|{compared}", text, re.IGNORECASE)
+            if spelt and tested and not re.search(rf"""['"]{value}['"]""", text):
                 return name
         return None
 

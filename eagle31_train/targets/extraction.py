@@ -98,7 +98,7 @@ def _extract(
             f"drafter will be derived ({change}): run `eagle31 data` again"
         )
     if is_main():
-        _tell_of_other_answers(config, data)
+        _tell_of_other_answers(config, data, made_from.inputs["target"]["weights"])
     masks = {split: samples.column(splits[split], "loss_mask") for split in SPLITS}
     plan = make_plan(masks, config.extract.shard_tokens, shape_of(states))
     check_length(engine, max((length for lengths in plan.lengths.values() for length in lengths), default=0))
@@ -128,21 +128,25 @@ def _extract(
         note(f"extract: the training that follows {storage.location} needs no more of it: stopped, unfinished")
 
 
-def _tell_of_other_answers(config: Config, data: dict[str, Any]) -> None:
+def _tell_of_other_answers(config: Config, data: dict[str, Any], weights: str) -> None:
     """Warn if the target has changed since stage 1: its chat template or end tokens, or the weights that answered."""
     folder, target = config.data_folder, config.target
     again = "run `eagle31 data` again, or use the target of the data"
     with suppress(UserError):  # a target without a template, which has none to compare
         if data.get("vocabulary") and (change := rendered_otherwise(ChatTemplate.load(target), data)):
-            note(f"extract: WARNING: {folder} was made with another chat template of {target.name} ({change}): {again}")
+            note(
+                f"extract: WARNING: {target.name} renders or ends conversations otherwise than in {folder} "
+                f"({change}): {again}"
+            )
     record = folder.parent / Path(ANSWERED).with_suffix(".manifest.json")
-    if not record.is_file():
-        return
-    answers = artifacts.read_json(record, provenance.DATA)
-    wrote, sha256 = answers.get("inputs", {}), answers.get("files", {}).get(ANSWERED, {}).get("sha256")
-    weights = wrote.get("weights")  # None for a server's, known by its name alone
+    answers: dict[str, Any] = {}
+    with suppress(UserError):  # what is missing or damaged here is not needed
+        answers = artifacts.read_json(record, provenance.DATA)
+    wrote, files = answers.get("inputs", {}), answers.get("files", {})
+    sha256 = files.get(ANSWERED, {}).get("sha256") if isinstance(files, dict) else None
     of_these = wrote.get("target") == target.name and data["inputs"].get("sources") == [[ANSWERED, sha256]]
-    if weights and of_these and weights != artifacts.weights_fingerprint(target.path):
+    # A server's answers are without weights: it is known by its name alone.
+    if of_these and wrote.get("weights") not in (None, weights):
         note(f"extract: WARNING: the weights or config.json of {target.name} have changed since it answered: {again}")
 
 

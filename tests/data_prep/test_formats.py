@@ -34,6 +34,7 @@ FORMATS = [
     ("alpaca", {"instruction": "hi", "output": "yes", "history": [], "images": []}, ANSWERED),
     # axolotl's and ms-swift's turns that are not learnt.
     ("messages", {"messages": [*ASKED, says("no", train=False)]}, [*ASKED, says("no", weight=0)]),
+    ("messages", {"messages": [*ASKED, says("no", loss="false")]}, [*ASKED, says("no", weight=0)]),
     ("messages", {"messages": [*ASKED, says("yes", loss=None, channel="final")]}, ANSWERED),
     ("turns", {"turns": ["hi"]}, ASKED),
     ("prompt", {"prompt": "hi"}, ASKED),
@@ -45,13 +46,20 @@ FORMATS = [
     ("prompt", {"system_prompt": "be brief", "question": "hi", "response": "yes"}, [SYSTEM, *ANSWERED]),
     ("prompt", {"question": "hi", "answer": "yes"}, ANSWERED),
     # The thought before an answer, in a column of its own.
-    ("prompt", {"prompt": "hi", "thinking": "hm", "response": "yes"}, [*ASKED, says("yes", reasoning_content="hm")]),
+    ("prompt", {"prompt": "hi", "thinking": "a b", "response": "yes"}, [*ASKED, says("yes", reasoning_content="a b")]),
     (
         "alpaca",
-        {"instruction": "hi", "reasoning": "hm", "output": "yes"},
-        [*ASKED, says("yes", reasoning_content="hm")],
+        {"instruction": "hi", "reasoning": "a b", "output": "yes"},
+        [*ASKED, says("yes", reasoning_content="a b")],
     ),
-    ("prompt", {"prompt": "hi", "reasoning": "hm"}, ASKED),
+    ("prompt", {"prompt": "hi", "reasoning": "let me see"}, ASKED),
+    ("prompt", {"prompt": "hi", "thinking": "on", "response": "yes"}, ANSWERED),  # a label
+    (
+        "prompt",
+        {"prompt": "hi", "reasoning": "let me see", "response": "<think>let me see</think>yes"},
+        [*ASKED, says("<think>let me see</think>yes")],
+    ),
+    ("prompt", {"prompt": "hi", "response": "yes", "history": [["hi", "yes"]], "images": [None]}, [*ANSWERED] * 2),
     ("prompt", {"question": "", "answer": "yes"}, [{"role": "user", "content": ""}, ANSWERED[1]]),
     ("sharegpt", {"conversation": ANSWERED, "conversations": None}, ANSWERED),
     # What was read before aliases were is read as it was.
@@ -144,7 +152,7 @@ def test_what_would_lose_a_part_of_the_prompt_or_the_answer_is_no_known_format(v
     ("value", "problem"),
     [
         ({"messages": [{"role": "wizard", "content": "hi"}]}, "unknown role 'wizard'"),
-        ({"messages": [{"role": "user", "content": None}]}, "a user turn without text"),
+        ({"messages": [{"role": "user", "content": None}]}, "a turn of role user without text"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content is not only text"),
         ({"messages": [says([{"type": "reasoning", "text": "hm"}])]}, "content has a part of type reasoning"),
         ({"messages": [says("let me look", function_call={"name": "f", "arguments": "{}"})]}, "a function_call, which"),
@@ -256,7 +264,7 @@ def test_what_a_message_says_goes_before_what_its_row_says():
         assert row(ASKED, **{name: "be brief"}).messages == [SYSTEM, *ASKED]
     cut = {**ANSWERED[1], "finish_reason": "length"}
     assert row([*ASKED, cut], finish_reason="stop").messages[-1] == cut
-    for reason in ("length", "MAX_TOKENS", "content_filter"):  # Gemini's name; the beginning alone came through
+    for reason in ("LENGTH", "MAX_TOKENS", "content_filter"):  # Gemini's name; the beginning alone came through
         assert row(ANSWERED, finish_reason=reason).messages[-1] == cut
         assert row([*ASKED, {**ANSWERED[1], "finish_reason": reason}]).messages[-1] == cut
     assert row(ASKED, finish_reason="stop").messages == ASKED

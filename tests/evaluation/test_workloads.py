@@ -145,6 +145,21 @@ def test_the_system_text_of_a_row_stands_before_its_question(place, row):
     assert [prompt.ids for prompt in named.prompts] == [found.prompts[0].ids]
 
 
+@pytest.mark.parametrize(
+    ("row", "layout"),
+    [
+        ({"prompt": "hello"}, None),
+        ({"prompt": "hello", "system": "be brief"}, 2),
+        ({"prompt": "hello", "system_prompt": "be brief"}, 3),
+        ({"prompt": "hello", "tools": []}, 3),
+        ({"prompt": "hello", "messages": [USER]}, 3),
+    ],
+)
+def test_what_an_earlier_version_measured_is_out_of_date_where_it_read_the_rows_otherwise(place, row, layout):
+    suite = f"evaluate.suites.own.path={place.write('own.jsonl', row)}"
+    assert inputs(place.config(suite))["evaluate.suites.own.path"].get("layout") == layout
+
+
 SUITES = [({}, "path"), (5, ""), ({"path": ""}, "path"), ({"path": "a", "id": 5}, "id"), ({"path": "a", "x": "b"}, "x")]
 
 
@@ -294,7 +309,7 @@ def test_inputs_tell_what_the_prompts_are_made_of(place):
     assert "layout" not in before["evaluate.suites.s.path"], "results without system texts stay, and others do not"
     place.write("rows.jsonl", {"prompt": "hello", "system": "x"})
     after = inputs(place.config(f"evaluate.suites.s.path={file}"))
-    assert (after != before, after["evaluate.suites.s.path"]["layout"]) == (True, 3)
+    assert (after != before, after["evaluate.suites.s.path"]["layout"]) == (True, 2)
     template = place.folder / "target" / "chat_template.jinja"
     template.write_text(template.read_text() + "{# another #}")
     assert inputs(place.config(f"evaluate.suites.s.path={copy}")) != before

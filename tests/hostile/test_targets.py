@@ -179,14 +179,21 @@ def test_a_processors_template_is_read_where_the_tokenizer_has_none(template_fil
 
 
 def test_a_switch_given_as_text_is_refused_unless_the_template_compares_with_that_text(template_file):
-    config = template_file("{% if thinking %}hm{% endif %}{{ 'x' if mode == 'off' }}")
-    for name, value in [("thinking", "no"), ("thinking", "False"), ("mode", "on")]:
-        with pytest.raises(UserError, match=rf"template_args\.{name}={value} is text, .*: set it to true or false"):
-            ChatTemplate.load(replace(config, template_args={name: value}))
-        with pytest.raises(Refused, match=f"{name}='{value}' is text"):  # a row's own
-            ChatTemplate.load(config).under({name: value})
-    for args in ({"mode": "off"}, {"thinking": False}, {"thinking": "high"}):
-        ChatTemplate.load(replace(config, template_args=args))
+    text = "{% if thinking %}hm{% endif %}{{ 'x' if mode == 'off' }}{{ 1 if not brief and fast else country }}"
+    template = ChatTemplate.load(template_file(text + "{% if deep is defined and deep is false %}{% endif %}"))
+    for name, value in [
+        ("thinking", "no"),
+        ("thinking", "False"),
+        ("brief", "yes"),
+        ("fast", "No"),
+        ("deep", "false"),
+    ]:
+        assert template.switch_as_text({name: value}) == name
+        with pytest.raises(Refused, match=f"{name}='{value}' is text"):
+            template.under({name: value})
+    for args in ({"mode": "off"}, {"thinking": False}, {"thinking": "high"}, {"country": "NO"}):
+        assert template.switch_as_text(args) is None
+        template.under(args)
 
 
 def test_a_template_without_end_is_refused_under_a_lower_limit_of_memory(template_file, monkeypatch):

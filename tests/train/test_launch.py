@@ -64,7 +64,7 @@ def test_more_processes_than_gpus_are_refused_unless_they_train_on_cpus(monkeypa
     use(monkeypatch, {"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2"})
     launch.check_environment(TrainConfig())
     use(monkeypatch, {"LOCAL_WORLD_SIZE": "3"})
-    assert "--num_processes 2" in message_of(launch.check_environment, TrainConfig())
+    assert "launch 2 on each machine" in message_of(launch.check_environment, TrainConfig())
     use(monkeypatch, ON_CPU)
     launch.check_environment(TrainConfig())
 

@@ -74,7 +74,7 @@ def test_the_schedule_is_the_epochs_in_turn_cut_at_max_steps():
     assert schedule(lengths, 20, 3, 3, 100) == every
     assert schedule(lengths, 20, 3, 1, 9) == epochs[0]
     with pytest.raises(
-        UserError, match=r"train.epochs=1000000000 makes [0-9,]+ steps, more than 10,000,000: set train."
+        UserError, match=r"train.epochs=1000000000 makes [0-9,]+ steps: set train.max_steps to at most "
     ):
         schedule(lengths, 20, 3, 10**9, None)
     assert schedule(lengths, 20, 3, 10**9, 7) == every[:7]

@@ -132,7 +132,7 @@ def test_ctrl_c_before_the_first_step_ends_training_at_once(new_run):
 
 def test_a_stopped_run_ends_at_its_checkpoint_where_that_is_asked(new_run, by_one, capsys):
     run, finish = new_run(), "train.finish=true"
-    assert "has no complete checkpoint to finish with" in message_of(run.fit, *SHORT, finish)
+    assert "needs a complete checkpoint" in message_of(run.fit, *SHORT, finish)
     with calling("train.trainer.accumulate", tell, "before", 5), pytest.raises(Stopped):
         run.fit(*SHORT)
     weights = run.fit(*SHORT, finish).weights()
