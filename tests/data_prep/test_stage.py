@@ -234,6 +234,13 @@ def test_a_target_that_is_served_with_another_sampling_is_told(config, tmp_path,
     assert lines == [f"data: vLLM serves target {text}" for text in texts]
 
 
+def test_a_switch_of_the_template_as_text_is_refused(config, tmp_path):
+    template = tmp_path / "own.jinja"
+    template.write_text("{% if thinking %}hm{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}")
+    config.target = replace(config.target, chat_template=str(template), template_args={"thinking": "false"})
+    assert "target.template_args.thinking=false is text" in message_of(prepare, config)
+
+
 def test_a_file_in_the_wrong_place_says_what_to_set(config, tmp_path):
     asked = write_rows(tmp_path / "asked.jsonl", [{"prompt": f"question {i}"} for i in range(3)])
     given = config.data.conversations
