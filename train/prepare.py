@@ -5,6 +5,7 @@ first checkpoint. If this one ends before that, the earlier run is restored; aft
 """
 
 import math
+from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
@@ -56,6 +57,7 @@ def prepare(config: Config, resources: ExitStack) -> Trainer | None:
     accelerator = launch_processes(config, data)
     if claim_folder(config, data, accelerator, resources):
         say(f"train: up to date ({folder})")
+        tell_of_early_end(config, len(data.schedule))
         return None
     if accelerator.is_main_process:
         resources.callback(restore_if_unsaved, folder)
@@ -63,6 +65,14 @@ def prepare(config: Config, resources: ExitStack) -> Trainer | None:
     if accelerator.is_main_process:
         tracking.record_launch(replace(config, train=replace(config.train, **left_open)), launch_facts(trainer))
     return trainer
+
+
+def tell_of_early_end(config: Config, planned: int) -> None:
+    """Say if a finished run has fewer steps than planned because it was ended by train.finish, which is off now."""
+    manifest = config.train_folder / artifacts.MANIFEST
+    steps = artifacts.read_json(manifest, "train.py").get("steps", planned)
+    if steps < planned and config.train.early_stop is None and not config.train.finish:
+        say(f"train: it was ended after step {steps} of {planned} (train.finish): to train on, remove {manifest}")
 
 
 def restore_if_unsaved(folder: Path) -> None:
@@ -263,7 +273,7 @@ def claim_folder(config: Config, data: Inputs, accelerator: Accelerator, resourc
         check_consumer(data.store.storage, data.store.fingerprint, data.made_from.fingerprint)
         artifacts.make_folder(lock.parent)
         locks.hold(resources.enter_context(lock.open("a")), f"another process is training in {folder}")
-        claim(folder, data.made_from, config.overwrite)
+        claim(folder, data.made_from, config.overwrite, data.store.inputs["target"])
         return provenance.up_to_date(folder, data.made_from, overwrite=False)
 
     finished = launch.agreed(accelerator, up_to_date)
@@ -279,9 +289,9 @@ def has_checkpoint(folder: Path, made_from: Provenance) -> bool:
     return there and made_from.matches(artifacts.read_json(record, "train.py"))
 
 
-def claim(folder: Path, made_from: Provenance, overwrite: bool) -> None:
+def claim(folder: Path, made_from: Provenance, overwrite: bool, target: Mapping[str, Any]) -> None:
     """Record that the folder is this run's. If it holds another run, back that up; raise UserError if `overwrite` is
-    off."""
+    off. target: as the store has it. It is recorded, too, so that it is known once the store is gone."""
     restore_replaced(folder)  # after a kill
     artifacts.remove_backup(folder)
     record = folder / RECORD
@@ -291,7 +301,7 @@ def claim(folder: Path, made_from: Provenance, overwrite: bool) -> None:
         if not made_from.matches(earlier):
             artifacts.back_up(folder)
     try:
-        artifacts.write_json(record, made_from.record())
+        artifacts.write_json(record, made_from.record(target=dict(target)))
     except BaseException:
         artifacts.restore_backup(folder)
         raise

@@ -230,7 +230,8 @@ class DrafterCheckpoint:
 
     def trained_for(self, store: dict[str, Any] | None = None) -> dict[str, Any]:
         """Return the target of a run, or of its export: name, weights and revision, as the store of training has them.
-        Return only the name if that store is gone or out of reach, and nothing if the run's options are gone, too.
+        If that store is gone or out of reach, return what training recorded of it; of a training by an earlier version
+        only the name. Return nothing if the run's options are gone, too.
         store: a manifest that may be that store's; otherwise, the run's options say where the store is."""
         if (train := self.options_folder) is None:
             return {}
@@ -242,7 +243,9 @@ class DrafterCheckpoint:
             except UserError:  # out of reach, or damaged
                 store = None
         if store is None or store["fingerprint"] != theirs:
-            return {"name": trained.target.name}
+            record = artifacts.read_json(train / RECORD, TRAIN) if (train / RECORD).is_file() else {}
+            recorded = record.get("target") if record.get("inputs", {}).get("store") == theirs else None
+            return recorded or {"name": trained.target.name}
         return dict(store["inputs"]["target"])
 
     def _other(self, known: dict[str, Any], target: TargetConfig, by_name: bool) -> str | None:

@@ -1,5 +1,6 @@
 """A run's folder is one process's at a time and holds one run, which the same command finishes and never repeats."""
 
+import json
 import math
 import shutil
 from pathlib import Path
@@ -13,8 +14,11 @@ from planting import watched
 from surviving import timeless
 
 from eagle31_train import compose
+from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
+from eagle31_train.checkpoint.run_folder import RECORD
 from eagle31_train.common import artifacts, locks
 from eagle31_train.common.errors import UserError
+from eagle31_train.config import TargetConfig
 from eagle31_train.store import Store, storage_of
 from eagle31_train.store.sealed import seal
 from eagle31_train.targets import derive
@@ -63,6 +67,23 @@ def test_the_same_command_trains_only_what_a_finished_run_lacks(new_run, monkeyp
     assert run.rows() == rows
     assert timeless(run.manifest()) == timeless(manifest)
     assert happens or contents(run.train) == before
+
+
+def test_a_run_remembers_its_target_when_its_store_is_gone(new_run, tmp_path):
+    """Or other weights in the same place would pass for those that it was trained for."""
+    run = new_run().fit(*SHORT)
+    there = DrafterCheckpoint.open(run.folder / "run").trained_for()
+    (run.folder / "run" / "store").rename(tmp_path / "store")
+    known = DrafterCheckpoint.open(run.folder / "run").trained_for()
+    assert known == there == json.loads((run.train / RECORD).read_text())["target"]
+    other = tmp_path / known["name"]
+    artifacts.write_bytes(other / "model.safetensors", b"other weights")
+    drafter = DrafterCheckpoint.open(run.folder / "run")
+    assert "was trained for" in message_of(drafter.check_target, TargetConfig(path=str(other)))
+    record = json.loads((run.train / RECORD).read_text())
+    del record["target"]  # as earlier versions wrote it
+    artifacts.write_json(run.train / RECORD, record)
+    assert DrafterCheckpoint.open(run.folder / "run").trained_for() == {"name": known["name"]}
 
 
 def test_a_run_of_open_rates_goes_on_with_those_that_it_was_begun_with(new_run, monkeypatch):

@@ -140,7 +140,11 @@ def test_a_stopped_run_ends_at_its_checkpoint_where_that_is_asked(new_run, by_on
     assert run.manifest()["heldout"]["conversations"] > 0
     assert lines(run.train / "metrics.jsonl") == 7, "six steps, and the evaluation of the last"
     assert_close(run.fit(*SHORT).weights(), weights, 0)
-    assert "train: up to date" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "train: up to date" in said
+    assert "it was ended after step 6 of " in said
+    run.fit(*SHORT, finish)
+    assert "it was ended" not in capsys.readouterr().out, "that is what was asked for"
     assert not compose.load_config([], run.train / "config.yaml").train.finish
     (run.train / "manifest.json").unlink()  # to train on after all
     assert_close(run.fit(*SHORT).weights(), by_one(*SHORT).weights(), 0)
