@@ -59,7 +59,7 @@ def export(config: Config) -> None:
     fingerprint = made_from.fingerprint
     compared = [Path(one) for one in config.comparisons]
     there = identity_there(run, fingerprint) if compared else None
-    results = card.read_results(run, checkpoint.identity, fingerprint, compared, there)
+    results = card.read_results(run, checkpoint.identity, fingerprint, compared, there, config.target.dtype)
     said = {  # shown on the card if set
         "license": config.license,
         "drawn": config.evaluate.draft_sampling != "greedy",
@@ -130,7 +130,7 @@ def trained_by(config: Config, data: Mapping[str, Any] | None) -> Config:
         return config
     then = compose.load_config([f"run_dir={run}"], saved)
     names = ("data", "extract", "store", "train", "seed", "regenerate")
-    target = dataclasses.replace(config.target, aux_layers=then.target.aux_layers)
+    target = dataclasses.replace(config.target, aux_layers=then.target.aux_layers, dtype=then.target.dtype)
     trained = dataclasses.replace(config, target=target, **{name: getattr(then, name) for name in names})
     decided = config
     if described := (data or {}).get("target"):

@@ -16,6 +16,7 @@ from eagle31_train.config import Config
 from eagle31_train.evaluation.intervals import LEVEL, bracket
 from eagle31_train.evaluation.workloads import TRAINED_ON
 from eagle31_train.reporting import recipe
+from eagle31_train.reporting.card import rounded_to
 from eagle31_train.reporting.recipe import EVALUATE
 from eagle31_train.reporting.tables import count, sampling
 from eagle31_train.store import read_manifest
@@ -44,6 +45,13 @@ def summarise(config: Config) -> None:
         raise UserError(
             "evaluate was last run on another training, or with other export_ options: set the same ones here, or "
             f"run `{EVALUATE}` again with overwrite=true"
+        )
+    rounded = None if by_vllm else rounded_to(evaluated)
+    if rounded not in (None, exported["inputs"]["dtype"]):
+        raise UserError(
+            f"evaluate was last run on weights rounded to {rounded}, but {run_dir / 'export'} has "
+            f"{exported['inputs']['dtype']}: run `{EVALUATE} target.dtype={exported['inputs']['dtype']} "
+            "overwrite=true`, or export again with the other target.dtype"
         )
     steps = f"{trained['steps']} steps"
     if "kept" in trained:

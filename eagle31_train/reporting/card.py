@@ -69,17 +69,29 @@ class CardResults:
 
 
 def read_results(
-    run: Path, identity: str, checkpoint: str, comparisons: Sequence[Path], there: str | None = None
+    run: Path, identity: str, checkpoint: str, comparisons: Sequence[Path], there: str | None = None, dtype: str = ""
 ) -> CardResults:
     """Return what was measured of the checkpoint in `run`; UserError for a damaged result or a comparison of others.
 
     identity: of what was trained. checkpoint: fingerprint of what is exported. comparisons: their folders. there: the
-    identity of an existing export of the same, which may have been compared.
+    identity of an existing export of the same, which may have been compared. dtype: that of the export's weights.
     """
     compared = [_comparison(folder, number, {identity, there}) for number, folder in enumerate(comparisons, 1)]
     evaluation = _stage(run / "evaluate", "checkpoint", identity, "acceptance", f"{EVALUATE} …")
+    if evaluation and (rounded := rounded_to(evaluation.content)) not in (None, dtype):
+        note(
+            f"export: {run / 'evaluate'} is of weights rounded to {rounded}, not to {dtype}, so the card leaves it "
+            f"out: run `{EVALUATE} … overwrite=true` again"
+        )
+        evaluation = None
     serving = _stage(run / "serving", "export", checkpoint, "serving", f"{EVALUATE} … evaluate.backend=vllm")
     return CardResults(evaluation, serving, compared)
+
+
+def rounded_to(evaluation: Mapping[str, Any]) -> str | None:
+    """Return the dtype to which an evaluation rounded the drafter's weights; None if its manifest lacks it."""
+    dtype: str | None = evaluation["inputs"].get("target", {}).get("dtype")
+    return dtype
 
 
 def _stage(folder: Path, key: str, identity: str, images: str, command: str) -> CardResult | None:

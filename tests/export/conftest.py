@@ -74,10 +74,10 @@ class FakeRun:
     def identity(self) -> str:
         return run_folder.identity(artifacts.read_json(self.folder / "train" / "manifest.json", "the test"))
 
-    def evaluate(self, rate: float = 0.5) -> None:
+    def evaluate(self, rate: float = 0.5, **target: str) -> None:
         """An evaluation of the checkpoint with intervals, a perturbation and pictures."""
         folder, told = self.folder / "evaluate", self.result(rate, "ours")
-        inputs = {"train": "e" * 16, "checkpoint": self.identity}
+        inputs = {"train": "e" * 16, "checkpoint": self.identity, **({"target": target} if target else {})}
         manifest = {"fingerprint": "a" * 16, "inputs": inputs, "identical": True, "result": told}
         artifacts.write_json(folder / "manifest.json", {**manifest, "files": self.draw(folder, told)})
 

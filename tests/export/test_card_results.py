@@ -65,6 +65,15 @@ def test_other_commands_on_the_card_make_a_new_card_of_the_same_weights(run):
         assert weights(run) == before
 
 
+@pytest.mark.parametrize("measured_in", ["float32", "bfloat16"])
+def test_acceptance_of_weights_rounded_otherwise_is_not_claimed(run, capsys, measured_in):
+    run.evaluate(dtype=measured_in)
+    export.export(run.config("target.dtype=bfloat16"))
+    left_out = "is of weights rounded to float32, not to bfloat16" in capsys.readouterr().out
+    claimed = "was not measured" not in run.exported()[2].split("## Measured in vLLM")[0]
+    assert (left_out, claimed) == (measured_in == "float32", measured_in == "bfloat16")
+
+
 def test_pictures_of_another_result_are_not_on_the_card(run):
     """One that was measured later and stopped has the same names."""
     run.evaluate()
