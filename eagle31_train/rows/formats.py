@@ -177,7 +177,8 @@ def messages_of(value: dict[str, Any], form: str) -> list[Message]:
             raise Refused("turns is not a list")
         messages = [_message("user", turn, {}) for turn in value["turns"]]
     if form in ("alpaca", "prompt") and messages:
-        messages = [*_history(value.get("history")), *messages]
+        at = int(messages[0]["role"] == "system")
+        messages[at:at] = _history(value.get("history"))
         _add_thought(messages[-1], value)
     if (system := value.get("system") or _text_of(value, "system")) and messages and messages[0]["role"] != "system":
         messages.insert(0, _message("system", system, {}))
@@ -185,7 +186,7 @@ def messages_of(value: dict[str, Any], form: str) -> list[Message]:
 
 
 def _history(value: Any) -> list[Message]:
-    """Return the earlier turns of an alpaca row, LLaMA-Factory's pairs of question and answer, perhaps as JSON text."""
+    """Return the turns before a question, LLaMA-Factory's pairs of question and answer, perhaps as JSON text."""
     try:
         pairs = foreign.parse_json(value.strip() or "[]") if isinstance(value, str) else value
     except ValueError:

@@ -60,6 +60,7 @@ FORMATS = [
         [*ASKED, says("<think>let me see</think>yes")],
     ),
     ("prompt", {"prompt": "hi", "response": "yes", "history": [["hi", "yes"]], "images": [None]}, [*ANSWERED] * 2),
+    ("prompt", {"prompt": [SYSTEM, *ASKED], "history": [["hi", "yes"]]}, [SYSTEM, *ANSWERED, *ASKED]),
     ("prompt", {"question": "", "answer": "yes"}, [{"role": "user", "content": ""}, ANSWERED[1]]),
     ("sharegpt", {"conversation": ANSWERED, "conversations": None}, ANSWERED),
     # What was read before aliases were is read as it was.
