@@ -193,8 +193,8 @@ class Speculator:
         """Return the acceptance length on some prompts, and the acceptance at each depth.
 
         The length is [value, low, high], with a 95 % interval for five or more prompts. Acceptance at depth k is the
-        share of drafts whose first k tokens were accepted. UserError for no prompts, or for a single text, whose
-        letters would be the prompts.
+        share of drafts whose first k tokens were accepted, None if every answer ended before a draft. UserError for no
+        prompts, or for a single text, whose letters would be the prompts.
         """
         ids = any(isinstance(one, int) or getattr(one, "ndim", 1) == 0 for one in prompts)
         if isinstance(prompts, str) or ids or not len(prompts):
@@ -205,7 +205,7 @@ class Speculator:
         reached = [sum(count >= depth for count in accepted) for depth in range(1, num_speculative_tokens + 1)]
         return {
             "acceptance_length": intervals.ratios(gained, [len(answer.accepted) for answer in answers]).intervals()[0],
-            "acceptance_at_depth": [count / max(len(accepted), 1) for count in reached],
+            "acceptance_at_depth": [count / len(accepted) if accepted else None for count in reached],
             "prompts": len(answers),
             "tokens": sum(len(answer.tokens) for answer in answers),
         }

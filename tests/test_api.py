@@ -69,6 +69,8 @@ def test_counts_are_the_evaluators(speculator):
     accepted = [count for p in prompts for count in p["accepted"]]
     shares = [sum(count >= k for count in accepted) / len(accepted) for k in range(1, report["draft_tokens"] + 1)]
     assert score["acceptance_at_depth"] == pytest.approx(shares)
+    nothing = speculator.score([p["prompt_ids"] for p in prompts], 2, max_new_tokens=1)
+    assert (nothing["acceptance_length"], nothing["acceptance_at_depth"]) == ([None] * 3, [None] * 2), "no draft"
     assert shares[0] > 0
     assert len(speculator.draft(prompts[0]["prompt_ids"], 3)) == 3
 

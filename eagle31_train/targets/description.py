@@ -18,7 +18,7 @@ from eagle31_train.common import artifacts, foreign
 from eagle31_train.common.errors import UserError, first_line
 from eagle31_train.common.foreign import Count, Number, Positions, Theta, Width
 from eagle31_train.config import MLA_WIDTHS, Config, TargetConfig, default_aux_layers
-from eagle31_train.targets.pretrained import not_loaded, source
+from eagle31_train.targets.pretrained import not_loaded, refuse_adapter, source
 
 # Kinds that transformers does not know, but whose configuration is that of another kind.
 KNOWN_AS = {"kimi_k2": "deepseek_v3"}
@@ -127,11 +127,7 @@ def read_raw(target: TargetConfig) -> dict[str, Any]:
     """Return the target's config.json; for a hub id, this one file is downloaded or found in the hub's cache. UserError
     if target.path has none, or one with impossible sizes, or is a drafter."""
     found_by, where, folder = source(target), f"target.path={target.path}", Path(target.path)
-    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").exists():
-        raise UserError(
-            f"{where} is a LoRA adapter: set target.path to its base, whose drafter also serves the adapter, perhaps "
-            "with fewer accepted drafts, or to the two merged (peft's merge_and_unload)"
-        )
+    refuse_adapter(target)
     try:
         _look_into(folder / "config.json")
         raw: dict[str, Any] = PretrainedConfig.get_config_dict(target.path, **found_by)[0]

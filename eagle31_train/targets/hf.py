@@ -32,7 +32,7 @@ from eagle31_train.model.rope import ORIGINAL, target_positions
 from eagle31_train.precision import whole_float32
 from eagle31_train.targets.description import pick_layers
 from eagle31_train.targets.packed_linear import pack_linears
-from eagle31_train.targets.pretrained import from_pretrained
+from eagle31_train.targets.pretrained import from_pretrained, refuse_adapter
 from eagle31_train.targets.readout import Readout, find_parts, readout_from_checkpoint, readout_of
 
 LENGTH_ROPES = {"longrope", "dynamic", "su"}  # RoPE types that depend on the length of a batch
@@ -74,6 +74,7 @@ def load_model(config: TargetConfig, dtype: str | None = None) -> Any:
     """
     if config.device_map and (ranks() > 1 or config.device != "auto"):
         raise UserError("target.device_map spreads one target: start one process, and set target.device=auto")
+    refuse_adapter(config)
     whole_float32()
     device = None if config.device_map else pick_device(config.device)
     if device is not None and device.type == "cuda":

@@ -32,6 +32,22 @@ def from_pretrained(kind: Any, target: TargetConfig, **options: Any) -> Any:
         raise not_loaded(target, error) from None
 
 
+def refuse_adapter(target: TargetConfig) -> None:
+    """Raise UserError for a folder with a LoRA adapter, alone or beside a model."""
+    where, folder = f"target.path={target.path}", Path(target.path)
+    if not (folder / "adapter_config.json").is_file():
+        return
+    if (folder / "config.json").exists():  # transformers applies it if peft is installed; vLLM would not
+        raise UserError(
+            f"{where} holds a LoRA adapter beside a model, and vLLM would serve the model without it: merge them "
+            "(peft's merge_and_unload), or move adapter_config.json elsewhere to use the model alone"
+        )
+    raise UserError(
+        f"{where} is a LoRA adapter: set target.path to its base, whose drafter also serves the adapter, perhaps "
+        "with fewer accepted drafts, or to the two merged (peft's merge_and_unload)"
+    )
+
+
 def load_tokenizer(target: TargetConfig) -> Any:
     """Load the target's tokenizer. UserError if there is none (transformers then makes one up of special tokens alone),
     or it does not encode and decode a word."""

@@ -372,6 +372,9 @@ def test_an_adapter_is_no_target(tmp_path):
         UserError, match=r"is a LoRA adapter: set target\.path to its base, whose drafter also serves the adapter"
     ):
         read_raw(TargetConfig(path=str(tmp_path)))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(UserError, match="holds a LoRA adapter beside a model"):
+        read_raw(TargetConfig(path=str(tmp_path)))
 
 
 # Kind → that of its text model, if it is multimodal: vLLM serves the whole. InternVL's text model is a Qwen 2, which
