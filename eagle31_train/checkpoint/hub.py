@@ -44,14 +44,21 @@ def check(config: Config) -> None:
 
 def push(folder: Path, repo: str, private: bool) -> str:
     """Upload every file of `folder`, creating the repository if needed, and return its address. Pictures of an earlier
-    export are removed; all other files stay. Raise UserError if the hub cannot be reached or refuses, or if `private`
-    is set and the repository is public."""
+    export are removed; all other files stay. Raise UserError if the hub cannot be reached or refuses, if `private` is
+    set and the repository is public, or if it has weights in other files, as a sharded drafter has."""
     api = HfApi()
     try:
         address = api.create_repo(repo, private=private or None, exist_ok=True)
         # An existing repository keeps its visibility, whatever is passed to create_repo.
         if private and not api.model_info(repo).private:
             raise UserError(f"the hub repository {repo} is public: make it private there, or remove private=true")
+        weights = (".safetensors", ".safetensors.index.json")
+        there = {name for name in api.list_repo_files(repo) if name.endswith(weights) and "/" not in name}
+        if others := sorted(there - {"model.safetensors"}):
+            raise UserError(
+                f"the hub repository {repo} has other weights ({', '.join(others[:3])}), which vLLM would load "
+                "instead of these or after them: remove them there, or choose another repo"
+            )
         message = "Upload the drafter"
         api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message, delete_patterns=PICTURES)
     except UserError:

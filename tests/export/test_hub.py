@@ -38,6 +38,15 @@ def test_only_push_sends_and_only_pictures_of_an_earlier_export_leave(run, hub):
     assert hub.files("me/draft").keys() == {"config.json", "model.safetensors", "README.md", "images/logo.png"}
 
 
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "model-00001-of-00002.safetensors"])
+def test_nothing_is_uploaded_beside_other_weights(name, run, hub):
+    """vLLM would read the index, and so the earlier shards, or all files in turn."""
+    hub.repositories["me/draft"] = False, [{name: b"x", "model.safetensors": b"x", "original/old.safetensors": b"x"}]
+    said = message_of(export, run.config("push=true", "repo=me/draft"))
+    assert f"the hub repository me/draft has other weights ({name})" in said
+    assert hub.files("me/draft")["model.safetensors"] == b"x"
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
