@@ -294,14 +294,16 @@ def claim(folder: Path, made_from: Provenance, overwrite: bool, target: Mapping[
     off. target: as the store has it. It is recorded, too, so that it is known once the store is gone."""
     restore_replaced(folder)  # after a kill
     artifacts.remove_backup(folder)
-    record = folder / RECORD
+    record, facts = folder / RECORD, {"target": dict(target)}
     if record.exists():
         earlier = artifacts.read_json(record, "train.py")
         made_from.refuse_other(folder, earlier, overwrite)
         if not made_from.matches(earlier):
             artifacts.back_up(folder)
+        elif (folder / artifacts.MANIFEST).is_file() and "target" not in earlier:
+            facts = {}  # a finished run of an earlier version stays as it is
     try:
-        artifacts.write_json(record, made_from.record(target=dict(target)))
+        artifacts.write_json(record, made_from.record(**facts))
     except BaseException:
         artifacts.restore_backup(folder)
         raise
