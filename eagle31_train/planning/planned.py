@@ -13,7 +13,7 @@ from eagle31_train.config import OWN_SERVER, Config, DrafterShape
 from eagle31_train.planning import footprint, inputs
 from eagle31_train.planning.dealing import Dealt, deal
 from eagle31_train.planning.footprint import FP32, Activations, Memory, Profile, State
-from eagle31_train.planning.inputs import Data, Target
+from eagle31_train.planning.inputs import Data, Target, weight_bytes
 from eagle31_train.planning.work import NOT_MAPS, Work, extraction_flops, training_flops
 from eagle31_train.store.codec import CODECS
 from eagle31_train.store.shard_plan import TOKEN_BYTES, Shape
@@ -184,6 +184,18 @@ class Planned:
         work, (aux, last) = self.data.work, states.row_bytes
         rows = work.positions * aux + work.targets * last + work.conversations * states.document_bytes
         return work.tokens * TOKEN_BYTES + rows
+
+    def copied_bytes(self) -> float:
+        """Bytes of the target's embedding and lm_head in the store, in its dtype. A target whose parameters are given,
+        not counted, is taken to have both."""
+        untied = self.target.sizes.embedding > 0 or self.config.plan.target_parameters is not None
+        values = (1 + untied) * self.shape.vocab_size * self.shape.target_hidden_size
+        return values * weight_bytes({}, self.config.target.dtype)
+
+    def checkpoint_bytes(self) -> int:
+        """Bytes of one checkpoint of the training: weights and moments, in fp32."""
+        state = self.state()
+        return FP32 * (state.trained + state.frozen + state.moments)
 
     def target_pieces(self) -> float:
         """Bytes of the target's embedding and lm_head that training keeps, in the precision of the products."""

@@ -139,9 +139,13 @@ def store(plan: Planned) -> list[str]:
     size, kinds = plan.store_bytes(states), f"{states.aux_codec}, {states.last_codec}"
     each = size / plan.data.work.tokens
     tokens = max(plan.config.extract.shard_tokens, plan.config.data.max_length)
+    t, one = plan.config.train, plan.checkpoint_bytes()
+    checkpoints = t.keep_checkpoints + t.keep_best + 1
     return [
-        "STORE of hidden states",
+        "STORE of hidden states, and other disk space",
         _line(kinds, f"{_si(size * (1 + plan.data.heldout))}B", f"{each / 1024:.2f} KiB a token"),
+        _line("embedding, lm_head", f"{_si(plan.copied_bytes())}B", "copied from the target"),
+        _line("checkpoints", f"{_si(checkpoints * one)}B", f"{checkpoints} of {_si(one)}B, one of them being written"),
         _line("memory, at most", f"{_si(SHARDS * tokens * each)}B", "of each extracting process, besides the target"),
     ]
 
