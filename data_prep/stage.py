@@ -65,7 +65,8 @@ def prepare(config: Config) -> None:
     template = ChatTemplate.load(config.target)
     vocab_size = target.vocab_size
     template.check_fits(config.target, vocab_size)
-    if (name := template.switch_as_text(template.template_args)) is not None:
+    ours = (folder / artifacts.MANIFEST).is_file()
+    if not ours and (name := template.switch_as_text(template.template_args)) is not None:
         given = f"target.template_args.{name}={template.template_args[name]}"
         raise UserError(f"{given} is text, which counts as true: set it to true or false")
     if config.regenerate:
@@ -77,7 +78,6 @@ def prepare(config: Config) -> None:
     if data.conversations is not None and data.prompts is not None:
         read = "prompts" if config.regenerate else "conversations"
         note(f"data: reading data.{read}={getattr(data, read)}, since regenerate={config.regenerate}")
-    ours = (folder / artifacts.MANIFEST).is_file()
     answered = Journal(Path(config.run_dir) / ANSWERED).manifest.is_file()
     if not ours and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         # commit() replaces the folder, and without our manifest what it holds may be the user's own.

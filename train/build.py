@@ -12,7 +12,7 @@ from eagle31_train.combinations import check_longest
 from eagle31_train.common import artifacts
 from eagle31_train.common.console import say
 from eagle31_train.common.errors import UserError
-from eagle31_train.config import SELF, SELF_WRITTEN, Config, DrafterConfig, DrafterShape, TrainConfig
+from eagle31_train.config import ANSWERED, SELF, Config, DrafterConfig, DrafterShape, TrainConfig
 from eagle31_train.kernels import missing
 from eagle31_train.model.batch import has_pairs
 from eagle31_train.model.drafter import Drafter
@@ -52,8 +52,10 @@ def as_made(config: Config, data: dict[str, Any], store: Store) -> Config:
     names = [name for name in OF_DATA if name in made]
     if made.get("draft_vocab_size") is None and (config.data.draft_vocab_size or 0) >= made.get("vocab_size", math.inf):
         names = [name for name in names if name != "draft_vocab_size"]  # all tokens, by either
-    if config.data.prompts == SELF and not (config.data_folder.parent / SELF_WRITTEN).is_file():
-        config = replace(config, regenerate=False, data=replace(config.data, prompts=None))  # stage 1 had others
+    sources = made.get("sources")
+    answered = isinstance(sources, list) and [name for name, _ in sources] == [ANSWERED]
+    if config.data.prompts == SELF and not answered:  # stage 1 had conversations
+        config = replace(config, regenerate=False, data=replace(config.data, prompts=None))
     sections = {
         "data": ({name: made[name] for name in names}, config.data_folder),
         "store": ({f"{name}_codec": codec for name, codec in codecs.items()}, store.location),

@@ -254,7 +254,9 @@ class DrafterCheckpoint:
             return None
         # A copy of a hub model may be in a folder with the name of the id's last part.
         alike = Path(known["name"]).name == Path(target.name).name
-        if "weights" in known and not (alike and by_name):
+        # The weights of a hub id are not read: between it and a folder, names decide.
+        of_hub = known.get("weights") == artifacts.fingerprint(known["name"])
+        if "weights" in known and not (alike and (by_name or of_hub != target.is_hub_id)):
             weights = artifacts.weights_fingerprint(target.path)
             alike = (known["weights"], known["revision"]) == (weights, target.revision)
         if alike:

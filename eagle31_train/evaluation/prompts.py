@@ -24,7 +24,7 @@ from eagle31_train.rows.formats import (
     TEMPLATE_ARGS,
     Message,
     Tool,
-    check_media,
+    check_beside,
     messages_of,
     template_args,
     tools_of,
@@ -235,10 +235,13 @@ def _messages(prompt: str | None, row: dict[str, Any], where: str) -> tuple[list
         raise UserError(f"{where}: {column} must be a text, texts or messages: fix the row, or name another column")
     try:
         if prompt is None:
-            check_media(row)
-        said = messages_of({"prompt": value, **systems}, "prompt")
+            check_beside(row)
+        history = row.get("history") if prompt is None and isinstance(value, str) and turns == 1 else None
+        said = messages_of({"prompt": value, "history": history, **systems}, "prompt")
     except Refused as error:
         raise UserError(f"{where} has a message that cannot be read ({error}): fix or remove it") from None
+    if history:
+        return said, 1
     first = list(takewhile(lambda message: message["role"] != "assistant", said))
     return first, max(turns, sum(message["role"] == "user" for message in said[len(first) :]) + 1)
 

@@ -24,6 +24,7 @@ from eagle31_train.targets.description import describe_target
 
 HELDOUT = "heldout"
 PROMPTS = "prompts"  # those of evaluate.prompts
+SINCE_3 = ("system_prompt", "tools", "history")  # columns that layout 3 of a suite reads, or reads otherwise
 MEASURED = "used to measure acceptance during training"
 TRAINED_ON = "prompts are in the training data, too"  # the end of a note that belongs beside the numbers themselves
 TOO_LONG = "more than the {} tokens that target and drafter leave beside the answer"
@@ -140,8 +141,9 @@ def _layout(file: Path) -> int:
     """Return the earliest layout of suites that reads a file's rows as the newest does, so that what was measured on
     them stays up to date."""
     content = file.read_bytes()
-    forms = sum(form.encode() in content for form in OWN_FORMS)
-    if file.suffix == ".gz" or forms > 1 or re.search(b"system_prompt|tools", content):
+    key = r'"%s"\s*:' if file.suffix in (".json", ".jsonl") else "%s"
+    columns = {name for name in (*OWN_FORMS, *SINCE_3) if re.search((key % name).encode(), content)}
+    if file.suffix == ".gz" or len(columns & {*OWN_FORMS}) > 1 or columns & {*SINCE_3}:
         return LAYOUTS["suite"]
     return 2 if re.search(b"system|developer", content) else 1
 

@@ -81,7 +81,7 @@ def read_results(
     if evaluation and (rounded := rounded_to(evaluation.content)) not in (None, dtype):
         note(
             f"export: {run / 'evaluate'} is of weights rounded to {rounded}, not to {dtype}, so the card leaves it "
-            f"out: run `{EVALUATE} … overwrite=true` again"
+            f"out: run `{EVALUATE} … target.dtype={dtype} overwrite=true`"
         )
         evaluation = None
     serving = _stage(run / "serving", "export", checkpoint, "serving", f"{EVALUATE} … evaluate.backend=vllm")

@@ -87,13 +87,9 @@ def parse(value: Any, form: str, where: str, default_id: str) -> Row:
             row.tokens = _tokens(*(value[key] for key in TOKEN_KEYS))
             row.conversation = None if (whole := value.get(WHOLE)) is None else str(whole)
             return row
-        check_media(value)
+        check_beside(value)
         row.messages = messages_of(value, form_here)
         row.tools = tools_of(value.get("tools"))
-        if row.tools is None and _has_functions(value.get("functions")):
-            raise Refused("functions, which OpenAI's API has replaced with tools: rename them")
-        if form_here == "messages" and isinstance(value.get("documents"), list) and value["documents"]:
-            raise Refused(f"documents beside the messages: put them into {TEMPLATE_ARGS}")
         row.template_args = template_args(value.get(TEMPLATE_ARGS))
         check_text([row.messages, row.tools, row.template_args])
     except KeyError as error:
@@ -201,12 +197,33 @@ def _history(value: Any) -> list[Message]:
 def _add_thought(answer: Message, value: dict[str, Any]) -> None:
     """Add a row's thought to its answer, from a column of its own. Such a column may also hold a label (on, direct),
     and the answer may have the thought already."""
-    thought = next((value[key] for key in THOUGHTS if isinstance(value.get(key), str)), "")
-    if answer["role"] == "assistant" and len(thought.split()) > 1 and "</think>" not in answer["content"]:
+    texts = [value[key].strip() for key in THOUGHTS if isinstance(value.get(key), str)]
+    thought = next(filter(None, texts), "")
+    label = thought.isascii() and len(thought.split()) < 2
+    if answer["role"] == "assistant" and not label and "</think>" not in answer["content"]:
         answer.setdefault("reasoning_content", thought)
 
 
-def check_media(value: dict[str, Any], where: str = "a row") -> None:
+def check_beside(value: dict[str, Any]) -> None:
+    """Refuse a row with parts of a prompt beside its text, which would be lost."""
+    _check_media(value, "a row")
+    if _is_empty(value.get("tools")) and any(isinstance(one.get("name"), str) for one in _objects(value, "functions")):
+        raise Refused("functions, which OpenAI's API has replaced with tools: rename them")
+    chat = any(isinstance(value.get(key), list) for key in ("messages", *COLUMNS["conversations"]))
+    if chat and _objects(value, "documents"):
+        raise Refused(f"documents beside the messages: put them into {TEMPLATE_ARGS}")
+
+
+def _objects(value: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    """Return the objects of a column with a list, perhaps as JSON text."""
+    given = value.get(key)
+    if isinstance(given, str):
+        with suppress(ValueError):
+            given = foreign.parse_json(given)
+    return [one for one in given if isinstance(one, dict)] if isinstance(given, list) else []
+
+
+def _check_media(value: dict[str, Any], where: str) -> None:
     """Refuse what comes with pictures or sound, of which its text is only a part."""
     if media := [key for key in MEDIA if not _is_empty(value.get(key))]:
         raise Refused(f"{where} with {media[0]}, but eagle31 reads only text")
@@ -251,7 +268,7 @@ def _message(role: Any, content: Any, extra: dict[str, Any]) -> Message:
         content = "".join(part["text"] for part in content)
     message: Message = {"role": ROLE_OF[role], "content": content}
     message |= {key: extra[key] for key in PASSED_ON if extra.get(key) is not None}
-    check_media(extra, "a turn")
+    _check_media(extra, "a turn")
     if wrong := [key for key, kind in PASSED_ON.items() if not isinstance(message.get(key, kind()), kind)]:
         raise Refused(f"{wrong[0]} of a turn is not {'a number' if wrong[0] == 'tokens' else 'text'}")
     if "finish_reason" in message:
@@ -263,7 +280,9 @@ def _message(role: Any, content: Any, extra: dict[str, Any]) -> Message:
             raise Refused("weight of a turn is neither 0 nor 1")
         if extra.get("channel") in ("analysis", "commentary"):  # harmony's parts of an answer
             raise Refused(f"a turn of channel {extra['channel']}: put thoughts into the answer's reasoning_content")
-        if weight == 0 or any(str(extra.get(key)).lower() in ("false", "0") for key in NOT_LEARNT):
+        if weight == 0 or any(
+            extra.get(key) == 0 or str(extra.get(key)).lower() in ("false", "0") for key in NOT_LEARNT
+        ):
             message["weight"] = 0
         thought = next((extra[key] for key in THOUGHTS if extra.get(key)), None)
         if thought is not None and not isinstance(thought, str):
@@ -380,14 +399,6 @@ def _wrapped(tool: Any) -> Any:
     if not isinstance(tool, dict) or "function" in tool or "parameters" not in tool:
         return tool
     return {"type": "function", "function": {key: part for key, part in tool.items() if key != "type"}}
-
-
-def _has_functions(value: Any) -> bool:
-    """Return whether a column, perhaps of JSON text, has tools in OpenAI's form before `tools`."""
-    if isinstance(value, str):
-        with suppress(ValueError):
-            value = foreign.parse_json(value)
-    return isinstance(value, list) and any(isinstance(one, dict) and isinstance(one.get("name"), str) for one in value)
 
 
 def _has_function_name(entry: Any) -> bool:

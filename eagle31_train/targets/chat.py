@@ -104,8 +104,8 @@ class ChatTemplate:
         for name, value in args.items():
             spelt = isinstance(value, str) and value.lower() in SWITCHES
             word = re.escape(name)
-            alone = rf"\b(?:if|not|and|or)\s+{word}\s*(?:%|-|\)|and\b|or\b|else\b)"
-            compared = rf"\b{word}\s+is\s+(?:not\s+)?(?:true|false)|\b{word}\s*[=!]=\s*(?:true|false)"
+            alone = rf"\b(?:if|not|and|or)\s+\(*\s*{word}\s*(?:%|-|\)|and\b|or\b|else\b)|\b{word}\s+(?:and|or)\b"
+            compared = rf"\b{word}\s*(?:is\s+(?:not\s+)?(?:sameas\W*)?|[=!]=\s*|\|\s*default\W\s*)(?:true|false)"
             tested = re.search(f"{alone}|{compared}", text, re.IGNORECASE)
             if spelt and tested and not re.search(rf"""['"]{value}['"]""", text):
                 return name

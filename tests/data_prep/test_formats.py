@@ -56,6 +56,11 @@ FORMATS = [
     ("prompt", {"prompt": "hi", "thinking": "on", "response": "yes"}, ANSWERED),  # a label
     (
         "prompt",
+        {"prompt": "hi", "reasoning_content": "", "thinking": "二加二等于四。", "response": "yes"},
+        [*ASKED, says("yes", reasoning_content="二加二等于四。")],
+    ),
+    (
+        "prompt",
         {"prompt": "hi", "reasoning": "let me see", "response": "<think>let me see</think>yes"},
         [*ASKED, says("<think>let me see</think>yes")],
     ),
@@ -169,6 +174,7 @@ def test_what_would_lose_a_part_of_the_prompt_or_the_answer_is_no_known_format(v
         ({"messages": [says("a", weight=0.5)]}, "weight of a turn is neither 0 nor 1"),
         ({"messages": ANSWERED, "images": ["a.png"]}, "a row with images, but"),
         ({"messages": ANSWERED, "documents": [{"text": "a"}]}, "documents beside the messages: put them into chat_"),
+        ({"conversations": ANSWERED, "documents": '[{"text": "a"}]'}, "documents beside the messages: put them into"),
         ({"messages": [{**ASKED[0], "images": ["a.png"]}]}, "a turn with images, but"),
         ({"messages": [*ASKED, says("hm", channel="analysis"), says("yes", channel="final")]}, "a turn of channel"),
         (

@@ -152,12 +152,20 @@ def test_the_system_text_of_a_row_stands_before_its_question(place, row):
         ({"prompt": "hello", "system": "be brief"}, 2),
         ({"prompt": "hello", "system_prompt": "be brief"}, 3),
         ({"prompt": "hello", "tools": []}, 3),
+        ({"prompt": "which tools and turns?"}, None),
+        ({"prompt": "hello", "history": [["hi", "yes"]]}, 3),
         ({"prompt": "hello", "messages": [USER]}, 3),
     ],
 )
 def test_what_an_earlier_version_measured_is_out_of_date_where_it_read_the_rows_otherwise(place, row, layout):
     suite = f"evaluate.suites.own.path={place.write('own.jsonl', row)}"
     assert inputs(place.config(suite))["evaluate.suites.own.path"].get("layout") == layout
+
+
+def test_earlier_turns_of_a_row_stand_before_its_question(place):
+    row = {"prompt": "hello", "history": [["hello", "hi"]], "system": "be brief"}
+    _, found = place.workloads(f"evaluate.suites.s.path={place.write('own.jsonl', row)}")
+    assert found.prompts[0].messages == [SYSTEM, USER, {"role": "assistant", "content": "hi"}, USER]
 
 
 SUITES = [({}, "path"), (5, ""), ({"path": ""}, "path"), ({"path": "a", "id": 5}, "id"), ({"path": "a", "x": "b"}, "x")]

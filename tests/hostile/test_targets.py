@@ -180,13 +180,17 @@ def test_a_processors_template_is_read_where_the_tokenizer_has_none(template_fil
 
 def test_a_switch_given_as_text_is_refused_unless_the_template_compares_with_that_text(template_file):
     text = "{% if thinking %}hm{% endif %}{{ 'x' if mode == 'off' }}{{ 1 if not brief and fast else country }}"
-    template = ChatTemplate.load(template_file(text + "{% if deep is defined and deep is false %}{% endif %}"))
+    text += "{% if deep is defined and deep is false %}{% endif %}{% if (long) %}{% endif %}{{ wide and 'x' }}"
+    template = ChatTemplate.load(
+        template_file(text + "{% set t = high|default(true) %}{% if low is sameas false %}{% endif %}")
+    )
     for name, value in [
         ("thinking", "no"),
         ("thinking", "False"),
         ("brief", "yes"),
         ("fast", "No"),
         ("deep", "false"),
+        *((name, "false") for name in ("long", "wide", "high", "low")),
     ]:
         assert template.switch_as_text({name: value}) == name
         with pytest.raises(Refused, match=f"{name}='{value}' is text"):

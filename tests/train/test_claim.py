@@ -80,7 +80,16 @@ def test_a_run_remembers_its_target_when_its_store_is_gone(new_run, tmp_path):
     artifacts.write_bytes(other / "model.safetensors", b"other weights")
     drafter = DrafterCheckpoint.open(run.folder / "run")
     assert "was trained for" in message_of(drafter.check_target, TargetConfig(path=str(other)))
+    of_hub = {
+        "name": f"org/{known['name']}",
+        "weights": artifacts.fingerprint(f"org/{known['name']}"),
+        "revision": None,
+    }
     record = json.loads((run.train / RECORD).read_text())
+    artifacts.write_json(run.train / RECORD, {**record, "target": of_hub})
+    drafter.check_target(TargetConfig(path=str(other)))  # a copy of the model, whose weights on the hub are not known
+    assert "was trained for" in message_of(drafter.check_target, TargetConfig(path=str(tmp_path)))
+    assert "was trained for" in message_of(drafter.check_target, TargetConfig(path="org/other"))
     del record["target"]  # as earlier versions wrote it
     artifacts.write_json(run.train / RECORD, record)
     assert DrafterCheckpoint.open(run.folder / "run").trained_for() == {"name": known["name"]}

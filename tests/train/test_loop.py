@@ -12,6 +12,7 @@ from made import message_of
 from pipeline import assert_equal, write_data
 from planting import watched
 
+from eagle31_train import compose
 from eagle31_train.checkpoint import contract
 from eagle31_train.common import order
 from eagle31_train.config import DrafterShape, TrainConfig
@@ -79,6 +80,8 @@ def test_options_that_data_and_store_were_not_made_with_are_told_and_not_recorde
     said, saved = capsys.readouterr().out, (run.train / "config.yaml").read_text()
     assert "data was made with other options than these (data.draft_vocab_size: null there, 20 here)" in said
     assert "store was made with other options than these (store.last_codec:" in said
+    read = compose.load_config([], run.train / "config.yaml")
+    assert (read.data.prompts, read.regenerate) == (None, False), "the data are conversations that were given"
     assert "draft_vocab_size: null" in saved
     assert "last_codec: fp8" not in saved
 
