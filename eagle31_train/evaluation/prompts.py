@@ -236,12 +236,13 @@ def _messages(prompt: str | None, row: dict[str, Any], where: str) -> tuple[list
     try:
         if prompt is None:
             check_beside(row)
-        history = row.get("history") if prompt is None and isinstance(value, str) and turns == 1 else None
+        history = row.get("history") if prompt is None and value is row.get("prompt") else None
         said = messages_of({"prompt": value, "history": history, **systems}, "prompt")
     except Refused as error:
         raise UserError(f"{where} has a message that cannot be read ({error}): fix or remove it") from None
-    if history:
-        return said, 1
+    if history:  # up to the last question
+        last = max((at for at, message in enumerate(said) if message["role"] == "user"), default=0)
+        return said[: last + 1], 1
     first = list(takewhile(lambda message: message["role"] != "assistant", said))
     return first, max(turns, sum(message["role"] == "user" for message in said[len(first) :]) + 1)
 

@@ -81,7 +81,7 @@ def overrides(config: Config) -> list[str]:
 
 
 def _from(recipe: str, config: Config) -> list[str]:
-    wanted, plain = _values(config), _base(recipe)
+    wanted, plain = _values(config), _base(recipe, ())
     given = [key for key in compose.GIVES_DATA if wanted[key] != plain[key]]
     if plain["data.prompts"] == SELF and wanted["data.prompts"] is None and any(wanted[key] for key in given):
         given.remove("data.prompts")  # other data replace it
@@ -101,7 +101,7 @@ def _from(recipe: str, config: Config) -> list[str]:
 
 
 @cache
-def _base(recipe: str, data: tuple[str, ...] = ()) -> dict[str, Any]:
+def _base(recipe: str, data: tuple[str, ...]) -> dict[str, Any]:
     """Return the options of a recipe with some data, with `none` for a target and a name that it leaves open."""
     start = [f"+experiment={recipe}", *data]
     try:

@@ -280,9 +280,7 @@ def _message(role: Any, content: Any, extra: dict[str, Any]) -> Message:
             raise Refused("weight of a turn is neither 0 nor 1")
         if extra.get("channel") in ("analysis", "commentary"):  # harmony's parts of an answer
             raise Refused(f"a turn of channel {extra['channel']}: put thoughts into the answer's reasoning_content")
-        if weight == 0 or any(
-            extra.get(key) == 0 or str(extra.get(key)).lower() in ("false", "0") for key in NOT_LEARNT
-        ):
+        if weight == 0 or any(str(extra.get(key)).lower() in ("false", "0", "0.0") for key in NOT_LEARNT):
             message["weight"] = 0
         thought = next((extra[key] for key in THOUGHTS if extra.get(key)), None)
         if thought is not None and not isinstance(thought, str):

@@ -297,8 +297,9 @@ def rendered_otherwise(template: ChatTemplate, data: Mapping[str, Any]) -> str:
     if "template" not in made:
         return ""
     there, here = ({name: one[name] for name in names if name in one} for one in (made, template.fingerprints()))
-    ends = {"end_ids": template.end_ids}
-    return artifacts.describe_change({**there, **{name: data[name] for name in ends if name in data}}, {**here, **ends})
+    if "end_ids" in data:  # data of an earlier version do not record them
+        there["end_ids"], here["end_ids"] = data["end_ids"], template.end_ids
+    return artifacts.describe_change(there, here)
 
 
 def _plain(messages: list[Message], verbatim: bool = False) -> list[Message]:

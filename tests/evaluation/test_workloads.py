@@ -165,7 +165,11 @@ def test_what_an_earlier_version_measured_is_out_of_date_where_it_read_the_rows_
 def test_earlier_turns_of_a_row_stand_before_its_question(place):
     row = {"prompt": "hello", "history": [["hello", "hi"]], "system": "be brief"}
     _, found = place.workloads(f"evaluate.suites.s.path={place.write('own.jsonl', row)}")
-    assert found.prompts[0].messages == [SYSTEM, USER, {"role": "assistant", "content": "hi"}, USER]
+    asked = [SYSTEM, USER, {"role": "assistant", "content": "hi"}, USER]
+    assert found.prompts[0].messages == asked
+    chat = {"prompt": [SYSTEM, USER, {"role": "assistant", "content": "not asked"}], "history": [["hello", "hi"]]}
+    _, found = place.workloads(f"evaluate.suites.s.path={place.write('chat.jsonl', chat)}")
+    assert found.prompts[0].messages == asked
 
 
 SUITES = [({}, "path"), (5, ""), ({"path": ""}, "path"), ({"path": "a", "id": 5}, "id"), ({"path": "a", "x": "b"}, "x")]
