@@ -20,6 +20,7 @@ from benchmarks.gpu_step import GROUPS, VARIANTS
 from benchmarks.shapes import Case
 from eagle31_train.common import artifacts
 from eagle31_train.common.errors import UserError
+from eagle31_train.planning.devices import sheet
 from eagle31_train.reporting.tables import aligned
 
 GIB = 2**30
@@ -29,17 +30,6 @@ FULL: dict[str, Any] = {"cases": ["llama8b:2x4096:1", "llama8b:2x4096:0.35", "ll
 FULL |= {"longest": ["llama8b:0.35"], "first": 2**14, "ceiling": 2**18}
 QUICK = {"cases": ["tiny:2x64:1", "tiny:1x128:0.35"], "longest": ["tiny:1"], "first": 64, "ceiling": 256}
 VARIED = {"cuda": ["fused", "plain", "fused+recompute"], "cpu": ["plain", "plain+recompute"]}
-
-# FLOP/s of dense bf16 products by the makers' data sheets; the first key that is in the device's name counts.
-PEAKS = {
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H200 NVL": 835e12,
-    "H100": 989e12,
-    "H200": 989e12,
-    "GH200": 989e12,
-    "A100": 312e12,
-}
 
 
 def look(device: str, size: int) -> dict[str, Any]:
@@ -51,7 +41,7 @@ def look(device: str, size: int) -> dict[str, Any]:
     return {
         "name": name,
         "memory": properties.total_memory if properties else None,
-        "nominal_peak": next((peak for key, peak in PEAKS.items() if key in name), None),
+        "nominal_peak": known[0] * 1e12 if (known := sheet(name)) else None,
         "measured_rate": rate,
         "cuda": torch.version.cuda,
         "allocator": os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF"),

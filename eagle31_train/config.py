@@ -322,11 +322,11 @@ class PlanConfig:
     tokens: float | None = opt(None, "plan: tokens of the training split; default: as counted by data_prep", above=0)
     share: float = opt(0.5, "plan: the assistant's share of tokens, until they are counted", above=0, at_most=1)
     sample_tokens: int = opt(600, "plan: tokens of an average conversation, until they are counted", at_least=1)
-    devices: int = opt(8, "plan: devices that extract and train", at_least=1)
-    device_gib: float = opt(80.0, "plan: memory of one device, in GiB", above=0)
-    peak_tflops: float = opt(989.0, "plan: bf16 TFLOP/s of one device without sparsity (H100 SXM: 989)", above=0)
+    devices: int | None = opt(None, "plan: devices; default: this machine's GPUs, or eight H100", at_least=1)
+    device_gib: float | None = opt(None, "plan: memory of one device, in GiB; default: as above", above=0)
+    peak_tflops: float | None = opt(None, "plan: dense bf16 TFLOP/s of one device; default: as above", above=0)
     utilisation: float = opt(0.35, "plan: share of that rate which training is assumed to reach", above=0, at_most=1)
-    bandwidth_gbs: float = opt(3350.0, "plan: memory bandwidth of one device, in GB/s (H100 SXM: 3350)", above=0)
+    bandwidth_gbs: float | None = opt(None, "plan: memory bandwidth of one device, in GB/s; default: as above", above=0)
     decode_utilisation: float = opt(0.25, "plan: assumed share of the fastest decoding", above=0, at_most=1)
 
 

@@ -12,6 +12,7 @@ from eagle31_train.common.locations import CONFIGS
 from eagle31_train.config import OWN_SERVER, Config, DrafterShape
 from eagle31_train.planning import footprint, inputs
 from eagle31_train.planning.dealing import Dealt, deal
+from eagle31_train.planning.devices import Devices, devices_to_plan
 from eagle31_train.planning.footprint import FP32, Activations, Memory, Profile, State
 from eagle31_train.planning.inputs import Data, Target, weight_bytes
 from eagle31_train.planning.work import NOT_MAPS, Work, extraction_flops, training_flops
@@ -51,6 +52,7 @@ class Planned:
     target: Target
     shape: DrafterShape
     data: Data
+    devices: Devices
 
     @property
     def value(self) -> int:
@@ -116,7 +118,7 @@ class Planned:
     @property
     def busy(self) -> float:
         """Share of the planned devices' time in which they have something to do."""
-        return self.dealt(self.config.plan.devices).busy
+        return self.dealt(self.devices.count).busy
 
     def training_flops(self) -> float:
         return self._flops(self.data.work * (self.tokens / self.data.work.tokens))
@@ -136,17 +138,17 @@ class Planned:
         A decode step reads the weights once for the whole batch, and each answer's keys and values. It takes at least
         as long as these bytes at the memory's bandwidth, and as its FLOPs at the peak rate.
         """
-        p, generate, own = self.config.plan, self.config.data.generate, self.config.data.self_prompts
+        p, generate, own = self.devices, self.config.data.generate, self.config.data.self_prompts
         sizes, t = self.target.sizes, self.target.description
         # Assume that a server has all planned devices, our own server those in its arguments, and this process 1.
-        batch, devices = (generate.concurrency, p.devices) if generate.server else (generate.batch_size, 1)
+        batch, devices = (generate.concurrency, p.count) if generate.server else (generate.batch_size, 1)
         if generate.server == OWN_SERVER:
             from eagle31_train.evaluation.serving.engine import (  # imports everything that decodes
                 answering_arguments,
                 devices_of,
             )
 
-            devices = devices_of(answering_arguments(self.config, p.devices, 0))
+            devices = devices_of(answering_arguments(self.config, p.count, 0))
         prompts, answers, written = conversations / generate.samples, conversations * answer, 0.0
         if self.config.writes_prompts:
             turn = min(own.max_new_tokens, prompt / own.turns)
@@ -158,7 +160,7 @@ class Planned:
         weights = stored * (sizes.dense + sizes.experts * (1 - (1 - sizes.chosen) ** batch))
         cache = batch * context * self.cache_bytes
         token = 2 * sizes.multiplied + 4 * t.num_hidden_layers * t.hidden_size * context
-        bandwidth, rate = p.bandwidth_gbs * 1e9 * devices, p.peak_tflops * 1e12 * devices
+        bandwidth, rate = p.bandwidth * 1e9 * devices, p.tflops * 1e12 * devices
         step = max((weights + cache) / bandwidth, batch * token / rate)
         reading = 2 * sizes.multiplied * prompt * conversations
         seconds = (written + answers) / batch * step + reading / rate
@@ -220,7 +222,7 @@ class Planned:
 
     def profiles(self) -> list[Profile]:
         """Return the profiles that can be launched. Muon needs whole matrices, which DeepSpeed cuts up."""
-        muon, several = self.config.train.optimizer == "muon", self.config.plan.devices > 1
+        muon, several = self.config.train.optimizer == "muon", self.devices.count > 1
         return [p for p in footprint.PROFILES if several >= p.several and not (muon and p.deepspeed)]
 
     def context(self, devices: int) -> int:
@@ -251,7 +253,7 @@ class Planned:
         return footprint.activations(self.shape, work, step), (work.positions * aux + work.targets * last) / context
 
     def memory(self, profile: Profile) -> Memory:
-        devices = self.config.plan.devices if profile.several else 1
+        devices = self.devices.count if profile.several else 1
         (micro, batch), (bucket, overlap) = self.micro(devices), read_bucket(profile)
         held = (self.state(), devices, self.target_pieces())
         accumulates = self.config.train.gradient_accumulation_steps > 1
@@ -270,7 +272,8 @@ def read_bucket(profile: Profile) -> tuple[int, bool]:
 def reckon(config: Config) -> tuple[Planned, list[str]]:
     """Return the plan, and the table of where the drafter's options come from. UserError if the target cannot be read,
     no such drafter can be made for it, or train.context_parallel does not divide plan.devices."""
-    check_context_parallel(config.train.context_parallel, config.plan.devices, "plan.devices")
+    devices = devices_to_plan(config.plan)
+    check_context_parallel(config.train.context_parallel, devices.count, "plan.devices")
     target, data = inputs.read_target(config), inputs.read_data(config)
     V = target.description.vocab_size
     shape, rows = planned_drafter(config, target.description, min(V, data.vocabulary or V))
@@ -278,7 +281,7 @@ def reckon(config: Config) -> tuple[Planned, list[str]]:
     if (t := config.train).batch_tokens is None:
         t = replace(t, batch_tokens=default_batch_tokens(data.work.tokens, t.epochs, data.longest))
         rows.append(row("train.batch_tokens", t.batch_tokens, f"the default for {data.work.tokens:,.0f} tokens"))
-    plan = Planned(replace(config, train=t), target, shape, data)
+    plan = Planned(replace(config, train=t), target, shape, data, devices)
     if t.init_from:
         rows.append("  train.init_from: it sets the drafter's open options; the plan does not read it")
     if t.weight_decay is None:

@@ -11,11 +11,11 @@ from tqdm import tqdm
 from eagle31_train.checkpoint.contract import weight_shapes
 from eagle31_train.common import order
 from eagle31_train.common.artifacts import MANIFEST
+from eagle31_train.planning.devices import GIB
 from eagle31_train.planning.inputs import prompts_at_hand
 from eagle31_train.planning.planned import Planned
 from eagle31_train.planning.work import newton_schulz_flops
 
-GIB = 2**30
 # Shards in the memory of an extracting process: one being written, and the samples of it and of the next one. From a
 # GPU, samples come in pinned blocks of up to twice their size.
 SHARDS = 1 + 2 * 2
@@ -49,9 +49,9 @@ def drafter(plan: Planned) -> list[str]:
 def target(plan: Planned) -> list[str]:
     """Return the memory of the target's weights in each stage that runs it itself, with the KV cache of answers, and a
     remedy where they do not fit."""
-    c, p, sizes, work = plan.config, plan.config.plan, plan.target.sizes, plan.data.work
+    c, p, sizes, work = plan.config, plan.devices, plan.target.sizes, plan.data.work
     stored, loaded = plan.target.weight_bytes, plan.target.loaded_bytes
-    spread = p.devices if c.target.device_map else 1
+    spread = p.count if c.target.device_map else 1
     stages: dict[str, tuple[float, int, str]] = {}  # bytes of a weight, devices that share all weights, remedy
     cache, g = 0.0, c.data.generate
     if c.regenerate and not c.data.generate.server:
@@ -62,7 +62,7 @@ def target(plan: Planned) -> list[str]:
         cache = g.batch_size * longest * plan.cache_bytes / spread
     if c.extract.engine == "vllm":
         shared = c.extract.engine_args.get("tensor_parallel_size", 1)
-        wider = "extract.engine_args.tensor_parallel_size=N" if shared < p.devices else "more devices, or larger ones"
+        wider = "extract.engine_args.tensor_parallel_size=N" if shared < p.count else "more devices, or larger ones"
         stages["extraction"] = stored, shared, wider
     else:
         stages["extraction"] = loaded, spread, "extract.engine=vllm, or target.device_map=auto"
@@ -71,7 +71,7 @@ def target(plan: Planned) -> list[str]:
         stages["evaluation"] = decoded, spread, "evaluate.backend=vllm, or target.device_map=auto"
     origin = (
         "perhaps more in all (plan.target_parameters)"
-        if p.target_parameters
+        if c.plan.target_parameters
         else "as its class in transformers has them"
     )
     lines = [
@@ -84,8 +84,8 @@ def target(plan: Planned) -> list[str]:
         more = cache if stage == "answers" else 0.0
         each = (value * sizes.all / devices + more) / GIB
         note = f"of it {more / GIB:.1f} GiB KV cache, for {g.batch_size} answers at once" if more else ""
-        if each > SPARE * p.device_gib:
-            note = f"TOO MUCH for {p.device_gib:g} GiB: use {remedy}"
+        if each > SPARE * p.gib:
+            note = f"TOO MUCH for {p.gib:.3g} GiB: use {remedy}"
         lines.append(_line(stage, f"{each:.1f} GiB", note))
     return lines
 
@@ -151,17 +151,17 @@ def store(plan: Planned) -> list[str]:
 
 
 def time(plan: Planned) -> list[str]:
-    p = plan.config.plan
-    rate = p.devices * p.peak_tflops * 1e12 * p.utilisation
+    p, utilisation = plan.devices, plan.config.plan.utilisation
+    rate = p.count * p.tflops * 1e12 * utilisation
     matrices = [round(newton_schulz_flops([shape])) for shape in plan.orthogonal()]
-    shares = order.share(range(len(matrices)), matrices, p.devices)
+    shares = order.share(range(len(matrices)), matrices, p.count)
     most = max(sum(matrices[index] for index in some) for some in shares)  # all devices wait for the one that has most
     rows = {
         "extraction": (plan.extraction_flops(), 1.0),
         "training": (plan.training_flops(), plan.busy),
-        "Muon's updates": (plan.steps * most * p.devices, 1.0),
+        "Muon's updates": (plan.steps * most * p.count, 1.0),
     }
-    used = f"{p.utilisation:.0%} of {p.devices} x {p.peak_tflops:g} TFLOP/s"
+    used = f"{utilisation:.0%} of {p.count} x {p.tflops:g} TFLOP/s"
     lines = [
         f"TIME   if {used} is used; training reached 39 to 51% of an H100",
         _line("steps", f"{plan.steps:,}", f"of {plan.batch_tokens:,} tokens" + ", at the least" * (not plan.packs)),
@@ -193,7 +193,7 @@ def profiles(plan: Planned) -> list[str]:
     for profile in plan.profiles():
         m = plan.memory(profile)
         rows[profile.name] = (m.weights, m.moments, m.copies, m.target, m.step, m.exchange, m.peak, m.host)
-    devices = plan.config.plan.devices
+    devices = plan.devices.count
     # The most expensive micro-batch, expressed in tokens; none has more than a step.
     micro, alone = (min(plan.micro_tokens(n), plan.batch_tokens) for n in (devices, 1))
     context = plan.context(devices)
@@ -208,29 +208,29 @@ def profiles(plan: Planned) -> list[str]:
 
 def which(plan: Planned) -> list[str]:
     """Return the simplest profile that fits; if none does, try smaller micro-batches, recomputation, more sharing."""
-    p = plan.config.plan
-    simplest = [profile for profile in plan.profiles() if profile.several == (p.devices > 1)]
+    p = plan.devices
+    simplest = [profile for profile in plan.profiles() if profile.several == (p.count > 1)]
     peaks: list[float] = []
     for variant in _variants(plan):
         for profile in simplest:
             peaks.append(variant.memory(profile).peak / GIB)
-            if peaks[-1] <= SPARE * p.device_gib:
+            if peaks[-1] <= SPARE * p.gib:
                 given, asked = (vars(one.config.train) for one in (plan, variant))
                 options = [f"train.{name}={value}".lower() for name, value in asked.items() if value != given[name]]
                 launch = [f"eagle31 run --profile {profile.name}"]
-                if p.devices > MACHINE:
+                if p.count > MACHINE:
                     launch = [f"accelerate launch --config_file configs/accelerate/{profile.name}.yaml"]
                     if profile.name.startswith("zero"):  # otherwise DeepSpeed looks for a hostfile, and trains on one
                         launch += ["--deepspeed_multinode_launcher standard"]
                     launch += ["--main_process_ip 10.0.0.1 --main_process_port 29500 --machine_rank 0"]
-                    machines = f"--num_machines {math.ceil(p.devices / MACHINE)}"
-                    options = [machines, f"--num_processes {p.devices}", "train.py", *options]
+                    machines = f"--num_machines {math.ceil(p.count / MACHINE)}"
+                    options = [machines, f"--num_processes {p.count}", "train.py", *options]
                 return [
-                    f"WHICH PROFILE   {profile.name}: {peaks[-1]:.1f} of {p.device_gib:g} GiB, a tenth stays free",
+                    f"WHICH PROFILE   {profile.name}: {peaks[-1]:.1f} of {p.gib:.3g} GiB, a tenth stays free",
                     "  " + " \\\n      ".join([*launch, *([" ".join(options)] if options else [])]) + " …",
                 ]
     return [
-        f"WHICH PROFILE   none leaves a tenth of {p.device_gib:g} GiB free; the smallest takes {min(peaks):.1f}.",
+        f"WHICH PROFILE   none leaves a tenth of {p.gib:.3g} GiB free; the smallest takes {min(peaks):.1f}.",
         "  Plan more devices, lower data.draft_vocab_size or data.max_length,",
         "  or set drafter.train_lm_head=false.",
     ]
@@ -238,7 +238,7 @@ def which(plan: Planned) -> list[str]:
 
 def _variants(plan: Planned) -> Iterator[Planned]:
     """Yield the plan as it is, then with less and less memory, in ways that do not change what is learnt."""
-    devices = plan.config.plan.devices
+    devices = plan.devices.count
 
     def halved(one: Planned) -> Planned | None:
         """Halve the micro-batches. Return None if none gets smaller, since no conversation is divided."""
@@ -276,6 +276,6 @@ def _time(seconds: float) -> str:
 
 
 def text(plan: Planned) -> str:
-    title = [f"Plan of {plan.config.name}: a drafter for {plan.config.target.name}"]
+    title = [f"Plan of {plan.config.name}: a drafter for {plan.config.target.name}", f"for {plan.devices}"]
     blocks = [section(plan) for section in (drafter, target, data, answering, store, time, profiles, which)]
     return "\n\n".join("\n".join(block) for block in [title, *blocks])

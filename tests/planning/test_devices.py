@@ -1,0 +1,58 @@
+"""What a plan assumes of the devices: what is given, else what this machine has."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from eagle31_train.config import PlanConfig
+from eagle31_train.planning.devices import Devices, devices_to_plan, sheet
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """A machine with two GPUs, the second of which has 1 GiB less."""
+
+    def of(name):
+        properties = [SimpleNamespace(name=name, total_memory=gib * 2**30) for gib in (40, 39)]
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", properties.__getitem__)
+
+    return of
+
+
+def test_a_machine_without_gpus_plans_for_eight_h100():
+    planned = devices_to_plan(PlanConfig())
+    assert planned == Devices(8, 80.0, 989.0, 3350.0, "those of an H100 SXM")
+
+
+def test_a_machine_plans_for_its_own_gpus_unless_others_are_given(gpus):
+    gpus("NVIDIA A100-SXM4-40GB")
+    assert devices_to_plan(PlanConfig()) == Devices(2, 39.0, 312.0, 1555.0, "this machine's NVIDIA A100-SXM4-40GB")
+    given = devices_to_plan(PlanConfig(devices=16, device_gib=141, peak_tflops=900, bandwidth_gbs=4800))
+    assert (given.count, given.gib, given.tflops, given.bandwidth) == (16, 141, 900, 4800)
+
+
+def test_a_gpu_that_is_not_listed_counts_as_an_h100_and_the_plan_says_so(gpus):
+    gpus("Chip of 2030")
+    planned = devices_to_plan(PlanConfig())
+    assert (planned.count, planned.gib, planned.tflops, planned.bandwidth) == (2, 39.0, 989.0, 3350.0)
+    assert "Chip of 2030 with the speed of an H100 SXM" in str(planned)
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops", "bandwidth"),
+    [
+        ("NVIDIA A10", 125, 600),
+        ("NVIDIA A100 80GB PCIe", 312, 1935),
+        ("NVIDIA GH200 480GB", 989, 4000),
+        ("NVIDIA H100 80GB HBM3", 989, 3350),
+        ("NVIDIA H100 PCIe", 756, 2000),
+        ("NVIDIA H200", 989, 4800),
+        ("NVIDIA L4", 121, 300),
+        ("NVIDIA L40S", 362, 864),
+    ],
+)
+def test_devices_are_found_under_the_names_that_torch_gives_them(name, tflops, bandwidth):
+    assert sheet(name) == (tflops, bandwidth)
