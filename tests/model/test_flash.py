@@ -105,8 +105,9 @@ def test_where_none_is_installed_or_torch_has_no_switch_torchs_own_stays(on, mon
     with installed():
         assert on(9) == f"torch's own attention (FA3: {NONE['FA3']}; FA4: {NONE['FA4']})"
         assert on(8) is on(12) is None
-        monkeypatch.delattr(attention, "restore_flash_attention_impl")
-        assert on(10) == "torch's own attention (others need torch 2.11)"
+        with monkeypatch.context() as before:  # its end puts back what `installed` takes away
+            before.delattr(attention, "restore_flash_attention_impl")
+            assert on(10) == "torch's own attention (others need torch 2.11)"
 
 
 @pytest.mark.parametrize(
