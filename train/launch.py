@@ -112,6 +112,8 @@ def check_environment(t: TrainConfig) -> None:
             raise UserError("accelerate's fsdp_activation_checkpointing is on: set train.activation_checkpointing=true")
         if asked("FSDP_RESHARD_AFTER_FORWARD", "true").lower() in FALSE:
             raise UserError("this trainer always reshards after the forward pass: remove fsdp_reshard_after_forward")
+    if parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        raise UserError("accelerate's parallelism_config has no effect here: remove it, and set train.context_parallel")
     ours = {
         "mixed_precision": (("no", t.precision), "train.precision"),
         "gradient_accumulation_steps": (("1", "auto"), "train.gradient_accumulation_steps"),

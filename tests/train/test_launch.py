@@ -46,6 +46,7 @@ REFUSED = {
     "fp16": ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "set train.precision"),
     "bf16": ({"ACCELERATE_MIXED_PRECISION": "bf16"}, "train.precision"),
     "accumulation": ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, "set train.gradient_accumulation_steps"),
+    "other ways to share": ({**FSDP2, "ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "set train.context_parallel"),
     "one of several": (LONE, "accelerate started only one of several processes"),
     "dynamo": ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "set train.kernels"),
 }
