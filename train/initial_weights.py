@@ -97,8 +97,13 @@ def refuse_other_kind(source: DrafterCheckpoint, shape: DrafterShape, store: Sto
     embedding, V = source.tensors.get("embed_tokens.weight"), shape.vocab_size
     if shape.share_embedding and embedding is not None:
         target = store.target["embed_tokens"][:V].float()
-        if not torch.allclose(target, embedding[:V].float(), rtol=2**-7, atol=1e-6):  # as bf16 or fp16 keeps it
+        if not _alike(target, embedding[:V].float()):
             raise UserError(f"{source.where} has its own embedding: set drafter.share_embedding=false")
+
+
+def _alike(ours: Tensor, theirs: Tensor) -> bool:
+    """Return whether weights are the same, as bf16 or fp16 keeps them."""
+    return torch.allclose(ours, theirs, rtol=2**-7, atol=1e-6)
 
 
 def _same_rope(there: DrafterShape, here: DrafterShape) -> bool:
@@ -139,10 +144,13 @@ def copy_weights(
             ours, theirs = torch.from_numpy(vocab.target_ids), torch.from_numpy(source.vocab.target_ids)
             places = torch.searchsorted(theirs, ours).clamp(max=len(theirs) - 1)
             known = theirs[places] == ours
-            parameter[known] = source.tensors[name][places[known]].to(parameter.dtype)
+            rows = source.tensors[name][places[known]].to(parameter.dtype)
+            stuck = not parameter.requires_grad and not _alike(parameter[known], rows)
+            parameter[known] = rows
             if missing := int((~known).sum()):
                 say(
                     f"train: {missing:,} of {len(ours):,} draft tokens are not in their vocabulary, and start untrained"
+                    + (", and stay so beside rows that were trained: set drafter.train_lm_head=true" if stuck else "")
                 )
         else:
             parameter.copy_(drafter.from_checkpoint(name, source.tensors[name].to(parameter.dtype)))

@@ -132,6 +132,14 @@ def test_rows_of_lm_head_are_taken_token_by_token(learnt, new_run, where):
     assert not any(torch.equal(by_hand(rows, ids, OTHERS, begun.fresh["lm_head.weight"]), right) for ids in wrong)
 
 
+@pytest.mark.parametrize("trained", [True, False])
+def test_rows_that_a_frozen_lm_head_would_never_learn_are_told_of_beside_trained_ones(learnt, new_run, trained):
+    source = learnt(f"drafter.train_lm_head={json.dumps(trained)}").folder / "run"
+    for frozen in (True, False):
+        begun = begin(with_vocab(new_run(), OTHERS), source, f"drafter.train_lm_head={json.dumps(not frozen)}")
+        assert ("set drafter.train_lm_head=true" in begun.said) == (frozen and trained)
+
+
 def test_a_draft_without_an_lm_head_has_the_targets(draft, new_run):
     begun = begin(new_run(), draft(dict.fromkeys(["d2t", "t2d", "lm_head.weight"]), draft_vocab_size=None))
     assert torch.equal(begun.weights["lm_head.weight"], begun.store.target["lm_head"][torch.tensor(KEPT)])
