@@ -144,8 +144,11 @@ ENGINE_RESOURCES |= {"max_num_batched_tokens", "disable_log_stats"}
 WITHOUT_EFFECT = {"accumulation", "recompute", "compile", "workers", "eval_every", "eval_samples", "checkpoint_every"}
 WITHOUT_EFFECT |= {"keep_checkpoints", "time_limit", "finish", "skip_nonfinite", "wandb", "project", "tensorboard"}
 WITHOUT_EFFECT |= {"deterministic", "kernels", "context_parallel"}
-# Inputs of a training whose checkpoint is chosen by measured acceptance → the options that they come from.
-OF_CHOICE = {
+# Inputs of a training → the options that they come from. `choice` is there if acceptance chooses the checkpoint.
+OF_TRAINING = {
+    "vocab": "draft vocabulary (data.draft_vocab_size)",
+    "train.choice": "train.keep_best, train.early_stop",
+    "train.choice.prompts": "prompts of extract.trajectories",
     "train.choice.draft_tokens": "evaluate.num_speculative_tokens",
     "train.choice.dtype": "evaluate.dtype",
     "train.choice.every": "train.eval_every",
@@ -238,7 +241,7 @@ def of_training(
         },
         pointers={"store": f"store_dir={config.store_dir}"} if config.store_dir else {},
         beside=(f"train on the same states under another name=… with {states}", {"drafter", "train", "seed"}),
-        options=OF_CHOICE,
+        options=OF_TRAINING,
     )
 
 

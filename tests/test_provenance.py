@@ -79,6 +79,8 @@ def test_what_chooses_a_step_is_named_as_the_user_sets_it():
     assert "(evaluate.num_speculative_tokens: 3 there, 5 here): train on the same states under another name=…" in str(
         error.value
     )
+    with pytest.raises(UserError, match=r"\(train.keep_best, train.early_stop: unset there, .* here; draft vocabulary"):
+        wanted.refuse_other("run", {"inputs": {**inputs_of().inputs, "vocab": "another"}}, overwrite=False)
     elsewhere = {**wanted.inputs, "store": "another", "seed": 1}
     assert wanted.remedy({"inputs": elsewhere}).startswith("use the same inputs again, choose"), "they are not the same"
 
