@@ -130,6 +130,10 @@ def copy_weights(
     the same bits. What the source lacks keeps its value, and a line says so. pause: as in `Store.wait_for`, for states
     that are needed but not there yet."""
     say(f"train: starting from the weights of {source.folder}")
+    their, our = source.trained_for() or {"name": source.target_name}, store.inputs["target"]
+    same = their.get("weights", "unknown") == our.get("weights")
+    if their["name"] and Path(their["name"]).name != Path(our["name"]).name and not same:
+        say(f"train: those weights were trained for {their['name']}, and the stored states are of {our['name']}")
     if source.train is not None and source.manifest is None and Path(source.where).resolve() != source.folder.resolve():
         say(
             "train: that run is not finished, and once it has a later checkpoint, this command cannot resume: set "

@@ -105,6 +105,23 @@ def test_an_unfinished_run_gives_its_newest_checkpoint(learnt, copy_of, new_run,
         assert told == (source == run.train)
 
 
+def test_weights_that_were_trained_for_another_target_are_told_of(learnt, draft, new_run):
+    told = "those weights were trained for"
+    assert f"{told} org/other, and" in begin(new_run(), draft(target_model_name="org/other")).said
+    assert told not in begin(new_run(), draft(target_model_name="org/target")).said, "a copy of a hub's"
+    run = learnt().folder / "run"
+    moved = new_run()
+    options = moved.folder / "moved/train/config.yaml"
+    shutil.copytree(run, options.parents[1])
+    record = options.with_name("inputs.json")
+    known = artifacts.read_json(record, "the test")
+    artifacts.write_json(record, {**known, "target": {**known["target"], "name": "elsewhere"}})
+    shutil.rmtree(options.parents[1] / "store")
+    assert told not in begin(moved, options.parents[1]).said, "the same weights"
+    artifacts.write_json(record, {**known, "target": {**known["target"], "name": "elsewhere", "weights": "others"}})
+    assert f"{told} elsewhere, and" in begin(new_run(), options.parents[1]).said
+
+
 # ---------------------------------------------------------------- another vocabulary
 
 
