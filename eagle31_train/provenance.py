@@ -5,6 +5,7 @@ sizes and checksums. An output of other inputs is refused or, with overwrite=tru
 again. What each stage depends on is listed below, stage by stage.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -74,6 +75,7 @@ class Provenance:
         """Raise UserError, naming the changes, for an output of other inputs, unless it may be overwritten."""
         if not overwrite and not self.matches(record):
             change = describe_change(record.get("inputs", {}), self.all_inputs, options={**RENAMED, **self.options})
+            change = re.sub(r"train\.decays: [^;]*; (?=.*train\.weight_decay: )", "", change)  # decay itself changed
             change = change.replace("train.decays: unset there, maps here", LM_HEAD_DECAYED)
             raise UserError(f"{where} was made from other inputs ({change}): {self.remedy(record)}")
 

@@ -61,6 +61,17 @@ def test_inputs_of_training_are_what_steers_its_weights():
     assert inputs_of("train.weight_decay=0.1").inputs["train"]["decays"] == "maps"
 
 
+@pytest.mark.parametrize("before", ["0", "1"])
+def test_another_weight_decay_is_not_taken_for_that_of_an_earlier_version(before):
+    record = inputs_of(f"train.weight_decay={before}").record()
+    with pytest.raises(UserError, match=rf"\(train.weight_decay: {before}.0 there, {1 - int(before)}.0 here\)"):
+        inputs_of(f"train.weight_decay={1 - int(before)}").refuse_other("run", record, overwrite=False)
+    earlier = {**record["inputs"], "train": {**record["inputs"]["train"], "weight_decay": 1.0}}
+    earlier["train"].pop("decays", None)
+    with pytest.raises(UserError, match="an earlier version also decayed lm_head, this one only linear layers"):
+        inputs_of("train.weight_decay=1").refuse_other("run", {"inputs": earlier}, overwrite=False)
+
+
 @pytest.mark.parametrize(
     ("section", "options"),
     [("evaluate", EvaluateConfig()), ("evaluate", Workload("w", "w", None, [], 0.6, 1.0)),
