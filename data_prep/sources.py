@@ -190,12 +190,12 @@ class SourceOptions:
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
 
 
-OF_HUB_SETS = ("subset", "revision", "stream_rows")
+OF_HUB_SETS = ("split", "subset", "revision", "stream_rows")
 
 
 def _open_source(config: Config, where: str, value: Any, name: str = "") -> Source:
     data, entry = config.data, value if isinstance(value, dict) else {}
-    defaults = {name: getattr(data, name) for name in ("format", "split", *OF_HUB_SETS)}
+    defaults = {name: getattr(data, name) for name in ("format", *OF_HUB_SETS)}
     try:
         if (name and not re.fullmatch(r"[\w-]+", name)) or not entry.get("path"):
             raise ValueError("it needs a path, and a name of letters, digits, _ and -")
@@ -212,7 +212,7 @@ def _open_source(config: Config, where: str, value: Any, name: str = "") -> Sour
     files = open_files(path, options.split, where, options.stream_rows, options.subset, options.revision)
     own = entry if name else defaults
     for option in OF_HUB_SETS:
-        if own.get(option) and not files[0].on_hub:
+        if own.get(option) not in (None, getattr(DataConfig, option)) and not files[0].on_hub:
             of = where if name else "data"
             kind = f"{of}.{option}={own[option]} is only for hub data sets"
             raise UserError(f"{kind}, not {where}={path}: remove {of}.{option}")

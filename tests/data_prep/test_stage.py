@@ -258,6 +258,7 @@ def test_a_file_in_the_wrong_place_says_what_to_set(config, tmp_path):
         (False, {"conversations": given, "heldout": 1e-9}, "data.heldout=1e-09 holds out none of 60 prompts"),
         (False, {"conversations": given, "stream_rows": 3}, "stream_rows=3 is only for hub data sets, not data.conv"),
         (False, {"conversations": given, "subset": "main"}, "subset=main is only for hub data sets, not data.conv"),
+        (False, {"conversations": given, "split": "test"}, "split=test is only for hub data sets, not data.conv"),
         (
             False,
             {"sources": {"en": {"path": given, "revision": "v1"}}},
