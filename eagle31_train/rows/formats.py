@@ -376,6 +376,8 @@ def tools_of(value: Any) -> list[Tool] | None:
         value = list(map(_wrapped, value))
     if not isinstance(value, list) or not all(map(_has_function_name, value)):
         raise Refused("tools is not a list of tools with function.name, in OpenAI's format")
+    if any(map(_has_null_property, value)):
+        raise Refused("a tool has properties that are null (a table of objects gives each those of all): use JSON text")
     return value
 
 
@@ -397,6 +399,12 @@ def _wrapped(tool: Any) -> Any:
     if not isinstance(tool, dict) or "function" in tool or "parameters" not in tool:
         return tool
     return {"type": "function", "function": {key: part for key, part in tool.items() if key != "type"}}
+
+
+def _has_null_property(tool: Tool) -> bool:
+    parameters = tool["function"].get("parameters")
+    properties = parameters.get("properties") if isinstance(parameters, dict) else None
+    return isinstance(properties, dict) and None in properties.values()
 
 
 def _has_function_name(entry: Any) -> bool:

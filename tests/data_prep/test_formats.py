@@ -184,6 +184,10 @@ def test_what_would_lose_a_part_of_the_prompt_or_the_answer_is_no_known_format(v
         ({"instruction": "hi", "output": "yes", "history": ["a", "b"]}, "history is not a list of [question, answer]"),
         ({"instruction": "hi", "output": "yes", "history": "earlier"}, "history is not JSON"),
         ({"messages": ASKED, "tools": [{"name": "f"}]}, "tools is not a list of tools with function.name"),
+        (
+            {"messages": ASKED, "tools": [{"name": "f", "parameters": {"properties": {"a": {}, "of_another": None}}}]},
+            "a tool has properties that are null",
+        ),
         *(
             ({"input_ids": ids, "loss_mask": mask, "conversations": ANSWERED}, problem)
             for ids, mask, problem in [
