@@ -215,6 +215,8 @@ class DrafterCheckpoint:
         known = self.trained_for(store)
         if other := self._other(known, target, by_name):
             if "weights" in known:
+                if not (target.is_hub_id or Path(target.path).exists()):
+                    raise UserError(f"target.path={target.path} does not exist: set it to the target of {self.where}")
                 raise UserError(f"{other}: use the target of training, or another run")
             note(other)
 

@@ -80,6 +80,8 @@ def test_a_run_remembers_its_target_when_its_store_is_gone(new_run, tmp_path):
     artifacts.write_bytes(other / "model.safetensors", b"other weights")
     drafter = DrafterCheckpoint.open(run.folder / "run")
     assert "was trained for" in message_of(drafter.check_target, TargetConfig(path=str(other)))
+    gone = TargetConfig(path=str(tmp_path / "gone" / known["name"]))
+    assert f"target.path={gone.path} does not exist" in message_of(drafter.check_target, gone)
     of_hub = {
         "name": f"org/{known['name']}",
         "weights": artifacts.fingerprint(f"org/{known['name']}"),
