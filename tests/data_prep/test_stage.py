@@ -244,34 +244,24 @@ def test_a_switch_of_the_template_as_text_is_refused(config, tmp_path):
 def test_a_file_in_the_wrong_place_says_what_to_set(config, tmp_path):
     asked = write_rows(tmp_path / "asked.jsonl", [{"prompt": f"question {i}"} for i in range(3)])
     given = config.data.conversations
-    for regenerate, options, words in [
-        (False, {"prompts": asked}, f"data.prompts={asked} needs answers, but regenerate=false: set regenerate=null"),
-        (False, {"conversations": asked}, f"3 × no assistant turn; set data.prompts={asked} instead of data.conv"),
-        (False, {"sources": {"en": {"path": given}, "zh": {"path": asked}}}, "zh: none of its conversations is left"),
-        (True, {"conversations": given}, "regenerate=true answers data.prompts, not data.conversations="),
-        (
-            False,
-            {},
-            "no conversations: set data.prompts (self: the target writes them), data.conversations or data.sources",
-        ),
-        (False, {"conversations": given, "heldout": 0.9999}, "data.heldout=0.9999 holds out every prompt"),
-        (False, {"conversations": given, "heldout": 1e-9}, "data.heldout=1e-09 holds out none of 60 prompts"),
-        (False, {"conversations": given, "stream_rows": 3}, "stream_rows=3 is only for hub data sets, not data.conv"),
-        (False, {"conversations": given, "subset": "main"}, "subset=main is only for hub data sets, not data.conv"),
-        (False, {"conversations": given, "split": "test"}, "split=test is only for hub data sets, not data.conv"),
-        (
-            False,
-            {"sources": {"en": {"path": given, "revision": "v1"}}},
-            "revision=v1 is only for hub data sets, not data.s",
-        ),
-        (
-            False,
-            {"sources": {"en": {"path": given, "stream_rows": 3}}},
-            "is only for hub data sets, not data.sources.en=",
-        ),
-        (False, {"sources": {"en": {"path": given, "stream_rows": 0}}}, "stream_rows: Input should be greater than"),
+    hub = "is only for hub data sets, not data"
+    for options, words in [
+        ({"prompts": asked}, f"data.prompts={asked} needs answers, but regenerate=false: set regenerate=null"),
+        ({"conversations": asked}, f"3 × no assistant turn; set data.prompts={asked} instead of data.conv"),
+        ({"sources": {"en": {"path": given}, "zh": {"path": asked}}}, "zh: none of its conversations is left"),
+        ({"conversations": given}, "regenerate=true answers data.prompts, not data.conversations="),
+        ({}, "no conversations: set data.prompts (self: the target writes them), data.conversations or data.sources"),
+        ({"conversations": given, "heldout": 0.9999}, "data.heldout=0.9999 holds out every prompt"),
+        ({"conversations": given, "heldout": 1e-9}, "data.heldout=1e-09 holds out none of 60 prompts"),
+        ({"conversations": given, "stream_rows": 3}, f"stream_rows=3 {hub}.conv"),
+        ({"conversations": given, "subset": "main"}, f"subset=main {hub}.conv"),
+        ({"conversations": given, "split": "test"}, f"split=test {hub}.conv"),
+        ({"sources": {"en": {"path": given, "revision": "v1"}}}, f"revision=v1 {hub}.s"),
+        ({"sources": {"en": {"path": given, "stream_rows": 3}}}, f"{hub}.sources.en="),
+        ({"sources": {"en": {"path": given, "stream_rows": 0}}}, "stream_rows: Input should be greater than"),
     ]:
-        config.regenerate, config.data = regenerate, DataConfig(**{"heldout": SHARE, **options})
+        config.regenerate = words.startswith("regenerate=true")
+        config.data = DataConfig(**{"heldout": SHARE, **options})
         assert words in message_of(prepare, config)
     assert not (tmp_path / "run" / "data").exists()
 
