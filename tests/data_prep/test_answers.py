@@ -15,7 +15,6 @@ from data_prep import client, written
 from data_prep.answers import Job, Remote, target_inputs
 from data_prep.client import Failed, NoAnswer, Server
 from data_prep.dialogue import turns_of
-from data_prep.journal import Answer
 from eagle31_train.common.errors import Refused
 from eagle31_train.config import Config, DataConfig, GenerateConfig, SelfPromptsConfig, TargetConfig
 from eagle31_train.rows.formats import Row
@@ -233,9 +232,7 @@ def test_what_the_target_wrote_is_learnt_token_by_token(chatml, server, ids, rea
 def test_a_server_that_ends_answers_otherwise_than_the_target_is_named_at_once(chatml, server):
     """Its other answers would end so, too, hours later."""
     said = message_of(answered, chatml, server, chatml.encode("hello"), "stop")
-    assert said.startswith(
-        "an answer ends with 'llo', not with one of the target's end tokens ([2], eos_token_id of its "
-    )
+    assert said.startswith("an answer ends with 'llo', not with one of the target's end tokens ([2], eos_token_id of ")
 
 
 def test_a_server_is_asked_as_the_options_say(chatml, server):
@@ -278,13 +275,6 @@ def test_answers_are_of_one_target_and_one_seed(tiny_target, tmp_path):
     servers = [GenerateConfig(server="http://127.0.0.1:1/v1", model=model) for model in ("a", "b")]
     one, other = (target_inputs(replace(config, data=DataConfig(generate=g)), template, "model") for g in servers)
     assert one != other
-
-
-def test_a_conversation_tells_how_each_answer_ended():
-    job = Job(Row("hi", "s", "f:1", [ASK]), 0, 0.0, turns_of([ASK]), [ASK])
-    for reason in ("length", "stop"):
-        job.add(Answer({"role": "assistant", "content": "x"}, reason, 1))
-    assert [message["finish_reason"] for message in job.messages[1:]] == ["length", "stop"]
 
 
 @pytest.mark.parametrize("status", [400, 413, 422])

@@ -47,7 +47,8 @@ FORMATS = [
     ("prompt", {"prompt": ASKED, "completion": ANSWERED[1:]}, ANSWERED),
     ("prompt", {"system_prompt": "be brief", "question": "hi", "response": "yes"}, [SYSTEM, *ANSWERED]),
     ("prompt", {"question": "hi", "answer": "yes"}, ANSWERED),
-    # The thought before an answer, in a column of its own.
+    # The thought before an answer, under another name, or in a column of its own.
+    ("messages", {"messages": [*ASKED, says("yes", thinking="a b")]}, thought("a b")),
     ("prompt", {"prompt": "hi", "thinking": "a b", "response": "yes"}, thought("a b")),
     ("alpaca", {"instruction": "hi", "reasoning": "a b", "output": "yes"}, thought("a b")),
     ("prompt", {"prompt": "hi", "reasoning": "let me see"}, ASKED),
@@ -118,11 +119,6 @@ def test_rows_carry_tools_and_calls():
     assert row(chat, tools=json.dumps([TOOL])).tools == [TOOL]
     assert row(chat, tools=[]).tools is row(chat, tools="").tools is None
     assert row(chat, tools=[{"type": "function", "name": "find", "parameters": {}}]).tools == [TOOL]
-
-
-@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
-def test_a_thought_is_read_under_every_name_in_use(name):
-    assert row([*ASKED, says("yes", **{name: "hm"})]).messages[1] == says("yes", reasoning_content="hm")
 
 
 def test_a_variable_of_the_template_that_is_null_is_not_given():

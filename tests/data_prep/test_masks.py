@@ -117,19 +117,10 @@ def test_an_answer_of_weight_0_is_read_and_not_learnt(chatml, thinking):
         samples(chatml, [ASK, zero], 1000)
 
 
-def test_long_conversations_are_cut_and_answers_may_be_stripped(tokenizer, chatml):
+def test_a_template_may_strip_answers(tokenizer, chatml):
     trim = with_template(tokenizer, chatml.template.replace("m['content'] }}", "(m['content'] | trim) }}"))
     sample = one_sample(trim, [ASK, says("  hello \n")], 1000)
     assert trim.decode(sample.input_ids[sample.loss_mask].tolist()) == "hello<|im_end|>"
-    whole = one_sample(chatml, [ASK, REPLY], 1000)
-    assert not one_sample(chatml, [ASK, REPLY], len(whole.input_ids)).cut
-    first = int(np.flatnonzero(whole.loss_mask)[0])
-    cut = one_sample(chatml, [ASK, REPLY], first + 1)
-    assert cut.cut
-    assert cut.input_ids.tolist() == whole.input_ids.tolist()[: first + 1]
-    assert cut.loss_mask.tolist() == [False] * first + [True]
-    with pytest.raises(Refused, match=r"no part of an answer lies within data\.max_length: raise it"):
-        one_sample(chatml, [ASK, REPLY], first)
 
 
 def test_white_space_before_the_end_of_turn_is_not_of_a_cut_answer(tokenizer, chatml):

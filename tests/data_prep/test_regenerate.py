@@ -120,6 +120,7 @@ def test_greedy_answers_are_those_of_the_model_step_by_step(config, tiny_target)
                     break
                 answer.append(token)
             assert row["messages"][i]["content"] == template.tokenizer.decode(answer, skip_special_tokens=True)
+            assert row["messages"][i]["finish_reason"] == ("length" if len(answer) == 6 else "stop")
 
 
 def test_samples_first_greedy_then_sampled_and_reproducible(config, tmp_path):
@@ -196,9 +197,8 @@ def test_answers_under_way_are_not_thrown_away_for_other_options(config, tmp_pat
         interrupt(artifacts, "write_text", run, config)
         config.data.generate.max_new_tokens = 5
     there = journal.read_bytes()
-    assert re.search(
-        rf"{journal.name} holds \d+ answers of an unfinished run with other prompts, options", message_of(ask, config)
-    )
+    said = message_of(ask, config)
+    assert re.search(rf"{journal.name} holds \d+ answers of an unfinished run with other prompts, options", said)
     assert journal.read_bytes() == there
     config.overwrite = True
     ask(config)
@@ -366,8 +366,9 @@ def test_a_conversation_ends_where_its_prompt_no_longer_fits(served, tmp_path):
     }
     reasons = ["a tool result that follows no answer", "a blank user turn"]
     assert [entry["reason"] for entry in manifest["refused"]] == reasons
-    written = [len(m["token_ids"]) for row in rows.values() for m in row["messages"] if m["role"] == "assistant"]
-    assert (manifest["answers"], manifest["tokens"]) == (8, sum(written))
+    answers = [m for row in rows.values() for m in row["messages"] if m["role"] == "assistant"]
+    assert {m["finish_reason"] for m in answers} == {"stop"}
+    assert (manifest["answers"], manifest["tokens"]) == (8, sum(len(m["token_ids"]) for m in answers))
     assert manifest["sources"] == {"prompts": {"read": 8, "taken": 8}}
 
 

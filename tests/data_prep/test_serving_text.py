@@ -112,18 +112,26 @@ def wrote(template, text, *before, tools=None):
     return {**written.message_of(template, template.prompt_ids([*before]), ids, tools), "token_ids": ids}
 
 
+SPELT = "spell another text than its content"
+
+
 @pytest.mark.core
-@pytest.mark.parametrize("mistake", ["one id more", "one id less", "another id", "other words"])
-def test_ids_that_are_not_of_their_words_are_refused(chatml, mistake):
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda ids: {"token_ids": [*ids[:-1], 9, *ids[-1:]]}, SPELT),
+        (lambda ids: {"token_ids": ids[1:]}, SPELT),
+        (lambda ids: {"token_ids": [9, *ids[1:]]}, SPELT),
+        (lambda ids: {"content": "hello moon"}, SPELT),
+        (lambda ids: {"token_ids": [*ids[:-1], 100_000, *ids[-1:]]}, "token 100000, which has no row"),
+    ],
+)
+def test_ids_that_are_not_of_their_words_or_the_target_are_refused(chatml, change, why):
+    chatml.rows = len(chatml.tokenizer)
     message = wrote(chatml, "hello world<|im_end|>", ASK)
     assert written.samples(chatml, [ASK, message], 100, None).samples
-    ids = message["token_ids"]
-    ids = {"one id more": [*ids[:-1], 9, *ids[-1:]], "one id less": ids[1:], "another id": [9, *ids[1:]]}.get(
-        mistake, ids
-    )
-    changed = {"token_ids": ids} if mistake != "other words" else {"content": "hello moon"}
-    with pytest.raises(Refused, match="spell another text than its content"):
-        written.samples(chatml, [ASK, {**message, **changed}], 100, None)
+    with pytest.raises(Refused, match=why):
+        written.samples(chatml, [ASK, {**message, **change(message["token_ids"])}], 100, None)
 
 
 def test_a_turn_that_is_refused_costs_no_other_turn(chatml):
@@ -190,27 +198,26 @@ def test_any_conversation_is_learnt_whole(family, data):
     check(TEMPLATES[family], data.draw(conversations(1 if family == "gpt_oss" else 2)))
 
 
-def test_known_answers_beyond_max_length_are_cut_or_refused(chatml):
-    chat = [ASK, wrote(chatml, "the quick brown fox<|im_end|>", ASK)]
-    ((_, whole),) = written.samples(chatml, chat, 1000, None).samples
+@pytest.mark.parametrize("known", [True, False])
+def test_answers_beyond_max_length_are_cut_or_refused(chatml, known):
+    answer = wrote(chatml, "the quick brown fox<|im_end|>", ASK)
+    chat = [ASK, answer if known else says(answer["content"])]
+
+    def one_of(max_length):
+        ((_, sample),) = (written.samples if known else samples)(chatml, chat, max_length, None).samples
+        return sample
+
+    whole = one_of(1000)
     ids, first = whole.input_ids.tolist(), int(whole.loss_mask.argmax())
-    ((_, fits),) = written.samples(chatml, chat, len(ids), None).samples
-    assert not fits.cut
-    ((_, cut),) = written.samples(chatml, chat, first + 1, None).samples
+    assert not one_of(len(ids)).cut
+    cut = one_of(first + 1)
     assert (cut.cut, cut.input_ids.tolist()) == (True, ids[: first + 1])
     assert cut.loss_mask.tolist() == [False] * first + [True]
     with pytest.raises(Refused, match=r"no part of an answer lies within data\.max_length: raise it"):
-        written.samples(chatml, chat, first, None)
+        one_of(first)
 
 
 def test_ids_are_known_where_every_answer_has_them(chatml):
     one = wrote(chatml, "the fox<|im_end|>", ASK)
     chats = ([ASK, one, ASK, one], [ASK, one, ASK, says("the fox")], [ASK])
     assert [written.known(chat) for chat in chats] == [True, False, False]
-
-
-def test_ids_for_which_the_target_has_no_row_are_refused(chatml):
-    chatml.rows = len(chatml.tokenizer)
-    message = {"role": "assistant", "content": "fox", "token_ids": [*chatml.encode("fox"), 100_000, *chatml.end_ids]}
-    with pytest.raises(Refused, match="token 100000, which has no row"):
-        written.samples(chatml, [ASK, message], 100, None)

@@ -82,7 +82,6 @@ def test_tensors_beside_the_shards_that_are_not_finite_are_neither_written_nor_r
     assert found in message_of(lambda: (Store(tmp_path).target, Store(tmp_path).trajectories))
     assert writer.has_trajectories == (file == TARGET), "an extraction makes them anew"
     new = made().writer(tmp_path / "new")
-    assert f"would hold {name} with values that are not finite" in message_of(
-        new.write_tensors, file, load_file(tmp_path / file)
-    )
+    said = message_of(new.write_tensors, file, load_file(tmp_path / file))
+    assert f"would hold {name} with values that are not finite" in said
     assert not (tmp_path / "new" / file).exists()

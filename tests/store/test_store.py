@@ -269,9 +269,8 @@ def test_another_training_does_not_use_up_the_same_store(tmp_path):
     store = MADE.provenance["fingerprint"]
     consume(storage, store, TRAIN[:1], "one", False)
     consume(storage, store, TRAIN[:1], "one", False)
-    assert "used up and removed by another training (one, this is two)" in message_of(
-        consume, storage, store, TRAIN[1:2], "two", False
-    )
+    said = message_of(consume, storage, store, TRAIN[1:2], "two", False)
+    assert "used up and removed by another training (one, this is two)" in said
     assert (tmp_path / TRAIN[1].name).exists()
 
 

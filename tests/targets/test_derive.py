@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from made import message_of
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -16,30 +17,8 @@ from eagle31_train.common.errors import UserError
 from eagle31_train.compose import load_config
 from eagle31_train.config import Config, DataConfig, DrafterConfig, EvaluateConfig, ExtractConfig, TargetConfig
 from eagle31_train.planning.inputs import count_parameters, weight_bytes
-from eagle31_train.targets import description
-from eagle31_train.targets.derive import (
-    ANSWER,
-    WHOLE,
-    complete,
-    default_batch_tokens,
-    default_weight_decay,
-    derive,
-    planned_drafter,
-    room_for_thoughts,
-)
-from eagle31_train.targets.description import (
-    NO_EAGLE3,
-    NO_PARTS,
-    NOT_DERIVED,
-    default_layers,
-    describe_target,
-    description_of,
-    doubts,
-    pick_layers,
-    read_raw,
-    text_config,
-    whole_config,
-)
+from eagle31_train.targets import derive, description
+from eagle31_train.targets.description import describe_target, doubts, read_raw, text_config
 from eagle31_train.targets.readout import find_parts, read_norm
 
 pytestmark = pytest.mark.core
@@ -80,7 +59,7 @@ SMALL |= {"head_dim": 16, "vocab_size": 100}
 
 
 def described(raw):
-    return description_of(raw, text_config(raw), "it")
+    return description.description_of(raw, text_config(raw), "it")
 
 
 @pytest.mark.parametrize("kind", EXPERTS)
@@ -119,13 +98,13 @@ def test_the_shape_is_the_pages_and_what_a_published_drafters_is_unlike_is_bold(
     architecture = "mla" if "q_lora_rank" in further else "llama"
     config = load_config([f"target.path={PUBLISHED / name}", f"drafter.architecture={architecture}"])
     read = describe_target(config.target)
-    shape, _ = planned_drafter(config, read, 32000)
+    shape, _ = derive.planned_drafter(config, read, 32000)
     assert {field: getattr(shape, field) for field in further} == further
     assert (shape.hidden_size, shape.vocab_size) == (read.hidden_size, read.vocab_size)
     page = (PUBLISHED.parent.parent / "docs" / "targets.md").read_text().splitlines()
     at = next(at for at, line in enumerate(page) if line.startswith(f"| {target} | derived |"))
     derived, published = ([cell.strip() for cell in line.split("|")[3:-1]] for line in page[at : at + 2])
-    assert derived == [*cells(shape), ", ".join(map(str, pick_layers(None, read.num_hidden_layers)))]
+    assert derived == [*cells(shape), ", ".join(map(str, description.pick_layers(None, read.num_hidden_layers)))]
     for ours, theirs in zip(derived[:-1], published[:-1], strict=True):
         assert theirs == ours or (theirs == f"**{theirs.strip('*')}**" and theirs.strip("*") != ours)
 
@@ -145,7 +124,7 @@ def test_parameters_that_a_token_runs_through(name):
 def test_a_text_model_without_a_class_of_its_own_is_counted_in_the_whole(kind, text):
     inner = {"model_type": text, **SMALL, "intermediate_size": 96, "tie_word_embeddings": False}
     raw = {"model_type": kind, "text_config": inner, "vision_config": {"depth": 1}}
-    counted = count_parameters(text_config(raw), whole_config(raw))
+    counted = count_parameters(text_config(raw), description.whole_config(raw))
     layer = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 96  # and norms and biases
     assert counted.active == pytest.approx(2 * layer + 2 * 100 * 64, rel=0.02)
 
@@ -169,7 +148,8 @@ def test_bytes_of_a_weight_are_as_it_is_quantized(quantization, size):
 
 def test_given_options_stay_and_contradictions_are_named():
     target = describe_target(target_of("gpt_oss_20b"))
-    filled, rows = derive(DrafterConfig(rope_theta=10000.0, num_attention_heads=16, intermediate_size=999), target)
+    options = DrafterConfig(rope_theta=10000.0, num_attention_heads=16, intermediate_size=999)
+    filled, rows = derive.derive(options, target)
     said = {name: source for name, _, source in (re.split("  +", row.strip()) for row in rows)}
     assert (filled.rope_theta, filled.rope_scaling, filled.num_attention_heads) == (10000.0, {}, 16)
     assert (filled.num_key_value_heads, filled.head_dim) == (None, None)  # as many keys as heads, sharing the width
@@ -179,7 +159,7 @@ def test_given_options_stay_and_contradictions_are_named():
     # A part of a scaling goes over the target's, and another type replaces it.
     linear = {"rope_type": "linear", "factor": 2}
     for given, taken in (({"beta_fast": 1.0}, {**GPT_OSS, "beta_fast": 1.0}), (linear, linear)):
-        assert derive(DrafterConfig(rope_scaling=given), target)[0].rope_scaling == taken
+        assert derive.derive(DrafterConfig(rope_scaling=given), target)[0].rope_scaling == taken
 
 
 def test_room_for_thoughts_ends_where_the_targets_positions_do_and_takes_nothing_away():
@@ -187,20 +167,20 @@ def test_room_for_thoughts_ends_where_the_targets_positions_do_and_takes_nothing
 
     def room(positions, scaling=target.rope_scaling, **data):
         known = replace(target, max_position_embeddings=positions, rope_scaling=scaling)
-        return room_for_thoughts(DataConfig(**data), known)
+        return derive.room_for_thoughts(DataConfig(**data), known)
 
-    assert room(6144) == room(2048, {"rope_type": "linear", "factor": 3.0}) == {ANSWER: 4096, WHOLE: 6144}
+    assert room(6144) == room(2048, {"rope_type": "linear", "factor": 3.0}) == {derive.ANSWER: 4096, derive.WHOLE: 6144}
     assert room(6143) == {}
-    assert room(9000, max_length=9000) == {ANSWER: 4096, WHOLE: 9000}
+    assert room(9000, max_length=9000) == {derive.ANSWER: 4096, derive.WHOLE: 9000}
 
 
 def test_of_a_part_of_a_shape_that_is_given_the_rest_follows():
-    narrow = derive(DrafterConfig(hidden_size=1024), describe_target(target_of("qwen3_8b")))[0]
+    narrow = derive.derive(DrafterConfig(hidden_size=1024), describe_target(target_of("qwen3_8b")))[0]
     assert (narrow.num_attention_heads, narrow.num_key_value_heads) == (32, 8)
     assert narrow.head_dim is None, "the heads share its width"
     latent = describe_target(target_of("deepseek_v3"))
-    assert derive(DrafterConfig(architecture="mla"), latent)[0].q_lora_rank == 1536
-    given = derive(DrafterConfig(architecture="mla", kv_lora_rank=256), latent)[0]
+    assert derive.derive(DrafterConfig(architecture="mla"), latent)[0].q_lora_rank == 1536
+    given = derive.derive(DrafterConfig(architecture="mla", kv_lora_rank=256), latent)[0]
     assert (given.kv_lora_rank, given.v_head_dim) == (256, 128)
     assert given.q_lora_rank is None, "which means queries of full rank"
 
@@ -216,32 +196,32 @@ def test_a_window_is_the_targets_where_every_layer_has_it():
 def test_a_scaling_that_stretches_the_base_is_not_taken_in_part():
     hunyuans = {"rope_type": "dynamic", "factor": 1.0, "alpha": 1000.0}
     target = replace(describe_target(target_of("qwen3_8b")), rope_scaling=hunyuans)
-    filled, rows = derive(DrafterConfig(), target)
+    filled, rows = derive.derive(DrafterConfig(), target)
     assert filled.rope_scaling == {}
     assert any("dynamic with alpha, with which no drafter can be served" in row for row in rows)
 
 
 @pytest.mark.parametrize("depth", range(1, 13))
 def test_default_layers_are_valid_for_any_depth_and_vllms_where_these_are(depth):
-    layers = pick_layers(None, depth, ["deepseek_v3"])
+    layers = description.pick_layers(None, depth, ["deepseek_v3"])
     vllms = [2, depth // 2, depth - 3]
     assert layers == (vllms if vllms == sorted(set(vllms)) and depth > 5 else layers)
     assert len(layers) == min(3, depth)
-    assert default_layers(depth) == layers
+    assert description.default_layers(depth) == layers
 
 
 def test_a_training_that_goes_on_keeps_what_it_was_begun_with():
     """The second time as the first, also with a part of a scaling; an earlier default stays."""
     target = f"target.path={PUBLISHED / 'gpt_oss_20b'}"
     config = load_config([target, "drafter.rope_scaling.beta_fast=1"])
-    first = complete(config, None)
+    first = derive.complete(config, None)
     begun = asdict(first.drafter)
     assert first.drafter.rope_scaling == {**GPT_OSS, "beta_fast": 1}
-    assert complete(config, None, begun) == first
-    other = complete(load_config([target, "drafter.rope_scaling.beta_fast=2"]), None, begun)
+    assert derive.complete(config, None, begun) == first
+    other = derive.complete(load_config([target, "drafter.rope_scaling.beta_fast=2"]), None, begun)
     assert other.drafter.rope_scaling["beta_fast"] == 2, "what is given now counts, and is not passed over"
-    assert complete(config, None, {**begun, "rms_norm_eps": 1e-4}).drafter.rms_norm_eps == 1e-4
-    assert complete(load_config([target]), None, {**begun, "rope_scaling": {}}).drafter.rope_scaling == {}
+    assert derive.complete(config, None, {**begun, "rms_norm_eps": 1e-4}).drafter.rms_norm_eps == 1e-4
+    assert derive.complete(load_config([target]), None, {**begun, "rope_scaling": {}}).drafter.rope_scaling == {}
 
 
 def test_an_open_learning_rate_is_of_the_drafters_width_and_shown_and_weight_decay_of_the_steps():
@@ -249,20 +229,20 @@ def test_an_open_learning_rate_is_of_the_drafters_width_and_shown_and_weight_dec
     rates = [["muon", "train.lr=null"], ["muon", "train.lr=2e-3"], ["adamw", "train.lr=null"]]
     rates += [["muon", "train.lr=null", f"drafter.hidden_size={width}"] for width in (64, 576, 7168)]
     configs = [load_config([target, f"train.optimizer={optimizer}", *words]) for optimizer, *words in rates]
-    assert [complete(config, None).train.lr for config in configs] == [1.3e-3, 2e-3, 1e-4, 3e-3, 3e-3, 8.5e-4]
-    tables = [planned_drafter(config, describe_target(config.target), 1000)[1] for config in configs[:2]]
+    assert [derive.complete(config, None).train.lr for config in configs] == [1.3e-3, 2e-3, 1e-4, 3e-3, 3e-3, 8.5e-4]
+    tables = [derive.planned_drafter(config, describe_target(config.target), 1000)[1] for config in configs[:2]]
     shown = [("0.0013", "muon's default for a drafter 2,880 wide")]
     assert [re.findall(r"train\.lr +(\S+) +(.*)", "\n".join(rows)) for rows in tables] == [shown, []]
     decays = {("muon", 576, 540): 1.0, ("muon", 576, 8): 1.0, ("muon", 576, 1200): 0.45, ("muon", 4096, 1200): 1.2}
     decays["adamw", 576, 540] = 0.0
-    assert {given: default_weight_decay(*given) for given in decays} == decays
+    assert {given: derive.default_weight_decay(*given) for given in decays} == decays
 
 
 def test_steps_are_small_unless_there_would_be_too_many_or_a_conversation_is_longer():
     # of so many tokens, epochs, tokens of the longest conversation
     steps = {(700_000, 6, 900): 2048, (5_120_000, 6, 2048): 2048, (5_120_100, 6, 2048): 2304}
     steps |= {(700_000, 6, 2049): 2304, (700_000, 6, 6144): 6144, (3e8, 6, 2048): 120_064, (3e8, 1, 2048): 20_224}
-    assert {given: default_batch_tokens(*given) for given in steps} == steps
+    assert {given: derive.default_batch_tokens(*given) for given in steps} == steps
 
 
 def written(folder, config):
@@ -271,6 +251,7 @@ def written(folder, config):
 
 
 NO_DRAFTER = "is a {}, for which eagle31 makes no drafter: EAGLE reads .*{}$"
+DRAFTER = "is a drafter, not a target: set target.path to the model that it drafts"
 NO_TARGETS = [
     ({"model_type": "cohere2"}, NO_DRAFTER.format("cohere2", "names no rms_norm_eps")),
     ({"model_type": "lfm2"}, NO_DRAFTER.format("lfm2", "class has none")),
@@ -278,11 +259,8 @@ NO_TARGETS = [
     # transformers raises what is no AttributeError for its head_dim, which is wider in every sixth layer.
     ({"model_type": "gemma4_text"}, "its layers differ in head_dim, so eagle31 makes no drafter for it$"),
     *(({"model_type": kind}, "its layers pass on 4 streams of states") for kind in ("hy_v4", "deepseek_v4")),
-    (
-        {"model_type": "qwen3", "draft_vocab_size": 200},
-        "is a drafter, not a target: set target.path to the model that it drafts",
-    ),
-    ({"model_type": "qwen3", "architectures": ["Eagle3Speculator"]}, "is a drafter, not a target: "),
+    ({"model_type": "qwen3", "draft_vocab_size": 200}, DRAFTER),
+    ({"model_type": "qwen3", "architectures": ["Eagle3Speculator"]}, DRAFTER),
 ]
 
 
@@ -314,7 +292,8 @@ def test_every_kind_whose_parts_cannot_be_read_is_refused_by_its_configuration_a
         except UserError:
             refused.add(kind)
     assert len(read) > 50  # 55 with transformers 5.1
-    assert refused > (NO_PARTS & {*CONFIG_MAPPING}) - {"lfm2_moe", "nemotron"}  # whose defaults make no model
+    unmade = {"lfm2_moe", "nemotron"}  # by their defaults
+    assert refused > (description.NO_PARTS & {*CONFIG_MAPPING}) - unmade
     told = dict.fromkeys(read | refused, "")
     for kind in told:
         try:
@@ -323,7 +302,7 @@ def test_every_kind_whose_parts_cannot_be_read_is_refused_by_its_configuration_a
             told[kind] = str(error)
     assert {kind for kind in refused if not told[kind]} == set()
     refused = {kind for kind in read if "for which eagle31 makes no drafter" in told[kind]}
-    assert {kind for kind in refused if "streams of states" not in told[kind]} <= NOT_DERIVED
+    assert {kind for kind in refused if "streams of states" not in told[kind]} <= description.NOT_DERIVED
 
 
 def told(target, backend):
@@ -332,15 +311,11 @@ def told(target, backend):
 
 def test_layers_with_which_stage_4_cannot_decode_are_named_before_it(tmp_path):
     target = written(tmp_path, {"model_type": "qwen3_next"})
-    assert (
-        "stage 4 cannot decode with the target's layers of type linear_attention: "
-        in told(target, "transformers")["EVALUATION"]
-    )
+    cannot = "stage 4 cannot decode with the target's layers of type"
+    assert f"{cannot} linear_attention: " in told(target, "transformers")["EVALUATION"]
     assert told(target, "vllm") == {}
     unknown = written(tmp_path, {"model_type": "of_tomorrow", "layers_block_type": ["mamba", "attention"]})
-    assert (
-        "stage 4 cannot decode with the target's layers of type mamba: " in told(unknown, "transformers")["EVALUATION"]
-    )
+    assert f"{cannot} mamba: " in told(unknown, "transformers")["EVALUATION"]
     assert told(written(tmp_path, {"model_type": "qwen3"}), "transformers") == {}
 
 
@@ -368,13 +343,11 @@ def test_a_config_that_vllm_alone_is_told_of_is_doubtful(tmp_path):
 
 def test_an_adapter_is_no_target(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(
-        UserError, match=r"is a LoRA adapter: set target\.path to its base, whose drafter also serves the adapter"
-    ):
-        read_raw(TargetConfig(path=str(tmp_path)))
+    target = TargetConfig(path=str(tmp_path))
+    said = "is a LoRA adapter: set target.path to its base, whose drafter also serves the adapter"
+    assert said in message_of(read_raw, target)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(UserError, match="holds a LoRA adapter beside a model"):
-        read_raw(TargetConfig(path=str(tmp_path)))
+    assert "holds a LoRA adapter beside a model" in message_of(read_raw, target)
 
 
 # Kind → that of its text model, if it is multimodal: vLLM serves the whole. InternVL's text model is a Qwen 2, which
@@ -388,7 +361,7 @@ DOUBTED |= dict.fromkeys(["mixtral", "glm4", "granitemoe"])
 def test_which_targets_vllms_own_class_serves_no_drafter_of_is_said(tmp_path, kind):
     text, raw = (SERVED | DOUBTED)[kind], {"model_type": kind, "logits_scaling": 6.0 if "granite" in kind else 1.0}
     target = written(tmp_path, raw | ({"text_config": {"model_type": text}} if text else {}))
-    doubt, named = told(target, "vllm").get("SERVING"), kind if kind in NO_EAGLE3 else text
+    doubt, named = told(target, "vllm").get("SERVING"), kind if kind in description.NO_EAGLE3 else text
     if kind in SERVED:
         assert doubt is None
         return
@@ -396,4 +369,4 @@ def test_which_targets_vllms_own_class_serves_no_drafter_of_is_said(tmp_path, ki
     assert ("leaves out logits_scaling" in doubt) == (kind == "granitemoe")
     config = load_config([f"target.path={target.path}", "target.aux_layers=[0,2]"])
     with pytest.raises(UserError, match=rf"vLLM cannot provide the input of layer 0 of a {named}: remove 0$"):
-        planned_drafter(config, describe_target(target_of("qwen3_8b")), 32000)
+        derive.planned_drafter(config, describe_target(target_of("qwen3_8b")), 32000)

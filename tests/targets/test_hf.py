@@ -25,13 +25,7 @@ from eagle31_train.config import Config, ExtractConfig, TargetConfig
 from eagle31_train.model.linear import since_ampere
 from eagle31_train.targets import description, hf, pretrained
 from eagle31_train.targets.description import describe_target
-from eagle31_train.targets.hf import (
-    HiddenStateTarget,
-    TransformersEngine,
-    batches_by_length,
-    load_model,
-    rope_by_length,
-)
+from eagle31_train.targets.hf import HiddenStateTarget, TransformersEngine, load_model
 from eagle31_train.targets.readout import readout_from_checkpoint
 from eagle31_train.targets.vllm_engine import VllmEngine
 
@@ -179,7 +173,7 @@ def test_where_rope_follows_the_length_neighbours_and_predecessors_do_not_change
     """Lengths below, at and above the 16 positions from which on factors change."""
     tokens = conversations([16, 40, 7, 24, 16])
     model = BY_LENGTH[name]()
-    assert rope_by_length(model.config)
+    assert hf.rope_by_length(model.config)
     engine = TransformersEngine(HiddenStateTarget(model, [1, 3, 5]), batch_tokens=1000)
     list(engine.run([tokens[1]]))  # what was longer before
     together = {index: (aux, last) for index, aux, last in engine.run(tokens)}
@@ -205,7 +199,7 @@ def test_batches_take_the_least_time_of_all_that_keep_to_the_bound(lengths, batc
         yield [rows] if rows else []
         yield from ([rows[:n], *rest] for n in range(1, len(rows)) for rest in groupings(rows[n:]))
 
-    batches = batches_by_length(lengths, batch_tokens, cost)
+    batches = hf.batches_by_length(lengths, batch_tokens, cost)
     rows = sorted(range(len(lengths)), key=lengths.__getitem__)
     assert sorted(i for batch in batches for i in batch) == sorted(rows)
     assert time(batches) == min(map(time, groupings(rows)))
