@@ -24,14 +24,15 @@ def of(name, identities):
     return [identity for identity in identities if identity.startswith(name + "/")]
 
 
+def weighed(folder, **sizes):
+    """Sources of so many rows and so much weight each."""
+    paths = {name: write(folder / f"{name}.jsonl", count) for name, (count, _) in sizes.items()}
+    return {name: {"path": paths[name], "weight": weight} for name, (_, weight) in sizes.items()}
+
+
 @pytest.fixture
 def sources(tmp_path):
-    """Three sources of 60, 40 and 30 rows, weighed 3 : 1 : 1."""
-    sizes = {"en": (60, 3), "zh": (40, 1), "agent": (30, 1)}
-    return {
-        name: {"path": write(tmp_path / f"{name}.jsonl", count), "weight": weight}
-        for name, (count, weight) in sizes.items()
-    }
+    return weighed(tmp_path, en=(60, 3), zh=(40, 1), agent=(30, 1))
 
 
 @pytest.mark.core
@@ -54,10 +55,7 @@ def test_shares_are_the_weights_to_one_row_and_nothing_is_left_that_fits(tmp_pat
         weights = {name: Fraction(2 if name == "c" else 1) for name in order}
         assert quotas(weights, dict.fromkeys("abc", 99), 5) == {"a": 1, "b": 1, "c": 3}
         assert quotas(dict.fromkeys(order, Fraction(1)), dict.fromkeys("abc", 99), 4) == {"a": 2, "b": 1, "c": 1}
-    decimal = {
-        name: {"path": write(tmp_path / f"{name}.jsonl", count), "weight": weight}
-        for name, count, weight in (("a", 1, 0.1), ("b", 2, 0.2), ("c", 7, 0.7))
-    }
+    decimal = weighed(tmp_path, a=(1, 0.1), b=(2, 0.2), c=(7, 0.7))
     assert len(ids(decimal)) == 10, "in floating point 0.1 + 0.2 + 0.7 loses a row"
 
 

@@ -1,7 +1,7 @@
 """The fidelity gate passes right documents, and none in which a mistake was planted."""
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +10,7 @@ from conftest import make_document, make_shape
 from made import message_of
 from pipeline import HIDDEN, VOCAB, tiny_llama
 from planting import instead_of
-from random_targets import SIZES, randomised
-from transformers import Gemma2Config, Gemma2ForCausalLM, GemmaConfig, GemmaForCausalLM
+from random_targets import random_target
 
 from eagle31_train.common.errors import UserError
 from eagle31_train.config import ExtractConfig
@@ -24,11 +23,8 @@ from eagle31_train.targets.extraction import run_shard
 from eagle31_train.targets.fidelity import ROWS, Gate, compare, report
 from eagle31_train.targets.hf import HiddenStateTarget, Reference, TransformersEngine
 
+gemma, soft_capped = partial(random_target, "gemma"), partial(random_target, "gemma2", final_logit_softcapping=2.0)
 SHARD = PlannedShard("shards/train-00000.safetensors", "train", 0, 0, 6, 256, 10**6)
-
-
-def gemma(model=GemmaForCausalLM, config=GemmaConfig, **changes):
-    return randomised(model(config(**SIZES, **changes)))
 
 
 def check(model, config=None, plant=None, codec="bf16"):
@@ -53,10 +49,6 @@ def check(model, config=None, plant=None, codec="bf16"):
 def check_right(make, known=None, codec="bf16"):
     """Without a mistake they pass; once is enough."""
     check(make(), plant=known, codec=codec)
-
-
-def soft_capped():
-    return gemma(Gemma2ForCausalLM, Gemma2Config, final_logit_softcapping=2.0)
 
 
 @pytest.mark.parametrize("make", [tiny_llama, gemma, soft_capped])

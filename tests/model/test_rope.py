@@ -19,13 +19,8 @@ from eagle31_train.common.errors import UserError
 from eagle31_train.model.layer import LatentAttention
 from eagle31_train.model.rope import Rope
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3["original_max_position_embeddings"] = 64
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LONG = {**YARN, "rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 SCALINGS = {
@@ -42,11 +37,7 @@ REFUSED = {
     "a misspelt key, which transformers passes over": {**YARN, "beta_fasst": 3},
     "no original length": {"rope_type": "yarn", "factor": 4.0},
     "a factor that follows from the longest position, in one of the two": {**YARN, "factor": None},
-    "bounds in the wrong order, of which the two make different frequencies": {
-        **LLAMA3,
-        "low_freq_factor": 4.0,
-        "high_freq_factor": 1.0,
-    },
+    "bounds in the wrong order, read in two ways": {**LLAMA3, "low_freq_factor": 4.0, "high_freq_factor": 1.0},
     "two tables, of which vLLM may take the other": LONG,
     "an unknown kind": {"rope_type": "twisted"},
     "two kinds, of which the two read one each": {"type": "linear", "rope_type": "dynamic", "factor": 4.0},
