@@ -195,6 +195,10 @@ def test_answers_under_way_are_not_thrown_away_for_other_options(config, tmp_pat
     else:
         ask, journal = run, tmp_path / "run" / JOURNAL
         interrupt(artifacts, "write_text", run, config)
+        for more in ({"tools": TOOLS}, {"chat_template_kwargs": {"brief": True}}):
+            write_rows(Path(config.data.prompts), [{**row, **more} for row in PROMPTS])
+            assert "answers of an unfinished run with other prompts, options" in message_of(run, config)
+        write_rows(Path(config.data.prompts), PROMPTS)
         config.data.generate.max_new_tokens = 5
     there = journal.read_bytes()
     said = message_of(ask, config)
@@ -203,13 +207,6 @@ def test_answers_under_way_are_not_thrown_away_for_other_options(config, tmp_pat
     config.overwrite = True
     ask(config)
     assert not journal.exists()
-
-
-def test_answers_under_way_are_to_the_same_tools_and_variables_of_the_template(config):
-    interrupt(artifacts, "write_text", run, config)
-    for more in ({"tools": TOOLS}, {"chat_template_kwargs": {"brief": True}}):
-        write_rows(Path(config.data.prompts), [{**row, **more} for row in PROMPTS])
-        assert "answers of an unfinished run with other prompts, options" in message_of(run, config)
 
 
 def test_for_the_data_of_another_run_no_prompt_is_answered_anew(config, tmp_path, monkeypatch, capsys):

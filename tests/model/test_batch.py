@@ -109,9 +109,6 @@ def test_a_planted_off_by_one_is_caught(tiny, small_chunks, mistake, monkeypatch
         test_recurrence.assert_right(*tiny)
 
 
-# ---------------------------------------------------------------- nothing to train
-
-
 # Why there is nothing: lengths of documents, and what of each is the assistant's.
 NOTHING = {
     "single tokens": ([1, 1, 1], [0]),

@@ -47,9 +47,6 @@ def slots_in(objective, documents):
     return len(build_batch(documents, K, kept_mask(objective), "mask").layout.slots)
 
 
-# ---------------------------------------------------------------- the choice
-
-
 @given(st.integers(1, 90), st.data())
 def test_exactly_as_many_as_asked_for_in_few_stretches_each_slot_with_the_same_chance(count, data):
     stretches = -(-count // batch.STRETCH)
@@ -68,9 +65,6 @@ def test_the_choice_does_not_move_between_releases(tiny):
     chosen = choose_slots(documents, K, kept_mask(objective), "keep", 70, 7, 3)
     wanted = [[*range(29), *range(73, 79)], [*range(25, 57), *range(95, 100)]]
     assert [flags.nonzero()[:, 0].tolist() for flags in chosen.taken] == wanted
-
-
-# ---------------------------------------------------------------- on average
 
 
 def measure(objective, documents, subset=None):

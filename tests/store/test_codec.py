@@ -107,9 +107,6 @@ def test_a_codec_is_its_reference_bit_for_bit(codec, kind):
         assert ours.tolist() == reference(x.tolist(), codec), (codec, kind, width)
 
 
-# ---------------------------------------------------------------- bounds that follow from the formats
-
-
 @pytest.mark.core
 def test_bf16_keeps_every_bit_of_every_number():
     every = torch.arange(-(2**15), 2**15).to(torch.int16)
@@ -125,9 +122,6 @@ def test_what_is_or_would_become_infinite_is_refused(codec):
         x = torch.randn(4, 2, width)
         x[2, 1, at] = value
         assert not codecs.encode(x, codec)[1]
-
-
-# ---------------------------------------------------------------- however it lies in memory
 
 
 @pytest.mark.parametrize("codec", CODECS)
