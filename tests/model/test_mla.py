@@ -73,10 +73,6 @@ def softmax_times(factor):
     return lambda attention: setattr(attention, "scale", attention.scale * factor(attention))
 
 
-def half_split(attention):
-    attention.rope.interleaved = False
-
-
 def exchanged(layer, parts):
     """[a | b] of each head read as [b | a], with b's and a's widths."""
 
@@ -156,7 +152,7 @@ MISTAKES = {
     "sines and cosines not magnified": rotation_times(lambda _: 1.0),
     "sines and cosines magnified by m(factor)": rotation_times(lambda _: magnitude(64, 1.0)),
     "magnified the other way round": rotation_times(lambda right: 1 / right),
-    "half-split instead of interleaved RoPE": half_split,
+    "half-split instead of interleaved RoPE": lambda a: setattr(a.rope, "interleaved", False),
     "rope and nope exchanged in the query": lambda a: exchanged(a.q_b_proj, a.query_parts),
     "kv_b split [value | key]": lambda a: exchanged(a.kv_b_proj, a.head_parts),
     "kv_b split over all heads at once": all_keys_before_all_values,

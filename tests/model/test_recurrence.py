@@ -58,11 +58,6 @@ def assert_right(objective, documents):
 # ---------------------------------------------------------------- mistakes seen in public trainers
 
 
-@instead_of(drafter.Drafter, "feedback")
-def feed_back_pre_norm(_, self, h, z):
-    return h
-
-
 @instead_of(drafter.Drafter, "forward")
 def norm_twice(forward, self, packed):
     z, rms = forward(self, packed)
@@ -89,11 +84,6 @@ def merge_that_ignores_the_gradient_of_the_log_sum_exp(_, q, k0, v0, own_k, own_
     return shares[..., :1] * out + torch.einsum("sht,thd->shd", shares[..., 1:], values[len(k0) :])
 
 
-@instead_of(drafter.Drafter, "feedback")
-def detach_the_fed_back_state(right, self, h, z):
-    return right(self, h, z).detach()
-
-
 @instead_of(drafter.Drafter, "forward")
 def positions_that_stand_still(forward, self, packed):
     """Every step of a slot is rotated as at position t."""
@@ -104,17 +94,6 @@ def positions_that_stand_still(forward, self, packed):
 
 
 # ---------------------------------------------------------------- mistakes of further shapes
-
-
-@instead_of(drafter.AttendingLayer, "keep_own")
-def own_keys_in_the_first_layer_alone(right, self, key, value):
-    if self._layer.first:
-        right(self, key, value)
-
-
-@instead_of(layer.Layer, "residual")
-def upper_layers_keep_their_normed_input(_, self, g, normed):
-    return normed
 
 
 def upper_layers_read_the_slots_state_of_step_0(monkeypatch):
@@ -153,23 +132,30 @@ def mask_rows_beside_the_texts_tokens(monkeypatch):
     monkeypatch.setattr(drafter.Drafter, "forward", wrong)
 
 
-@instead_of(drafter.AttendingLayer, "keep_own")
-def mask_rows_that_see_no_other(_, self, key, value):
-    pass
-
-
-OF_TINY = [feed_back_pre_norm, norm_twice, own_keys_under_an_additive_one_zero_mask, detach_the_fed_back_state]
-OF_TINY += [merge_that_ignores_the_gradient_of_the_log_sum_exp, positions_that_stand_still]
-OF_LAYERS = [own_keys_in_the_first_layer_alone, upper_layers_keep_their_normed_input]
-OF_LAYERS += [upper_layers_read_the_slots_state_of_step_0, heads_normed_after_their_rotation]
-OF_LAYERS += [norm_before_fc_after_fc_norm]
+OF_TINY = {
+    "the state before the norm fed back": instead_of(drafter.Drafter, "feedback")(lambda _, self, h, z: h),
+    "a state fed back detached": instead_of(drafter.Drafter, "feedback")(lambda right, *given: right(*given).detach()),
+    "a state normed twice": norm_twice,
+    "own keys under an additive one-zero mask": own_keys_under_an_additive_one_zero_mask,
+    "a merge that ignores the gradient of the log-sum-exp": merge_that_ignores_the_gradient_of_the_log_sum_exp,
+    "positions that stand still": positions_that_stand_still,
+}
+OF_LAYERS = {
+    "own keys in the first layer alone": instead_of(drafter.AttendingLayer, "keep_own")(
+        lambda right, self, *own: right(self, *own) if self._layer.first else None
+    ),
+    "upper layers that keep their normed input": instead_of(layer.Layer, "residual")(lambda _, self, g, normed: normed),
+    "upper layers that read the slot's state of step 0": upper_layers_read_the_slots_state_of_step_0,
+    "heads normed after their rotation": heads_normed_after_their_rotation,
+    "norm_before_fc after fc_norm": norm_before_fc_after_fc_norm,
+}
 OF_PARALLEL = {
     "a mask state that is normed as an output": other_mask("state", lambda self, g: self.norm(g)),
     "another token than the mask's": other_mask("token", lambda _, token: token - 1),
     "the text's tokens beside the mask's state": mask_rows_beside_the_texts_tokens,
     "a mask state that never learns": other_mask("state", lambda _, g: g.detach()),
     "mask_hidden past fc_norm": other_mask("state", lambda self, _: self.fc(self.mask_hidden)),
-    "mask rows that do not see each other": mask_rows_that_see_no_other,
+    "mask rows that do not see each other": instead_of(drafter.AttendingLayer, "keep_own")(lambda *_: None),
     "mask rows all at the slot's position": positions_that_stand_still,
 }
 
@@ -186,8 +172,8 @@ def a_forgotten_bias(_, self, projection, token_half, normed):
 
 
 MISTAKES = {
-    **{mistake.__name__: (None, mistake) for mistake in OF_TINY},
-    **{mistake.__name__: ("three layers, normed", mistake) for mistake in OF_LAYERS},
+    **{name: (None, mistake) for name, mistake in OF_TINY.items()},
+    **{name: ("three layers, normed", mistake) for name, mistake in OF_LAYERS.items()},
     **{name: ("parallel", mistake) for name, mistake in OF_PARALLEL.items()},
     **{f"a window of {width}": ("a window", another_window(width)) for width in (2, 4, None)},
     "a forgotten bias": ("biases", a_forgotten_bias),

@@ -106,11 +106,6 @@ def states_of_the_neighbour(right, *given):
     return tokens, aux[1:] + aux[-1:], last
 
 
-@instead_of(document, "attended_positions")
-def aux_one_row_short(right, supervised):
-    return max(0, right(supervised) - 1)
-
-
 @instead_of(Document, "of")
 def last_one_position_early(right, tokens, loss_mask, top1, aux, last):
     return right(tokens, loss_mask, top1, aux, last.roll(1, 0))
@@ -130,16 +125,19 @@ def layers_in_another_order(right, tokens, loss_mask, top1, aux, last):
     return right(tokens, loss_mask, top1, aux.flip(1), last)
 
 
-@instead_of(document, "attended_positions")
-def rows_of_all_positions(right, supervised):
-    return VOCAB
+attended = instead_of(document, "attended_positions")
+MISTAKES = {
+    "states of the neighbour": states_of_the_neighbour,
+    "aux one row short": attended(lambda right, supervised: max(0, right(supervised) - 1)),
+    "aux of all positions": attended(lambda *_: VOCAB),
+    "last one position early": last_one_position_early,
+    "layers in another order": layers_in_another_order,
+    "a block's scale for the next one's": scale_of_the_neighbour(-1),
+    "a row's scale for the next one's": scale_of_the_neighbour(0),
+}
 
 
-MISTAKES = [states_of_the_neighbour, aux_one_row_short, last_one_position_early, layers_in_another_order]
-MISTAKES += [scale_of_the_neighbour(-1), scale_of_the_neighbour(0), rows_of_all_positions]
-
-
-@pytest.mark.parametrize("plant", MISTAKES)
+@pytest.mark.parametrize("plant", MISTAKES.values(), ids=MISTAKES.keys())
 def test_a_planted_mistake_is_found(tmp_path, monkeypatch, plant):
     plant(monkeypatch)
     with pytest.raises((AssertionError, DamagedError)):
