@@ -1,5 +1,6 @@
 """The fidelity gate passes right documents, and none in which a mistake was planted."""
 
+import re
 from dataclasses import replace
 from functools import cache, partial
 from types import SimpleNamespace
@@ -12,7 +13,6 @@ from pipeline import HIDDEN, VOCAB, tiny_llama
 from planting import instead_of
 from random_targets import random_target
 
-from eagle31_train.common.errors import UserError
 from eagle31_train.config import ExtractConfig
 from eagle31_train.store import document as documents
 from eagle31_train.store.document import Document, supervised_positions
@@ -174,8 +174,7 @@ SELECTIONS = {
 def test_a_mistake_in_what_is_stored_stops_the_run_and_no_codec_is_blamed(mistake, codec, monkeypatch):
     check_right(wide_norm, codec=codec)
     SELECTIONS[mistake](monkeypatch)
-    with pytest.raises(UserError, match=r"^fidelity gate: top-1 tokens agree"):
-        check(wide_norm(), codec=codec)
+    assert message_of(check, wide_norm(), codec=codec).startswith("fidelity gate: top-1 tokens agree")
 
 
 def forgotten_cap(engine):
@@ -196,8 +195,8 @@ def test_states_are_compared_as_the_codec_keeps_them_and_top1_is_taken_before(mo
     rough = check(tiny_llama(), ExtractConfig(gate_top1=1.0, gate_kl=0.05), codec="int4")
     assert min(chosen) < 1.0 == rough[0]
     assert rough[1] > 10 * exact[1]
-    with pytest.raises(UserError, match=r"store\.last_codec=int4 loses too much .* use int8_channel or bf16"):
-        check(tiny_llama(), ExtractConfig(gate_kl=2 * exact[1]), codec="int4")
+    said = message_of(check, tiny_llama(), ExtractConfig(gate_kl=2 * exact[1]), codec="int4")
+    assert re.search(r"store\.last_codec=int4 loses too much .* use int8_channel or bf16", said)
 
 
 def test_agreement_and_kl_of_known_logits():
@@ -269,5 +268,4 @@ def test_more_is_compared_before_a_shard_is_refused(monkeypatch):
             assert (agreement > 0.85, count > ROWS) == (True, True)
             assert gate.check([long, documents[0]])[2] == ROWS + 32, "few conversations are compared at more positions"
         else:
-            with pytest.raises(UserError, match="top-1 tokens agree in"):
-                gate.check(documents)
+            assert "top-1 tokens agree in" in message_of(gate.check, documents)
