@@ -232,7 +232,8 @@ def test_what_the_target_wrote_is_learnt_token_by_token(chatml, server, ids, rea
 def test_a_server_that_ends_answers_otherwise_than_the_target_is_named_at_once(chatml, server):
     """Its other answers would end so, too, hours later."""
     said = message_of(answered, chatml, server, chatml.encode("hello"), "stop")
-    assert said.startswith("an answer ends with 'llo', not with one of the target's end tokens ([2], eos_token_id of ")
+    assert said.startswith("an answer ends with 'llo', not with one of the target's end tokens ([2], eos_token_id of")
+    assert " its generation_config.json): " in said
 
 
 def test_a_server_is_asked_as_the_options_say(chatml, server):

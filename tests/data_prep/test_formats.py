@@ -60,8 +60,8 @@ FORMATS = [
     ),
     (
         "prompt",
-        {"prompt": "hi", "reasoning": "a b", "response": "<think>a b</think>"},
-        [*ASKED, says("<think>a b</think>")],
+        {"prompt": "hi", "reasoning": "a b", "response": "<think>a b</think>yes"},
+        [*ASKED, says("<think>a b</think>yes")],
     ),
     ("prompt", {"prompt": "hi", "response": "yes", "history": [["hi", "yes"]], "images": [None]}, [*ANSWERED] * 2),
     ("prompt", {"prompt": [SYSTEM, *ASKED], "history": [["hi", "yes"]]}, [SYSTEM, *ANSWERED, *ASKED]),
