@@ -207,15 +207,14 @@ def exported(drafter: str) -> Path:
 
 
 def folder_of(trainings: Named, config: Config) -> Path:
-    """Return the folder to write to; UserError if it holds a comparison of other drafters with the same names."""
-    if config.compare.out is not None:
-        return Path(config.compare.out)
-    out = COMPARISONS / "-".join(re.sub(r"[^\w.]+", "_", name) for name in trainings)
+    """Return the folder to write to; UserError if the comparison there has drafters that this one lacks."""
+    name = "-".join(re.sub(r"[^\w.]+", "_", name) for name in trainings)
+    out = COMPARISONS / name if config.compare.out is None else Path(config.compare.out)
     result = out / evaluation_page.RESULT
     if not config.overwrite and result.is_file():
         earlier = artifacts.read_json(result, "this command").get("trainings", {})
-        there, here = ([[Path(one).resolve() for one in some] for some in of.values()] for of in (earlier, trainings))
-        if there != here:
+        there, here = ({n: [Path(one).resolve() for one in some] for n, some in of.items()} for of in (earlier, trainings))
+        if not there.items() <= here.items():
             words = shlex.join(f"{name}:{','.join(some)}" for name, some in earlier.items())
             raise UserError(f"{out} compares {words}: set another compare.out=…, or replace it with overwrite=true")
     return out

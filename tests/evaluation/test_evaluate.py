@@ -32,7 +32,7 @@ def call(tmp_path, capsys):
     out = tmp_path / "compared"
 
     def called(*words, default=True):
-        options = [f"compare.out={out}"] if default else []
+        options = [f"compare.out={out}", "overwrite=true"] if default else []
         try:
             compare.main([*map(str, words), *options, "evaluate.max_new_tokens=4", "evaluate.max_speculative_tokens=4"])
         except SystemExit as stopped:
@@ -236,6 +236,18 @@ def test_another_comparison_of_the_same_name_is_not_written_over(run, call, tmp_
     assert f"runs/compare/x-y compares x:{run.folder} y:{b.folder}: set another compare.out=…" in line
     call(*others, "overwrite=true", default=None)
     assert json.loads(file.read_text())["trainings"]["y"] == [str(c.folder)]
+
+
+def test_a_folder_takes_more_drafters_but_no_fewer(run, call, tmp_path):
+    """That a comparison without the earlier ones takes its place would go unnoticed."""
+    given, both = f"compare.out={tmp_path / 'mine'}", [f"x:{run.folder}", f"y:{run.another('b', 1).folder}"]
+    file = tmp_path / "mine" / "result.json"
+    call(*both[:1], given, default=None)
+    call(*both, given, default=None)
+    before = file.read_bytes()
+    code, line = call(*both[:1], given, default=None)
+    assert (code, file.read_bytes()) == (2, before)
+    assert f"mine compares {' '.join(both)}: set another compare.out=…" in line
 
 
 def test_published_drafters_need_no_run(run, call, prompts, tmp_path, monkeypatch, capsys):
