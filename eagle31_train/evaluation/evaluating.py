@@ -58,7 +58,7 @@ def evaluate(
     measurements = decode(config, checkpoints, chosen, data, folder, dict.fromkeys(checkpoints, verified))
     result = summarise(list(zip(chosen, measurements, strict=True)), range(1, most + 1), headline)
     result["machine"] = machine(pick_device(config.target.device))
-    result |= {"dtype": options.dtype, "max_new_tokens": options.max_new_tokens}
+    result |= {"dtype": options.dtype, "weights": config.target.dtype, "max_new_tokens": options.max_new_tokens}
     return result, chosen, measurements
 
 

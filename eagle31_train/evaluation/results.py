@@ -5,6 +5,7 @@ is a drafter's name:
 
     draft_tokens    K of the headline
     drafters        [N, …]; the others are compared with the first
+    dtype, weights  of the computation; to which the drafters' weights were rounded before it
     workloads       [workload, …], each of which has
         name, suite, perturbation (or null), temperature, top_p, top_k (if set), prompts, notes
         verified    prompts that were decoded by real speculation with every drafter, without ties

@@ -76,7 +76,7 @@ def read_results(
     identity: of what was trained. checkpoint: fingerprint of what is exported. comparisons: their folders. there: the
     identity of an existing export of the same, which may have been compared. dtype: that of the export's weights.
     """
-    compared = [_comparison(folder, number, {identity, there}) for number, folder in enumerate(comparisons, 1)]
+    compared = [_comparison(folder, number, {identity, there}, dtype) for number, folder in enumerate(comparisons, 1)]
     evaluation = _stage(run / "evaluate", "checkpoint", identity, "acceptance", f"{EVALUATE} …")
     if evaluation and (rounded := rounded_to(evaluation.content)) not in (None, dtype):
         note(
@@ -108,8 +108,9 @@ def _stage(folder: Path, key: str, identity: str, images: str, command: str) -> 
     return CardResult(manifest, _pictures(folder, manifest, result, images, command))
 
 
-def _comparison(folder: Path, number: int, ours: Set[str | None]) -> CardResult:
-    """Return the card's comparison `number` (from 1). One of the checkpoint's identities must be in it."""
+def _comparison(folder: Path, number: int, ours: Set[str | None], dtype: str) -> CardResult:
+    """Return the card's comparison `number` (from 1). One of the checkpoint's identities must be in it, and its dtype.
+    """
     if not (folder / RESULT).is_file():
         raise UserError(f"comparisons: {folder} has no {RESULT}: set the folder that `{COMPARE}` wrote")
     result = artifacts.read_json(folder / RESULT, COMPARE)
@@ -119,6 +120,11 @@ def _comparison(folder: Path, number: int, ours: Set[str | None]) -> CardResult:
             f"comparisons: {folder} compares {', '.join(result.get('drafters', []))}, none of which has the weights "
             f"that are exported: compare again, the run with `{COMPARE} RUN_DIR …` or its export with `{COMPARE} "
             "RUN_DIR RUN_DIR/export …`, or remove it from comparisons"
+        )
+    if (rounded := result.get("weights", dtype)) != dtype:  # earlier results lack it
+        raise UserError(
+            f"comparisons: {folder} is of weights rounded to {rounded}, not to {dtype}: compare again with "
+            f"target.dtype={dtype}, or remove it from comparisons"
         )
     return CardResult(result, _pictures(folder, result, result, f"comparison-{number}", f"{COMPARE} …"), names)
 

@@ -50,6 +50,8 @@ def render(result: dict[str, Any], images: html.Images) -> str:
 def conditions(result: Mapping[str, Any]) -> list[str]:
     shown = [f"target {result['target']}"] if "target" in result else []
     shown += [str(result[key]) for key in ("machine", "dtype") if key in result]
+    if result.get("weights", result.get("dtype")) != result.get("dtype"):
+        shown.append(f"drafters' weights rounded to {result['weights']}")
     if "max_new_tokens" in result:
         shown.append(f"at most {result['max_new_tokens']:,} tokens per answer")
     return shown

@@ -14,8 +14,8 @@ from eagle31_train.common import artifacts
 from eagle31_train.common.errors import UserError
 
 
-def compared(run, folder, rate=0.5):
-    told = {**run.result(rate, "A", "B"), "trainings": {"A": ["runs/a"], "B": ["runs/b"]}}
+def compared(run, folder, rate=0.5, **more):
+    told = {**run.result(rate, "A", "B"), "trainings": {"A": ["runs/a"], "B": ["runs/b"]}, **more}
     told["identities"] = {"A": ["0" * 16], "B": ["1" * 16, run.identity]}
     artifacts.write_json(folder / "result.json", {**told, "files": run.draw(folder, told)})
     return folder
@@ -72,6 +72,14 @@ def test_acceptance_of_weights_rounded_otherwise_is_not_claimed(run, capsys, mea
     left_out = "is of weights rounded to float32, not to bfloat16" in capsys.readouterr().out
     claimed = "was not measured" not in run.exported()[2].split("## Measured in vLLM")[0]
     assert (left_out, claimed) == (measured_in == "float32", measured_in == "bfloat16")
+
+
+def test_a_comparison_of_weights_rounded_otherwise_is_refused(run, tmp_path):
+    export.export(run.config("target.dtype=bfloat16", f"comparisons=[{compared(run, tmp_path, weights='bfloat16')}]"))
+    assert "drafters' weights rounded to bfloat16" in run.exported()[2]
+    compared(run, tmp_path, weights="float32")
+    refused = message_of(export.export, run.config("target.dtype=bfloat16", f"comparisons=[{tmp_path}]"))
+    assert "is of weights rounded to float32, not to bfloat16: compare again with target.dtype=bfloat16" in refused
 
 
 def test_pictures_of_another_result_are_not_on_the_card(run):
