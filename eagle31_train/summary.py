@@ -53,7 +53,7 @@ def summarise(config: Config) -> None:
             f"{exported['inputs']['dtype']}: run `{EVALUATE} target.dtype={exported['inputs']['dtype']} "
             "overwrite=true`, or export again with the other target.dtype"
         )
-    steps = f"{trained['steps']} steps"
+    steps = f"{trained['steps']} " + (f"of {trained['planned']} planned steps" if "planned" in trained else "steps")
     if "kept" in trained:
         steps += f", of which step {trained['kept']['step']} is kept"
     seconds = {stage: manifest.get("seconds") for stage, manifest in manifests.items()}

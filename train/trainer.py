@@ -238,6 +238,7 @@ class Trainer:
             steps=steps,
             **{name: value for name, value in asdict(state).items() if name not in ("step", "best", "since_best")},
             **kept,
+            **({"planned": len(self.schedule)} if self.t.finish and steps < len(self.schedule) else {}),
             files=artifacts.list_files(self.folder, checkpoint.iterdir()),
         )
         artifacts.write_json(self.folder / artifacts.MANIFEST, manifest)

@@ -140,7 +140,7 @@ def _pictures(folder: Path, record: dict[str, Any], result: dict[str, Any], at: 
 
 
 # Fields of training's manifest, which lists the steps that were passed over: the card counts them.
-TRAINED = ("steps", "kept", "updates", "tokens", "pairs", "left_out", "without_pairs", "seconds", "heldout")
+TRAINED = ("steps", "planned", "kept", "updates", "tokens", "pairs", "left_out", "without_pairs", "seconds", "heldout")
 NOT_COUNTS = ("files", "inputs", "fingerprint", "seconds")  # of the data stage's manifest
 
 

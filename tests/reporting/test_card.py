@@ -15,8 +15,9 @@ from eagle31_train.reporting import card, markdown, recipe
 from eagle31_train.reporting.card import CardResult, CardResults
 
 
-def rendered(*options, results=None, **shape):
+def rendered(*options, results=None, more=None, **shape):
     train = {"inputs": {"train": {"lr": 0.001}}, "tokens": 12345, "left_out": [3, 4, 9], "heldout": {"tau": 1.5}}
+    train |= more or {}
     data = {"coverage": 0.975, "refused": [{"where": "/home/me/x.jsonl:3"}], "files": {}}
     config = load_config(["+experiment=smollm2", *options])
     text = card.render(config, shape_of(**shape), train, data, results or CardResults())
@@ -50,6 +51,11 @@ def test_the_card_tells_what_it_is():
         "## Licence\n\nNone is stated",
     )
     assert "q\\_lora\\_rank" not in body
+
+
+def test_the_card_says_that_its_command_trains_further_than_a_training_that_was_ended():
+    assert "ended at step" not in rendered(more={"steps": 40})[1]
+    shows(rendered(more={"steps": 12, "planned": 40})[1], "ended at step 12 of the 40 that this command trains.\n\n```")
 
 
 def test_the_card_says_which_training_pipeline_parallelism_needs():

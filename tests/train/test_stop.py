@@ -137,6 +137,7 @@ def test_a_stopped_run_ends_at_its_checkpoint_where_that_is_asked(new_run, by_on
         run.fit(*SHORT)
     weights = run.fit(*SHORT, finish).weights()
     assert (run.manifest()["steps"], run.manifest()["checkpoint"]) == (6, "checkpoints/step-000006")
+    assert run.manifest()["planned"] > 6
     assert run.manifest()["heldout"]["conversations"] > 0
     assert lines(run.train / "metrics.jsonl") == 7, "six steps, and the evaluation of the last"
     assert_close(run.fit(*SHORT).weights(), weights, 0)
