@@ -9,10 +9,10 @@ print(speculator.score(["Why is the sky blue?", "Count to ten."]))
 """
 
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from omegaconf import OmegaConf
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.checkpoint.run_folder import option
+from eagle31_train.common import foreign
 from eagle31_train.common.errors import Refused, UserError
 from eagle31_train.config import TargetConfig, check_value
 from eagle31_train.evaluation import decoding, intervals
@@ -138,10 +139,16 @@ class Speculator:
                 its variables default to the run's.
 
         Raises:
-            UserError: one of them cannot be read, or they do not belong together.
+            UserError: one of them cannot be read, they do not belong together, or there is no such option.
         """
-        check_value("dtype", str(dtype), {"choices": DTYPES})
-        config = TargetConfig(path=str(target), dtype=dtype, device=device, **options)
+        dtype = str(dtype).removeprefix("torch.")
+        check_value("dtype", dtype, {"choices": DTYPES})
+        given = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
+        try:
+            config = foreign.typed(TargetConfig, {"path": str(target), "dtype": dtype, "device": str(device), **given})
+        except ValueError as error:
+            known = ", ".join(each.name for each in fields(TargetConfig))
+            raise UserError(f"Speculator.load takes target.* options, {known}: {error}") from None
         checkpoint = DrafterCheckpoint.open(drafter, target_layers=lambda: read_config(config).num_hidden_layers)
         checkpoint.check_target(config)
         for name in {"chat_template", "template_args"} - options.keys():
@@ -160,6 +167,7 @@ class Speculator:
     @torch.inference_mode()
     def draft(self, prompt: Prompt, count: int = 3) -> list[int]:
         """Return the `count` tokens that the drafter proposes after the target's first one; raises as `generate`."""
+        _check_count("count", count)
         ids, _ = self._ids_and_room(prompt, count)
         self.target.reset()
         aux, logits = self.target.read([ids], 1)
@@ -177,8 +185,8 @@ class Speculator:
             UserError: a count is below 1, or the prompt is empty, has tokens that the target lacks, or leaves no
                 positions.
         """
-        if max_new_tokens < 1:
-            raise UserError(f"max_new_tokens={max_new_tokens} must be at least 1")
+        _check_count("num_speculative_tokens", num_speculative_tokens)
+        _check_count("max_new_tokens", max_new_tokens)
         ids, room = self._ids_and_room(prompt, num_speculative_tokens)
         limits = decoding.Limits(min(max_new_tokens, room), frozenset(self.ends))
         (done,) = decoding.decode_speculative(
@@ -188,18 +196,18 @@ class Speculator:
         return Generation(text, done.tokens, done.accepted, done.seconds)
 
     def score(
-        self, prompts: Sequence[Prompt], num_speculative_tokens: int = 3, max_new_tokens: int = 128
+        self, prompts: Iterable[Prompt], num_speculative_tokens: int = 3, max_new_tokens: int = 128
     ) -> dict[str, Any]:
         """Return the acceptance length on some prompts, and the acceptance at each depth.
 
         The length is [value, low, high], with a 95 % interval for five or more prompts. Acceptance at depth k is the
         share of drafts whose first k tokens were accepted, None if every answer ended before a draft. UserError for no
-        prompts, or for a single text, whose letters would be the prompts.
+        prompts, or for a single text or row, whose letters or columns would be the prompts.
         """
-        ids = any(isinstance(one, int) or getattr(one, "ndim", 1) == 0 for one in prompts)
-        if isinstance(prompts, str) or ids or not len(prompts):
-            raise UserError("score needs a list with at least one prompt: put a single text into a list")
-        answers = [self.generate(prompt, num_speculative_tokens, max_new_tokens) for prompt in prompts]
+        given = [] if isinstance(prompts, str | bytes | Mapping) else list(prompts)
+        if not given or any(isinstance(one, int) or getattr(one, "ndim", 1) == 0 for one in given):
+            raise UserError("score needs a list with at least one prompt: put a single one into a list")
+        answers = [self.generate(prompt, num_speculative_tokens, max_new_tokens) for prompt in given]
         gained = [[sum(answer.accepted) + len(answer.accepted)] for answer in answers]
         accepted = [count for answer in answers for count in answer.accepted]
         reached = [sum(count >= depth for count in accepted) for depth in range(1, num_speculative_tokens + 1)]
@@ -215,27 +223,26 @@ class Speculator:
         given: Any = prompt.tolist() if hasattr(prompt, "tolist") else prompt
         if isinstance(given, str):
             given = [{"role": "user", "content": given}]
-        given = [one.item() if hasattr(one, "item") else one for one in given]  # NumPy or torch scalars
-        if len(given) == 1 and isinstance(given[0], list):
-            given = given[0]
-        if all(isinstance(one, int) for one in given):
-            return given
-        if not all(isinstance(one, dict) for one in given):
+        parts: list[Any] = list(given) if isinstance(given, list | tuple) else [None]
+        parts = [one.item() if hasattr(one, "item") else one for one in parts]  # NumPy or torch scalars
+        if len(parts) == 1 and isinstance(parts[0], list):
+            parts = parts[0]
+        if all(type(one) is int for one in parts):
+            return parts
+        if not all(isinstance(one, dict) for one in parts):
             raise UserError(
-                "a prompt must be a text, a list of messages or a list of token ids, not a mixture of these"
+                "a prompt must be a text, a list of messages or a list of token ids, and no mixture of these"
             )
         try:
-            return self.template.prompt_ids(messages_of({"messages": given}, "messages"))
+            return self.template.prompt_ids(messages_of({"messages": parts}, "messages"))
         except Refused as error:
             raise UserError(f"the prompt cannot be rendered: {error}") from None
 
     def _ids_and_room(self, prompt: Prompt, drafted: int) -> tuple[list[int], int]:
         """Return a prompt's ids and how many tokens can follow it, with `drafted` of them drafted at a time."""
-        if drafted < 1:
-            raise UserError(f"num_speculative_tokens={drafted} must be at least 1")
         ids, vocabulary = self.ids(prompt), self.target.embedding.weight.shape[0]
-        if foreign := [one for one in ids if not 0 <= one < vocabulary]:
-            raise UserError(f"the prompt has token {foreign[0]}, but the target's tokens are 0 to {vocabulary - 1}")
+        if unknown := [one for one in ids if not 0 <= one < vocabulary]:
+            raise UserError(f"the prompt has token {unknown[0]}, but the target's tokens are 0 to {vocabulary - 1}")
         if not ids:
             raise UserError("the prompt has no tokens")
         room = sys.maxsize if self.longest is None else self.longest - len(ids) - drafted
@@ -244,3 +251,8 @@ class Speculator:
             where = f"the {self.longest} positions of target and drafter"
             raise UserError(f"{wanted} leave no room for an answer in {where}: shorten the prompt")
         return ids, room
+
+
+def _check_count(name: str, value: Any) -> None:
+    if not isinstance(value, SupportsIndex) or value < 1:  # type: ignore[operator]
+        raise UserError(f"{name}={value!r} must be a whole number of at least 1")

@@ -123,19 +123,34 @@ def test_what_cannot_be_decoded_is_said(speculator):
         ([5] * (speculator.longest - 3), 3, 6, "leave no room for an answer"),
         ([speculator.target.embedding.weight.shape[0]], 3, 4, "the prompt has token"),
         ([-1], 3, 4, "the prompt has token"),
-        ([5, {"role": "user", "content": "x"}], 3, 4, "not a mixture"),
-        ({"role": "user", "content": "x"}, 3, 4, "not a mixture"),
-        ([5.0], 3, 4, "not a mixture"),
+        ([5, {"role": "user", "content": "x"}], 3, 4, "no mixture"),
+        ({"role": "user", "content": "x"}, 3, 4, "no mixture"),
+        ([5.0], 3, 4, "no mixture"),
         ([], 3, 4, "the prompt has no tokens"),
         ([{"role": "user"}], 3, 4, "cannot be rendered: a turn of role user without text"),
         ("\ud800", 3, 4, "cannot be rendered: "),
-        (torch.tensor([[5], [6]]), 3, 4, "not a mixture"),
-        ("why", 0, 4, "must be at least 1"),
-        ("why", 3, 0, "must be at least 1"),
+        (torch.tensor([[5], [6]]), 3, 4, "no mixture"),
+        ([True, False], 3, 4, "no mixture"),
+        (b"why", 3, 4, "no mixture"),
+        (None, 3, 4, "no mixture"),
+        ("why", 0, 4, "num_speculative_tokens=0 must be a whole number of at least 1"),
+        ("why", 2.0, 4, "num_speculative_tokens=2.0 must be"),
+        ("why", 3, 0, "max_new_tokens=0 must be"),
+        ("why", 3, "8", "max_new_tokens='8' must be"),
     ]:
         assert message in message_of(speculator.generate, prompt, drafted, written)
-    for prompts in ("why is", [], [5, 6], np.array([5, 6])):  # of a text, its letters would be decoded in silence
+    assert "count=1.5 must be" in message_of(speculator.draft, "why", 1.5)
+    # Of a text the letters, of a row the columns' names would be decoded in silence.
+    for prompts in ("why is", [], [5, 6], np.array([5, 6]), {"prompt": "why"}, iter([])):
         assert "needs a list with at least one prompt" in message_of(speculator.score, prompts)
+
+
+def test_options_that_the_target_lacks_are_refused(folder):
+    load = partial(Speculator.load, "runs/smollm2", "models/SmolLM2-135M-Instruct")
+    assert "trust_remote_code" in message_of(load, max_positions=9)
+    assert "template_args: " in message_of(load, template_args="thinking")
+    speculator = load(dtype=torch.float32, device=torch.device("cpu"))
+    assert speculator.score(iter(["why", "how"]), max_new_tokens=3)["prompts"] == 2
 
 
 def test_prompts_are_under_the_runs_own_template(folder):
