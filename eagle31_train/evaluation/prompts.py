@@ -160,10 +160,8 @@ def from_suite(name: str, suite: Suite, option: str, template: ChatTemplate) -> 
         seen["several"] += turns > 1
         seen["tools unread"] += bool(prompt.tools) and prompt.ids == template.prompt_ids(messages)
     if not prompts:
-        raise UserError(
-            f"{option}={suite.path} has no prompts, but {seen['placeholders']} placeholders for texts that are not "
-            "public: choose another file, split or filter"
-        )
+        hidden = f", but {seen['placeholders']} placeholders for texts that are not public" * (seen["placeholders"] > 0)
+        raise UserError(f"{option}={suite.path} has no prompts{hidden}: choose another file, split or filter")
     notes = {
         "several": f"only the first of several turns is asked, in {seen['several']} of {len(prompts)} prompts",
         "placeholders": f"left out {seen['placeholders']} rows, placeholders for texts that are not public",

@@ -187,6 +187,8 @@ def test_a_suite_of_other_fields_or_types_or_rows_is_refused_by_name(place):
     own = place.write("own.jsonl", {"prompt": "hello", "chat_template_kwargs": {"enable_thinking": False}})
     with pytest.raises(UserError, match=r"own.jsonl:1 cannot be rendered \(chat_template_kwargs is only for training"):
         place.workloads(f"evaluate.prompts={own}")
+    with pytest.raises(UserError, match=r"own.jsonl has no prompts: choose another file"):
+        place.workloads(f"evaluate.prompts={place.write('own.jsonl')}")
 
 
 def test_tools_of_a_row_are_in_its_prompt_and_a_column_that_is_named_is_there(place):
