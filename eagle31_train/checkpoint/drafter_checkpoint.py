@@ -209,19 +209,19 @@ class DrafterCheckpoint:
         """Raise UserError for a target whose states the drafter was not trained on; note it if only names are known.
 
         Args:
-            by_name: accept a target of the same name, whatever its weights.
+            by_name: only note other weights of a target of the same name, as a quantized copy has.
             store: see `trained_for`.
         """
         known = self.trained_for(store)
         if other := self._other(known, target, by_name):
-            if "weights" in known:
+            if "weights" in known and not (by_name and _alike(known, target)):
                 if not (target.is_hub_id or Path(target.path).exists()):
                     raise UserError(f"target.path={target.path} does not exist: set it to the target of {self.where}")
                 raise UserError(f"{other}: use the target of training, or another run")
             note(other)
 
     def other_target(self, target: TargetConfig, store: dict[str, Any] | None = None) -> str | None:
-        """Say how a target differs from training's, if it does so in name and in weights, as a quantized copy may."""
+        """Say how a target differs from training's, if it does, as a quantized copy may."""
         return self._other(self.trained_for(store), target, by_name=True)
 
     @property
@@ -251,14 +251,16 @@ class DrafterCheckpoint:
         return dict(store["inputs"]["target"])
 
     def _other(self, known: dict[str, Any], target: TargetConfig, by_name: bool) -> str | None:
-        """Say how a target differs from the `known` one (see `trained_for`); None if it does not."""
+        """Say how a target differs from the `known` one (see `trained_for`); None if it does not.
+
+        by_name: accept one of the same name whose folder has no weights, or is gone."""
         if not known:
             return None
-        # A copy of a hub model may be in a folder with the name of the id's last part.
-        alike = Path(known["name"]).name == Path(target.name).name
+        alike = _alike(known, target)
         # The weights of a hub id are not read: between it and a folder, names decide.
         of_hub = known.get("weights") == artifacts.fingerprint(known["name"])
-        if "weights" in known and not (alike and (by_name or of_hub != target.is_hub_id)):
+        unread = of_hub != target.is_hub_id or (by_name and not any(Path(target.path).glob("*.safetensors")))
+        if "weights" in known and not (alike and unread):
             weights = artifacts.weights_fingerprint(target.path)
             alike = (known["weights"], known["revision"]) == (weights, target.revision)
         if alike:
@@ -296,6 +298,11 @@ class DrafterCheckpoint:
             drafter.shared_embedding = embedding
         drafter.eval().requires_grad_(False)
         return drafter
+
+
+def _alike(known: dict[str, Any], target: TargetConfig) -> bool:
+    """Whether names agree. A copy of a hub model may be in a folder with the name of the id's last part."""
+    return Path(known["name"]).name == Path(target.name).name
 
 
 def split_name(where: str) -> tuple[str, str | None]:

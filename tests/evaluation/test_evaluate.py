@@ -202,6 +202,10 @@ def test_a_copy_of_the_target_is_the_target_and_another_name_is_told_once_the_st
     evaluate.evaluate(run.config(*FEW, given))
     export.export(run.config(*FEW, given))
     assert other not in capsys.readouterr().out
+    changed = shutil.copytree(run.target, tmp_path / "changed" / run.target.name)
+    (changed / "more.py").write_text("# not the target of training")
+    export.export(run.config(*FEW, f"target.path={changed}", "overwrite=true"))
+    assert f"was trained for another target than target.path={changed}" in capsys.readouterr().out
     manifest.unlink()
     evaluate.evaluate(run.config(*FEW, given, "evaluate.num_prompts=1", "overwrite=true"))
     assert other in capsys.readouterr().out
