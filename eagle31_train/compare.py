@@ -213,7 +213,9 @@ def folder_of(trainings: Named, config: Config) -> Path:
     result = out / evaluation_page.RESULT
     if not config.overwrite and result.is_file():
         earlier = artifacts.read_json(result, "this command").get("trainings", {})
-        there, here = ({n: [Path(one).resolve() for one in some] for n, some in of.items()} for of in (earlier, trainings))
+        there, here = (
+            {n: [Path(one).resolve() for one in some] for n, some in of.items()} for of in (earlier, trainings)
+        )
         if not there.items() <= here.items():
             words = shlex.join(f"{name}:{','.join(some)}" for name, some in earlier.items())
             raise UserError(f"{out} compares {words}: set another compare.out=…, or replace it with overwrite=true")

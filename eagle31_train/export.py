@@ -59,10 +59,11 @@ def export(config: Config) -> None:
     fingerprint = made_from.fingerprint
     compared = [Path(one) for one in config.comparisons]
     there = identity_there(run, fingerprint) if compared else None
-    results = card.read_results(run, checkpoint.identity, fingerprint, compared, there, config.target.dtype)
+    dtype, drawn = config.target.dtype, config.evaluate.draft_sampling != "greedy"
+    results = card.read_results(run, checkpoint.identity, fingerprint, compared, there, dtype, drawn)
     said = {  # shown on the card if set
         "license": config.license,
-        "drawn": config.evaluate.draft_sampling != "greedy",
+        "drawn": drawn,
         "revision": config.target.revision,
         "trust_remote_code": config.target.trust_remote_code,
         "chat_template": config.target.chat_template,

@@ -8,6 +8,7 @@ is a drafter's name:
     dtype, weights  of the computation; to which the drafters' weights were rounded before it
     workloads       [workload, …], each of which has
         name, suite, perturbation (or null), temperature, top_p, top_k (if set), prompts, notes
+        drafts      "sampled", if the drafter's tokens were drawn, too
         verified    prompts that were decoded by real speculation with every drafter, without ties
         tokens_per_second  {"plain" or N: of real decoding, one prompt at a time}, if one drafter was measured alone
         timed       {prompts: how many, the first ones, by_depth: {K: their acceptance length}}, likewise

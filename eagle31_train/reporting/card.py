@@ -69,12 +69,19 @@ class CardResults:
 
 
 def read_results(
-    run: Path, identity: str, checkpoint: str, comparisons: Sequence[Path], there: str | None = None, dtype: str = ""
+    run: Path,
+    identity: str,
+    checkpoint: str,
+    comparisons: Sequence[Path],
+    there: str | None = None,
+    dtype: str = "",
+    drawn: bool = False,
 ) -> CardResults:
     """Return what was measured of the checkpoint in `run`; UserError for a damaged result or a comparison of others.
 
     identity: of what was trained. checkpoint: fingerprint of what is exported. comparisons: their folders. there: the
     identity of an existing export of the same, which may have been compared. dtype: that of the export's weights.
+    drawn: whether the card's command has vLLM sample drafts.
     """
     compared = [_comparison(folder, number, {identity, there}, dtype) for number, folder in enumerate(comparisons, 1)]
     evaluation = _stage(run / "evaluate", "checkpoint", identity, "acceptance", f"{EVALUATE} …")
@@ -84,6 +91,11 @@ def read_results(
             f"out: run `{EVALUATE} … target.dtype={dtype} overwrite=true`"
         )
         evaluation = None
+    if evaluation and not drawn and "drafts" in evaluation.content.get("result", {}).get("workloads", [{}])[0]:
+        note(
+            f"export: {run / 'evaluate'} is of drafts that were sampled: set evaluate.draft_sampling=probabilistic "
+            "here, too, to serve with it"
+        )
     serving = _stage(run / "serving", "export", checkpoint, "serving", f"{EVALUATE} … evaluate.backend=vllm")
     return CardResults(evaluation, serving, compared)
 
@@ -109,8 +121,7 @@ def _stage(folder: Path, key: str, identity: str, images: str, command: str) -> 
 
 
 def _comparison(folder: Path, number: int, ours: Set[str | None], dtype: str) -> CardResult:
-    """Return the card's comparison `number` (from 1). One of the checkpoint's identities must be in it, and its dtype.
-    """
+    """Return the card's comparison `number` (from 1). One of the checkpoint's identities must be in it, and its dtype."""
     if not (folder / RESULT).is_file():
         raise UserError(f"comparisons: {folder} has no {RESULT}: set the folder that `{COMPARE}` wrote")
     result = artifacts.read_json(folder / RESULT, COMPARE)

@@ -160,7 +160,8 @@ def sampling(workload: Result) -> str:
         return "greedy"
     nucleus = f", top_p {workload['top_p']:g}" if workload["top_p"] < 1 else ""
     likeliest = f", top_k {workload['top_k']}" if workload.get("top_k") else ""
-    return f"sampled at temperature {workload['temperature']:g}{nucleus}{likeliest}"
+    drafts = ", drafts sampled, too" if workload.get("drafts") else ""
+    return f"sampled at temperature {workload['temperature']:g}{nucleus}{likeliest}{drafts}"
 
 
 def _serving_remarks(serving: Result) -> Iterator[str]:

@@ -211,6 +211,20 @@ def test_a_copy_of_the_target_is_the_target_and_another_name_is_told_once_the_st
     assert other in capsys.readouterr().out
 
 
+def test_results_say_that_drafts_were_sampled_and_export_how_to_serve_them(run, capsys):
+    """More of them are accepted than of the greedy drafts that a server makes unless it is told to."""
+    sampled = "evaluate.draft_sampling=probabilistic"
+    told = []
+    for temperature in (1, 0):  # of a greedy target's drafts, the likeliest are taken in any case
+        evaluate.evaluate(run.config(*FEW, sampled, f"evaluate.temperature={temperature}", "overwrite=true"))
+        told.append("drafts sampled, too" in capsys.readouterr().out)
+        for more in ([], [sampled]):
+            export.export(run.config(*FEW, *more))
+            told.append("set evaluate.draft_sampling=probabilistic here, too" in capsys.readouterr().out)
+        told.append("drafts sampled, too" in (run.folder / "export" / "README.md").read_text())
+    assert told == [True, True, False, True, *[False] * 4]
+
+
 @pytest.fixture
 def prompts(tmp_path):
     rows = [{"id": f"q{i}", "source": "ab"[i % 2], "prompt": f"hello {'again ' * i}world"} for i in range(12)]

@@ -76,6 +76,7 @@ def measure_serving(
         "prompts": len(prompts),
         **{name: getattr(options, name) for name in ("max_new_tokens", "temperature", "top_p")},
         **({"top_k": options.top_k} if options.top_k else {}),
+        **({"drafts": "sampled"} if options.temperature and options.draft_sampling != "greedy" else {}),
         "rows": rows,
         "best": best,
         "verdict": report.verdict(best),
