@@ -116,7 +116,7 @@ def _served(config: Config, manifest: dict[str, Any]) -> dict[str, str]:
         "  measured on": f"{count(serving['prompts'], 'prompt')} of {serving['workload']}, {sampling(serving)}",
         **_cautions(serving),
         "speed": f"{drafted['per_user'][0]:.1f} tokens/s with the drafter, {plain:.1f} without, for {whom} of vLLM "
-        f"{serving['vllm']}",
+        f"{serving['vllm']}" + " (too high, since tokens came in bunches)" * ("bunched" in drafted),
     }
 
 

@@ -331,6 +331,16 @@ def test_other_answers_other_counts_and_preemptions_are_noted():
         assert len(report.notes([row])) == lines
 
 
+def test_no_speedup_is_claimed_where_a_busy_machine_held_tokens_up():
+    """Tokens that all arrive at the end of an answer seem to take no time."""
+    took = sum(answer.last - answer.first for answer in ANSWERS)
+    for seconds, told in ((0.0, 0), (took, 0), (took * 1.1, 0), (took * 2, 1)):
+        counted = Counter({**NONE, report.DECODING: seconds, report.DRAFTS: 5.0, f"{report.PER_POSITION}[0]": 2.0})
+        row = report.row("d", 1, 2, ANSWERS, counted, ANSWERS, None)
+        assert [("in 50% of the time" in line) for line in report.notes([row])] == [True] * told
+        assert len(report.best([row])) == (row["speedup"] is not None) == 1 - told
+
+
 def test_a_speedup_is_paired_by_prompt():
     """Everything twice as fast: no prompt drawn again changes that, though the prompts themselves differ much."""
     counted = Counter({f"{report.PER_POSITION}[0]": 0.0, report.DRAFTS: 0.0})

@@ -7,9 +7,10 @@ As JSON (`measure_serving` makes it):
      "rows": [{"drafter": NAME or null, "draft_tokens": 0 without one, "concurrency",
                "requests", "output_tokens", "seconds", "ttft": {"mean", "p50", "p95"}, "tpot": likewise,
                "per_user": [value, low, high],
-               "total": tokens/s, "speedup": [value, low, high] or null without a drafter,
+               "total": tokens/s, "speedup": [value, low, high] or null without a drafter or bunched,
                "different": how many, or null when sampling, "acceptance": `speculation` or null,
-               "counted": {"requests", "output_tokens", "preemptions"} of vLLM itself}],
+               "counted": {"requests", "output_tokens", "preemptions"} of vLLM itself,
+               "bunched": of vLLM's time from first to last tokens, the share that passed here, if it is too small}],
      "best": [{"drafter", "concurrency", "draft_tokens": 0 if speculation does not pay, "speedup": [value, low, high]
                of the best number of draft tokens, "tried": that number}],
      "verdict": [a line for each of these], "notes": [what else must be known, often nothing]}
@@ -39,6 +40,8 @@ PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
 FINISHED = "vllm:request_success_total"
 TOKENS = "vllm:generation_tokens_total"
 PREEMPTIONS = "vllm:num_preemptions_total"
+DECODING = "vllm:request_decode_time_seconds_sum"
+HELD_UP = 0.8  # share of vLLM's own time from first to last tokens below which they came in bunches
 
 
 def speed(answers: Sequence[Answer]) -> Estimate:
@@ -65,6 +68,9 @@ def row(
     tokens = sum(len(answer.tokens) for answer in answers)
     seconds = max(answer.last for answer in answers) - min(answer.sent for answer in answers)
     expected = {answer.prompt: answer.tokens for answer in reference or ()}
+    decoding = counted[DECODING] or None  # in seconds; older versions of vLLM may not count it
+    share = sum(answer.last - answer.first for answer in answers) / decoding if decoding else 1.0
+    bunched = share < HELD_UP
     return {
         "drafter": drafter,
         "draft_tokens": draft_tokens,
@@ -76,7 +82,7 @@ def row(
         "tpot": _spread([answer.tpot for answer in answers if answer.tpot is not None]),
         "per_user": speed(answers).intervals()[0],
         "total": tokens / seconds,  # of all users together
-        "speedup": None if plain is None else (speed(answers) / speed(plain)).intervals()[0],
+        "speedup": None if plain is None or bunched else (speed(answers) / speed(plain)).intervals()[0],
         "different": None if reference is None else sum(a.tokens != expected[a.prompt] for a in answers),
         "acceptance": speculation(counted, draft_tokens) if draft_tokens else None,
         "counted": {
@@ -84,6 +90,7 @@ def row(
             "output_tokens": round(counted[TOKENS]),
             "preemptions": round(counted[PREEMPTIONS]),
         },
+        **({"bunched": share} if bunched else {}),
     }
 
 
@@ -136,6 +143,11 @@ def notes(rows: Sequence[Row]) -> list[str]:
             lines.append(f"{where}{different} (rounding depends on what else is in a batch)")
         if (counted["requests"], counted["output_tokens"]) != came:
             lines.append(f"{where}requests and tokens are {came}, but vLLM counts {counted}")
+        if "bunched" in one:
+            lines.append(
+                f"{where}tokens came in bunches (in {one['bunched']:.0%} of the time that vLLM took for them), so the "
+                "tokens/s/user are too high: remove the servers' records and measure again on an idle machine"
+            )
         if counted["preemptions"]:
             lines.append(f"{where}{counted['preemptions']} preemptions: give vLLM's cache more memory")
     return lines
