@@ -90,7 +90,7 @@ def serve(config: Config) -> None:
     if (run_dir / "train" / artifacts.MANIFEST).is_file():
         made = served(config)
         if not is_export_of(exported, made.shape, made.vocab.target_ids.tolist()):
-            remedy = "set the same ones here, or run `eagle31 export` again"
+            remedy = "set the same ones here, or run `eagle31 export` again with overwrite=true"
             raise UserError(f"{run_dir / 'export'} was made with other export_ options: {remedy}")
     engine = check_serving(config)
     data = provenance.read_data(config)

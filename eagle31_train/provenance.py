@@ -45,6 +45,7 @@ class Provenance:
     pointers: name of an input → the given option that locates it, which may point to a wrong place.
     beside: how to keep both outputs with the least recomputation, and the inputs that may differ for that.
     options: name of an input → the option that it comes from, if that has another name.
+    anew: whether a run of another name could have this output, too, without training first.
     """
 
     inputs: dict[str, Any]
@@ -52,6 +53,7 @@ class Provenance:
     pointers: Mapping[str, str] = field(default_factory=dict)
     beside: tuple[str, set[str]] | None = None
     options: Mapping[str, str] = field(default_factory=dict)
+    anew: bool = True
 
     @property
     def all_inputs(self) -> dict[str, Any]:
@@ -88,7 +90,7 @@ class Provenance:
         differ = {name for name in {**before, **self.inputs} if before.get(name) != self.inputs.get(name)}
         if self.beside and differ <= self.beside[1]:
             return f"{self.beside[0]}, or replace it with overwrite=true"
-        return f"use the same inputs again, {REPLACE}"
+        return f"use the same inputs again, {REPLACE if self.anew else 'or replace it with overwrite=true'}"
 
 
 def whole(output: Path, record_path: Path, provenance: Provenance, overwrite: bool, made_by: str) -> bool:
@@ -195,6 +197,7 @@ def of_data(config: Config, corpus: Mapping[str, Any], template: Mapping[str, An
 def of_store(config: Config, data: Mapping[str, Any]) -> Provenance:
     """Stage 2's store. data: stage 1's manifest. Its draft vocabulary is left out, as states do not depend on it."""
     arguments = {n: value for n, value in config.extract.engine_args.items() if n not in ENGINE_RESOURCES}
+    elsewhere = f"another name=… with data_dir={config.data_folder}{' and another store_dir=…' * bool(config.store_dir)}"
     return Provenance(
         {
             "layout": LAYOUTS["store"],
@@ -208,6 +211,7 @@ def of_store(config: Config, data: Mapping[str, Any]) -> Provenance:
             "shard_tokens": config.extract.shard_tokens,
         },
         pointers={"data": f"data_dir={config.data_dir}"} if config.data_dir else {},
+        beside=(f"extract under {elsewhere}", {"target", "engine", "codecs", "shard_tokens"}),
         options=OF_STORE,
     )
 
@@ -274,6 +278,7 @@ def of_evaluation(
             **(server or {}),
         },
         beside=None if server else (f"measure it with {comparison}", {"evaluate", "workloads", "seed"}),
+        anew=False,
     )
 
 
@@ -326,4 +331,4 @@ def of_export(
     }
     if config.export_format != "vllm":  # speculators' config.json names the draft tokens, too
         checkpoint |= {"format": config.export_format, "draft_tokens": config.evaluate.num_speculative_tokens}
-    return Provenance(checkpoint)
+    return Provenance(checkpoint, anew=False)

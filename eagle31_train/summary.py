@@ -39,7 +39,7 @@ def summarise(config: Config) -> None:
     drafter.check_target(config.target, by_name=True, store=read_manifest(config))
     key, made = ("export", exported["checkpoint"]) if by_vllm else ("checkpoint", drafter.identity)
     if not run_folder.is_export_of(exported, drafter.shape, drafter.vocab.target_ids.tolist()):
-        remedy = "set the same ones here, or run `eagle31 export` again"
+        remedy = "set the same ones here, or run `eagle31 export` again with overwrite=true"
         raise UserError(f"{run_dir / 'export'} was made with other export_ options: {remedy}")
     if evaluated["inputs"].get(key) != made:
         raise UserError(

@@ -96,6 +96,20 @@ def test_what_chooses_a_step_is_named_as_the_user_sets_it():
     assert wanted.remedy({"inputs": elsewhere}).startswith("use the same inputs again, choose"), "they are not the same"
 
 
+def test_another_name_is_advised_only_where_that_run_has_what_the_stage_needs():
+    config = load_config(["target.path=none", "name=none", "run_dir=run"])
+    data = {"dataset_fingerprint": "", "fingerprint": "", "inputs": {"tokenizer": "", "template": ""}}
+    store = provenance.of_store(config, data)
+    other = store.inputs | {"codecs": {}}
+    with_data = "extract under another name=… with data_dir=run/data, or replace it with overwrite=true"
+    assert store.remedy({"inputs": other}) == with_data
+    assert "another name" in store.remedy({"inputs": other | {"data": "other"}})
+    export = provenance.of_export(config, {"fingerprint": "", "checkpoint": ""}, "", {}, [])
+    evaluation = provenance.of_evaluation(config, data, {"checkpoint": ""}, {}, sampled=False)
+    for trained in (export, evaluation):
+        assert trained.remedy({"inputs": {}}) == "use the same inputs again, or replace it with overwrite=true"
+
+
 # ---------------------------------------------------------------- written whole
 
 
