@@ -70,6 +70,8 @@ def parse(value: Any, form: str, where: str, default_id: str) -> Row:
         keys = " ".join(", ".join(value).split()) if isinstance(value, dict) else type(value).__name__
         needs = "a row needs messages, conversations, instruction, turns, prompt, question and answer, or "
         needs += " and ".join(TOKEN_KEYS)
+        if isinstance(value, dict) and "question" in value and (more := next(filter(value.get, BESIDE_QUESTIONS), "")):
+            needs = f"its question may be only a part of the prompt, beside {more}: write both into a column prompt"
         raise UserError(f"{where}: the row's format is unknown (it has {keys[:200]}): {needs}")
     # Further samples of one prompt share its id; "#1" tells them apart.
     sample = value.get("sample") or 0

@@ -7,7 +7,7 @@ from families import says
 
 from data_prep.dialogue import following, turns_of
 from eagle31_train.common.errors import Refused, UserError
-from eagle31_train.rows.formats import detect, parse
+from eagle31_train.rows.formats import BESIDE_QUESTIONS, detect, parse
 from eagle31_train.targets.markup import Parts, meant
 
 ASKED = [{"role": "user", "content": "hi"}]
@@ -145,8 +145,11 @@ def test_a_function_call_turn_is_an_answer_that_calls_tools():
     + [{"question": "hi", "answer": "b", beside: ["a", "b"]} for beside in ("choices", "options", "context")],
 )
 def test_what_would_lose_a_part_of_the_prompt_or_the_answer_is_no_known_format(value):
-    with pytest.raises(UserError, match=rf"the row's format is unknown \(it has {', '.join(value)}\)"):
+    with pytest.raises(UserError, match=rf"the row's format is unknown \(it has {', '.join(value)}\)") as error:
         parse(value, "auto", "f:1", "f-1")
+    *_, beside = value
+    a_part = f"its question may be only a part of the prompt, beside {beside}: write both into a column prompt"
+    assert (a_part in str(error.value)) == (beside in BESIDE_QUESTIONS), "it has a question and an answer"
 
 
 @pytest.mark.parametrize(
