@@ -319,7 +319,7 @@ class CompareConfig:
 @dataclass
 class PlanConfig:
     target_parameters: float | None = opt(None, "plan: active parameters of the target; default: counted", above=0)
-    tokens: float | None = opt(None, "plan: tokens of the training split; default: as counted by data_prep", above=0)
+    tokens: float | None = opt(None, "plan: tokens of the training split; default: as counted by stage 1", above=0)
     share: float = opt(0.5, "plan: the assistant's share of tokens, until they are counted", above=0, at_most=1)
     sample_tokens: int = opt(600, "plan: tokens of an average conversation, until they are counted", at_least=1)
     devices: int | None = opt(None, "plan: devices; default: this machine's GPUs, or eight H100", at_least=1)

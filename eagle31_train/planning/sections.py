@@ -125,7 +125,8 @@ def answering(plan: Planned) -> list[str]:
     ]
     if most > LONGER * answer:
         lines.append(
-            f"  LONG ANSWERS   an answer may have {most:,} tokens: set plan.sample_tokens, those of a conversation"
+            f"  LONG ANSWERS   an answer may have {most:,} tokens: if yours are longer, raise plan.sample_tokens, "
+            "those of a conversation"
         )
     there = prompts_at_hand(config)
     if there is not None and there < 0.99 * what.prompts:

@@ -122,7 +122,8 @@ def test_prompts_at_hand_are_counted_and_those_that_are_wanted_are_said(tmp_path
     assert "NOT ENOUGH" not in shown
     assert "LONG ANSWERS" not in shown
     thinking = "data.generate.max_new_tokens=4096"
-    assert "LONG ANSWERS   an answer may have 4,096 tokens: set plan.sample_tokens" in section(*given, thinking)
+    longer = "LONG ANSWERS   an answer may have 4,096 tokens: if yours are longer, raise plan.sample_tokens"
+    assert longer in section(*given, thinking)
     assert "Set plan.tokens=3e8 to see under `prompts` how many" in shown
     # 60 million tokens of 600 each, and 5.3 % more to hold out, from two answers to a prompt.
     wanted = section(*given, "plan.tokens=6e7")
