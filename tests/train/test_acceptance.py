@@ -4,9 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate import Accelerator
 from conftest import kept_mask
-from made import message_of
+from made import Split, message_of
 from pipeline import AUX, END, assert_equal, flip_bit, save_quietly, tiny_config, tiny_llama, write_data
 from planting import replaced
 
@@ -193,20 +192,6 @@ def test_prompts_that_an_earlier_store_was_measured_on_stay_known(monkeypatch):
 # ---------------------------------------------------------------- teacher-forced metrics
 
 
-class Held:
-    """Documents as a split, which notes what is read of it."""
-
-    def __init__(self, documents):
-        self.documents, self.lengths, self.asked = documents, [len(one.tokens) for one in documents], []
-
-    def __len__(self):
-        return len(self.documents)
-
-    def read_all(self, indices):
-        self.asked += indices
-        return [self.documents[i] for i in indices]
-
-
 def test_ranks_share_an_evaluation_which_counts_each_conversation_once(tiny, monkeypatch):
     """Also where the batches are no multiple of the ranks."""
     objective, documents = tiny
@@ -219,20 +204,9 @@ def test_ranks_share_an_evaluation_which_counts_each_conversation_once(tiny, mon
         for rank in range(ranks):
             accelerator = SimpleNamespace(num_processes=ranks, process_index=rank, device=torch.device("cpu"))
             parallel = SimpleNamespace(accelerator=accelerator, model=objective)
-            total = total + during.evaluate(parallel, Held(documents), t, kept_mask(objective), count)
+            total = total + during.evaluate(parallel, Split(documents), t, kept_mask(objective), count)
         return total
 
     for count in range(1, len(documents) + 1):
         torch.testing.assert_close(sums(count, 2), sums(count, 1))
     assert not torch.equal(sums(1, 1), sums(1, 1, oov="keep")), "it measures what is trained"
-
-
-def test_an_evaluation_of_some_is_of_conversations_from_everywhere(tiny):
-    """Some data is ordered by source."""
-    objective, documents = tiny
-    split = Held(documents[:1] * 9)
-    accelerator = Accelerator(cpu=True)
-    parallel = SimpleNamespace(accelerator=accelerator, model=objective)
-    found = during.evaluate(parallel, split, TrainConfig(ttt_length=3, batch_tokens=1), kept_mask(objective), 3)
-    assert sorted(split.asked) == [0, 3, 6]
-    assert found["loss"] > 0

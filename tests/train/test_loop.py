@@ -19,7 +19,7 @@ from eagle31_train.config import DrafterShape, TrainConfig
 from eagle31_train.model import vocab
 from eagle31_train.model.batch import build_batch
 from eagle31_train.store import Store, StoreSplit
-from train import loader, trainer
+from train import loader
 from train.metrics import heldout_text, summarise
 from train.step import learning_rate, step_weights
 from train.trainer import memory_bytes
@@ -147,11 +147,6 @@ def test_a_head_that_is_not_trained_stays_the_targets(by_one):
     assert torch.equal(run.weights()["lm_head.weight"], head[torch.from_numpy(kept)].float())
 
 
-def test_held_out_conversations_are_measured_with_the_runs_oov(by_one):
-    rows = [by_one(*TWO, f"train.oov={oov}").rows()[-1] for oov in ("mask", "keep")]
-    assert rows[0]["heldout_oov_share"] > 0 == rows[1]["heldout_oov_share"]
-
-
 def test_the_seed_and_the_step_decide_which_slots_are_trained(new_run, monkeypatch):
     """How: test_subset.py. So a run that goes on draws what it would have drawn."""
     drawn = watched(monkeypatch, loader, "choose_slots")
@@ -180,13 +175,6 @@ def test_pairs_are_those_that_were_trained(new_run):
     steps = order.schedule(split.lengths, 60, 0, 3, 2)
     counted = sum(int(build_batch(split.read_all(step), 3, kept, "mask").trained.sum()) for step in steps)
     assert run.manifest()["pairs"] == counted
-
-
-def test_no_micro_batch_is_without_a_conversation_on_every_rank(new_run, monkeypatch):
-    trained = watched(monkeypatch, trainer, "accumulate")
-    new_run().fit("train.max_steps=3", "train.gradient_accumulation_steps=50")
-    assert trained
-    assert all(micro.real for _, micro_batches, *_ in trained for micro in micro_batches)
 
 
 def test_memory_is_in_bytes():
