@@ -94,9 +94,8 @@ def test_a_store_of_another_data_set_or_target_is_refused(new_run):
 @pytest.mark.parametrize("scales", ["[1,1]", "[1,1,0.3]"])
 def test_scales_that_would_round_or_are_too_few_are_refused(new_run, scales):
     words = "drafter.fc_norm=false", "drafter.norm_output=false", f"train.fc_input_scale={scales}"
-    assert "applies only to EAGLE 3, and must have a power of two for each of the 3 auxiliary layers" in message_of(
-        new_run().fit, *words
-    )
+    said = message_of(new_run().fit, *words)
+    assert "applies only to EAGLE 3, and must have a power of two for each of the 3 auxiliary layers" in said
     assert "applies only to EAGLE 3" in message_of(new_run().fit, "train.fc_input_scale=[1,1,1]")
 
 

@@ -82,11 +82,8 @@ def test_a_run_remembers_its_target_when_its_store_is_gone(new_run, tmp_path):
     assert "was trained for" in message_of(drafter.check_target, TargetConfig(path=str(other)))
     gone = TargetConfig(path=str(tmp_path / "gone" / known["name"]))
     assert f"target.path={gone.path} does not exist" in message_of(drafter.check_target, gone)
-    of_hub = {
-        "name": f"org/{known['name']}",
-        "weights": artifacts.fingerprint(f"org/{known['name']}"),
-        "revision": None,
-    }
+    model = f"org/{known['name']}"
+    of_hub = {"name": model, "weights": artifacts.fingerprint(model), "revision": None}
     record = json.loads((run.train / RECORD).read_text())
     artifacts.write_json(run.train / RECORD, {**record, "target": of_hub})
     drafter.check_target(TargetConfig(path=str(other)))  # a copy of the model, whose weights on the hub are not known

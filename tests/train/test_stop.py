@@ -32,9 +32,8 @@ SHORT, ENDLESS = [f"train.max_steps={STEPS}", *RECIPE], ["train.max_steps=20000"
 def stopped_after(run, text, why):
     """The step after which it saved, said so in one line, and did nothing more."""
     (line,) = (line for line in text.splitlines() if "train: stopped" in line)
-    match = re.search(
-        r"train: stopped by (.+): saved after step (\d+) of \d+; run the same command again to resume$", line
-    )
+    said = r"train: stopped by (.+): saved after step (\d+) of \d+; run the same command again to resume$"
+    match = re.search(said, line)
     assert match[1] == why
     step = int(match[2])
     assert run.saved() == [step]
@@ -210,6 +209,20 @@ def test_a_rank_that_is_told_to_stop_stops_the_other_after_the_same_step(new_run
 OURS = "eagle31_train.launcher"
 
 
+def status_of_a_launch(run, profile, processes, launcher, kill, number, why):
+    """With which a launch ends that is sent a signal while it trains; it saves, and leaves no process."""
+    words = [*command(profile, processes, TRAIN, *launcher), *arguments(run, *ENDLESS)]
+    with launched(words, environment(profile)) as process:
+        wait_until(lambda: lines(run.train / "metrics.jsonl") > 3, lambda: process.poll() is None)
+        kill(process.pid, number)
+        _, said = process.communicate()
+        with pytest.raises(ProcessLookupError):
+            os.killpg(process.pid, 0)
+    assert stopped_after(run, said, why) > 3
+    assert not launcher or ("Traceback" not in said and "exitcode" not in said)
+    return process.returncode
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("profile", "processes", "kill", "launcher"),
@@ -220,20 +233,8 @@ OURS = "eagle31_train.launcher"
 )
 def test_a_launch_that_is_told_to_stop_saves_and_leaves_no_process(new_run, profile, processes, kill, launcher):
     """The launcher alone, as by Kubernetes, or every process, as by Slurm. Our launcher ends as the training does."""
-    run = new_run()
-    words = [*command(profile, processes, TRAIN, *launcher), *arguments(run, *ENDLESS)]
-    with launched(words, environment(profile)) as process:
-        wait_until(lambda: lines(run.train / "metrics.jsonl") > 3, lambda: process.poll() is None)
-        kill(process.pid, signal.SIGTERM)
-        _, said = process.communicate()
-        with pytest.raises(ProcessLookupError):
-            os.killpg(process.pid, 0)
-    assert stopped_after(run, said, "SIGTERM") > 3
-    assert process.returncode != 0
-    if launcher:
-        assert process.returncode == STOPPED
-        assert "Traceback" not in said
-        assert "exitcode" not in said
+    status = status_of_a_launch(new_run(), profile, processes, launcher, kill, signal.SIGTERM, "SIGTERM")
+    assert status == STOPPED if launcher else status != 0
 
 
 @pytest.mark.slow
@@ -243,13 +244,5 @@ def test_a_launch_that_is_told_to_stop_saves_and_leaves_no_process(new_run, prof
 )
 def test_a_launch_that_ctrl_c_ends_saves_and_leaves_no_process(new_run, profile, processes, launcher, status):
     """The terminal's signal reaches every process, and launchers pass it on, too."""
-    run = new_run()
-    words = [*command(profile, processes, TRAIN, *launcher), *arguments(run, *ENDLESS)]
-    with launched(words, environment(profile)) as process:
-        wait_until(lambda: lines(run.train / "metrics.jsonl") > 3, lambda: process.poll() is None)
-        os.killpg(process.pid, signal.SIGINT)
-        _, said = process.communicate()
-        with pytest.raises(ProcessLookupError):
-            os.killpg(process.pid, 0)
-    assert stopped_after(run, said, "Ctrl-C") > 3
-    assert process.returncode == status
+    ended = status_of_a_launch(new_run(), profile, processes, launcher, os.killpg, signal.SIGINT, "Ctrl-C")
+    assert ended == status

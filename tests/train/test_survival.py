@@ -89,28 +89,6 @@ START = (("train.prepare.claim", 1), ("train.tracking.record_launch", 1), ("trai
 OPERATIONS = 132  # of the file system, in the first two saves of a run
 
 
-def start(run, steps, output, **disturbance):
-    """The run in a process of its own."""
-    words = arguments(run, *recipe(steps), "train.checkpoint_every=2")
-    return working("train", words, output, ledger=str(run.folder / "ledger"), **disturbance)
-
-
-def survive(run, whole, steps, ways, seed, output):
-    """Kill a run in all these ways, in random order, and go on by the same command; then let it end.
-
-    No launch lives for more than four steps, so that there is something left to be killed.
-    """
-    assert 4 * len(ways) <= steps
-    chosen, ledger, launch = random.Random(seed), run.folder / "ledger", partial(start, run, steps, output)
-    chosen.shuffle(ways)
-    for way in ways:
-        disturbance = choose(way, chosen, begun=bool(run.saved()))
-        dies(launch, partial(lines, ledger), chosen, output, **disturbance)
-    ends_well(launch(), output)
-    assert not differences(run, whole(steps))
-    assert lines(ledger) > steps, "no step was done twice: nothing was lost by a kill"
-
-
 def choose(way, chosen, begun):
     """How a launch dies by itself; `begun`: it finds a checkpoint."""
     match way:
@@ -123,15 +101,27 @@ def choose(way, chosen, begun):
     return {}
 
 
-def test_a_run_killed_in_a_save_in_a_step_and_from_outside_ends_bit_for_bit_the_same(new_run, whole, tmp_path):
-    """In the middle of a row of metrics: test_metrics.py."""
-    survive(new_run(), whole, SHORT, ["save", "step", "outside"], 0, tmp_path / "output")
+KILLS = [
+    (SHORT, 0, ["save", "step", "outside"]),  # in the middle of a row of metrics: test_metrics.py
+    pytest.param(LONG, 1, ["save"] * 20 + ["step"] * 16 + ["start"] * 4 + ["outside"] * 10, marks=pytest.mark.slow),
+]
 
 
-@pytest.mark.slow
-def test_a_run_killed_fifty_times_ends_bit_for_bit_the_same(new_run, whole, tmp_path):
-    ways = ["save"] * 20 + ["step"] * 16 + ["start"] * 4 + ["outside"] * 10
-    survive(new_run(), whole, LONG, ways, 1, tmp_path / "output")
+@pytest.mark.parametrize(("steps", "seed", "ways"), KILLS)
+def test_a_run_killed_again_and_again_ends_bit_for_bit_the_same(new_run, whole, tmp_path, steps, seed, ways):
+    """In all these ways, in random order, to go on by the same command. No launch lives for more than four steps, so
+    that there is something left to be killed."""
+    assert 4 * len(ways) <= steps
+    run, output, chosen, ways = new_run(), tmp_path / "output", random.Random(seed), list(ways)
+    words, ledger = arguments(run, *recipe(steps), "train.checkpoint_every=2"), run.folder / "ledger"
+    launch = partial(working, "train", words, output, ledger=str(ledger))
+    chosen.shuffle(ways)
+    for way in ways:
+        disturbance = choose(way, chosen, begun=bool(run.saved()))
+        dies(launch, partial(lines, ledger), chosen, output, **disturbance)
+    ends_well(launch(), output)
+    assert not differences(run, whole(steps))
+    assert lines(ledger) > steps, "no step was done twice: nothing was lost by a kill"
 
 
 @pytest.mark.parametrize("more", [(), MUON], ids=["AdamW", "Muon"])

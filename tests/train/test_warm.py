@@ -273,6 +273,8 @@ def test_the_targets_embedding_may_be_there_and_another_may_not(new_run, learnt,
 
 # ---------------------------------------------------------------- a run goes on
 
+HALVED = {"norm.weight": torch.full((32,), 0.5)}
+
 
 @pytest.fixture
 def begun(draft, new_run):
@@ -289,22 +291,18 @@ def test_other_weights_in_the_same_place_are_refused(begun, draft, left):
     run, source, words = begun
     if not left:
         shutil.rmtree(run.checkpoints)
-    draft({"norm.weight": torch.full((32,), 0.5)}).rename(source)
+    draft(HALVED).rename(source)
     assert "was made from other inputs (train.init_from: " in message_of(run.fit, *words)
     run.fit(*words, "overwrite=true")
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"rope_theta": 5000, "rope_parameters": None}, "(rope_theta: "),
-        (
-            {"tensors": {"norm.weight": torch.full((32,), 0.5)}},
-            "has changed since the run began: set train.init_revision",
-        ),
-    ],
-    ids=["kind", "weights"],
-)
+CHANGES = {
+    "kind": (SETTINGS["rope_theta"][0], "(rope_theta: "),
+    "weights": ({"tensors": HALVED}, "has changed since the run began: set train.init_revision"),
+}
+
+
+@pytest.mark.parametrize(("change", "said"), CHANGES.values(), ids=CHANGES)
 def test_first_weights_that_are_read_again_are_compared_again(begun, draft, monkeypatch, change, said):
     """A run whose only checkpoint is damaged, and whose first weights are a repository that has changed."""
     run, source, words = begun
@@ -317,7 +315,7 @@ def test_first_weights_that_are_read_again_are_compared_again(begun, draft, monk
 def test_a_run_that_begins_anew_records_the_weights_that_it_reads(begun, draft, monkeypatch):
     run, source, words = begun
     before = initial_weights.identity(run.config(*words), None)
-    draft({"norm.weight": torch.full((32,), 0.5)}).rename(source)
+    draft(HALVED).rename(source)
     monkeypatch.setattr(initial_weights, "goes_by_record", lambda _: True)
     run.fit(*words, "train.lr=0.02", "overwrite=true")
     now = run.manifest()["inputs"]["train"]["init_from"]

@@ -100,34 +100,40 @@ def three():
     return split, cut, schedule(lengths, 20, 1, 1, None, windows.samples(cut))
 
 
+@pytest.fixture
+def usage(three):
+    """A function: their usage in a store that is followed, or of which something else is so."""
+    split, cut, batches = three
+    usual = {"follow": True, "max_bytes": 1, "storage": None, "fingerprint": "", "location": "there"}
+    usual["release"] = lambda _: None
+    return lambda **more: windows.Usage(SimpleNamespace(**{**usual, **more}), split, batches, cut, "")
+
+
 @pytest.mark.parametrize("ended", [False, True])
-def test_extraction_is_told_that_a_run_ended_before_its_schedule(three, monkeypatch, ended):
-    (split, cut, batches), told, unmapped = three, [], []
-    store = SimpleNamespace(follow=True, max_bytes=1, storage=None, fingerprint="", release=unmapped.append)
+def test_extraction_is_told_that_a_run_ended_before_its_schedule(three, usage, monkeypatch, ended):
+    told, unmapped = [], []
     monkeypatch.setattr(windows, "consume", lambda *given: told.append(given[-1]))
-    windows.Usage(store, split, batches, cut, "").release(1, remove=True, ended=ended)
+    usage(release=unmapped.append).release(1, remove=True, ended=ended)
     assert told == [ended]
-    assert unmapped == [split.shards[:1]], "else its bytes stay on the disk"
+    assert unmapped == [three[0].shards[:1]], "else its bytes stay on the disk"
 
 
-def test_a_run_that_goes_on_fetches_ahead_what_is_left_to_train(three, monkeypatch):
-    (split, cut, batches), ahead = three, []
+def test_a_run_that_goes_on_fetches_ahead_what_is_left_to_train(three, usage, monkeypatch):
+    ahead = []
     storage = SimpleNamespace(prefetch=lambda uses: ahead.extend(use.name for use in uses))
-    store = SimpleNamespace(follow=False, max_bytes=None, storage=storage, fingerprint="", release=lambda _: None)
     monkeypatch.setattr(windows, "check_consumer", lambda *_: SimpleNamespace(shards=[]))
-    windows.Usage(store, split, batches, cut, "").begin(1, remove=True)
-    assert ahead == [shard.name for shard in split.shards[1:]]
+    usage(follow=False, max_bytes=None, storage=storage).begin(1, remove=True)
+    assert ahead == [shard.name for shard in three[0].shards[1:]]
 
 
 @pytest.mark.parametrize("bound", [None, 1])
-def test_a_rank_that_sees_another_bound_saves_where_the_main_process_does(three, monkeypatch, bound):
+def test_a_rank_that_sees_another_bound_saves_where_the_main_process_does(usage, monkeypatch, bound):
     """Extraction ended, and its bound with it, after the main process looked and before this rank did; or the reverse.
     Ranks that save after different steps would wait for one another for ever."""
-    split, cut, batches = three
-    usage = windows.Usage(SimpleNamespace(follow=True, max_bytes=bound), split, batches, cut, "")
+    ours = usage(max_bytes=bound)
     monkeypatch.setattr(launch, "broadcast_object_list", lambda _: [bound is None, None])  # of the main process
     other = SimpleNamespace(is_main_process=False, num_processes=2)
-    assert [usage.frees_shards(step, other) for step in range(4)] == [False, *[bound is None] * 3]
+    assert [ours.frees_shards(step, other) for step in range(4)] == [False, *[bound is None] * 3]
 
 
 @pytest.mark.parametrize(
@@ -152,15 +158,13 @@ def test_windows_that_do_not_fit_are_refused(three, given, epochs, count, said):
     assert said in message_of(*checked) if said else checked[0](*checked[1:]) is None
 
 
-def test_steps_whose_shards_were_used_up_are_refused_and_the_last_step_tells_the_end(three, monkeypatch):
-    (split, cut, batches), told = three, []
-    usual = {"follow": True, "max_bytes": 1, "storage": None, "fingerprint": "", "location": "there"}
-    usage = windows.Usage(SimpleNamespace(**usual, release=lambda _: None), split, batches, cut, "")
-    gone = SimpleNamespace(shards=[split.shards[0].name])
+def test_steps_whose_shards_were_used_up_are_refused_and_the_last_step_tells_the_end(three, usage, monkeypatch):
+    ours, told = usage(), []
+    gone = SimpleNamespace(shards=[three[0].shards[0].name])
     monkeypatch.setattr(windows, "check_consumer", lambda *_: gone)
     monkeypatch.setattr(windows, "consume", lambda *given: told.append(given[-1]))
-    assert "1 shards of there that the steps after 0 need were removed" in message_of(usage.begin, 0, remove=True)
+    assert "1 shards of there that the steps after 0 need were removed" in message_of(ours.begin, 0, remove=True)
     for done in (1, 2, 3):
-        usage.begin(done, remove=True)
-    usage.begin(3, remove=False)
+        ours.begin(done, remove=True)
+    ours.begin(3, remove=False)
     assert told == [False, False, True]
