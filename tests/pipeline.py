@@ -86,6 +86,15 @@ def write_data(run_dir, lengths=LENGTHS, seed=0, kept=KEPT, target_size=VOCAB, m
     )
 
 
+ANOTHER = {"name": "some/target", "revision": None, "weights": "0" * 16, "dtype": "bfloat16"}
+
+
+def write_store(run_dir, target=ANOTHER):
+    """Of run_dir/store as much as tells of which target it is."""
+    manifest = {"fingerprint": "f" * 16, "inputs": {"target": target}}
+    artifacts.write_bytes(run_dir / "store" / "manifest.json", seal(manifest))
+
+
 @torch.no_grad()
 def answered(model, rows, length):
     """Rows of tokens, with those that a model goes on with, greedily and one at a time, until there are `length`."""

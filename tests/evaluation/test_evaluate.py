@@ -11,6 +11,7 @@ import torch
 from datasets import DatasetDict
 from families import write_rows
 from made import message_of
+from pipeline import write_store
 from planting import replaced, watched
 from safetensors.torch import load_file, save_file
 
@@ -22,7 +23,6 @@ from eagle31_train.config import TargetConfig
 from eagle31_train.evaluation import evaluating, measuring
 from eagle31_train.model import vocab
 from eagle31_train.model.drafter import Drafter
-from eagle31_train.store.sealed import seal
 from eagle31_train.targets.cached import CachedTarget
 
 
@@ -93,10 +93,8 @@ def test_rows_that_pad_the_targets_embedding_are_nobodys(run, model):
             drafter = one.load(target, torch.float32, torch.float32)
             assert drafter.embed(torch.arange(len(rows))).equal(rows)
         target.embedding.weight.data = rows.new_zeros(len(rows) + PADDING + 1, rows.shape[1])
-        with pytest.raises(
-            UserError, match="made for a target with hidden size 32, 50 tokens and at least 4 layers, not 32, 1075"
-        ):
-            own.load(target, torch.float32, torch.float32)
+        said = message_of(own.load, target, torch.float32, torch.float32)
+        assert "made for a target with hidden size 32, 50 tokens and at least 4 layers, not 32, 1075" in said
     finally:
         target.embedding.weight.data = rows
 
@@ -130,8 +128,7 @@ def test_what_makes_an_evaluation_out_of_date(run, capsys, monkeypatch):
     perturbed = (*FEW, "evaluate.perturbations=[temperature_1]")
     evaluate.evaluate(run.config(*perturbed, "seed=1", "overwrite=true"))
     assert [workload.name for _, workload, _ in measured] == ["heldout", "heldout · temperature_1"]
-    with pytest.raises(UserError, match=r"seed: 1 there, 2 here"):
-        evaluate.evaluate(run.config(*perturbed, "seed=2"))
+    assert "seed: 1 there, 2 here" in message_of(evaluate.evaluate, run.config(*perturbed, "seed=2"))
     weights = load_file(run.weights)
     save_file({**weights, "norm.weight": weights["norm.weight"] + 1}, run.weights)
     run.finish_training()
@@ -142,8 +139,8 @@ def test_what_makes_an_evaluation_out_of_date(run, capsys, monkeypatch):
 def test_a_result_stays_until_other_options_have_one(run):
     evaluate.evaluate(run.config(*FEW))
     (run.folder / "evaluate" / "of before").touch()
-    with pytest.raises(UserError, match="leaves no room for a prompt"):
-        evaluate.evaluate(run.config(*FEW, "evaluate.max_new_tokens=128", "overwrite=true"))
+    too_long = run.config(*FEW, "evaluate.max_new_tokens=128", "overwrite=true")
+    assert "leaves no room for a prompt" in message_of(evaluate.evaluate, too_long)
     assert run.manifest["result"]
     evaluate.evaluate(run.config(*FEW, "evaluate.max_new_tokens=5", "overwrite=true"))
     assert run.manifest["result"]["max_new_tokens"] == 5
@@ -162,10 +159,7 @@ def another_vocabulary(run):
 
 def another_target(run):
     """The store is of it."""
-    (run.folder / "store").mkdir()
-    identity = {"name": "some/target", "revision": None, "weights": "0" * 16, "dtype": "bfloat16"}
-    manifest = {"fingerprint": "f" * 16, "inputs": {"target": identity}}
-    (run.folder / "store" / "manifest.json").write_bytes(seal(manifest))
+    write_store(run.folder)
 
 
 def other_data(run):
@@ -185,8 +179,7 @@ def other_data(run):
 def test_what_is_refused_before_the_target_is_loaded(run, monkeypatch, change, option, message):
     monkeypatch.setattr(evaluating, "load_model", None)
     change(run)
-    with pytest.raises(UserError, match=message):
-        evaluate.evaluate(run.config(*option.split()))
+    assert message in message_of(evaluate.evaluate, run.config(*option.split()))
 
 
 def test_a_copy_of_the_target_is_the_target_and_another_name_is_told_once_the_store_is_gone(run, tmp_path, capsys):
@@ -194,8 +187,7 @@ def test_a_copy_of_the_target_is_the_target_and_another_name_is_told_once_the_st
     copied, manifest = shutil.copytree(run.target, tmp_path / "copied"), run.folder / "store" / "manifest.json"
     weights = artifacts.weights_fingerprint(str(run.target))
     identity = {"name": run.target.name, "revision": None, "weights": weights, "dtype": "float32"}
-    artifacts.make_folder(manifest.parent)
-    manifest.write_bytes(seal({"fingerprint": "f" * 16, "inputs": {"target": identity}}))
+    write_store(run.folder, identity)
     saved = run.folder / "train" / "config.yaml"
     saved.write_text(re.sub(r"(?m)^store_dir: .*$", "store_dir: s3://none-of-this-name/store", saved.read_text()))
     given, other = f"target.path={copied}", "was trained for target, but target.path is "
@@ -312,10 +304,8 @@ def test_drafters_of_other_or_unknown_data(run, call, prompts):
     b.finish_training()
     code, line = call(run.folder, b.folder)
     assert code == 2
-    assert re.search(
-        r"b was trained on other data than .*run/data, .*: set evaluate.prompts=FILE to prompts that no drafter",
-        line,
-    )
+    said = r"b was trained on other data than .*run/data, .*: set evaluate.prompts=FILE to prompts that no drafter"
+    assert re.search(said, line)
     (workload,) = call(run.folder, b.folder, prompts, "evaluate.num_prompts=1")["workloads"]
     assert "b may have been trained on these prompts" in workload["notes"]
     another_target(b)

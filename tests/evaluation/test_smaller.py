@@ -24,6 +24,7 @@ from eagle31_train.evaluation.trajectories import digest
 from tests.evaluation.conftest import END
 
 SMALL, VLLM = ["export_vocab_size=12"], "evaluate.backend=vllm"
+OTHERWISE = "was made with other export_ options"
 
 
 def opened(run, *options):
@@ -47,13 +48,11 @@ def test_a_window_at_export_is_the_one_that_is_trained_with(run, model, capsys):
     again = DrafterCheckpoint.open(run.folder / "export")
     assert again.shape.sliding_window == 3
     for other in ("", "export_sliding_window=4", "export_sliding_window=3 export_vocab_size=12"):
-        assert "was made with other export_ options" in message_of(evaluate.evaluate, run.config(VLLM, *other.split()))
+        assert OTHERWISE in message_of(evaluate.evaluate, run.config(VLLM, *other.split()))
     record = artifacts.read_json(run.folder / "export.json", "the test")
     record["inputs"]["weights_as"] = "int8"  # as an earlier version could export it
     artifacts.write_json(run.folder / "export.json", record)
-    assert "was made with other export_ options" in message_of(
-        evaluate.evaluate, run.config(VLLM, "export_sliding_window=3")
-    )
+    assert OTHERWISE in message_of(evaluate.evaluate, run.config(VLLM, "export_sliding_window=3"))
 
 
 @pytest.mark.parametrize("form", ["vllm", pytest.param("speculators", marks=pytest.mark.slow)])
@@ -92,9 +91,7 @@ def test_the_most_used_tokens_are_kept_and_score_as_before(run, model, capsys):
     before, after = loaded(whole, model).lm_head(z), loaded(small, model).lm_head(z)
     torch.testing.assert_close(after, before[:, [known.index(token) for token in wanted]])
     export.export(run.config("export_vocab_size=6"))
-    assert "was made with other export_ options" in message_of(
-        evaluate.evaluate, run.config(VLLM, "export_vocab_size=7")
-    )
+    assert OTHERWISE in message_of(evaluate.evaluate, run.config(VLLM, "export_vocab_size=7"))
     again = DrafterCheckpoint.open(run.folder / "export")
     assert again.vocab.target_ids.tolist() == wanted
     assert again.shape.draft_vocab_size == 6
@@ -102,18 +99,14 @@ def test_the_most_used_tokens_are_kept_and_score_as_before(run, model, capsys):
 
 def test_what_drops_nothing_or_cannot_be_written_or_served_is_refused(run):
     run.tell_of_data(end_ids=DrafterCheckpoint.open(run.folder).vocab.target_ids[:2].tolist())
-    for size, named in (
-        (20, "must be below the drafter's 20 draft tokens"),
-        (2, "leaves only tokens that end an answer"),
-    ):
-        assert named in message_of(opened, run, f"export_vocab_size={size}")
+    assert "must be below the drafter's 20 draft tokens" in message_of(opened, run, "export_vocab_size=20")
+    assert "leaves only tokens that end an answer" in message_of(opened, run, "export_vocab_size=2")
     checkpoint = opened(run, "export_sliding_window=8")
     assert "must be below the drafter's window, 8" in message_of(windowed, checkpoint, 8)
     widths = {"kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4}
     shape = dataclasses.replace(checkpoint.shape, architecture="mla", sliding_window=None, **widths)
-    assert "not serve MLA drafters with sliding_window" in message_of(
-        windowed, dataclasses.replace(checkpoint, shape=shape), 4
-    )
+    mla = dataclasses.replace(checkpoint, shape=shape)
+    assert "not serve MLA drafters with sliding_window" in message_of(windowed, mla, 4)
 
 
 def test_the_card_tells_of_the_smaller_drafter_alone(run, capsys):

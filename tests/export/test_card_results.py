@@ -14,9 +14,9 @@ from eagle31_train.common import artifacts
 from eagle31_train.common.errors import UserError
 
 
-def compared(run, folder, rate=0.5, **more):
-    told = {**run.result(rate, "A", "B"), "trainings": {"A": ["runs/a"], "B": ["runs/b"]}, **more}
-    told["identities"] = {"A": ["0" * 16], "B": ["1" * 16, run.identity]}
+def compared(run, folder, rate=0.5, second="B", identities=None, **more):
+    told = {**run.result(rate, "A", second), "trainings": {"A": ["runs/a"], second: ["runs/b"]}, **more}
+    told["identities"] = {"A": ["0" * 16], second: identities or ["1" * 16, run.identity]}
     artifacts.write_json(folder / "result.json", {**told, "files": run.draw(folder, told)})
     return folder
 
@@ -94,10 +94,7 @@ def test_a_comparison_of_the_export_itself_is_on_its_card(run, tmp_path):
     """Of a smaller one there is no other way to be compared."""
     options = ["export_sliding_window=8"]
     export.export(run.config(*options))
-    theirs = DrafterCheckpoint.open(str(run.folder / "export")).identity
-    told = {**run.result(0.5, "A", "last"), "trainings": {"A": ["runs/a"], "last": ["runs/b/export"]}}
-    told["identities"] = {"A": ["0" * 16], "last": [theirs]}
-    artifacts.write_json(tmp_path / "result.json", {**told, "files": run.draw(tmp_path, told)})
+    compared(run, tmp_path, second="last", identities=[DrafterCheckpoint.open(str(run.folder / "export")).identity])
     export.export(run.config(*options, f"comparisons=[{tmp_path}]"))
     assert "last" in run.exported()[2]
     with pytest.raises(UserError, match="A, last, none of which has the weights that are exported"):

@@ -114,7 +114,3 @@ def test_weights_of_8_bits_are_none_however_they_float():
     tensors["fc.weight"] = tensors["fc.weight"].to(torch.float8_e4m3fn)
     (problem,) = contract.check(tensors, TINY)
     assert problem.startswith("fc.weight is torch.float8_e4m3fn, not a floating-point type of 16 bits")
-
-
-def test_a_targets_window_as_long_as_its_contexts_is_none():
-    assert [len(contract.window_caveat(TINY, window, 128)) for window in (127, 128)] == [1, 0]

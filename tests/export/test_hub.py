@@ -64,9 +64,8 @@ def test_what_may_not_be_uploaded_is_not(options, said, run, hub):
 def test_of_what_the_hubs_client_says_the_first_line_is_shown(monkeypatch):
     refuse = Mock(side_effect=OSError("no connection\nPlease check everything."))
     monkeypatch.setattr(checkpoint_hub, "snapshot_download", refuse)
-    assert "be downloaded from the hub (no connection): check the name" in message_of(
-        DrafterCheckpoint.open, "me/draft"
-    )
+    said = message_of(DrafterCheckpoint.open, "me/draft")
+    assert "be downloaded from the hub (no connection): check the name" in said
 
 
 def test_a_repository_of_the_hub_is_known_by_its_commit(exports, monkeypatch, tmp_path):
