@@ -121,27 +121,31 @@ def test_prompts_that_are_asked_twice_are_told(place):
 
 
 SYSTEM, USER = {"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}
+TURNS = [SYSTEM, USER, {"role": "assistant", "content": "hi"}, USER]
 
 
 @pytest.mark.parametrize(
-    "row",
+    ("asked", "row"),
     [
-        {"prompt": "hello", "system": "be brief"},
-        {"turns": ["hello", "world"], "system": "be brief"},
-        {"messages": [USER, {"role": "assistant", "content": "hi"}], "system": "be brief"},
-        {"messages": [SYSTEM, USER], "system": "be long"},
-        {"messages": [SYSTEM, USER], "prompt": "hello"},
-        {"prompt": "hello", "system_prompt": "be brief"},
-        {"prompt": [{"role": "developer", "content": "be brief"}, USER]},
+        ([SYSTEM, USER], {"prompt": "hello", "system": "be brief"}),
+        ([SYSTEM, USER], {"turns": ["hello", "world"], "system": "be brief"}),
+        ([SYSTEM, USER], {"messages": [USER, {"role": "assistant", "content": "hi"}], "system": "be brief"}),
+        ([SYSTEM, USER], {"messages": [SYSTEM, USER], "system": "be long"}),
+        ([SYSTEM, USER], {"messages": [SYSTEM, USER], "prompt": "hello"}),
+        ([SYSTEM, USER], {"prompt": "hello", "system_prompt": "be brief"}),
+        ([SYSTEM, USER], {"prompt": [{"role": "developer", "content": "be brief"}, USER]}),
+        (TURNS, {"prompt": "hello", "history": [["hello", "hi"]], "system": "be brief"}),
+        (TURNS, {"prompt": [*TURNS[:2], {"role": "assistant", "content": "not asked"}], "history": [["hello", "hi"]]}),
     ],
 )
-def test_the_system_text_of_a_row_stands_before_its_question(place, row):
+def test_system_text_and_earlier_turns_of_a_row_stand_before_its_question(place, asked, row):
     _, found = place.workloads(f"evaluate.suites.s.path={place.write('own.jsonl', row)}")
-    assert found.prompts[0].messages == [SYSTEM, USER]
+    assert found.prompts[0].messages == asked
     assert "be brief" in place.tokenizer.decode(found.prompts[0].ids)
-    column = next(iter(row))  # named, it is read alike
-    _, named = place.workloads(f"evaluate.suites.s={{path: {place.folder / 'own.jsonl'}, prompt: {column}}}")
-    assert [prompt.ids for prompt in named.prompts] == [found.prompts[0].ids]
+    if "history" not in row:  # a column that is named is read alike, and without that
+        suite = f"{{path: {place.folder / 'own.jsonl'}, prompt: {next(iter(row))}}}"
+        _, named = place.workloads(f"evaluate.suites.s={suite}")
+        assert [prompt.ids for prompt in named.prompts] == [found.prompts[0].ids]
 
 
 @pytest.mark.parametrize(
@@ -159,16 +163,6 @@ def test_the_system_text_of_a_row_stands_before_its_question(place, row):
 def test_what_an_earlier_version_measured_is_out_of_date_where_it_read_the_rows_otherwise(place, row, layout):
     suite = f"evaluate.suites.own.path={place.write('own.jsonl', row)}"
     assert inputs(place.config(suite))["evaluate.suites.own.path"].get("layout") == layout
-
-
-def test_earlier_turns_of_a_row_stand_before_its_question(place):
-    row = {"prompt": "hello", "history": [["hello", "hi"]], "system": "be brief"}
-    _, found = place.workloads(f"evaluate.suites.s.path={place.write('own.jsonl', row)}")
-    asked = [SYSTEM, USER, {"role": "assistant", "content": "hi"}, USER]
-    assert found.prompts[0].messages == asked
-    chat = {"prompt": [SYSTEM, USER, {"role": "assistant", "content": "not asked"}], "history": [["hello", "hi"]]}
-    _, found = place.workloads(f"evaluate.suites.s.path={place.write('chat.jsonl', chat)}")
-    assert found.prompts[0].messages == asked
 
 
 SUITES = [({}, "path"), (5, ""), ({"path": ""}, "path"), ({"path": "a", "id": 5}, "id"), ({"path": "a", "x": "b"}, "x")]

@@ -240,11 +240,18 @@ def test_what_no_tensor_shows_is_refused(new_run, draft, name):
     begin(new_run(), draft(**settings), option)
 
 
-def test_another_target_and_other_layers_are_refused(new_run, draft):
-    zeros = {"embed_tokens.weight": torch.zeros(41, 32), "t2d": None}
-    assert "(vocab_size: 41 there, 40 here)" in refusal(new_run(), draft(zeros, vocab_size=41))
-    message = refusal(new_run(), draft(eagle_aux_hidden_state_layer_ids=[1, 3, 4]))
-    assert "(aux_layers: [1, 3, 4] there, [1, 3, 5] here)" in message
+ONE_MORE = {"embed_tokens.weight": torch.zeros(41, 32), "t2d": None}
+OTHER_KINDS = [
+    ({"tensors": ONE_MORE, "vocab_size": 41}, (), "(vocab_size: 41 there, 40 here)"),
+    ({"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}, (), "(aux_layers: [1, 3, 4] there, [1, 3, 5] here)"),
+    ({}, ("drafter.fc_norm=false",), "(fc_norm: true there, false here)"),
+    ({}, ("drafter.norm_output=false",), "(norm_output: true there, false here)"),
+]
+
+
+@pytest.mark.parametrize(("change", "options", "said"), OTHER_KINDS)
+def test_another_target_and_other_layers_and_norms_are_refused(new_run, draft, change, options, said):
+    assert said in refusal(new_run(), draft(**change), *options)
 
 
 def test_rope_is_compared_by_what_it_does(new_run, draft):
@@ -329,11 +336,6 @@ def test_a_run_that_goes_on_needs_its_first_weights_no_more(begun):
         assert str(source) in message_of(run.fit, *words, other), "another run needs them, and replaces nothing"
     run.fit(*words)
     assert run.rows()[-1]["step"] == run.manifest()["steps"]
-
-
-@pytest.mark.parametrize("name", ["fc_norm", "norm_output"])
-def test_eagle_31_does_not_go_on_as_3(learnt, new_run, name):
-    assert f"({name}: true there, false here)" in refusal(new_run(), learnt().folder / "run", f"drafter.{name}=false")
 
 
 def test_a_rope_that_sharpens_the_softmax_otherwise_is_another():
