@@ -86,6 +86,20 @@ def write_data(run_dir, lengths=LENGTHS, seed=0, kept=KEPT, target_size=VOCAB, m
     )
 
 
+LAST = "checkpoints/step-000007"
+
+
+def finish_training(run_dir, **more):
+    """The manifest of a training on run_dir/data that has left that checkpoint; `more` of what it says."""
+    train, data = run_dir / "train", run_dir / "data"
+    trained_on = artifacts.read_json(data / "manifest.json", "the test")["dataset_fingerprint"]
+    vocab_sha256 = artifacts.file_sha256(data / "vocab.safetensors")
+    inputs = {"store": "f" * 16, "data": trained_on, "vocab": vocab_sha256[:16], "train": {"lr": 0.001}}
+    files = artifacts.list_files(train, (train / LAST).iterdir())
+    manifest = {"fingerprint": "e" * 16, "inputs": inputs, "files": files, "checkpoint": LAST, "steps": 7}
+    artifacts.write_json(train / "manifest.json", manifest | more)
+
+
 ANOTHER = {"name": "some/target", "revision": None, "weights": "0" * 16, "dtype": "bfloat16"}
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from configured import configured
 from conftest import make_mla_shape, make_objective, make_shape
-from pipeline import save_quietly, write_data
+from pipeline import LAST, finish_training, save_quietly, write_data
 from safetensors.torch import save_file
 from talking import whole_words
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -143,7 +143,7 @@ class TinyRun:
         artifacts.write_json(path, {**artifacts.read_json(path, "the test"), **facts})
 
     def write_weights(self, drafter):
-        checkpoint = self.folder / "train" / "checkpoints" / "step-000007"
+        checkpoint = self.folder / "train" / LAST
         checkpoint.mkdir(parents=True, exist_ok=True)
         self.weights = checkpoint / "model.safetensors"
         save_file(dict(drafter.state_dict()), self.weights)
@@ -151,18 +151,8 @@ class TinyRun:
 
     def finish_training(self, **more):
         """With the configuration that training keeps."""
-        folder, data = self.folder / "train", self.folder / "data"
-        trained_on = artifacts.read_json(data / "manifest.json", "the test")["dataset_fingerprint"]
-        known = artifacts.file_sha256(data / "vocab.safetensors")[:16]
-        manifest = {
-            "fingerprint": "e" * 16,
-            "inputs": {"store": "f" * 16, "data": trained_on, "vocab": known},
-            "checkpoint": "checkpoints/step-000007",
-            "steps": 7,
-            "files": artifacts.list_files(folder, self.weights.parent.iterdir()),
-        }
-        artifacts.write_json(folder / "manifest.json", manifest | more)
-        (folder / "config.yaml").write_text(compose.to_yaml(self.config()), encoding="utf-8")
+        finish_training(self.folder, **more)
+        (self.folder / "train" / "config.yaml").write_text(compose.to_yaml(self.config()), encoding="utf-8")
 
     def another(self, name, seed=0, learnt=None):
         """One more training on the same data; one that has learnt prompts is good."""

@@ -9,6 +9,7 @@ import pytest
 import sample_results
 import torch
 from conftest import make_mla_shape, make_shape
+from pipeline import LAST, finish_training
 from safetensors.torch import load_file, save_file
 from sample_results import CONDITIONS, sheet
 from spelling import random_tensors
@@ -35,7 +36,7 @@ class FakeRun:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.checkpoint = folder / "train" / "checkpoints" / "step-000007"
+        self.checkpoint = folder / "train" / LAST
         self.checkpoint.mkdir(parents=True)
         data = {"fingerprint": "d" * 16, "dataset_fingerprint": "c" * 16, "files": {}}
         artifacts.write_json(folder / "data" / "manifest.json", data)
@@ -53,16 +54,7 @@ class FakeRun:
     def set_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
         """Finishes the training."""
         save_file(tensors, self.checkpoint / "model.safetensors")
-        train = self.folder / "train"
-        vocab_sha256 = artifacts.file_sha256(self.folder / "data" / "vocab.safetensors")
-        manifest = {
-            "fingerprint": "e" * 16,
-            "inputs": {"store": "f" * 16, "data": "c" * 16, "vocab": vocab_sha256[:16], "train": {"lr": 0.001}},
-            "files": artifacts.list_files(train, self.checkpoint.iterdir()),
-            "checkpoint": "checkpoints/step-000007",
-            "steps": 7,
-        }
-        artifacts.write_json(train / "manifest.json", manifest)
+        finish_training(self.folder)
 
     def change_tensors(self, **change: torch.Tensor | None) -> None:
         """Replace, add, or (with None) remove tensors; dots of a name written as `__`."""
