@@ -88,9 +88,7 @@ def test_a_mistake_in_the_drafts_of_either_way_is_refused(model, candidates, mon
 
 
 @pytest.mark.parametrize("step", [1, 2])
-def test_where_two_drafts_are_equally_good_rounding_is_told_and_not_refused(
-    model, candidates, monkeypatch, capsys, step
-):
+def test_of_equally_good_drafts_rounding_is_told_and_not_refused(model, candidates, monkeypatch, capsys, step):
     asked = []
 
     @replaced(monkeypatch, measuring, "decode_speculative")
@@ -239,9 +237,7 @@ def test_a_target_that_decodes_alone_is_asked_so(model, candidates, monkeypatch)
         assert [one.accepted for one in measurement.counts] == [one.accepted for one in together[name].counts]
 
 
-def test_prompts_that_are_timed_are_decoded_alone_and_other_outputs_told_for_as_many_tokens(
-    model, candidates, monkeypatch
-):
+def test_timed_prompts_are_decoded_alone_and_other_outputs_told_for_as_many_tokens(model, candidates, monkeypatch):
     """A token takes 2 s by plain decoding, 1 s with a drafter, whose drawn outputs are of other lengths."""
     decoded, lengths = [], {"decode_plain": 0, "decode_speculative": 0}
     for name, cost in (("decode_plain", 2.0), ("decode_speculative", 1.0)):

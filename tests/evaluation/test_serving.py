@@ -146,14 +146,11 @@ def started(monkeypatch):
     depths = []
 
     def serve(self, draft, depth, what, log):
+        def answer(one, users):
+            return asdict(replace(one, last=one.first + (one.last - one.first) * users / (2 if depth else 1)))
+
         depths.append(depth)
-        answers = {
-            str(users): [
-                asdict(replace(one, last=one.first + (one.last - one.first) * users / (2 if depth else 1)))
-                for one in ANSWERS
-            ]
-            for users in self.sent
-        }
+        answers = {str(users): [answer(one, users) for one in ANSWERS] for users in self.sent}
         counted = {**NONE, report.DRAFTS: 9.0, f"{report.PER_POSITION}[0]": 6.0}
         return {"answers": answers, "counted": dict.fromkeys(answers, counted)}
 
@@ -185,10 +182,8 @@ def test_a_server_asks_for_no_key_and_is_offline_where_the_hub_is(tmp_path, monk
     for name in ("HF_HUB_OFFLINE", "VLLM_NO_USAGE_STATS"):
         monkeypatch.delenv(name, raising=False)
     command = [sys.executable, "-c", "import json, os; print(json.dumps(dict(os.environ)))"]
-    with (
-        pytest.raises(UserError),
-        server.Server(command, server.pick_port(), tmp_path / "log", offline=offline),
-    ):
+    ends = server.Server(command, server.pick_port(), tmp_path / "log", offline=offline)
+    with pytest.raises(UserError), ends:
         pass
     told = json.loads((tmp_path / "log").read_text().splitlines()[1])
     assert told.get("HF_HUB_OFFLINE") == ("1" if offline else None)
@@ -281,13 +276,9 @@ with server.Server(command, port, Path(sys.argv[1])):
 @pytest.mark.parametrize("number", [9, *(pytest.param(number, marks=pytest.mark.slow) for number in (2, 15))])
 def test_the_server_ends_with_us_whichever_way_we_end(asked, tmp_path, number):
     """A process that serves is killed: nothing is left of its server."""
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLDS, str(tmp_path / "log")],
-        env={**os.environ, "PYTHONPATH": f"{os.environ['PYTHONPATH']}:{Path(__file__).parents[2]}"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    ) as holder:
+    environment = {**os.environ, "PYTHONPATH": f"{os.environ['PYTHONPATH']}:{Path(__file__).parents[2]}"}
+    how = {"env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    with subprocess.Popen([sys.executable, "-c", HOLDS, str(tmp_path / "log")], **how) as holder:
         assert holder.stdout.readline() == "serving\n"
         assert len(imitating.left(tmp_path)) == 2
         holder.send_signal(number)
@@ -299,8 +290,6 @@ def test_the_server_ends_with_us_whichever_way_we_end(asked, tmp_path, number):
 
 
 NONE = Counter({report.FINISHED: 4.0, report.TOKENS: 15.0})
-
-
 # Two prompts, each sent twice; of the last answer there is but one token.
 ANSWERS = [
     Answer(0, [7] * 5, 10.0, 11.0, 13.0),

@@ -13,7 +13,6 @@ from tests.export.conftest import TINY, TINY_MLA
 
 pytestmark = pytest.mark.core
 
-
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 FACTOR = YARN | {"attention_factor": 1.0}
 OLDEST = [

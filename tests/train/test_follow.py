@@ -29,7 +29,6 @@ MORE = (
     "store.patience=120",
 )
 
-
 # What each side calls, at least so often in two or three steps or shards.
 CALLED = {
     "train": (

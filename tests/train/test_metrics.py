@@ -45,12 +45,8 @@ def test_a_run_goes_on_behind_damaged_and_torn_rows(tmp_path, damaged):
 def test_what_is_not_finite_is_null_in_a_row_and_absent_from_the_trackers(tmp_path):
     row = {"loss": math.nan, "prefix_at_depth": [0.5, math.inf], "heldout_loss": -math.inf, "step": 3}
     append(tmp_path / "rows", row)
-    assert json.loads((tmp_path / "rows").read_text()) == {
-        "loss": None,
-        "prefix_at_depth": [0.5, None],
-        "heldout_loss": None,
-        "step": 3,
-    }
+    written = {"loss": None, "prefix_at_depth": [0.5, None], "heldout_loss": None, "step": 3}
+    assert json.loads((tmp_path / "rows").read_text()) == written
     assert scalars("train", row) == {"train/prefix_at_depth/0": 0.5, "train/step": 3.0}
 
 
@@ -104,9 +100,7 @@ def test_timings_and_tensorboard_have_every_step_once_after_a_resume(config, tmp
     assert shown["timing/tokens_per_second"] == [(step, 20) for step in range(1, 15)]
 
 
-def test_weights_and_biases_know_a_run_by_one_id_in_all_of_its_launches_and_no_other_run_by_it(
-    config, tmp_path, capsys
-):
+def test_weights_and_biases_know_a_run_by_one_id_in_all_launches_and_no_other_by_it(config, tmp_path, capsys):
     asked, run = [], SimpleNamespace(dir=str(tmp_path / "files"), offline=True)
     accelerator = SimpleNamespace(
         is_main_process=True,

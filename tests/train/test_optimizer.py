@@ -14,7 +14,6 @@ from train.optimizer import make_optimizer
 
 T = TrainConfig(optimizer="muon", lr=0.01, weight_decay=0.1)
 
-
 LLAMA = {f"midlayer.self_attn.{x}_proj.weight" for x in "qkvo"}
 MLA = {f"midlayer.self_attn.{x}.weight" for x in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")}
 PARALLEL = {"parallel": True, "ptd_token_id": 1}

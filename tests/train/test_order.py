@@ -188,9 +188,7 @@ def assert_right(loaded, batches):
 
 @pytest.mark.parametrize("workers", [0, 1, 4])
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-def test_any_number_of_ranks_and_workers_loads_the_same_batches_in_the_same_order(
-    split, batches, by_one, ranks, workers
-):
+def test_any_number_of_ranks_and_workers_loads_the_same_batches_in_order(split, batches, by_one, ranks, workers):
     loaded = load_on(split, batches, ranks, workers)
     assert_right(loaded, batches)
     assert counts(loaded) == by_one, "and norms its loss by the same counts"

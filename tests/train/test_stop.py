@@ -148,14 +148,12 @@ def test_a_stopped_run_ends_at_its_checkpoint_where_that_is_asked(new_run, by_on
 FOLLOW = ["store.follow=true", "train.window_tokens=40", "train.max_steps=20"]
 
 
-@pytest.mark.parametrize(
-    ("waits_for", "splits"),
-    [("the store", None), ("its held-out split", []), ("what first weights need", ["heldout"])],
-)
-def test_a_run_that_waits_before_its_first_step_is_ended_by_sigterm(
-    copy_of, new_run, tmp_path, monkeypatch, waits_for, splits
-):
-    run, more = new_run(), [*FOLLOW, "store.patience=1"]
+THERE = {"the store": None, "its held-out split": [], "what first weights need": ["heldout"]}  # of which splits
+
+
+@pytest.mark.parametrize("waits_for", THERE)
+def test_sigterm_ends_a_run_that_waits_before_its_first_step(copy_of, new_run, tmp_path, monkeypatch, waits_for):
+    run, splits, more = new_run(), THERE[waits_for], [*FOLLOW, "store.patience=1"]
     (run.folder / "run" / "store").rename(tmp_path / "store")
     if splits is not None:
         monkeypatch.setattr(StoreWriter, "wait_for_quota", lambda self, shard, _: shard.split in splits)

@@ -339,12 +339,11 @@ def test_a_run_that_goes_on_needs_its_first_weights_no_more(begun):
 
 
 def test_a_rope_that_sharpens_the_softmax_otherwise_is_another():
-    one, same, other = (
-        make_mla_shape(rope_scaling={**conftest.YARN, "mscale": share, "mscale_all_dim": share})
-        for share in (1.0, 1.0, 0.5)
-    )
-    assert initial_weights._same_rope(one, same)
-    assert not initial_weights._same_rope(one, other)
+    def of(share):
+        return make_mla_shape(rope_scaling={**conftest.YARN, "mscale": share, "mscale_all_dim": share})
+
+    assert initial_weights._same_rope(of(1.0), of(1.0))
+    assert not initial_weights._same_rope(of(1.0), of(0.5))
 
 
 def test_a_few_large_states_do_not_move_what_fc_norm_starts_at():
