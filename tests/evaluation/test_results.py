@@ -201,6 +201,10 @@ def test_what_cannot_be_told_is_not_told():
     rounded = ratios([[0.1 * slots] for slots in range(3, 9)], list(range(3, 9)))  # means over slots, all 0.1
     for one in (alike, alike - other, alike / other, rounded):
         assert [each[1:] for each in one.intervals()] == [[None, None]]
+    counts = [[n] for n in range(1, 7)]
+    many, few = ratios(counts, [1] * 6), ratios(counts, [1, 1, 1, 1, 0, 0])
+    for one in (many - few, few - many, many / few, few / many):
+        assert one.intervals()[0][1:] == [None, None], "numbers of few prompts, beside others too"
     # Some resamples hold the last prompt alone.
     (interval,) = ratios([[1], [2], [1], [2], [2], [5]], [1, 1, 1, 1, 1, 0]).intervals()
     assert None not in interval
@@ -251,13 +255,6 @@ def test_each_verification_counts_where_it_begins():
     nothing = by_repetition(prompts, [counted([], [7])], [3])  # an answer of one token
     assert [of["3"] for of in nothing.values()] == [{"acceptance_length": [None, None, None], "drafts": 0}] * 2
     assert by_repetition(prompts, [counted([])], [3]) == {}, "where drafts are sampled there are no such numbers"
-
-
-def test_numbers_of_few_prompts_have_no_interval_beside_others_either():
-    counts = [[n] for n in range(1, 7)]
-    many, few = ratios(counts, [1] * 6), ratios(counts, [1, 1, 1, 1, 0, 0])
-    for one in (many - few, few - many, many / few, few / many):
-        assert one.intervals()[0][1:] == [None, None]
 
 
 def test_the_same_prompts_are_resampled_alike_in_any_process():

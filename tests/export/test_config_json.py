@@ -147,6 +147,9 @@ def test_what_vllm_could_not_load_is_refused_before_it_starts(tmp_path):
     file.write_text(json.dumps(four))
     assert compare.exported(str(tmp_path)) == tmp_path
     assert read(one).aux_layers == [2, 46, 91, 93]
+    ids = [2, 16, 28, 30]
+    assert "would build fc for 3" in message_of(published_config.check_served, {**PUBLIC, IDS: ids})
+    published_config.check_served({**PUBLIC, IDS: ids, "eagle_config": {IDS: ids}})  # in both places they are counted
 
 
 @pytest.mark.parametrize("more", [{}, {"qk_norm": True, "num_layers": 2}])
@@ -234,9 +237,3 @@ def test_in_the_format_of_speculators_the_top_level_counts_and_its_defaults():
     assert published_config.shape_from_config(config) == replace(TINY, norm_before_residual=True)
     config["quantization_config"] = {"quant_method": "compressed-tensors"}
     assert "sets quantization_config" in message_of(published_config.shape_from_config, config)
-
-
-def test_four_layer_ids_in_eagle_config_too_are_four_states():
-    four = [2, 16, 28, 30]
-    published_config.check_served({**PUBLIC, IDS: four, "eagle_config": {IDS: four}})
-    assert "would build fc for 3" in message_of(published_config.check_served, {**PUBLIC, IDS: four})

@@ -16,7 +16,7 @@ from eagle31_train.model.layer import applied_to
 from eagle31_train.store import Store
 from eagle31_train.store.codec import plain
 from eagle31_train.targets.derive import MOST_STEPS, STEP_TOKENS
-from train.build import check_store, choose_kernels, first_norm, look_back, tokens_of_a_step
+from train.build import choose_kernels, first_norm, look_back, tokens_of_a_step
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -80,15 +80,6 @@ def test_the_longest_conversation_must_fit_in_a_step_and_decides_its_size_with_t
     assert tokens_of(many, epochs=1) == 2 * STEP_TOKENS
     assert tokens_of(many, epochs=3) == 6 * STEP_TOKENS
     assert tokens_of([5, 7 * STEP_TOKENS], epochs=1) >= 7 * STEP_TOKENS
-
-
-def test_a_store_of_another_data_set_or_target_is_refused(new_run):
-    run = new_run()
-    config, store = run.config(), Store(run.folder / "run" / "store")
-    data = {"dataset_fingerprint": store.inputs["data"]}
-    check_store(store, data, config)
-    assert str(config.data_folder) in message_of(check_store, store, {"dataset_fingerprint": "other"}, config)
-    assert "target.dtype" in message_of(check_store, store, data, run.config("target.dtype=bfloat16"))
 
 
 @pytest.mark.parametrize("scales", ["[1,1]", "[1,1,0.3]"])

@@ -56,13 +56,15 @@ def test_the_manifest_names_a_checkpoint_with_exactly_the_drafters_tensors(new_r
 
 
 @pytest.mark.parametrize("given", [False, True])
-def test_a_store_of_other_data_is_refused(new_run, given):
+def test_a_store_of_another_target_or_of_other_data_is_refused(new_run, given):
     """Where data_dir is given it may be wrong, and a good store is not to be replaced."""
     run, other = new_run(), new_run()
-    write_data((other if given else run).folder / "run", seed=1)
-    data_dir = f"data_dir={other.folder / 'run' / 'data'}"
+    assert "target.dtype" in message_of(run.fit, "target.dtype=bfloat16")
+    data = (other if given else run).folder / "run" / "data"
+    write_data(data.parent, seed=1)
+    data_dir = f"data_dir={data}"
     message = message_of(run.fit, *[data_dir] * given)
-    assert message.startswith(f"{run.folder / 'run' / 'store'} was made from other data")
+    assert message.startswith(f"{run.folder / 'run' / 'store'} was made from other data than {data} now holds: ")
     assert message.endswith(f": correct {data_dir}" if given else "run `eagle31 extract` again with overwrite=true")
     assert not run.train.exists()
 
