@@ -19,7 +19,6 @@ from eagle31_train import compare, evaluate, export
 from eagle31_train.checkpoint.drafter_checkpoint import PADDING, DrafterCheckpoint
 from eagle31_train.common import artifacts
 from eagle31_train.common.errors import UserError
-from eagle31_train.config import TargetConfig
 from eagle31_train.evaluation import evaluating, measuring
 from eagle31_train.model import vocab
 from eagle31_train.model.drafter import Drafter
@@ -310,13 +309,3 @@ def test_drafters_of_other_or_unknown_data(run, call, prompts):
     assert "b may have been trained on these prompts" in workload["notes"]
     another_target(b)
     assert f"{b.folder} was trained for some/target, but target.path is " in call(run.folder, b.folder, prompts)[1]
-
-
-def test_another_revision_of_a_hub_model_is_another_target(run, monkeypatch):
-    """Of a hub id nothing else is known of the weights."""
-    known = {"name": "owner/model", "revision": "v1", "weights": artifacts.weights_fingerprint("owner/model")}
-    monkeypatch.setattr(DrafterCheckpoint, "trained_for", lambda *_: known)
-    checkpoint = DrafterCheckpoint.open(run.folder)
-    checkpoint.check_target(TargetConfig(path="owner/model", revision="v1"))
-    other = TargetConfig(path="owner/model", revision="v2")
-    assert "was trained for " in message_of(checkpoint.check_target, other)

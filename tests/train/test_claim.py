@@ -83,12 +83,14 @@ def test_a_run_remembers_its_target_when_its_store_is_gone(new_run, tmp_path):
     gone = TargetConfig(path=str(tmp_path / "gone" / known["name"]))
     assert f"target.path={gone.path} does not exist" in message_of(drafter.check_target, gone)
     model = f"org/{known['name']}"
-    of_hub = {"name": model, "weights": artifacts.fingerprint(model), "revision": None}
+    of_hub = {"name": model, "weights": artifacts.weights_fingerprint(model), "revision": "v1"}
     record = json.loads((run.train / RECORD).read_text())
     artifacts.write_json(run.train / RECORD, {**record, "target": of_hub})
     drafter.check_target(TargetConfig(path=str(other)))  # a copy of the model, whose weights on the hub are not known
     assert "was trained for" in message_of(drafter.check_target, TargetConfig(path=str(tmp_path)))
     assert "was trained for" in message_of(drafter.check_target, TargetConfig(path="org/other"))
+    drafter.check_target(TargetConfig(path=model, revision="v1"))
+    assert "was trained for" in message_of(drafter.check_target, TargetConfig(path=model, revision="v2"))
     del record["target"]  # as earlier versions wrote it
     artifacts.write_json(run.train / RECORD, record)
     assert DrafterCheckpoint.open(run.folder / "run").trained_for() == {"name": known["name"]}
