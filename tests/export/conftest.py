@@ -25,9 +25,9 @@ from eagle31_train.reporting.evaluation_page import pictures
 SIZES = {"aux_layers": [1, 2], "vocab_size": 40, "draft_vocab_size": 12}
 TINY = make_shape(**SIZES, head_dim=6, rope_theta=5000.0)
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
-YARN |= {"mscale": 1.0, "mscale_all_dim": 1.0}
 # MLA of widths that all differ, and of heads that do not divide hidden_size.
-TINY_MLA = make_mla_shape(**SIZES, num_attention_heads=3, kv_lora_rank=12, qk_rope_head_dim=4, rope_scaling=YARN)
+SHARPENED = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}
+TINY_MLA = make_mla_shape(**SIZES, num_attention_heads=3, kv_lora_rank=12, qk_rope_head_dim=4, rope_scaling=SHARPENED)
 TINY_IDS = np.array([0, 1, 2, 5, 8, 13, 21, 25, 30, 33, 36, 39], dtype=np.int64)
 
 

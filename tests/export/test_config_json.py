@@ -15,7 +15,7 @@ from eagle31_train import compare
 from eagle31_train.checkpoint import config_json, contract, published_config
 from eagle31_train.common.errors import UserError
 from eagle31_train.model.rope import Rope
-from tests.export.conftest import TINY, TINY_MLA
+from tests.export.conftest import TINY, TINY_MLA, YARN
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 STORED = FIXTURES / "v68c343f"
@@ -222,8 +222,7 @@ def test_defaults_are_those_of_the_classes_that_read():
 
 @pytest.mark.parametrize("mscale", [{"mscale": 0.7}, {"mscale": 0.0, "mscale_all_dim": 1.0}])
 def test_mscales_that_transformers_reads_otherwise_are_refused(mscale):
-    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
-    shape = replace(TINY_MLA, rope_scaling={**yarn, **mscale})
+    shape = replace(TINY_MLA, rope_scaling=YARN | mscale)
     read = DeepseekV3Config(**config_json.config_json(shape, "float32", "x"))
     assert DeepseekV3RotaryEmbedding(read).attention_scaling != pytest.approx(Rope(shape).factor, rel=1e-3)
     assert any("set both above 0, or remove both" in problem for problem in contract.check_shape(shape))

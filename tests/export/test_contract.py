@@ -9,11 +9,10 @@ from spelling import random_tensors
 
 from eagle31_train.checkpoint import contract
 from eagle31_train.reporting import card
-from tests.export.conftest import TINY, TINY_MLA
+from tests.export.conftest import SHARPENED, TINY, TINY_MLA, YARN
 
 pytestmark = pytest.mark.core
 
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 FACTOR = YARN | {"attention_factor": 1.0}
 OLDEST = [
     (TINY, {}, "0.22"),
@@ -23,7 +22,7 @@ OLDEST = [
     (TINY, {"rope_scaling": YARN}, "0.22"),
     (TINY, {"rope_scaling": FACTOR}, "0.31"),
     (TINY, {"rope_scaling": {"type" if key == "rope_type" else key: value for key, value in FACTOR.items()}}, "0.31"),
-    (TINY, {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}, "0.31"),
+    (TINY, {"rope_scaling": SHARPENED}, "0.31"),
     (TINY, {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.0}}, "0.22"),
     (TINY_MLA, {"fc_norm": False, "norm_output": False, "rope_scaling": None}, "0.28"),
     (TINY_MLA, {"fc_norm": False, "norm_output": False, "rope_scaling": YARN}, "0.22"),

@@ -17,7 +17,7 @@ from transformers import LlamaConfig
 from eagle31_train import export
 from eagle31_train.checkpoint import contract
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
-from tests.export.conftest import TINY
+from tests.export.conftest import SHARPENED, TINY, YARN
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 
@@ -74,7 +74,6 @@ def test_a_draft_that_has_sglangs_name_alone_is_read_and_one_with_two_norms_that
 
 
 LACKING = ("qk_norm", "norm_before_residual", "attention_bias", "mlp_bias")
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 
 
 @pytest.mark.parametrize(
@@ -91,7 +90,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ({"aux_layers": [3]}, "skips fc"),
         ({"aux_layers": [0, 2]}, "neither the embedding nor the last output"),
         ({"rope_scaling": YARN}, None),
-        ({"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}, None),
+        ({"rope_scaling": SHARPENED}, None),
         ({"rope_scaling": YARN | {"attention_factor": 1.0}}, "ignores rope_scaling.attention_factor"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "applies RoPE scaling of type dynamic"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "applies RoPE scaling of type dynamic"),
