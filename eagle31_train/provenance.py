@@ -197,7 +197,8 @@ def of_data(config: Config, corpus: Mapping[str, Any], template: Mapping[str, An
 def of_store(config: Config, data: Mapping[str, Any]) -> Provenance:
     """Stage 2's store. data: stage 1's manifest. Its draft vocabulary is left out, as states do not depend on it."""
     arguments = {n: value for n, value in config.extract.engine_args.items() if n not in ENGINE_RESOURCES}
-    elsewhere = f"another name=… with data_dir={config.data_folder}{' and another store_dir=…' * bool(config.store_dir)}"
+    elsewhere = f"another name=… with data_dir={config.data_folder}"
+    elsewhere += " and another store_dir=…" * bool(config.store_dir)
     return Provenance(
         {
             "layout": LAYOUTS["store"],

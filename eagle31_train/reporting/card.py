@@ -121,7 +121,7 @@ def _stage(folder: Path, key: str, identity: str, images: str, command: str) -> 
 
 
 def _comparison(folder: Path, number: int, ours: Set[str | None], dtype: str) -> CardResult:
-    """Return the card's comparison `number` (from 1). It must have one of the checkpoint's identities, and its dtype."""
+    """Return the card's comparison `number` (from 1): of one of the checkpoint's identities, and in its dtype."""
     if not (folder / RESULT).is_file():
         raise UserError(f"comparisons: {folder} has no {RESULT}: set the folder that `{COMPARE}` wrote")
     result = artifacts.read_json(folder / RESULT, COMPARE)
