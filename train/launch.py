@@ -153,6 +153,8 @@ def deepspeed_plugin(t: TrainConfig) -> DeepSpeedPlugin:
         "optimizer": (None,),
         "scheduler": (None,),
         "gradient_accumulation_steps": (None, 1, "auto"),
+        "train_batch_size": (None, "auto"),
+        "train_micro_batch_size_per_gpu": (None, 1, "auto"),
         "gradient_clipping": (None, "auto", t.max_grad_norm),
         "communication_data_type": (None, "fp32"),
     }

@@ -145,13 +145,14 @@ def test_deepspeeds_settings_that_would_compute_otherwise_are_refused(monkeypatc
         {"optimizer": {"type": "AdamW"}},
         {"scheduler": {"type": "WarmupLR"}},
         {"gradient_clipping": 1.0},
+        {"train_batch_size": 64},
+        {"train_micro_batch_size_per_gpu": 8},
         {"gradient_accumulation_steps": 4},  # the trainer accumulates itself: it would be done twice
     ):
         assert next(iter(given)) in message_of(plugin, given)
     assert "train.optimizer=muon" in message_of(plugin, {}, replace(t, optimizer="muon"))
     # What says the same, or is decided by the trainer whatever it says.
-    own = {"gradient_accumulation_steps": "auto", "train_batch_size": 64, "train_micro_batch_size_per_gpu": 8}
-    own["bf16"] = {"enabled": "auto"}
+    own = {"gradient_accumulation_steps": "auto", "train_batch_size": "auto", "bf16": {"enabled": "auto"}}
     taken = plugin({"gradient_clipping": 0.5, "zero_force_ds_cpu_optimizer": True, **own}).deepspeed_config
     assert (taken["gradient_accumulation_steps"], taken["train_micro_batch_size_per_gpu"]) == (1, 1)
     assert not {"train_batch_size", "bf16"} & taken.keys()
