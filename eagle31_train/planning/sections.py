@@ -230,10 +230,10 @@ def which(plan: Planned) -> list[str]:
                     f"WHICH PROFILE   {profile.name}: {peaks[-1]:.1f} of {p.gib:.3g} GiB, a tenth stays free",
                     "  " + " \\\n      ".join([*launch, *([" ".join(options)] if options else [])]) + " …",
                 ]
+    frozen = ", or set drafter.train_lm_head=false" * plan.config.drafter.train_lm_head
     return [
         f"WHICH PROFILE   none leaves a tenth of {p.gib:.3g} GiB free; the smallest takes {min(peaks):.1f}.",
-        "  Plan more devices, lower data.draft_vocab_size or data.max_length,",
-        "  or set drafter.train_lm_head=false.",
+        f"  Plan more devices, lower data.draft_vocab_size or data.max_length{frozen}.",
     ]
 
 
