@@ -115,10 +115,12 @@ def test_the_card_tells_of_the_smaller_drafter_alone(run, capsys):
     export.export(run.config(*SMALL))
     card = run.folder / "export" / "README.md"
     assert "The acceptance of this checkpoint was not measured." in card.read_text()
+    assert "What was measured above includes this." not in card.read_text()
     assert "made from other inputs" in message_of(evaluate.evaluate, run.config(*SMALL))
     evaluate.evaluate(run.config(*SMALL, "overwrite=true"))
     export.export(run.config(*SMALL))
     assert "**Acceptance length" in card.read_text()
+    assert "What was measured above includes this." in card.read_text()
     assert "other export_ options" in message_of(summary.summarise, run.config())
     capsys.readouterr()
     summary.summarise(run.config(*SMALL))  # the run has no store, as after a training that wanted no more of it
