@@ -26,11 +26,6 @@ def test_who_looks_next_is_told_of_a_failure_and_nobody_after(look):
     calls.close()
 
 
-def test_leaving_the_block_tells_of_a_failure():
-    with pytest.raises(Broken), Background("test") as calls:
-        calls.start(fail)
-
-
 def test_a_failure_is_told_of_as_soon_as_it_is_there_and_nobody_waits_for_it():
     go = Event()
     with Background("test") as calls:
