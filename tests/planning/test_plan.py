@@ -135,13 +135,7 @@ def test_the_launch_over_machines_has_an_address_for_them_and_deepspeed_its_own_
     machines = "--main_process_ip 10.0.0.1 --main_process_port 29500 --machine_rank 0 \\\n      --num_machines 2 "
     ddp = printed(capsys, *recipe("llama31_8b"), "plan.devices=16")
     assert f"configs/accelerate/ddp.yaml \\\n      {machines}--num_processes 16 train.py" in ddp
-    kimi = [
-        f"target.path={ROOT / 'tests' / 'published' / 'kimi_k25'}",
-        "plan.tokens=5e8",
-        "plan.devices=16",
-        "plan.device_gib=40",
-    ]
-    zero = printed(capsys, "+experiment=kimi_k25", *kimi)
+    zero = printed(capsys, *recipe("kimi_k25"), "plan.tokens=5e8", "plan.devices=16", "plan.device_gib=40")
     assert f"--deepspeed_multinode_launcher standard \\\n      {machines}" in zero
 
 
