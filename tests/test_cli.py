@@ -26,6 +26,7 @@ from eagle31_train.earlier import RENAMED
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = "+experiment=smollm2"
+OURS = str(ROOT / "data_prep" / "prompts" / "prompts.jsonl")  # its prompts
 
 
 def message_of(*overrides):
@@ -189,49 +190,48 @@ def test_the_same_group_given_twice_is_an_error(twice):
 
 
 @pytest.mark.parametrize(
-    ("given", "answers"),
+    ("given", "answers", "prompts"),
     [
-        (["data.prompts=p.jsonl"], True),
-        (["data.prompts=self"], True),
-        (["data.sources.own.path=self"], True),
-        (["data.prompts=p.jsonl", "regenerate=false"], False),
-        (["data.conversations=c.jsonl"], False),
-        (["data.sources.a.path=a.jsonl"], False),  # prompts or conversations: nobody knows
-        (["+experiment=smollm2"], False),  # has both
-        (["+experiment=smollm2", "data.conversations=null"], True),
-        (["+experiment=smollm2", "regenerate=true"], True),
-        ([], True),  # the target writes them
-        (["regenerate=false"], False),
+        ("data.prompts=p.jsonl", True, "p.jsonl"),
+        ("data.prompts=self", True, "self"),
+        ("data.sources.own.path=self", True, None),
+        ("data.prompts=p.jsonl regenerate=false", False, "p.jsonl"),
+        ("data.conversations=c.jsonl", False, None),
+        ("data.sources.a.path=a.jsonl", False, None),  # prompts or conversations: nobody knows
+        (RECIPE, False, OURS),  # has both
+        (f"{RECIPE} data.conversations=null", True, OURS),
+        (f"{RECIPE} regenerate=true", True, OURS),
+        ("", True, "self"),  # the target writes them
+        ("regenerate=true", True, "self"),
+        ("regenerate=false", False, None),
     ],
 )
-def test_prompts_alone_are_answered(given, answers):
-    assert compose.load_config(["target.path=x", *given]).regenerate is answers
+def test_prompts_alone_are_answered_and_without_data_the_target_writes_them(given, answers, prompts):
+    config = load_config(["target.path=x", *given.split()])
+    assert (config.regenerate, config.data.prompts) == (answers, prompts)
+
+
+def begun(folder, *words):
+    """The folder of a run that was begun with these words."""
+    saved = folder / "train" / "config.yaml"
+    saved.parent.mkdir(parents=True, exist_ok=True)
+    saved.write_text(compose.to_yaml(load_config(["target.path=x", *words])))
+    return str(folder)
 
 
 def test_what_a_run_is_given_anew_is_answered_or_not_as_if_it_had_no_answers_before(tmp_path):
-    saved = tmp_path / "train" / "config.yaml"
-    saved.parent.mkdir()
     for before in ("data.prompts=p.jsonl", "data.conversations=c.jsonl"):
-        saved.write_text(compose.to_yaml(compose.load_config(["target.path=x", before])))
+        run = begun(tmp_path, before)
         for given, answers in [
             (["data.prompts=q.jsonl", "data.conversations=null"], True),
             (["data.conversations=d.jsonl", "data.prompts=null"], False),
             (["data.prompts=q.jsonl", "data.conversations=null", "regenerate=false"], False),
             (["seed=3"], before.startswith("data.prompts")),
         ]:
-            assert compose.load_config([str(tmp_path), *given]).regenerate is answers
-
-
-def test_without_data_the_target_writes_the_prompts_unless_it_may_not_answer(tmp_path):
-    for given, prompts in [([], "self"), (["regenerate=true"], "self"), (["regenerate=false"], None)]:
-        assert compose.load_config(["target.path=x", *given]).data.prompts == prompts
-    for given in ("data.conversations=c.jsonl", "data.sources.a.path=a.jsonl"):
-        assert compose.load_config(["target.path=x", given]).data.prompts is None
-    saved = tmp_path / "train" / "config.yaml"
-    saved.parent.mkdir()
-    saved.write_text(compose.to_yaml(compose.load_config(["target.path=x"])))
-    assert compose.load_config([str(tmp_path), "data.sources.a.path=a.jsonl"]).data.prompts is None
-    assert compose.load_config([str(tmp_path), "train.lr=1"]).data.prompts == "self"
+            assert load_config([run, *given]).regenerate is answers
+    begun(tmp_path)
+    assert load_config([run, "data.sources.a.path=a.jsonl"]).data.prompts is None
+    assert load_config([run, "train.lr=1"]).data.prompts == "self"
 
 
 def test_a_free_form_option_is_emptied():
@@ -405,19 +405,14 @@ def test_a_recipe_or_run_that_is_here_is_named(tmp_path, monkeypatch):
     )
     Path("mine.yaml").write_text("name: mine")
     assert message_of("+experiment=mine.yaml") == "no value for target.path: set target.path in mine.yaml"
-    saved = Path("runs/qwen/train/config.yaml")
-    saved.parent.mkdir(parents=True)
-    saved.write_text(compose.to_yaml(load_config(["target.path=x", "name=qwen"])))
+    run = begun(Path("runs/qwen"), "name=qwen")
     assert message_of("name=qwen").endswith("pass the run itself, runs/qwen, to use its options")
-    assert load_config([f"+experiment={saved}"]).target.path == "x"
+    assert load_config([f"+experiment={run}/train/config.yaml"]).target.path == "x"
 
 
 def test_a_runs_folder_stands_for_its_options(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    saved = Path("moved/qwen/train/config.yaml")
-    saved.parent.mkdir(parents=True)
-    saved.write_text(compose.to_yaml(load_config(["target.path=x", "name=qwen", "train.lr=0.5", "overwrite=true"])))
-    words = ["moved/qwen", "train.epochs=7"]
+    words = [begun(Path("moved/qwen"), "name=qwen", "train.lr=0.5", "overwrite=true"), "train.epochs=7"]
     assert cli.with_recipe(words) == words
     config = load_config(words)
     assert (config.name, config.run_dir, config.train.lr, config.train.epochs) == ("qwen", "moved/qwen", 0.5, 7)
