@@ -62,12 +62,13 @@ def test_inputs_of_training_are_what_steers_its_weights():
 @pytest.mark.parametrize("before", ["0", "1"])
 def test_another_weight_decay_is_not_taken_for_that_of_an_earlier_version(before):
     record = inputs_of(f"train.weight_decay={before}").record()
-    with pytest.raises(UserError, match=rf"\(train.weight_decay: {before}.0 there, {1 - int(before)}.0 here\)"):
-        inputs_of(f"train.weight_decay={1 - int(before)}").refuse_other("run", record, overwrite=False)
+    after = inputs_of(f"train.weight_decay={1 - int(before)}")
+    said = message_of(after.refuse_other, "run", record, overwrite=False)
+    assert f"(train.weight_decay: {before}.0 there, {1 - int(before)}.0 here)" in said
     earlier = {**record["inputs"], "train": {**record["inputs"]["train"], "weight_decay": 1.0}}
     earlier["train"].pop("decays", None)
-    with pytest.raises(UserError, match="an earlier version also decayed lm_head, this one only linear layers"):
-        inputs_of("train.weight_decay=1").refuse_other("run", {"inputs": earlier}, overwrite=False)
+    said = message_of(inputs_of("train.weight_decay=1").refuse_other, "run", {"inputs": earlier}, overwrite=False)
+    assert "an earlier version also decayed lm_head, this one only linear layers" in said
 
 
 @pytest.mark.parametrize(
@@ -86,7 +87,8 @@ def test_what_chooses_a_step_is_named_as_the_user_sets_it():
     other = inputs_of("train.keep_best=true", chosen_on=["prompt"]).record()
     said = message_of(wanted.refuse_other, "run", other, overwrite=False)
     assert "(evaluate.num_speculative_tokens: 3 there, 5 here): train on the same states under another name=…" in said
-    said = message_of(wanted.refuse_other, "run", {"inputs": {**inputs_of().inputs, "vocab": "another"}}, overwrite=False)
+    other = {"inputs": {**inputs_of().inputs, "vocab": "another"}}
+    said = message_of(wanted.refuse_other, "run", other, overwrite=False)
     assert "(train.keep_best, train.early_stop: unset there, " in said
     assert "; draft vocabulary (data.draft_vocab_size): " in said
     elsewhere = {**wanted.inputs, "store": "another", "seed": 1}
