@@ -1,5 +1,6 @@
 """The devices that a plan is for: those of plan.*, else this machine's GPUs, else eight H100."""
 
+import re
 from dataclasses import dataclass
 
 import torch
@@ -7,8 +8,9 @@ import torch
 from eagle31_train.config import PlanConfig
 
 GIB = 2**30
-# By the makers' data sheets: TFLOP/s of dense bf16 products, GB/s of memory. The first key in a device's name counts.
+# By the makers' data sheets: TFLOP/s of dense bf16 products, GB/s of memory. The first key in a name, as words, counts.
 SHEETS = {
+    "GB200": (2500.0, 8000.0),
     "B200": (2250.0, 8000.0),
     "GH200": (989.0, 4000.0),
     "H200 NVL": (835.0, 4800.0),
@@ -20,6 +22,7 @@ SHEETS = {
     "A100 80GB": (312.0, 1935.0),
     "A100": (312.0, 1555.0),
     "A10": (125.0, 600.0),
+    "A10G": (70.0, 600.0),
     "L40S": (362.0, 864.0),
     "L4": (121.0, 300.0),
     "RTX 4090": (165.0, 1008.0),
@@ -38,13 +41,15 @@ class Devices:
     origin: str
 
     def __str__(self) -> str:
-        each = f"{self.gib:.3g} GiB, {self.tflops:,g} TFLOP/s and {self.bandwidth:,g} GB/s each"
-        return f"{self.count} devices of {each}: {self.origin}, unless plan.* says otherwise"
+        each = f"{self.gib:.4g} GiB, {self.tflops:,g} TFLOP/s and {self.bandwidth:,g} GB/s" + " each" * (self.count > 1)
+        return f"{self.count} device{'s' * (self.count != 1)} of {each}: {self.origin}, unless plan.* says otherwise"
 
 
 def sheet(name: str) -> tuple[float, float] | None:
-    """Return the TFLOP/s and GB/s of a GPU as torch names it, None for one that is not listed."""
-    return next((known for key, known in SHEETS.items() if key in name), None)
+    """Return the TFLOP/s and GB/s of a GPU as torch names it, None for one that is not listed, or a part of one."""
+    if " MIG " in name:
+        return None
+    return next((known for key, known in SHEETS.items() if re.search(rf"\b{key}\b", name)), None)  # an L40 is no L4
 
 
 def devices_to_plan(given: PlanConfig) -> Devices:

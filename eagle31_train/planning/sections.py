@@ -86,7 +86,7 @@ def target(plan: Planned) -> list[str]:
         each = (value * sizes.all / devices + more) / GIB
         note = f"of it {more / GIB:.1f} GiB KV cache, for {g.batch_size} answers at once" if more else ""
         if each > SPARE * p.gib:
-            note = f"TOO MUCH for {p.gib:.3g} GiB: use {remedy}"
+            note = f"TOO MUCH for {p.gib:.4g} GiB: use {remedy}"
         lines.append(_line(stage, f"{each:.1f} GiB", note))
     return lines
 
@@ -228,12 +228,12 @@ def which(plan: Planned) -> list[str]:
                     machines = f"--num_machines {math.ceil(p.count / MACHINE)}"
                     options = [machines, f"--num_processes {p.count}", "train.py", *options]
                 return [
-                    f"WHICH PROFILE   {profile.name}: {peaks[-1]:.1f} of {p.gib:.3g} GiB, a tenth stays free",
+                    f"WHICH PROFILE   {profile.name}: {peaks[-1]:.1f} of {p.gib:.4g} GiB, a tenth stays free",
                     "  " + " \\\n      ".join([*launch, *([" ".join(options)] if options else [])]) + " …",
                 ]
     frozen = ", or set drafter.train_lm_head=false" * plan.config.drafter.train_lm_head
     return [
-        f"WHICH PROFILE   none leaves a tenth of {p.gib:.3g} GiB free; the smallest takes {min(peaks):.1f}.",
+        f"WHICH PROFILE   none leaves a tenth of {p.gib:.4g} GiB free; the smallest takes {min(peaks):.1f}.",
         f"  Plan more devices, lower data.draft_vocab_size or data.max_length{frozen}.",
     ]
 

@@ -30,8 +30,11 @@ def test_a_machine_without_gpus_plans_for_eight_h100():
 def test_a_machine_plans_for_its_own_gpus_unless_others_are_given(gpus):
     gpus("NVIDIA A100-SXM4-40GB")
     assert devices_to_plan(PlanConfig()) == Devices(2, 39.0, 312.0, 1555.0, "this machine's NVIDIA A100-SXM4-40GB")
-    given = devices_to_plan(PlanConfig(devices=16, device_gib=141, peak_tflops=900, bandwidth_gbs=4800))
-    assert (given.count, given.gib, given.tflops, given.bandwidth) == (16, 141, 900, 4800)
+    given = devices_to_plan(PlanConfig(devices=16, device_gib=1024, peak_tflops=900, bandwidth_gbs=4800))
+    assert (given.count, given.gib, given.tflops, given.bandwidth) == (16, 1024, 900, 4800)
+    assert str(given).startswith("16 devices of 1024 GiB, 900 TFLOP/s and 4,800 GB/s each: ")
+    one = str(devices_to_plan(PlanConfig(devices=1)))
+    assert one.startswith("1 device of 39 GiB, 312 TFLOP/s and 1,555 GB/s: this machine's ")
 
 
 def test_a_gpu_that_is_not_listed_counts_as_an_h100_and_the_plan_says_so(gpus):
@@ -45,6 +48,8 @@ def test_a_gpu_that_is_not_listed_counts_as_an_h100_and_the_plan_says_so(gpus):
     ("name", "tflops", "bandwidth"),
     [
         ("NVIDIA A10", 125, 600),
+        ("NVIDIA A10G", 70, 600),
+        ("NVIDIA GB200", 2500, 8000),
         ("NVIDIA A100 80GB PCIe", 312, 1935),
         ("NVIDIA GH200 480GB", 989, 4000),
         ("NVIDIA H100 80GB HBM3", 989, 3350),
@@ -56,3 +61,8 @@ def test_a_gpu_that_is_not_listed_counts_as_an_h100_and_the_plan_says_so(gpus):
 )
 def test_devices_are_found_under_the_names_that_torch_gives_them(name, tflops, bandwidth):
     assert sheet(name) == (tflops, bandwidth)
+
+
+@pytest.mark.parametrize("name", ["NVIDIA L40", "NVIDIA RTX A1000", "NVIDIA H200 MIG 1g.18gb"])
+def test_other_devices_and_parts_of_one_do_not_count_as_a_listed_one(name):
+    assert sheet(name) is None
