@@ -105,18 +105,19 @@ def _served(config: Config, manifest: dict[str, Any]) -> dict[str, str]:
     users = min(row["concurrency"] for row in serving["rows"])
     least = [row for row in serving["rows"] if row["concurrency"] == users]
     # Earlier versions also wrote a row of 0 draft tokens for a drafter that rests.
-    plain = next(row["per_user"][0] for row in least if row["drafter"] is None)
+    plain = next(row for row in least if row["drafter"] is None)
     rows = {row["draft_tokens"]: row for row in least if row["drafter"] and row["draft_tokens"]}
     tokens = max((n for n in rows if n <= headline), default=min(rows))
     drafted = rows[tokens]
     length = bracket([(drafted["acceptance"] or {}).get("acceptance_length"), None, None])
+    too_high = " (too high, since tokens came in bunches)" * any("bunched" in row for row in (drafted, plain))
     whom = "one user" if users == 1 else f"each of {users} users"
     return {
         "acceptance length": f"{length} at {tokens} draft tokens, bonus token included, as vLLM counts it",
         "  measured on": f"{count(serving['prompts'], 'prompt')} of {serving['workload']}, {sampling(serving)}",
         **_cautions(serving),
-        "speed": f"{drafted['per_user'][0]:.1f} tokens/s with the drafter, {plain:.1f} without, for {whom} of vLLM "
-        f"{serving['vllm']}" + " (too high, since tokens came in bunches)" * ("bunched" in drafted),
+        "speed": f"{drafted['per_user'][0]:.1f} tokens/s with the drafter, {plain['per_user'][0]:.1f} without, for "
+        f"{whom} of vLLM {serving['vllm']}{too_high}",
     }
 
 

@@ -165,6 +165,21 @@ def test_a_speedup_is_over_the_target_alone_with_as_many_users(launch):
     assert served["dtype"] == "float16", "of the server, and not of target.dtype"
 
 
+@pytest.mark.usefixtures("started")
+def test_no_speedup_is_over_a_target_whose_own_tokens_were_held_up(launch, monkeypatch):
+    serve = serving._Servers._serve
+
+    def held_up(self, draft, *others):
+        record = serve(self, draft, *others)
+        record["counted"]["4"] = record["counted"]["4"] | ({} if draft else {report.DECODING: 1000.0})
+        return record
+
+    monkeypatch.setattr(serving._Servers, "_serve", held_up)
+    served = launch("evaluate.concurrency=[1,4]")
+    assert [row["speedup"] is not None for row in served["rows"]] == [False, False, True, False]
+    assert [one["concurrency"] for one in served["best"]] == [1]
+
+
 def test_a_server_is_started_again_for_other_weights_or_prompts_alone(launch, started, tmp_path, monkeypatch):
     launch()
     launch()

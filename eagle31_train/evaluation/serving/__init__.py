@@ -60,13 +60,14 @@ def measure_serving(
     # Sampled answers differ anyway: with a drafter, other random numbers choose.
     reference = None if options.temperature else plain[options.concurrency[0]][0]
 
-    def row(name: str | None, depth: int, users: int, load: Load) -> report.Row:
-        return report.row(name, depth, users, *load, plain[users][0] if name else None, reference)
-
-    rows = [row(None, 0, users, load) for users, load in plain.items()]
+    rows = [report.row(None, 0, users, *load, None, reference) for users, load in plain.items()]
+    timed = {one["concurrency"]: plain[one["concurrency"]][0] for one in rows if "bunched" not in one}
     for name in drafts:
         for depth in options.serve_speculative_tokens:
-            rows += [row(name, depth, users, load) for users, load in servers.loads(name, depth).items()]
+            rows += [
+                report.row(name, depth, users, *load, timed.get(users), reference)
+                for users, load in servers.loads(name, depth).items()
+            ]
     best = report.best(rows)
     return {
         "vllm": engine.version,

@@ -7,7 +7,7 @@ As JSON (`measure_serving` makes it):
      "rows": [{"drafter": NAME or null, "draft_tokens": 0 without one, "concurrency",
                "requests", "output_tokens", "seconds", "ttft": {"mean", "p50", "p95"}, "tpot": likewise,
                "per_user": [value, low, high],
-               "total": tokens/s, "speedup": [value, low, high] or null without a drafter or bunched,
+               "total": tokens/s, "speedup": [value, low, high] or null without a drafter or if either bunched,
                "different": how many, or null when sampling, "acceptance": `speculation` or null,
                "counted": {"requests", "output_tokens", "preemptions"} of vLLM itself,
                "bunched": of vLLM's time from first to last tokens, the share that passed here, if it is too small}],
@@ -64,7 +64,8 @@ def row(
     """Return one row of the report.
 
     counted: what vLLM counted meanwhile. plain: answers to the same questions without a drafter; None if `answers` are
-    those. reference: answers that `answers` are compared with; None if they need not be equal."""
+    those, or if those came in bunches. reference: answers that `answers` are compared with; None if they need not be
+    equal."""
     tokens = sum(len(answer.tokens) for answer in answers)
     seconds = max(answer.last for answer in answers) - min(answer.sent for answer in answers)
     expected = {answer.prompt: answer.tokens for answer in reference or ()}
@@ -146,7 +147,8 @@ def notes(rows: Sequence[Row]) -> list[str]:
         if "bunched" in one:
             lines.append(
                 f"{where}tokens came in bunches (in {one['bunched']:.0%} of the time that vLLM took for them), so the "
-                "tokens/s/user are too high: remove the servers' records and measure again on an idle machine"
+                "tokens/s/user are too high: remove the servers' records, and measure again on an idle machine with "
+                "overwrite=true"
             )
         if counted["preemptions"]:
             lines.append(f"{where}{counted['preemptions']} preemptions: give vLLM's cache more memory")
