@@ -91,7 +91,8 @@ def read_results(
             f"out: run `{EVALUATE} … target.dtype={dtype} overwrite=true`"
         )
         evaluation = None
-    if evaluation and not drawn and "drafts" in evaluation.content.get("result", {}).get("workloads", [{}])[0]:
+    workloads = evaluation.content.get("result", {}).get("workloads", []) if evaluation else []
+    if not drawn and any("drafts" in one for one in workloads):
         note(
             f"export: {run / 'evaluate'} is of drafts that were sampled: set evaluate.draft_sampling=probabilistic "
             "here, too, to serve with it"
