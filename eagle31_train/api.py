@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, SupportsIndex
 
+import numpy as np
 import torch
 from omegaconf import OmegaConf
 from torch import Tensor
@@ -204,7 +205,8 @@ class Speculator:
         share of drafts whose first k tokens were accepted, None if every answer ended before a draft. UserError for no
         prompts, or for a single text or row, whose letters or columns would be the prompts.
         """
-        given = [] if isinstance(prompts, str | bytes | Mapping) else list(prompts)
+        several = isinstance(prompts, Iterable) and not isinstance(prompts, str | bytes | Mapping)
+        given = [one.item() if isinstance(one, np.generic) else one for one in prompts] if several else []
         if not given or any(isinstance(one, int) or getattr(one, "ndim", 1) == 0 for one in given):
             raise UserError("score needs a list with at least one prompt: put a single one into a list")
         answers = [self.generate(prompt, num_speculative_tokens, max_new_tokens) for prompt in given]

@@ -141,7 +141,7 @@ def test_what_cannot_be_decoded_is_said(speculator):
         assert message in message_of(speculator.generate, prompt, drafted, written)
     assert "count=1.5 must be" in message_of(speculator.draft, "why", 1.5)
     # Of a text the letters, of a row the columns' names would be decoded in silence.
-    for prompts in ("why is", [], [5, 6], np.array([5, 6]), {"prompt": "why"}, iter([])):
+    for prompts in ("why is", [], [5, 6], np.array([5, 6]), {"prompt": "why"}, iter([]), None):
         assert "needs a list with at least one prompt" in message_of(speculator.score, prompts)
 
 
@@ -150,7 +150,8 @@ def test_options_that_the_target_lacks_are_refused(folder):
     assert "trust_remote_code" in message_of(load, max_positions=9)
     assert "template_args: " in message_of(load, template_args="thinking")
     speculator = load(dtype=torch.float32, device=torch.device("cpu"))
-    assert speculator.score(iter(["why", "how"]), max_new_tokens=3)["prompts"] == 2
+    for prompts in (iter(["why", "how"]), np.array(["why", "how"])):
+        assert speculator.score(prompts, max_new_tokens=3)["prompts"] == 2
 
 
 def test_prompts_are_under_the_runs_own_template(folder):
