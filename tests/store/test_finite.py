@@ -33,7 +33,8 @@ def plant(file, name, value, row=-1):
     tensors = {key: tensor.clone() for key, tensor in load_file(file).items()}
     tensor = tensors[name]
     if tensor.dtype == torch.float8_e4m3fn:
-        tensor.view(torch.uint8)[row] = 0xFF if value == -INF else 0x7F  # it has two NaNs, and no infinity
+        # It has two NaNs, and no infinity. One value is enough.
+        tensor.view(torch.uint8)[row, ..., -1] = 0xFF if value == -INF else 0x7F
     else:
         tensor[row] = value
     save_file(tensors, file)
