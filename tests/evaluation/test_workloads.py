@@ -142,10 +142,10 @@ def test_system_text_and_earlier_turns_of_a_row_stand_before_its_question(place,
     _, found = place.workloads(f"evaluate.suites.s.path={place.write('own.jsonl', row)}")
     assert found.prompts[0].messages == asked
     assert "be brief" in place.tokenizer.decode(found.prompts[0].ids)
-    if "history" not in row:  # a column that is named is read alike, and without that
-        suite = f"{{path: {place.folder / 'own.jsonl'}, prompt: {next(iter(row))}}}"
-        _, named = place.workloads(f"evaluate.suites.s={suite}")
-        assert [prompt.ids for prompt in named.prompts] == [found.prompts[0].ids]
+    # A column that is named is read alike, without earlier turns.
+    suite = f"{{path: {place.folder / 'own.jsonl'}, prompt: {next(iter(row))}}}"
+    _, named = place.workloads(f"evaluate.suites.s={suite}")
+    assert [prompt.messages for prompt in named.prompts] == [[SYSTEM, USER]]
 
 
 @pytest.mark.parametrize(
