@@ -113,19 +113,17 @@ def wrote(template, text, *before, tools=None):
 
 
 SPELT = "spell another text than its content"
+CHANGES = {
+    "one id more": (lambda ids: {"token_ids": [*ids[:-1], 9, *ids[-1:]]}, SPELT),
+    "one id less": (lambda ids: {"token_ids": ids[1:]}, SPELT),
+    "another id": (lambda ids: {"token_ids": [9, *ids[1:]]}, SPELT),
+    "other words": (lambda ids: {"content": "hello moon"}, SPELT),
+    "no row": (lambda ids: {"token_ids": [*ids[:-1], 100_000, *ids[-1:]]}, "token 100000, which has no row"),
+}
 
 
 @pytest.mark.core
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        (lambda ids: {"token_ids": [*ids[:-1], 9, *ids[-1:]]}, SPELT),
-        (lambda ids: {"token_ids": ids[1:]}, SPELT),
-        (lambda ids: {"token_ids": [9, *ids[1:]]}, SPELT),
-        (lambda ids: {"content": "hello moon"}, SPELT),
-        (lambda ids: {"token_ids": [*ids[:-1], 100_000, *ids[-1:]]}, "token 100000, which has no row"),
-    ],
-)
+@pytest.mark.parametrize(("change", "why"), CHANGES.values(), ids=CHANGES)
 def test_ids_that_are_not_of_their_words_or_the_target_are_refused(chatml, change, why):
     chatml.rows = len(chatml.tokenizer)
     message = wrote(chatml, "hello world<|im_end|>", ASK)

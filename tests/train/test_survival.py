@@ -107,7 +107,7 @@ KILLS = [
 ]
 
 
-@pytest.mark.parametrize(("steps", "seed", "ways"), KILLS)
+@pytest.mark.parametrize(("steps", "seed", "ways"), KILLS, ids=["three times", "fifty times"])
 def test_a_run_killed_again_and_again_ends_bit_for_bit_the_same(new_run, whole, tmp_path, steps, seed, ways):
     """In all these ways, in random order, to go on by the same command. No launch lives for more than four steps, so
     that there is something left to be killed."""
