@@ -107,6 +107,8 @@ def test_the_best_step_is_kept_and_is_what_the_run_leaves(unchosen, new_run, cap
     assert manifest["checkpoint"] == "checkpoints/step-000006"
     assert manifest["heldout"]["acceptance_length"] == 1.5
     assert manifest["kept"] == {"step": 6, "acceptance_length": 1.5}
+    assert run.recorded()["train"]["choice"]["prompts"] == manifest["measured_on"] != []
+    assert "choice" not in unchosen.recorded()["train"], "nor in the records of versions that knew no choice"
     (row,) = [row for row in run.rows() if row["step"] == 6 and "heldout_loss" in row]
     assert manifest["heldout"]["loss"] == row["heldout_loss"]
     assert manifest["heldout"]["conversations"] == 2  # the last step's are of all
@@ -179,7 +181,8 @@ def test_a_store_trains_without_trajectories_but_not_with_damaged_ones_or_too_sh
     run.fit("train.max_steps=1")
     assert f"acceptance is not measured: {store} has no trajectories" in capsys.readouterr().out
     assert "acceptance_length" not in run.manifest()["heldout"]
-    assert "has no trajectories to measure it on" in message_of(run.fit, "train.keep_best=true", "overwrite=true")
+    for by_acceptance in ("train.keep_best=true", "train.early_stop=2"):
+        assert "has no trajectories to measure it on" in message_of(run.fit, by_acceptance, "overwrite=true")
 
 
 def test_prompts_that_an_earlier_store_was_measured_on_stay_known(monkeypatch):

@@ -4,13 +4,15 @@ import json
 import math
 import shutil
 from pathlib import Path
+from threading import Event
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 import torch
 from made import message_of
 from pipeline import assert_equal, contents, flip_bit
-from planting import watched
+from planting import replaced, watched
 from surviving import timeless
 
 from eagle31_train import compose
@@ -18,11 +20,11 @@ from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.checkpoint.run_folder import RECORD
 from eagle31_train.common import artifacts, locks
 from eagle31_train.common.errors import UserError
-from eagle31_train.config import TargetConfig
+from eagle31_train.config import TargetConfig, TrainConfig
 from eagle31_train.store import Store, storage_of
 from eagle31_train.store.sealed import seal
 from eagle31_train.targets import derive
-from train import initial_weights, prepare, trainer
+from train import checkpoint, initial_weights, prepare, trainer, windows
 from train.prepare import LOCK
 
 EAGLE3, BEFORE = ("drafter.fc_norm=false", "drafter.norm_output=false"), "drafter.norm_before_fc=true"
@@ -237,3 +239,56 @@ def test_a_folder_of_other_options_is_refused_or_replaced_with_overwrite(new_run
     assert contents(run.train) == before
     run.fit(*SHORT, "train.gamma=0.5", "overwrite=true")
     assert_equal(run.weights(), by_one(*SHORT, "train.gamma=0.5").weights())
+
+
+def test_a_checkpoint_that_is_being_written_when_its_run_fails_is_one(new_run, monkeypatch):
+    """It is waited for before what the run was to replace would be restored, and the run goes on from it."""
+    run, other, failed = new_run().fit(*SHORT), (*SHORT, "train.lr=0.5", "overwrite=true"), Event()
+
+    @replaced(monkeypatch, checkpoint, "_write")
+    def write(right, *given):
+        failed.wait(10)
+        right(*given)
+
+    @replaced(monkeypatch, checkpoint.Saver, "close")
+    def close(right, self):
+        failed.set()
+        right(self)
+
+    @replaced(monkeypatch, trainer.Trainer, "train_step")
+    def step(right, self, batch):
+        if batch.step == 3:
+            raise RuntimeError("as a GPU that fails")
+        return right(self, batch)
+
+    with pytest.raises(RuntimeError, match="as a GPU that fails"):
+        run.fit(*other)
+    assert (run.saved(), run.recorded()["train"]["lr"]) == ([2], 0.5)
+
+
+def test_windows_are_trained_one_after_another_and_it_is_said_that_data_in_order_are_not_mixed(
+    new_run, monkeypatch, capsys
+):
+    run, options = new_run(), ("train.window_tokens=40", "train.epochs=1")
+    used = watched(monkeypatch, windows.Usage, "__init__")
+    run.fit(*options)
+    schedule, cut = used[0][3:5]
+    turns = [number for number, samples in enumerate(windows.samples(cut)) for _ in samples]
+    order = [turns[i] for batch in schedule for i in batch]
+    assert order == sorted(order) == turns
+    assert len(cut) > 2
+    warning = "the windows follow the order of the data, which is not shuffled: set data.shuffle=SEED"
+    assert warning in capsys.readouterr().out
+    manifest = run.folder / "run" / "data" / "manifest.json"
+    inputs = artifacts.read_json(manifest, "")["inputs"] | {"shuffle": 0}
+    artifacts.write_json(manifest, artifacts.read_json(manifest, "") | {"inputs": inputs})
+    (run.train / "manifest.json").unlink()
+    run.fit(*options)
+    assert warning not in capsys.readouterr().out
+
+
+def test_an_open_weight_decay_is_that_of_a_training_of_so_many_steps():
+    muon = TrainConfig(optimizer="muon", weight_decay=None, fc_input_scale=[])
+    shape = SimpleNamespace(hidden_size=4096)
+    decays = [prepare.complete_training(muon, shape, steps, None, None).weight_decay for steps in (10_000, 20_000)]
+    assert decays[0] == pytest.approx(2 * decays[1], rel=0.1)

@@ -4,13 +4,15 @@ cannot be trained on is named in one line, before it does harm: never an index e
 from dataclasses import replace
 
 import pytest
+import several
 import torch
-from guarding import NAN, RECIPE, fit
+from guarding import EPS, NAN, RECIPE, fit
 from made import message_of
-from pipeline import HIDDEN, VOCAB, assert_close, assert_equal, reseal
+from pipeline import HIDDEN, MLA, VOCAB, assert_close, assert_equal, reseal
 from safetensors.torch import load_file, save_file
 from warming import with_vocab
 
+from eagle31_train.common.errors import Stopped
 from eagle31_train.store import Store, StoreSplit
 from train import prepare
 
@@ -41,6 +43,18 @@ def test_a_step_that_is_left_out_is_as_if_it_were_in_no_schedule(new_run, absent
     assert "train: 2 of 12 steps had" in said
 
 
+def test_a_run_that_goes_on_counts_only_the_steps_that_changed_it(new_run, absent):
+    """Of its moments: with AdamW's correction for the first updates a skipped step would show."""
+    run, options = new_run(), [*RECIPE, "train.skip_nonfinite=2"]
+    with pytest.MonkeyPatch.context() as patches:
+        several.disturb(patches, 6, ["gradient", [3, 6], 0, NAN], EPS)
+        with pytest.raises(Stopped):
+            run.fit(*options)
+    assert fit(run, *options) is None
+    for ours, theirs in zip(run.at(12), absent.at(10), strict=True):
+        assert_equal(ours, theirs)
+
+
 def test_a_parallel_drafter_trains_with_steps_to_learn_from(new_run):
     run = new_run()
     parallel = ["drafter.parallel=true", "train.max_steps=3", "train.optimizer=muon"]
@@ -48,6 +62,14 @@ def test_a_parallel_drafter_trains_with_steps_to_learn_from(new_run):
     weights = run.fit(*parallel, "train.ttt_length=3").weights()
     before = run.fit(*parallel, "train.ttt_length=3", "train.lr=1e-9", "overwrite=true").weights()
     assert (weights["mask_hidden"] != before["mask_hidden"]).all()
+
+
+def test_a_drafter_that_vllm_will_not_load_is_named_before_hours_of_training(new_run, capsys):
+    new_run().fit("train.max_steps=1", *MLA)
+    assert "WARNING" not in capsys.readouterr().out
+    new_run().fit("train.max_steps=1", *MLA, "drafter.q_lora_rank=null")
+    said = capsys.readouterr().out
+    assert 0 < said.index("train: WARNING: vLLM 0.32 fails to load an MLA drafter without") < said.index("step 1: ")
 
 
 def test_a_run_that_has_nothing_to_train_is_refused_before_its_first_step(new_run, monkeypatch):

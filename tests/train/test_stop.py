@@ -20,7 +20,9 @@ from eagle31_train import compose
 from eagle31_train.common.console import STOPPED
 from eagle31_train.common.errors import Interrupted, Stopped
 from eagle31_train.extract import extract
-from eagle31_train.store import StoreSplit
+from eagle31_train.store import Store, StoreSplit, storage_of
+from eagle31_train.store.sealed import seal
+from eagle31_train.store.stream import read_consumed
 from eagle31_train.store.writer import StoreWriter
 from train import deadline, loader
 
@@ -143,6 +145,18 @@ def test_a_stopped_run_ends_at_its_checkpoint_where_that_is_asked(new_run, by_on
     assert not compose.load_config([], run.train / "config.yaml").train.finish
     (run.train / "manifest.json").unlink()  # to train on after all
     assert_close(run.fit(*SHORT).weights(), by_one(*SHORT).weights(), 0)
+
+
+def test_extraction_waits_no_more_for_a_run_that_was_ended_at_its_checkpoint(new_run):
+    run, options = new_run(), ["store.follow=true", "train.window_tokens=20", "train.epochs=1"]
+    storage = storage_of(run.config(*options))
+    storage.remove("manifest.json")
+    storage.write("stream.json", seal({"max_bytes": 10**6}))
+    run.stopped(3, *options)
+    fingerprint = Store(storage, follow=True).fingerprint
+    assert not read_consumed(storage, fingerprint).finished
+    run.fit(*options, "train.finish=true")
+    assert read_consumed(storage, fingerprint).finished
 
 
 FOLLOW = ["store.follow=true", "train.window_tokens=40", "train.max_steps=20"]

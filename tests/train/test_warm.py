@@ -328,6 +328,15 @@ def test_a_run_that_goes_on_needs_its_first_weights_no_more(begun):
     assert run.rows()[-1]["step"] == run.manifest()["steps"]
 
 
+def test_a_run_that_goes_on_keeps_what_it_had_of_its_first_weights(draft, new_run):
+    """Even if it may be overwritten: otherwise it would be another run, which needs them."""
+    source = draft(rope_theta=5000, rope_parameters=None)
+    words = ["train.max_steps=4", "train.checkpoint_every=2", f"train.init_from={source}", "drafter.rope_theta=null"]
+    run = new_run().stopped(2, *words)
+    shutil.rmtree(source)
+    assert run.fit(*words, "overwrite=true").recorded()["drafter"]["rope_theta"] == 5000
+
+
 def test_a_rope_that_sharpens_the_softmax_otherwise_is_another():
     def of(share):
         return make_mla_shape(rope_scaling={**conftest.YARN, "mscale": share, "mscale_all_dim": share})
