@@ -339,6 +339,22 @@ def test_of_more_shards_than_may_be_open_the_one_that_is_read_is(tmp_path, monke
     assert read_whole(tmp_path)[1] is None
 
 
+def test_copies_of_a_store_on_another_machine_stay_mapped_only_a_few_at_a_time(tmp_path):
+    """What is evicted from the cache, or removed, frees no byte of the disk before it is unmapped."""
+    many, copies = Made({"train": [14] * 12, "heldout": [5]}), open_storage("memory://many", tmp_path / "copies", 10**6)
+    mapped = {}
+    for name, storage in {"remote": copies, "local": LocalStorage("here", tmp_path / "here")}.items():
+        many.write(storage)
+        split = Store(storage).split("train")
+        split.read_all(range(12))
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        mapped[name] = {line.split()[-1] for line in lines if str(tmp_path) in line and "/shards/" in line}
+    copies.fs.rm("/many", recursive=True)
+    copies.close()
+    assert 1 < len(mapped["remote"]) <= 8
+    assert len(mapped["local"]) == 12
+
+
 def test_a_bound_is_for_the_held_out_split_and_a_shard_together(tmp_path):
     sizes = {split: [shard.bytes for shard in MADE.plan.of(split)] for split in ("heldout", "train")}
     least = sum(sizes["heldout"]) + max(sizes["train"])
