@@ -42,55 +42,55 @@ def test_a_recipe_and_options_compose():
     assert config.target.path == str(ROOT / "models" / "SmolLM2-135M-Instruct")
 
 
+def lengths(*words):
+    """How many tokens an answer, and a conversation, may have in a stage that is given these words."""
+    taken = []
+    run(taken.append, "", list(words))
+    return taken[0].data.generate.max_new_tokens, taken[0].data.max_length
+
+
 def test_a_target_that_thinks_has_room_for_it_where_no_recipe_is_named(tmp_path, capsys):
     """Its positions and template say so; one's own lengths, a recipe and a switch for thoughts count for more."""
-    target, taken = tmp_path / "target", []
-    target.mkdir()
+    target = tmp_path / "target"
     described = json.loads((FOLDER / "qwen3_8b" / "config.json").read_text())
     make_tokenizer(FAMILIES["qwen3"]).save_pretrained(target)
 
-    def lengths(*words, positions=40960):
-        (target / "config.json").write_text(json.dumps({**described, "max_position_embeddings": positions}))
-        run(taken.append, "", [f"target.path={target}", "name=x", *words])
-        return taken[-1].data.generate.max_new_tokens, taken[-1].data.max_length
+    def own(*words, positions=40960):
+        artifacts.write_json(target / "config.json", {**described, "max_position_embeddings": positions})
+        return lengths(f"target.path={target}", "name=x", *words)
 
-    assert lengths("data.prompts=p.jsonl") == lengths() == (4096, 6144)
+    assert own("data.prompts=p.jsonl") == own() == (4096, 6144)
     assert " with data.generate.max_new_tokens=4096 data.max_length=6144 (room for thoughts" in capsys.readouterr().out
-    assert lengths("data.max_length=16384") == (4096, 16384)
-    assert lengths("data.max_length=300") == (300, 300)
-    assert lengths("data.generate.max_new_tokens=8192") == (8192, 10240)
-    assert lengths("data.generate.max_new_tokens=64", "data.max_length=128") == (64, 128)
-    assert lengths("data.conversations=c.jsonl") == (320, 6144), "nothing is answered"
+    assert own("data.max_length=16384") == (4096, 16384)
+    assert own("data.max_length=300") == (300, 300)
+    assert own("data.generate.max_new_tokens=8192") == (8192, 10240)
+    assert own("data.generate.max_new_tokens=64", "data.max_length=128") == (64, 128)
+    assert own("data.conversations=c.jsonl") == (320, 6144), "nothing is answered"
     artifacts.write_json(tmp_path / "run" / "conversations.manifest.json", {"inputs": {"max_new_tokens": 64}})
-    assert lengths(f"run_dir={tmp_path / 'run'}") == (64, 6144), "stopped between answers and data"
+    assert own(f"run_dir={tmp_path / 'run'}") == (64, 6144), "stopped between answers and data"
     capsys.readouterr()
-    assert lengths("target.template_args.enable_thinking=false") == lengths(positions=6143) == (320, 2048)
+    assert own("target.template_args.enable_thinking=false") == own(positions=6143) == (320, 2048)
     assert "for thoughts" not in capsys.readouterr().out
-    assert lengths(compose.ANY) == (320, 2048)
+    assert own(compose.ANY) == (320, 2048)
     make_tokenizer(FAMILIES["smollm2"]).save_pretrained(target)
-    assert lengths() == (320, 2048)
+    assert own() == (320, 2048)
 
 
 def test_a_run_goes_on_with_the_lengths_of_its_answers_where_no_recipe_is_named(tmp_path, monkeypatch):
-    """As an earlier version, or another machine, began it."""
+    """As an earlier version, or another machine, began it: the target is not here."""
     monkeypatch.chdir(tmp_path)
-    taken = []
-    records = {
+    for file, inputs in {
         "runs/x/conversations.manifest.json": {"max_new_tokens": 64},
         "runs/x/data/manifest.json": {"max_length": 99},
-    }
-    for file, inputs in records.items():
+        "shared/manifest.json": {"max_length": 77},
+        "runs/w/data/manifest.json": {},
+    }.items():
         artifacts.write_json(Path(file), {"inputs": inputs})
-    for words in ([], ["data.max_length=100"]):
-        run(taken.append, "", ["target.path=away/from-here", "name=x", *words])
-    assert [(one.data.generate.max_new_tokens, one.data.max_length) for one in taken] == [(64, 99), (64, 100)]
-    # Of data elsewhere; and where nothing is recorded of a target that cannot be read.
-    artifacts.write_json(Path("shared/manifest.json"), {"inputs": {"max_length": 77}})
-    artifacts.write_json(Path("runs/w/data/manifest.json"), {"inputs": {}})
-    for words in (["name=y", "data_dir=shared"], ["name=w"], ["name=z"]):
-        run(taken.append, "", ["target.path=away/from-here", *words])
-    lengths = [(one.data.generate.max_new_tokens, one.data.max_length) for one in taken[2:]]
-    assert lengths == [(320, 77), (320, 2048), (320, 2048)]
+    away = "target.path=away/from-here"
+    assert lengths(away, "name=x") == (64, 99)
+    assert lengths(away, "name=x", "data.max_length=100") == (64, 100)
+    assert lengths(away, "name=y", "data_dir=shared") == (320, 77)
+    assert lengths(away, "name=w") == lengths(away, "name=z") == (320, 2048), "nothing is recorded"
 
 
 NAMES = ["/tmp/ü (1)/a=b.jsonl", "天空/😀", "~x", "a~b", "[x]", "[1] x", "{a}", "{a: 1}", "it's", 'say "hi"', "'a'b"]

@@ -101,24 +101,20 @@ def test_results_are_told_once_and_with_their_pictures_folders_of_the_machine_ar
     assert body.count("1.0 is no gain. \\[low, high\\]: 95 % interval over five or more prompts.") == 1
 
 
+OWN = ["+experiment=any", "target.path=Qwen/Qwen3-4B", "name=own"]
+
+
 @pytest.mark.parametrize(
     "options",
     [
         ["+experiment=smollm2"],
-        [
-            "+experiment=any",
-            "target.path=Qwen/Qwen3-4B",
-            "name=own",
-            "regenerate=true",
-            "data.prompts=self",
-            "train.epochs=2",
-        ],
+        [*OWN, "regenerate=true", "data.prompts=self", "train.epochs=2"],
         ["+experiment=qwen3_8b", "data.prompts='a b, c=d.jsonl'", "data.split='007'", "data.draft_vocab_size=null"],
         ["+experiment=kimi", "drafter.rope_scaling={factor:4.0}", "run_dir=elsewhere/x", "name='true'"],
         ["+experiment=kimi_toy", "~drafter.rope_scaling.beta_fast"],
         ["+experiment=smollm2", "data.conversations=null", "data.prompts=null", "regenerate=false"],
-        ["+experiment=any", "target.path=Qwen/Qwen3-4B", "name=own", "data.conversations=c.jsonl"],
-        ["+experiment=any", "target.path=Qwen/Qwen3-4B", "name=own", "data.sources.a.path=a.jsonl", "regenerate=true"],
+        [*OWN, "data.conversations=c.jsonl"],
+        [*OWN, "data.sources.a.path=a.jsonl", "regenerate=true"],
         ["+experiment=llama31_8b", "data.prompts=p.jsonl", "regenerate=false"],
         ["+experiment=smollm2", r"data.split='back\\slash \\\'quote\' end\\\\'"],
         ["+experiment=smollm2", "name='my (run)=1~ größe </b'", "run_dir=~x/</details>"],
