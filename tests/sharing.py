@@ -119,20 +119,17 @@ def of_part(change):
 
 
 def whole(name):
-    """Every rank counts what all have."""
     right = loader.build_batch
     return of_part(lambda batch, *arguments: {name: getattr(right(*arguments[:5]), name)})
 
 
 @instead_of(context_parallel.dist, "reduce_scatter_tensor")
 def drop_remote_gradients(_, mine, everyone, group):
-    """Each rank keeps what it says itself of its keys, and not what others do."""
     mine.copy_(everyone.chunk(group.size())[dist.get_rank(group)])
 
 
 @instead_of(context_parallel._Exchanged, "backward")
 def detach_remote_keys(right, ctx, *grads):
-    """No gradient goes back through the exchange."""
     return *(0 * grad for grad in right(ctx, *grads)[:2]), None
 
 
@@ -159,7 +156,6 @@ def with_own_merge(right, exchange, x):
 
 @instead_of(DealHeads, "back")
 def keep_own_heads(right, exchange, x, count):
-    """What other ranks' heads say of a slot is dropped."""
     own = right(exchange, x, count).tensor_split(exchange.group.size(), 1)
     rank = dist.get_rank(exchange.group)
     return torch.cat([part * (index == rank) for index, part in enumerate(own)], 1)
@@ -167,7 +163,6 @@ def keep_own_heads(right, exchange, x, count):
 
 @instead_of(arithmetic, "reduce_sums")
 def count_own_pairs(right, accelerator, value):
-    """N_k of a rank's own pairs."""
     return value if value.dtype == torch.int64 else right(accelerator, value)
 
 
