@@ -1,7 +1,6 @@
 """Precision `auto`: what this machine's hardware, or a record, makes of it; and every record has that value."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from eagle31_train import cli, precision
 from eagle31_train.compose import load_config
 from eagle31_train.config import TargetConfig
 from eagle31_train.targets.hf import load_model
-from train import launch
 
 WORDS = ["+experiment=any", "name=x", "target.path=t"]
 
@@ -107,13 +105,9 @@ def test_what_was_begun_on_another_machine_stays_as_it_was_begun(machine, tmp_pa
     assert chosen(f"run_dir={tmp_path}") == ("float32", "bf16"), "a damaged record is told of by its stage"
 
 
-def test_float32_is_whole_where_a_target_is_loaded_and_where_a_training_begins(tmp_path, monkeypatch):
+def test_float32_is_whole_where_a_target_is_loaded(tmp_path):
+    """And where a training begins: train/test_launch.py."""
     folder = save_quietly(tiny_llama(), tmp_path / "target")
     torch.set_float32_matmul_precision("high")  # as under NVIDIA's TORCH_ALLOW_TF32_CUBLAS_OVERRIDE
     load_model(TargetConfig(path=str(folder), dtype="float32", device="cpu"))
-    assert torch.get_float32_matmul_precision() == "highest"
-    torch.set_float32_matmul_precision("high")
-    monkeypatch.setattr(launch, "Accelerator", lambda **_: SimpleNamespace(num_processes=1))
-    monkeypatch.setattr(launch, "check_accelerator", lambda _: None)
-    launch.make_accelerator(load_config([*WORDS, "train.wandb=disabled"]), tmp_path)
     assert torch.get_float32_matmul_precision() == "highest"
