@@ -10,25 +10,14 @@ from safetensors.torch import load_file, save_file
 MODEL, CONFIG = "model.safetensors", "config.json"
 GROUP = 32  # input columns with one scale
 QUANTIZED = re.compile(r"(shared_experts|layers\.0\.mlp)\.[a-z]+_proj|o_proj")
-SCHEME = {  # as Kimi K2's, but that its experts are quantised and these are not: vLLM's need AMX on a CPU
+# As Kimi K2's, but that its experts are quantised and these are not: vLLM's need AMX on a CPU.
+INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP, "dynamic": False}
+LINEAR = {"targets": ["Linear"], "input_activations": None, "output_activations": None, "weights": INT4}
+SCHEME = {
     "quant_method": "compressed-tensors",
     "format": "pack-quantized",
     "quantization_status": "compressed",
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "input_activations": None,
-            "output_activations": None,
-            "weights": {
-                "num_bits": 4,
-                "type": "int",
-                "symmetric": True,
-                "strategy": "group",
-                "group_size": GROUP,
-                "dynamic": False,
-            },
-        }
-    },
+    "config_groups": {"group_0": LINEAR},
     "ignore": ["lm_head", "re:.*self_attn.[qk].*", r"re:.*mlp\.experts.*"],
 }
 VISION = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
