@@ -254,20 +254,15 @@ def s3_endpoint():
 
 
 @pytest.fixture
-def s3_environment(monkeypatch, s3_endpoint):
-    """The environment in which s3fs takes that server for S3."""
+def s3(monkeypatch, s3_endpoint):
+    """Buckets of this test alone, seen past the places, in an environment in which s3fs takes that server for S3."""
+    import s3fs
+
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3_endpoint)
-
-
-@pytest.fixture
-def s3(s3_environment, s3_endpoint):
-    """Buckets of this test alone, seen past the places."""
-    import s3fs
-
     urllib.request.urlopen(urllib.request.Request(f"{s3_endpoint}/moto-api/reset", method="POST")).close()
     fs = s3fs.S3FileSystem(skip_instance_cache=True, use_listings_cache=False)
     fs.mkdir("bucket")

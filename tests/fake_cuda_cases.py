@@ -55,8 +55,6 @@ def outcome(count: Count) -> dict[str, Any]:
     return {
         **asdict(between),
         "flash": flash.operations,
-        "before": count.before,
-        "peak": count.peak,
         "on_host": count.on_host,
         "onto_itself": count.onto_itself,
         "dtypes": sorted(str(dtype) for dtype in count.dtypes),

@@ -59,7 +59,7 @@ def test_a_bucket_is_extracted_into_and_trained_from_as_a_folder_is(local, made,
     assert "set store.cache_dir=…" in message
 
 
-@pytest.mark.usefixtures("s3_environment", "s3")
+@pytest.mark.usefixtures("s3")
 def test_a_followed_bucket_is_emptied_of_what_was_trained(made):
     options = [*MORE, f"store_dir={URL}", "train.epochs=1", "store.max_bytes=1MB", "store.follow=true"]
     config = made.config(*options)
