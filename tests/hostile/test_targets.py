@@ -150,6 +150,7 @@ def test_a_template_that_fails_refuses_the_conversation(text, template_file):
     [
         "{{ 9**(9**9) }}",
         "{{ 'a' * 10**10 }}",
+        "{{ ('a' * 10**8)|length }}",  # done within the time
         "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
         "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(99) }}",
         "{% set ns = namespace(s=[]) %}{% for i in range(60) %}{% set ns.s = [ns.s, ns.s] %}{% endfor %}{{ ns.s }}",

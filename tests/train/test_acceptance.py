@@ -7,7 +7,7 @@ import torch
 from conftest import kept_mask
 from made import Split, message_of
 from pipeline import AUX, END, assert_equal, flip_bit, save_quietly, tiny_config, tiny_llama, write_data
-from planting import replaced
+from planting import replaced, watched
 
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.config import TrainConfig
@@ -213,3 +213,19 @@ def test_ranks_share_an_evaluation_which_counts_each_conversation_once(tiny, mon
     for count in range(1, len(documents) + 1):
         torch.testing.assert_close(sums(count, 2), sums(count, 1))
     assert not torch.equal(sums(1, 1), sums(1, 1, oov="keep")), "it measures what is trained"
+
+
+def test_an_evaluation_takes_no_more_at_once_than_a_step_of_training_does(tiny, monkeypatch):
+    """In which gradients are accumulated so that the memory suffices; except for what is longer than that."""
+    objective, documents = tiny
+    longest = max(len(one.tokens) for one in documents)
+    split = Split([one for one in documents if len(one.tokens) == longest][:1] * 8)
+    accelerator = SimpleNamespace(num_processes=1, process_index=0, device=torch.device("cpu"))
+    parallel = SimpleNamespace(accelerator=accelerator, model=objective)
+    monkeypatch.setattr(during, "reduce_sums", lambda _, sums: sums)
+    reads = watched(monkeypatch, split, "read_all")
+    for tokens, most in ((4 * longest, 2), (8 * longest, 4), (longest, 1)):
+        reads.clear()
+        t = TrainConfig(ttt_length=3, batch_tokens=tokens, gradient_accumulation_steps=2)
+        during.evaluate(parallel, split, t, kept_mask(objective), 8)
+        assert [len(some) for (some,) in reads] == [most] * (8 // most)
