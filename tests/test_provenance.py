@@ -1,7 +1,6 @@
 """Up to date means: made from the wanted inputs, and every file as it was written, whole or not at all."""
 
 import json
-from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +9,7 @@ from made import message_of
 from eagle31_train import provenance
 from eagle31_train.common import artifacts
 from eagle31_train.compose import load_config
-from eagle31_train.config import Config, EvaluateConfig, GenerateConfig
-from eagle31_train.evaluation.workloads import Workload
+from eagle31_train.config import Config
 from eagle31_train.provenance import Provenance
 
 pytestmark = pytest.mark.core
@@ -69,17 +67,6 @@ def test_another_weight_decay_is_not_taken_for_that_of_an_earlier_version(before
     earlier["train"].pop("decays", None)
     said = message_of(inputs_of("train.weight_decay=1").refuse_other, "run", {"inputs": earlier}, overwrite=False)
     assert "an earlier version also decayed lm_head, this one only linear layers" in said
-
-
-@pytest.mark.parametrize(
-    ("section", "options"),
-    [("evaluate", EvaluateConfig()), ("evaluate", Workload("w", "w", None, [], 0.6, 1.0)),
-     ("data.generate", GenerateConfig())],
-)  # fmt: skip
-def test_top_k_is_recorded_only_where_it_is_set(section, options):
-    before = provenance.recorded(section, asdict(options))
-    assert "top_k" not in before
-    assert provenance.recorded(section, asdict(replace(options, top_k=20))) == {**before, "top_k": 20}
 
 
 def test_what_chooses_a_step_is_named_as_the_user_sets_it():
