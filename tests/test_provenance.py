@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from made import message_of
@@ -104,16 +105,12 @@ def torn():
     raise OSError("No space left on device")
 
 
-def refuse(_from, _to):
-    raise OSError("No space left on device")
-
-
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
     file = tmp_path / "sub" / "state.json"
     artifacts.write_json(file, {"old": 1})
     with pytest.raises(OSError, match="No space left"):
         artifacts.write_parts(file, torn())
-    monkeypatch.setattr(Path, "replace", refuse)
+    monkeypatch.setattr(Path, "replace", Mock(side_effect=OSError("No space left on device")))
     with pytest.raises(OSError, match="No space left"):
         artifacts.write_json(file, {"new": 2})
     assert json.loads(file.read_bytes()) == {"old": 1}
