@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, SupportsIndex
+from typing import Any
 
 import numpy as np
 import torch
@@ -256,5 +256,5 @@ class Speculator:
 
 
 def _check_count(name: str, value: Any) -> None:
-    if not isinstance(value, SupportsIndex) or value < 1:  # type: ignore[operator]
+    if not isinstance(value, int | np.integer) or value < 1:
         raise UserError(f"{name}={value!r} must be a whole number of at least 1")
