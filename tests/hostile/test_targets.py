@@ -6,11 +6,13 @@ import shutil
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
 from hypothesis import strategies as st
 from mutating import UNREADABLE, Acting, cases, documents, outcome, spoil, texts
+from planting import replaced
 from published_targets import FOLDER
 from talking import make_tokenizer
 
@@ -161,7 +163,25 @@ def test_a_template_without_end_is_refused_in_one_line(text, template_file):
     assert "case.jinja takes more than 1 s or 64 MiB" in str(problem)
 
 
-def test_a_processors_template_is_read_where_the_tokenizer_has_none(template_file):
+def test_a_rendering_that_waits_for_ever_is_ended(monkeypatch):
+    """As for a lock that another thread held when it was forked: waiting takes no time of the processor."""
+    monkeypatch.setattr(chat_template, "SECONDS", 0)
+    monkeypatch.setattr(chat_template, "_try", lambda render: render([]))
+    with pytest.raises(UserError, match="to render a few words: set another"):
+        chat_template._check_ends(lambda _: Event().wait(), 1, "the template")
+
+
+def test_every_template_is_tried_with_the_targets_own_variables(template_file):
+    endless = "{% if deep %}{{ 'a' * 10**10 }}{% endif %}"
+    config, several = template_file(endless), make_tokenizer()
+    several.chat_template = {"default": "A", "tool_use": endless}
+    for one in (config, replace(config, chat_template=None)):
+        assert chat_template.templates_of(one, several)
+        with pytest.raises(UserError, match="takes more than 1 s or 64 MiB"):
+            chat_template.templates_of(replace(one, template_args={"deep": True}), several)
+
+
+def test_a_processors_template_is_read_where_the_tokenizer_has_none(template_file, monkeypatch):
     """Also where a template begins as JSON might, and is none."""
     config = template_file('{"chat_template": "A{{ 1 }}"}')
     assert chat_template.templates_of(config, TOKENIZER)["default"] == "A{{ 1 }}"
@@ -169,7 +189,13 @@ def test_a_processors_template_is_read_where_the_tokenizer_has_none(template_fil
     own = replace(config, chat_template=None)
     without = make_tokenizer()
     without.chat_template = None
-    assert chat_template.templates_of(own, without)["default"] == "B"
+    with monkeypatch.context() as patch:
+
+        @replaced(patch, chat_template, "cached_file")
+        def of_revision(right, *where, revision, **options):
+            return right(*where, **options) if revision == "v2" else None
+
+        assert chat_template.templates_of(replace(own, revision="v2"), without)["default"] == "B"
     assert chat_template.templates_of(own, TOKENIZER)["default"] == TOKENIZER.chat_template
     assert chat_template.templates_of(template_file('{ {"a": 1} }'), TOKENIZER)["default"] == '{ {"a": 1} }'
     for other in ('{"messages": []}', '{"chat_template": 5}', '{"chat_template"'):
