@@ -6,15 +6,18 @@ import shutil
 from functools import partial
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
 import torch
 from made import message_of
 from omegaconf import OmegaConf
+from planting import watched
 from safetensors.torch import load_file, save_file
 
 from eagle31_train.api import Speculator, open_store
 from eagle31_train.evaluation.decoding import Limits, decode_plain
+from eagle31_train.model.decode import DraftDecoder
 
 ROOT = Path(__file__).resolve().parent.parent
 FIXTURE = ROOT / "tests" / "fixtures" / "v68c343f"
@@ -54,25 +57,36 @@ def test_states_are_the_stores(folder):
     assert "heldout and train, and none named 'test'" in message_of(store.count, "test")
 
 
-def test_counts_are_the_evaluators(speculator):
+def test_counts_are_the_evaluators(speculator, monkeypatch):
     """Prompt for prompt the evaluation that the earlier version has written down, and the target's own output."""
     recorded = json.loads((FIXTURE / "run" / "evaluate" / "manifest.json").read_text())
     assert speculator.ends == recorded["end_ids"]
     report, prompts = recorded["report"], recorded["per_prompt"]
+    read = watched(monkeypatch, DraftDecoder, "extend")
     for prompt in prompts:
         answer = speculator.generate(prompt["prompt_ids"], report["draft_tokens"], report["max_new_tokens"])
         assert (answer.tokens, answer.accepted) == (prompt["output_ids"], prompt["accepted"])
         limits = Limits(report["max_new_tokens"], speculator.ends)
         assert decode_plain(speculator.target, [prompt["prompt_ids"]], limits)[0].tokens == answer.tokens
+        assert answer.text.endswith(("and", "again")), "and no end token, which is the last one"
+        assert answer.acceptance_length == pytest.approx(len(answer.tokens) / len(answer.accepted))
+        read.clear()
+        drafted, count = speculator.draft(prompt["prompt_ids"], 3), answer.accepted[0]
+        speculator.generate(prompt["prompt_ids"], 3)
+        assert torch.equal(read[0][2], read[1][2]), "the drafter reads the same"
+        agree = [ours == theirs for ours, theirs in zip(drafted, answer.tokens[1:], strict=False)]
+        assert [*agree, False].index(False) == count, "what it drafts is what is accepted"
     score = speculator.score([p["prompt_ids"] for p in prompts], report["draft_tokens"], report["max_new_tokens"])
     assert score["acceptance_length"][0] == pytest.approx(report["acceptance_length"])
     accepted = [count for p in prompts for count in p["accepted"]]
     shares = [sum(count >= k for count in accepted) / len(accepted) for k in range(1, report["draft_tokens"] + 1)]
     assert score["acceptance_at_depth"] == pytest.approx(shares)
+    assert (score["prompts"], score["tokens"]) == (len(prompts), sum(len(p["output_ids"]) for p in prompts))
+    cut = speculator.score([p["prompt_ids"] for p in prompts], report["draft_tokens"], max_new_tokens=3)
+    assert cut["acceptance_length"][0] == pytest.approx(1 + sum(cut["acceptance_at_depth"])), "nor of what is cut off"
     nothing = speculator.score([p["prompt_ids"] for p in prompts], 2, max_new_tokens=1)
     assert (nothing["acceptance_length"], nothing["acceptance_at_depth"]) == ([None] * 3, [None] * 2), "no draft"
     assert shares[0] > 0
-    assert len(speculator.draft(prompts[0]["prompt_ids"], 3)) == 3
 
 
 @pytest.mark.parametrize("own", ["float32", "bfloat16"])
@@ -113,6 +127,34 @@ def test_a_longropes_answers_end_where_its_tables_change(folder):
     speculator = Speculator.load("draft", target="long", device="cpu")
     assert speculator.longest == 40
     assert len(speculator.generate([1, 2, 3], 3, max_new_tokens=100).tokens) <= 40 - 3
+
+
+def test_answers_end_at_any_end_token_and_where_the_drafter_has_no_position(folder):
+    shutil.copytree("runs/smollm2/export", "draft")
+    shutil.copytree(FIXTURE / "target", "own")
+    settings = json.loads(Path("own/generation_config.json").read_text())
+    prompt, config = [5, 6, 7], json.loads(Path("draft/config.json").read_text())
+    for scaling, longest in ((None, 40), ({"rope_type": "linear", "factor": 2.0}, 80)):
+        changed = {"max_position_embeddings": 40, "rope_scaling": scaling, "rope_parameters": None}
+        Path("draft/config.json").write_text(json.dumps({**config, **changed}))
+        speculator = Speculator.load("draft", target="own", device="cpu")
+        assert speculator.longest == longest
+    answer = speculator.generate(prompt, 3, max_new_tokens=8)
+    ends = [*speculator.ends, answer.tokens[1]]
+    Path("own/generation_config.json").write_text(json.dumps({**settings, "eos_token_id": ends}))
+    speculator = Speculator.load("draft", target="own", device="cpu")
+    assert sorted(speculator.ends) == sorted(ends)
+    assert speculator.generate(prompt, 3, max_new_tokens=8).tokens == answer.tokens[:2]
+
+
+def test_copies_of_a_store_elsewhere_are_where_they_are_asked_for(folder):
+    local, there = Path("runs/smollm2/store"), fsspec.filesystem("memory")
+    there.put(str(local), "/api/store", recursive=True)
+    sample = open_store("memory://api/store", folder / "copies", 10**8).sample("train", 1)
+    there.rm("/api", recursive=True)
+    assert torch.equal(sample.aux, open_store(local).sample("train", 1).aux)
+    assert list((folder / "copies").rglob("*.safetensors"))
+    assert not (folder / "store-cache").exists()
 
 
 def test_what_cannot_be_decoded_is_said(speculator):
@@ -167,6 +209,10 @@ def test_prompts_are_under_the_runs_own_template(folder):
     assert template.decode(template.prompt_ids(messages)) == "why!"
     given = load(template_args={"mark": "?"}).template
     assert given.decode(given.prompt_ids(messages)) == "why?"
+
+
+def test_a_text_is_what_a_user_says(speculator):
+    assert speculator.template.decode(speculator.ids("why")).startswith("<|im_start|>user\nwhy<|im_end|>")
 
 
 def test_token_ids_of_arrays_and_tensors_are_token_ids(speculator):

@@ -254,6 +254,7 @@ def test_extraction_waits_for_room_and_training_makes_it(tmp_path):
             reader.release([planned])
             consume(reader.storage, reader.fingerprint, [planned], "t" * 16, planned is TRAIN[-1])
         extraction.result()
+    assert reader.max_bytes == bound, "though extraction is over: the rest is used up as before"
     assert {f"shards/{path.name}" for path in (tmp_path / "shards").iterdir()} == {NAMES[0], NAMES[1]}
     # Complete, though used up: extraction is done with it, and a training is told by whom.
     storage = LocalStorage("the store", tmp_path)
@@ -312,6 +313,27 @@ def test_a_follower_waits_for_what_is_not_there_yet_and_gives_up_in_the_end(tmp_
     MADE.write(tmp_path)  # whose lines are merged by now
     reader.wait_for(MADE.plan.shards)
     assert [len(document) for document in reader.split("train").read_all([4, 0, 4])] == [6, 9, 6]
+
+
+def test_a_follower_that_is_closed_waits_no_more_and_fetches_nothing_ahead(tmp_path):
+    MADE.write(tmp_path, stop_after=3)
+    storage, closed = LocalStorage(str(tmp_path), tmp_path), []
+    storage.close = lambda: closed.append(True)
+    reader = Store(storage, follow=True, patience=5.0)
+    reader.close()
+    with pytest.raises(RuntimeError, match=r"waiting for .*: stopped"):
+        reader.wait_for(MADE.plan.shards[4:])
+    assert closed == [True]
+
+
+def test_a_follower_does_not_wait_for_what_is_there_and_damaged(tmp_path):
+    MADE.write(tmp_path, stop_after=4)
+    flip_bit(tmp_path / TRAIN[1].line)
+    reader = Store(tmp_path, follow=True, patience=0.0)
+    reader.wait_for(TRAIN[:1])
+    message = message_of(reader.wait_for, TRAIN[1:2])
+    assert TRAIN[1].line in message
+    assert "nothing came" not in message
 
 
 def test_a_complete_store_of_other_inputs_is_refused_and_with_overwrite_it_is_as_none(store):
