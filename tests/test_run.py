@@ -6,10 +6,12 @@ import signal
 import subprocess
 import sys
 from contextlib import nullcontext
+from multiprocessing import get_context
 from subprocess import CalledProcessError
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
+import psutil
 import pytest
 import torch
 from datasets import Dataset
@@ -33,13 +35,14 @@ def started(monkeypatch):
     def finished(words, environment):
         commands.append(words)
         call.threads.append(environment.get("OMP_NUM_THREADS"))
+        call.environments.append(environment)
         return 0
 
     monkeypatch.setattr(run, "finished", finished)
 
     def call(*words):
         commands.clear()
-        call.threads = []
+        call.threads, call.environments = [], []
         monkeypatch.setattr(sys, "argv", ["eagle31 run", *words])
         run.main()
         return commands
@@ -70,11 +73,15 @@ REFUSED = [  # what is asked, what is said, and up to or from where it would be 
     ("push=true repo=me/a..b", "repo=owner/name", ""),
     ("push=true repo=me/a export_format=speculators", "push with export_format=vllm", "target.path=a/b --from export"),
     ("store.max_bytes=1GB", "`eagle31 extract` and `eagle31 train store.follow=true` side by side", "--from train"),
+    ("store.max_bytes=1GB", "side by side", "--until extract"),
+    ("train.finish=true", "train.finish=true needs a checkpoint", "--from evaluate"),
     ("evaluate.perturbations=[nope]", "evaluate.perturbations has no 'nope'", "--until train"),
     ("evaluate.prompts=nowhere.jsonl", "evaluate.prompts=nowhere.jsonl does not exist", "--until train"),
-    ("comparisons=[./nowhere]", "comparisons=./nowhere does not exist", ""),
+    ("comparisons=[./nowhere]", "comparisons=./nowhere does not exist", "--until train"),
     ("train.init_from=runs/nowhere", "train.init_from=runs/nowhere does not exist", ""),
     (f"{DRAFT}{OLD / 'target'} target.aux_layers=[1]", "reads layers [1, 2, 3], but [1] would be", ""),
+    (f"{DRAFT}{OLD / 'target'} target.aux_layers=[0,1,2]", "set 'target.aux_layers=[1, 2, 3]'", ""),
+    (f"{DRAFT}{OLD / 'target'} target.aux_layers=[1,2,3] train.init_revision=v2", "revision v2", ""),
     (f"{DRAFT}{FOLDER / 'qwen3_8b'}", "is for a target 24 wide", ""),
     ("train.time_limit=10", "train.time_limit=10 is not a duration", ""),
     ("store.cache_bytes=lots", "store.cache_bytes=lots is not a size in bytes", ""),
@@ -108,6 +115,10 @@ def test_what_is_there_or_was_needed_at_the_start_alone_is_not_refused(started, 
     (tmp_path / "run" / "train").mkdir(parents=True)
     (tmp_path / "run" / "train" / "inputs.json").write_text("{}")
     assert started("+experiment=smollm2", "train.init_from=./gone", f"run_dir={tmp_path / 'run'}")
+    (tmp_path / "run" / "train" / "manifest.json").write_text("{}")  # it has ended, on another machine
+    assert started("+experiment=smollm2", "--profile", "fsdp2", f"run_dir={tmp_path / 'run'}")
+    (tmp_path / "run" / "train" / "checkpoints" / "step-000001").mkdir(parents=True)
+    assert started("+experiment=smollm2", "train.finish=true", f"run_dir={tmp_path / 'run'}")
 
 
 def test_a_conversation_that_fits_in_no_batch_is_refused_before_extraction(started, tmp_path, capsys):
@@ -141,7 +152,9 @@ def test_vllm_serves_what_was_exported_before(started, monkeypatch, first, last,
 def test_a_stage_that_was_told_to_stop_has_nothing_to_mend(started, monkeypatch, capsys, status):
     monkeypatch.setattr(run, "finished", lambda *_: status)
     assert status_of(started, "+experiment=smollm2") == STOPPED
-    assert " stopped" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert " stopped" in said
+    assert "fix the error" not in said
 
 
 WHOLE = ("target.device_map=auto", "target.device=cuda:1", "extract.engine=vllm")  # one process has the whole target
@@ -171,6 +184,45 @@ def test_a_stage_is_launched_on_all_gpus_that_it_can_use(started, monkeypatch, s
         assert words[words.index("--num_processes") + 1] == "4"
         assert words[words.index("--config_file") + 1] == str(CONFIGS / "accelerate" / f"{profile}.yaml")
     assert all((CONFIGS / "accelerate" / f"{name}.yaml").is_file() for name in run.PROFILES)
+
+
+def test_stages_have_the_environment_of_the_command_which_decides(started, monkeypatch):
+    for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", run.USE_CPU):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HOME", "/disk/hf")
+    started("+experiment=smollm2", "--profile", "cpu")
+    wanted = {"HF_HOME": "/disk/hf", "OMP_WAIT_POLICY": "PASSIVE", "ACCELERATE_USE_CPU": "true"}
+    assert all(environment.items() >= wanted.items() for environment in started.environments)
+    for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "3")
+    started("+experiment=smollm2")
+    wanted = {"OMP_NUM_THREADS": "3", "OMP_WAIT_POLICY": "3"}
+    assert all(environment.items() >= wanted.items() for environment in started.environments)
+    assert not any(run.USE_CPU in environment for environment in started.environments)
+
+
+def test_vllms_server_chooses_its_own_threads(started, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("eagle31_train.evaluation.serving.engine.check", lambda _: None)
+    started("+experiment=smollm2", "evaluate.backend=vllm", "--from", "export")
+    assert [threads is None for threads in started.threads] == [False, True, False, False], "evaluation alone"
+
+
+@pytest.mark.parametrize(
+    ("words", "variables", "said"),
+    [
+        ("--profile fsdp2", {}, "--profile fsdp2 needs several devices"),
+        ("train.kernels=fused", {"ACCELERATE_USE_CPU": "1"}, "train.kernels=fused does not run on a CPU"),
+    ],
+)
+def test_what_one_gpu_cannot_train_is_refused_before_any_work(started, monkeypatch, capsys, words, variables, said):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert started("+experiment=smollm2", "train.kernels=fused")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert status_of(started, "+experiment=smollm2", *words.split()) == 2
+    assert said in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -221,20 +273,40 @@ def test_a_killed_stage_is_said_and_its_status_is_a_shells(monkeypatch, capsys):
     assert "run: stopped at extract: it was killed (out of memory?)" in capsys.readouterr().err
 
 
-def test_ctrl_c_ends_the_launcher_without_a_traceback(monkeypatch, handlers):
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, STOPPED)])
+def test_a_signal_ends_the_launcher_without_a_traceback(monkeypatch, handlers, number, status):
     """It waits for what it launched, which gets the signal as well."""
 
     def main():
-        lines = "try:", "  print(flush=True); time.sleep(60)", "except KeyboardInterrupt: raise SystemExit(7)"
-        waiting = "\n".join(["import time", *lines])
+        lines = "import signal, sys, time", "def end(number, _): sys.exit(100 + number)"
+        lines += tuple(f"signal.signal({each.value}, end)" for each in (signal.SIGINT, signal.SIGTERM))
+        waiting = "\n".join([*lines, "print(flush=True); time.sleep(60)"])
         with subprocess.Popen([sys.executable, "-c", waiting], stdout=subprocess.PIPE) as process:
             process.stdout.readline()
-            os.kill(os.getpid(), signal.SIGINT)
-            assert process.wait() == 7
-        raise CalledProcessError(7, "train")
+            os.kill(os.getpid(), number)
+            ended.append(process.wait())
+        raise CalledProcessError(STOPPED, "train")
 
+    def die(*_):
+        raise AssertionError("it was not passed on")
+
+    signal.signal(signal.SIGTERM, die)
+    ended = []
     monkeypatch.setitem(sys.modules, "accelerate.commands.launch", SimpleNamespace(main=main))
-    assert status_of(launcher.main) == 130
+    assert status_of(launcher.main) == status
+    assert ended == [100 + number]
+
+
+def test_a_signal_before_anything_is_launched_ends_the_launcher(monkeypatch):
+    def main():
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(psutil.Process, "children", lambda _: [])
+    monkeypatch.setitem(sys.modules, "accelerate.commands.launch", SimpleNamespace(main=main))
+    process = get_context("fork").Process(target=launcher.main)
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGTERM
 
 
 def failed_ranks(**codes):

@@ -326,6 +326,21 @@ def test_a_follower_that_is_closed_waits_no_more_and_fetches_nothing_ahead(tmp_p
     assert closed == [True]
 
 
+def test_a_follower_is_patient_while_other_shards_come(tmp_path):
+    MADE.write(tmp_path, stop_after=3)
+    reader, looks = Store(tmp_path, follow=True, patience=0.0), []
+
+    def sizes(folder):
+        looks.append(folder)
+        if len(looks) == 4:
+            MADE.write(tmp_path)
+        return range(len(looks))  # of which there are ever more
+
+    reader.storage.sizes = sizes
+    reader.wait_for(MADE.plan.shards[4:])
+    assert len(looks) == 4
+
+
 def test_a_follower_does_not_wait_for_what_is_there_and_damaged(tmp_path):
     MADE.write(tmp_path, stop_after=4)
     flip_bit(tmp_path / TRAIN[1].line)
