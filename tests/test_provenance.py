@@ -34,6 +34,10 @@ def test_only_a_whole_output_of_the_same_inputs_is_up_to_date_and_another_is_ref
     assert (out / "a").exists(), "it goes when there is something in its place"
     assert up_to_date(out)
     assert up_to_date(out, {"train": {"betas": [0.9, 0.95], "lr": 0.1}, "data": "abc"}), "in any order"
+    (out / "a").write_text("eno")
+    assert not up_to_date(out), "though of the same size"
+    (out / "a").write_text("one")
+    assert up_to_date(out)
     (out / artifacts.MANIFEST).unlink()
     assert not up_to_date(out)
 
@@ -168,3 +172,128 @@ def test_the_data_of_stage_1_are_refused_where_they_are_to_be_whole_and_are_not(
     said = message_of(provenance.read_data, config, whole=True)
     assert "rows does not match its checksum" in said
     assert said.endswith(": run `eagle31 data` again")
+
+
+# ---------------------------------------------------------------- what an output depends on
+
+
+def loaded(*options):
+    return load_config(["+experiment=smollm2", "target.path=a/b", *options])
+
+
+def assert_distinct(made, others):
+    """Outputs of one base and of what differs from it in one thing: none is taken for another."""
+    fingerprints = [made.fingerprint, *(other.fingerprint for other in others)]
+    assert len({*fingerprints}) == len(fingerprints), [
+        i for i, one in enumerate(fingerprints) if fingerprints.index(one) < i
+    ]
+
+
+def test_a_training_is_another_where_one_thing_that_its_weights_depend_on_is():
+    steering = ["ttt_length=4", "gamma=0.5", "loss=ce", "lk=0.5", "oov=keep", "epochs=9", "max_steps=7"]
+    steering += ["batch_tokens=5000", "window_tokens=9000", "slots_per_batch=64", "optimizer=adamw", "lr=0.5"]
+    steering += ["warmup_ratio=0.5", "min_lr_ratio=0.5", "weight_decay=0.5", "betas=[0.5,0.5]", "max_grad_norm=9"]
+    steering += ["precision=no", "fc_init_scale=0.5", "fc_input_scale=[2.0]"]
+    options = [*(f"train.{option}" for option in steering), "seed=9", "drafter.num_layers=2", "drafter.fc_norm=false"]
+    given = {"store": "s", "dataset": "d", "vocab_sha256": "v" * 64, "initial_weights": "i"}
+
+    def made(*words, **changes):
+        return provenance.of_training(loaded(*words), **{**given, **changes})
+
+    assert_distinct(made(), [*(made(option) for option in options), *(made(**{name: "other"}) for name in given)])
+    unscaled = made("train.fc_input_scale=[]").inputs["train"]
+    assert provenance.recorded_value(unscaled, "train.fc_input_scale") == [], "and not left open, when a run goes on"
+
+
+DATA = {"fingerprint": "f", "dataset_fingerprint": "d", "inputs": {"tokenizer": "t", "template": "c"}}
+
+
+def test_a_store_is_another_where_one_thing_that_its_states_depend_on_is():
+    engine = ("extract.engine=vllm", "extract.engine_args.quantization=fp8")
+    options = [(f"target.{one}",) for one in ("path=a/c", "revision=v2", "dtype=float16", "aux_layers=[1,2,3]")]
+    options += [engine[:1], engine, ("store.aux_codec=fp8",), ("store.last_codec=fp8",), ("extract.shard_tokens=99",)]
+    data = [DATA | {"dataset_fingerprint": "other"}]
+    data += [DATA | {"inputs": DATA["inputs"] | {name: "other"}} for name in ("tokenizer", "template")]
+    config, others = loaded(), [provenance.of_store(loaded(*words), DATA) for words in options]
+    assert_distinct(provenance.of_store(config, DATA), [*others, *(provenance.of_store(config, one) for one in data)])
+    faster = loaded(*engine, "extract.engine_args.tensor_parallel_size=8")
+    assert provenance.of_store(faster, DATA).fingerprint == others[5].fingerprint
+
+
+def test_data_are_others_where_one_thing_that_they_depend_on_is():
+    def made(*words, corpus="c", template="t", size=50_000):
+        some = words or ("data.draft_vocab_size=32000",)
+        return provenance.of_data(loaded("data.shuffle=4", *some), {"corpus": corpus}, {"template": template}, size)
+
+    options = ["max_length=99", "heldout=0.3", "shuffle=5", "shuffle=null"]
+    others = [made("data.draft_vocab_size=32000", f"data.{option}") for option in options]
+    others += [made("data.draft_vocab_size=40000")]
+    others += [made(corpus="other"), made(template="other"), made(size=60_000)]
+    assert_distinct(made(), others)
+    whole = [made(f"data.draft_vocab_size={size}", size=50_000).fingerprint for size in (50_000, 50_001, "null")]
+    assert whole[1] == whole[2], "all tokens are kept"
+
+
+@pytest.mark.parametrize("server", [None, {"version": "1"}])
+def test_a_result_is_another_where_one_thing_that_it_depends_on_is(server):
+    def made(*words, drafter="d", data=DATA, workloads="w", sampled=True, server=server):
+        given = {"drafter": drafter}, {"all": workloads}, sampled, server
+        return provenance.of_evaluation(loaded(*words), data, *given)
+
+    options = ["target.revision=v2", "target.dtype=float16", "seed=9", "evaluate.num_prompts=9"]
+    options += [
+        f"evaluate.{one}" for one in ("num_speculative_tokens=2", "max_new_tokens=9", "temperature=0.5", "top_p=0.5")
+    ]
+    options += [f"evaluate.{one}" for one in ("top_k=5", "draft_sampling=probabilistic", "dtype=bfloat16")]
+    of_backend = ["serve_speculative_tokens=[9]", "concurrency=[9]", "vllm_args={x: 1}"]
+    in_process = ["max_speculative_tokens=9", "batch_size=9", "timed_prompts=9", "drift=false"]
+    mine, not_mine = (of_backend, in_process) if server else (in_process, of_backend)
+    others = [*(made(option) for option in options), *(made(f"evaluate.{option}") for option in mine)]
+    others += [made(drafter="other"), made(data=DATA | {"fingerprint": "other"}), made(workloads="other")]
+    others += [made(server={"version": "2"})]
+    assert_distinct(made(), others)
+    assert all(made(f"evaluate.{option}").fingerprint == made().fingerprint for option in not_mine)
+    greedy = [made(*seed, sampled=False).fingerprint for seed in ((), ("seed=9",))]
+    assert greedy[0] == greedy[1], "nothing is drawn"
+
+
+def test_a_measurement_is_another_where_one_thing_that_it_depends_on_is():
+    def made(*words, ends=(1, 2), device="cpu", torch="2"):
+        return Provenance(provenance.of_workload(loaded(*words), list(ends), device, torch))
+
+    options = ["target.revision=v2", "target.dtype=float16", "seed=9", "evaluate.num_speculative_tokens=2"]
+    options += [f"evaluate.{one}" for one in ("max_new_tokens=9", "dtype=bfloat16", "max_speculative_tokens=9")]
+    options += [f"evaluate.{one}" for one in ("batch_size=9", "timed_prompts=9", "drift=false", "warmup=false")]
+    others = [*(made(option) for option in options), made(ends=(1,)), made(device="cuda"), made(torch="3")]
+    assert_distinct(made(), others)
+    assert made(ends=(2, 1)).fingerprint == made().fingerprint
+
+
+def test_a_servers_measurement_is_another_where_one_thing_that_it_depends_on_is():
+    given = {"arguments": {"a": 1}, "requests": {"r": 1}, "installation": {"vllm": "1"}}
+
+    def made(*words, **changes):
+        return Provenance(provenance.of_server(loaded(*words), **{**given, **changes}))
+
+    others = [made("target.path=a/c"), made("evaluate.warmup=false"), *(made(**{name: {"x": 1}}) for name in given)]
+    assert_distinct(made(), others)
+
+
+def test_an_export_is_another_where_one_thing_in_its_files_is():
+    given = {"train": {"fingerprint": "f", "checkpoint": "c"}, "weights_sha256": "w", "shape": {"hidden_size": 1}}
+    given |= {"target_ids": [1, 2]}
+    changed = {"weights_sha256": "x", "shape": {"hidden_size": 2}, "target_ids": [1, 3]}
+    trained = [given["train"] | {name: "other"} for name in given["train"]]
+
+    def made(*words, **changes):
+        return provenance.of_export(loaded(*words), **{**given, **changes})
+
+    options = [
+        ("target.path=a/c",),
+        ("target.dtype=float16",),
+        ("export_format=speculators",),
+        ("export_format=sglang",),
+    ]
+    others = [made(*words) for words in options] + [made(train=one) for one in trained]
+    others += [made("export_format=speculators", "evaluate.num_speculative_tokens=2")]
+    assert_distinct(made(), [*others, *(made(**{name: value}) for name, value in changed.items())])
