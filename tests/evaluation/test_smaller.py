@@ -214,3 +214,11 @@ def test_a_drafter_made_smaller_in_two_ways_is_known_by_both(run):
 def test_tokens_are_kept_by_the_counts_of_its_own_data(run):
     run.tell_of_data(dataset_fingerprint="0" * 16)
     assert "is not the data that the drafter was trained on" in message_of(opened, run, "export_vocab_size=6")
+
+
+def test_tokens_that_end_answers_stay_however_seldom_they_were_written(run):
+    """A drafter without them would propose to go on after every answer."""
+    known = opened(run).vocab.target_ids.tolist()
+    for ends in (known[:2], known[-2:]):
+        run.tell_of_data(end_ids=ends)
+        assert {*ends} <= {*opened(run, "export_vocab_size=6").vocab.target_ids.tolist()}

@@ -240,3 +240,9 @@ def test_a_save_that_dies_at_any_operation_loses_nothing(state, tmp_path):
             assert checkpoint.damage(folder / checkpoint.name_of(found.step), FINGERPRINT) is None
         outcomes.add(found is not None and same(found, meant))
     assert outcomes == {True, False}
+
+
+def test_a_checkpoint_after_a_million_steps_is_the_newest(tmp_path):
+    for step in (999_999, 1_000_000):
+        (tmp_path / checkpoint.name_of(step)).mkdir()
+    assert [checkpoint.step_of(path) for path in checkpoint.in_order(tmp_path)] == [999_999, 1_000_000]

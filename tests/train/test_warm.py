@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import make_document, make_mla_shape, make_shape
 from made import Split, message_of
-from pipeline import KEPT, VOCAB, assert_equal
+from pipeline import KEPT, VOCAB, assert_equal, flip_bit
 from transformers import LlamaConfig
 from warming import begin, edit, refusal, with_vocab
 
@@ -110,6 +110,8 @@ def test_an_unfinished_run_gives_its_newest_checkpoint(learnt, copy_of, new_run,
         # A later checkpoint of the run would be another start, where the command names none.
         told = f"set train.init_from={run.checkpoints / 'step-000004'} to be able to" in begun.said
         assert told == (source == run.train)
+    flip_bit(run.checkpoints / "step-000004" / "model.safetensors")
+    assert "model.safetensors does not match its checksum" in refusal(new_run(), run.train)
 
 
 def test_weights_that_were_trained_for_another_target_are_told_of(learnt, draft, new_run):
