@@ -28,7 +28,8 @@ from eagle31_train.targets.pretrained import NOT_WHOLE, not_loaded
 
 SOFT_CAP = "final_logit_softcapping"  # caps Gemma 2's logits
 SCALE = "logit_scale"
-DIVISOR = "logits_scaling"  # divides Granite's logits
+DIVISOR = "logits_scaling"  # divides Granite's logits, and multiplies HyperCLOVA X's
+MULTIPLIER = "output_multiplier"  # multiplies Muse's logits, before they are capped
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 EMBEDDING = "embed_tokens.weight"
 SETTINGS = {"vocab_size": int, "hidden_size": int, "num_hidden_layers": int, "rms_norm_eps": float}  # see `_unknown`
@@ -52,8 +53,9 @@ class Readout:
     norm: [H] fp32, the final RMSNorm's effective weight: w, or 1 + w as in Gemma.
     norm_kind: "w" or "1+w".
     eps: epsilon of that norm.
-    head: [V, H] lm_head; the embedding itself if the target ties them. If the target divides its logits by a number,
-        head is already divided. A power of two changes no bit of the logits; any other number rounds the weights.
+    head: [V, H] lm_head; the embedding itself if the target ties them. If the target divides or multiplies its logits by
+        a number, so are these weights. A power of two changes no bit of the logits; any other number rounds the
+        weights.
     depth: N, the number of decoder layers.
     soft_cap: c, if the target's logits x become c * tanh(x / c); else None.
     packed: lm_head in the layout that is fastest on a CPU, which sums in another order; None if there is none.
@@ -141,7 +143,9 @@ def readout_from_checkpoint(target: TargetConfig, dtype: torch.dtype) -> Readout
 
 def _readout(norm: nn.Module, depth: int, config: Any, embedding: Tensor, head: Tensor) -> Readout:
     config = config.get_text_config()
-    divisor = getattr(config, DIVISOR, None) or 1
+    divisor = (getattr(config, DIVISOR, None) or 1) / (getattr(config, MULTIPLIER, None) or 1)
+    if config.model_type == "hyperclovax":
+        divisor = 1 / divisor
     head = head if divisor == 1 else head / divisor
     _refuse({SCALE: getattr(config, SCALE, None)})
     return Readout(embedding, *read_norm(norm), head, depth, getattr(config, SOFT_CAP, None))
@@ -165,7 +169,7 @@ def _unknown(folder: Path, settings: dict[str, Any], dtype: torch.dtype) -> Read
         shapes["lm_head.weight"] = (V, H)
     tensors = _read(folder, shapes, dtype)
     # Nobody here knows what such a model does with a number of this name.
-    _refuse({name: settings.get(name) for name in (SOFT_CAP, SCALE, DIVISOR)})
+    _refuse({name: settings.get(name) for name in (SOFT_CAP, SCALE, DIVISOR, MULTIPLIER)})
     depth, eps = settings["num_hidden_layers"], settings["rms_norm_eps"]
     return Readout(tensors[1], tensors[0].float(), "w", eps, tensors[-1], depth)
 

@@ -97,6 +97,15 @@ def test_aux_layer_i_is_the_input_of_layer_i_and_last_is_before_the_final_norm(n
     check_against_plain_calls(engine, model, conversations())
 
 
+@pytest.mark.parametrize("fields", [{"output_multiplier": 0.5}, {"model_type": "hyperclovax", "logits_scaling": 0.5}])
+def test_logits_that_a_target_multiplies_are_not_divided(fields):
+    """As Muse and HyperCLOVA X do, which older releases of transformers do not know."""
+    model = tiny_llama()
+    vars(model.config).update(fields)
+    model.lm_head.register_forward_hook(lambda _module, _args, logits: 0.5 * logits)
+    check_against_plain_calls(TransformersEngine(HiddenStateTarget(model, [1, LAYERS])), model, conversations())
+
+
 class Looks(TorchDispatchMode):
     """Counts how often Python looks at a value, for which it would wait where that is a GPU's."""
 
