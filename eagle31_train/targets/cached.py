@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
-from transformers import DynamicCache
+from transformers import DynamicCache, cache_utils
 
 from eagle31_train.common.errors import UserError
 from eagle31_train.targets.description import RECURRENT, layer_types
 from eagle31_train.targets.hf import HiddenStateTarget, rope_by_length
 
 TOGETHER = {"full_attention", "sliding_attention"}  # layer types tested with rows of unequal length
+INDEXED = "indexed_attention"  # a layer that chooses its keys, by other keys of its own that the cache holds, too
 FEW = 32  # queries per head; more of them fill the kernel's blocks by themselves
 
 
@@ -48,6 +49,8 @@ class CachedTarget(HiddenStateTarget):
         # Without a config every layer keeps all its positions: a sliding-window layer that had dropped the oldest
         # could not go back. Either way, the mask decides which keys are seen.
         self._cache = DynamicCache()
+        if INDEXED in layer_types(self.model.config.get_text_config()):
+            self._cache.layer_class_to_replicate = cache_utils.DynamicIndexedLayer
         self.lengths = [0] * rows
 
     @torch.no_grad()

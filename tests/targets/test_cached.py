@@ -7,6 +7,7 @@ import pytest
 import torch
 from pipeline import VOCAB
 from random_targets import LATENT, random_target
+from transformers import cache_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from eagle31_train.targets import cached
@@ -86,6 +87,15 @@ def check(target, kept, found, lengths):
 )
 def test_rows_are_what_they_are_alone(target, lengths, leave):
     check(target, *read_together(target, lengths, ROUNDS, leave), lengths)
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa"])
+def test_layers_that_choose_their_keys_forget_what_they_choose_by(kind):
+    if not hasattr(cache_utils, "DynamicIndexedLayer"):
+        pytest.skip("this transformers has no cache for it")
+    # Of many heads, so that no two keys have the same score.
+    target = exactly(random_target(kind, LATENT, index_topk=5, index_n_heads=64, index_head_dim=8))
+    check(target, *read_together(target, [11], [[2], [0], [3], [0]]), [11])
 
 
 @pytest.mark.parametrize("masked", [False, True])
