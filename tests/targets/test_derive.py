@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -77,6 +78,13 @@ def test_experts_may_be_given_layer_by_layer_and_alternate_with_dense_layers():
     assert described(raw).intermediate_size == (2 + 1) * 48
     assert count_parameters(text_config(raw)).chosen == 2 / 8
     assert described({"model_type": "qwen2_moe", "decoder_sparse_step": 2}).intermediate_size == 5632
+
+
+def test_rope_is_that_of_full_attention_where_layers_differ_or_of_the_others_where_it_has_none():
+    wide, narrow = ({"rope_type": "default", "rope_theta": theta} for theta in (5e5, 2e4))
+    for full, theta in ((wide, 5e5), (None, 2e4)):
+        text = SimpleNamespace(rope_parameters={"sliding_attention": narrow, "full_attention": full})
+        assert description._rope(text) == (theta, {})
 
 
 def target_of(name):
@@ -258,6 +266,7 @@ NO_TARGETS = [
     ({"model_type": "mixtral", "intermediate_size": 0}, "does not say moe_intermediate_size, which a drafter needs$"),
     # transformers raises what is no AttributeError for its head_dim, which is wider in every sixth layer.
     ({"model_type": "gemma4_text"}, "its layers differ in head_dim, so eagle31 makes no drafter for it$"),
+    ({"model_type": "inkling_text"}, "is a inkling_text, for which eagle31 makes no drafter: it has not been tried$"),
     *(({"model_type": kind}, "its layers pass on 4 streams of states") for kind in ("hy_v4", "deepseek_v4")),
     ({"model_type": "qwen3", "draft_vocab_size": 200}, DRAFTER),
     ({"model_type": "qwen3", "architectures": ["Eagle3Speculator"]}, DRAFTER),
