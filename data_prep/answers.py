@@ -14,7 +14,7 @@ from threading import Lock, Thread
 from typing import Any
 
 from data_prep import written
-from data_prep.client import Failed, NoAnswer, Server
+from data_prep.client import NoAnswer, Server
 from data_prep.dialogue import PromptTurn
 from data_prep.journal import Answer, Outcomes
 from data_prep.masks import EMPTY
@@ -240,19 +240,19 @@ class Remote(Engine):
 
     def _one(self, asked: Request, sampling: Sampling) -> Completion:
         """Ask the server with the fewest requests under way. Drop a server that gives no answer, unless it is the last.
-        If one server fails on a request, ask the others, too."""
-        failed: dict[Server, Failed] = {}
+        If one server refuses a request or fails on it, ask the others, too."""
+        refused: dict[Server, Refused] = {}
         while True:
             with self.lock:
-                left = [server for server in self.servers if server not in failed]
+                left = [server for server in self.servers if server not in refused]
                 if not left:
-                    raise next(iter(failed.values()))
+                    raise next(iter(refused.values()))
                 server = min(left, key=lambda one: one.under_way)
                 server.under_way += 1
             try:
                 return server.complete(asked, sampling)
-            except Failed as error:
-                failed[server] = error
+            except Refused as error:  # another may take longer prompts
+                refused[server] = error
             except NoAnswer as error:
                 with self.lock:
                     if self.servers == [server]:

@@ -47,10 +47,6 @@ class NoAnswer(UserError):  # noqa: N818 (of one server: others may answer)
     """A server gives no answer, even after retries."""
 
 
-class Failed(Refused):
-    """A server fails on one request, even after retries; another server may not."""
-
-
 class _Unreadable(Exception):  # noqa: N818 (another try may fare better)
     """The response is not a completion, but, e.g., a proxy's page."""
 
@@ -74,7 +70,7 @@ class Server:
 
     def complete(self, asked: Request, sampling: Sampling) -> Completion:
         """Return what the target writes after a prompt's token ids. UserError if no prompt would succeed (NoAnswer if
-        another server may answer), Refused if this prompt is refused."""
+        another server may answer), Refused if the server refuses this prompt, or fails on it even after retries."""
         body = {
             "model": self.model,
             "prompt": asked.ids,
@@ -143,7 +139,7 @@ class Server:
                 break
         if problem.startswith(FAILS) and self.failures_left:  # some servers fail on some prompts, each time
             self.failures_left -= 1
-            raise Failed(f"the server fails on the request: {problem}")
+            raise Refused(f"the server fails on the request: {problem}")
         remedy = "see vLLM's log" if self.own else "check data.generate.server and data.generate.model"
         raise NoAnswer(f"no answer from {self.url} ({problem}): {remedy}")
 

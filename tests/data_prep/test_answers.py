@@ -13,7 +13,7 @@ from pipeline import flip_bit
 
 from data_prep import client, written
 from data_prep.answers import Job, Remote, target_inputs
-from data_prep.client import Failed, NoAnswer, Server
+from data_prep.client import NoAnswer, Server
 from data_prep.dialogue import turns_of
 from eagle31_train.common.errors import Refused
 from eagle31_train.config import Config, DataConfig, GenerateConfig, SelfPromptsConfig, TargetConfig
@@ -157,10 +157,10 @@ def test_a_server_that_fails_on_some_prompts_each_time_is_asked_the_others(serve
             outcomes.append(type(asking.complete(ASKED, UP_TO)))
         except (NoAnswer, Refused) as error:
             outcomes.append(type(error))
-    assert outcomes == [NoAnswer, tuple, Failed, tuple, *[Failed] * client.FAILURES, NoAnswer]
+    assert outcomes == [NoAnswer, tuple, Refused, tuple, *[Refused] * client.FAILURES, NoAnswer]
 
 
-def test_what_one_of_several_servers_fails_on_is_asked_of_the_others(chatml, monkeypatch):
+def test_what_one_of_several_servers_refuses_or_fails_on_is_asked_of_the_others(chatml, monkeypatch):
     """Until then it was lost for good, though the others would answer it."""
     remote = Remote(Config(name="t", target=TargetConfig(path="m"), data=REMOTE), chatml)
     hard, easy, asked = Request([1], 0.0, 0), Request([2], 0.0, 0), []
@@ -168,13 +168,13 @@ def test_what_one_of_several_servers_fails_on_is_asked_of_the_others(chatml, mon
     def complete(server, request, _):
         asked.append((request, remote.servers.index(server)))
         if request == hard or server is remote.servers[0]:
-            raise Failed("HTTP 500")
+            raise Refused("HTTP 400")
         return IDS, "stop"
 
     monkeypatch.setattr(Server, "complete", complete)
     outcomes = dict(remote.complete({"hard": hard, "easy": easy}, UP_TO))
     assert outcomes["easy"] == (IDS, "stop")
-    assert type(outcomes["hard"]) is Failed
+    assert type(outcomes["hard"]) is Refused
     assert {index for request, index in asked if request == hard} == {0, 1}
     assert len(remote.servers) == 2
 
