@@ -70,8 +70,10 @@ def prepare(config: Config, resources: ExitStack) -> Trainer | None:
 def tell_of_early_end(config: Config, planned: int) -> None:
     """Say if a finished run has fewer steps than planned because it was ended by train.finish, which is off now."""
     manifest = config.train_folder / artifacts.MANIFEST
-    steps = artifacts.read_json(manifest, "train.py").get("steps", planned)
-    if steps < planned and config.train.early_stop is None and not config.train.finish:
+    record = artifacts.read_json(manifest, "train.py")
+    steps, t = record.get("steps", planned), config.train
+    ended = "planned" in record or (steps < planned and t.early_stop is None)  # earlier versions lack "planned"
+    if ended and not t.finish:
         say(f"train: it was ended after step {steps} of {planned} (train.finish): to train on, remove {manifest}")
 
 

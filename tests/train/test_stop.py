@@ -147,6 +147,15 @@ def test_a_stopped_run_ends_at_its_checkpoint_where_that_is_asked(new_run, by_on
     assert_close(run.fit(*SHORT).weights(), by_one(*SHORT).weights(), 0)
 
 
+def test_that_a_run_was_ended_by_hand_is_told_where_it_could_have_stopped_early_too(new_run, capsys):
+    run, early = new_run(), "train.early_stop=99"
+    with calling("train.trainer.accumulate", tell, "before", 5), pytest.raises(Stopped):
+        run.fit(*SHORT, early)
+    run.fit(*SHORT, early, "train.finish=true")
+    run.fit(*SHORT, early)
+    assert "it was ended after step 6 of " in capsys.readouterr().out
+
+
 def test_extraction_waits_no_more_for_a_run_that_was_ended_at_its_checkpoint(new_run):
     run, options = new_run(), ["store.follow=true", "train.window_tokens=20", "train.epochs=1"]
     storage = storage_of(run.config(*options))
