@@ -25,6 +25,9 @@ def served(config: Config) -> DrafterCheckpoint:
     UserError if training is not finished or damaged, the options would drop nothing, vLLM would not serve the result,
     or the data that says which tokens are used is missing or not the run's."""
     checkpoint = DrafterCheckpoint.of_run(Path(config.run_dir), config.data_folder)
+    wanted, has = config.data.draft_vocab_size, checkpoint.shape.draft_vocab_size
+    if wanted is not None and wanted < has:
+        note(f"data.draft_vocab_size={wanted} has no effect after training, with {has}: set export_vocab_size={wanted}")
     if config.export_sliding_window is not None:
         checkpoint = windowed(checkpoint, config.export_sliding_window)
     if config.export_vocab_size is not None:

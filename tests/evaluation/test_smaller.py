@@ -97,6 +97,14 @@ def test_the_most_used_tokens_are_kept_and_score_as_before(run, model, capsys):
     assert again.shape.draft_vocab_size == 6
 
 
+def test_that_the_draft_vocabulary_is_made_smaller_by_another_option_is_told(run, capsys):
+    told = []
+    for size in (19, 20, 21):  # training's is 20
+        opened(run, f"data.draft_vocab_size={size}")
+        told.append("set export_vocab_size=19" in capsys.readouterr().out)
+    assert told == [True, False, False]
+
+
 def test_what_drops_nothing_or_cannot_be_written_or_served_is_refused(run):
     run.tell_of_data(end_ids=DrafterCheckpoint.open(run.folder).vocab.target_ids[:2].tolist())
     assert "must be below the drafter's 20 draft tokens" in message_of(opened, run, "export_vocab_size=20")
