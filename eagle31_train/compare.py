@@ -40,6 +40,7 @@ from eagle31_train.config import Config
 from eagle31_train.evaluation.evaluating import evaluate
 from eagle31_train.evaluation.serving import measure_serving
 from eagle31_train.evaluation.serving.engine import check as check_serving
+from eagle31_train.evaluation.workloads import asked
 from eagle31_train.reporting import evaluation_page, recipe, tables
 from eagle31_train.reporting.markdown import public
 from eagle31_train.targets.chat import ChatTemplate
@@ -76,7 +77,8 @@ def main(argv: list[str] | None = None) -> None:
 
 def compare(trainings: Named, config: Config) -> None:
     """Measure the drafters and write which is better; UserError for whatever the user can correct."""
-    out = folder_of(trainings, config)
+    prompts = asked(config)
+    out = folder_of(trainings, prompts, config)
     engine = check_serving(config) if config.evaluate.backend == "vllm" else None
     drafts = {name: exported(some[0]) for name, some in trainings.items()} if engine else {}
     data = read_data(config)
@@ -91,6 +93,7 @@ def compare(trainings: Named, config: Config) -> None:
             "title": f"{', '.join(others)} against {first}" if others else first,
             "target": config.target.name,
             "trainings": trainings,
+            "asked": prompts,
             "identities": {name: [one.identity for one in some] for name, some in checkpoints.items()},
             "command": f"eagle31 compare {shlex.join([*words, *recipe.overrides(config)])}",
             "verified": config.compare.verified,
@@ -206,19 +209,24 @@ def exported(drafter: str) -> Path:
     return folder / "export"
 
 
-def folder_of(trainings: Named, config: Config) -> Path:
-    """Return the folder to write to; UserError if the comparison there has drafters that this one lacks."""
+def folder_of(trainings: Named, prompts: dict[str, str], config: Config) -> Path:
+    """Return the folder to write to; UserError if the comparison there has drafters or `prompts` (see `asked`) that
+    this one lacks."""
     name = "-".join(re.sub(r"[^\w.]+", "_", name) for name in trainings)
     out = COMPARISONS / name if config.compare.out is None else Path(config.compare.out)
     result = out / evaluation_page.RESULT
     if not config.overwrite and result.is_file():
-        earlier = artifacts.read_json(result, "this command").get("trainings", {})
+        record = artifacts.read_json(result, "this command")
+        earlier, remedy = record.get("trainings", {}), "set another compare.out=…, or replace it with overwrite=true"
         there, here = (
             {n: [Path(one).resolve() for one in some] for n, some in of.items()} for of in (earlier, trainings)
         )
         if not there.items() <= here.items():
             words = shlex.join(f"{name}:{','.join(some)}" for name, some in earlier.items())
-            raise UserError(f"{out} compares {words}: set another compare.out=…, or replace it with overwrite=true")
+            raise UserError(f"{out} compares {words}: {remedy}")
+        if lacking := sorted(dict(record.get("asked", {}).items() - prompts.items())):
+            which = ", ".join(lacking)
+            raise UserError(f"{out} is also on prompts that this command does not ask ({which}): {remedy}")
     return out
 
 

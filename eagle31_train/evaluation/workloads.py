@@ -137,6 +137,18 @@ def inputs(config: Config) -> dict[str, Any]:
     return facts
 
 
+def asked(config: Config) -> dict[str, str]:
+    """Return the names of the workloads, and a fingerprint of the set that each one's prompts are from."""
+    facts, sets = inputs(config), {HELDOUT: ""} if config.evaluate.prompts is None else {}
+    sets |= {name: artifacts.fingerprint(facts[option]) for name, (option, _) in _suites(config).items()}
+    forms = [None, *(one.name for one in _perturbations(config))]
+    return {_named(suite, form): prompts for suite, prompts in sets.items() for form in forms}
+
+
+def _named(suite: str, perturbation: str | None) -> str:
+    return f"{suite} · {perturbation}" if perturbation else suite
+
+
 def _layout(file: Path) -> int:
     """Return the earliest layout of suites that reads a file's rows as the newest does, so that what was measured on
     them stays up to date."""
@@ -186,7 +198,7 @@ def _plain(suite: str, prompts: list[Prompt], config: Config, longest: int, meas
 
 
 def _perturbed(plain: Workload, perturbation: Perturbation, context: Context, longest: int) -> Workload:
-    name = f"{plain.suite} · {perturbation.name}"
+    name = _named(plain.suite, perturbation.name)
     perturbed: list[Prompt] = []
     left_out = {prompt: why for prompt, why in plain.left_out.items() if why == MEASURED}
     for prompt in plain.prompts:

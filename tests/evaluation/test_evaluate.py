@@ -256,6 +256,24 @@ def test_a_folder_takes_more_drafters_but_no_fewer(run, call, tmp_path):
     assert f"mine compares {' '.join(both)}: set another compare.out=…" in line
 
 
+def test_a_folder_takes_more_prompts_but_no_others(run, call, prompts, tmp_path):
+    given, more = f"compare.out={tmp_path / 'mine'}", "evaluate.perturbations=[no_template]"
+
+    def refused(*options):
+        code, line = call(run.folder, given, *options, default=None)
+        return code, line.partition("is also on prompts that this command does not ask ")[2][:30]
+
+    call(run.folder, given, default=None)
+    assert refused(prompts) == (2, "(heldout): set another compare")
+    call(run.folder, given, prompts, "overwrite=true", default=None)
+    call(run.folder, given, prompts, more, default=None)
+    before = (tmp_path / "mine" / "result.json").read_bytes()
+    assert refused(prompts) == (2, "(prompts · no_template): set a")
+    write_rows(tmp_path / "prompts.jsonl", [{"prompt": "hello"}])  # the same file
+    assert refused(prompts, more) == (2, "(prompts, prompts · no_templat")
+    assert (tmp_path / "mine" / "result.json").read_bytes() == before
+
+
 def test_published_drafters_need_no_run(run, call, prompts, tmp_path, monkeypatch, capsys):
     for name, seed in (("a", 0), ("b", 1)):
         one = run.another(name, seed)
