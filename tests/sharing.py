@@ -25,7 +25,7 @@ from torch import distributed as dist
 from benchmarks.shapes import turns
 from eagle31_train.config import TrainConfig
 from eagle31_train.model import context_parallel
-from eagle31_train.model.context_parallel import DealHeads, Mesh, Places
+from eagle31_train.model.context_parallel import Mesh, Places
 from eagle31_train.model.packing import make_layout
 from train import loader, optimizer
 from train import step as arithmetic
@@ -37,16 +37,14 @@ SHAPES = {
     "gqa": make_shape(),
     "mla": make_mla_shape(),
     "layers": make_shape(num_layers=2, norm_before_fc=True, norm_output=False),
-    "dealt layers": make_shape(num_layers=2, num_key_value_heads=4, sliding_window=7),
-    "dealt parallel": make_shape(num_key_value_heads=4, parallel=True, ptd_token_id=49),
-    "undivided heads": make_mla_shape(num_attention_heads=3),
+    "windowed layers": make_shape(num_layers=2, sliding_window=7),
+    "parallel": make_shape(parallel=True, ptd_token_id=49),
 }
 # Name → shape, documents, options of the training.
 STEPS = {name: (name, RAGGED, {}) for name in SHAPES}
 STEPS |= {
-    "dealt, one position": ("dealt layers", {4: [2]}, {"oov": "keep"}),
     "recomputed": ("mla", RAGGED, {"activation_checkpointing": True}),
-    "dealt layers, recomputed": ("dealt layers", RAGGED, {"activation_checkpointing": True}),
+    "windowed layers, recomputed": ("windowed layers", RAGGED, {"activation_checkpointing": True}),
     "in three parts": ("gqa", RAGGED, {"gradient_accumulation_steps": 3}),  # of four ranks, more than documents
     "some slots": ("gqa", RAGGED, {"slots_per_batch": 20}),
     "some slots, in three parts": ("gqa", RAGGED, {"slots_per_batch": 20, "gradient_accumulation_steps": 3}),
@@ -56,9 +54,8 @@ STEPS |= {
     "fp32": ("gqa", RAGGED, {"precision": "no"}),
     "bf16": ("gqa", RAGGED, {"precision": "bf16"}),
 }
-# What four ranks that share might do otherwise than two: keys and heads reach more of them, and some have nothing.
-BY_FOUR = {"gqa", "mla", "layers", "dealt layers", "dealt, one position", "undivided heads", "one position"}
-BY_FOUR |= {"nothing to train", "dealt parallel", "bf16"}
+# What four ranks that share might do otherwise than two: keys reach more of them, and some have nothing.
+BY_FOUR = {"gqa", "mla", "layers", "windowed layers", "one position", "nothing to train", "parallel", "bf16"}
 UNSHARED = {"gqa", "in three parts", "some slots", "some slots, in three parts", "fp32", "nothing to train"}
 WHO = {1: UNSHARED, 2: STEPS, 4: BY_FOUR}
 CASES = [(name, context) for context, names in WHO.items() for name in STEPS if name in names]
@@ -128,37 +125,17 @@ def drop_remote_gradients(_, mine, everyone, group):
     mine.copy_(everyone.chunk(group.size())[dist.get_rank(group)])
 
 
-@instead_of(context_parallel._Exchanged, "backward")
+@instead_of(context_parallel._Gathered, "backward")
 def detach_remote_keys(right, ctx, *grads):
-    return *(0 * grad for grad in right(ctx, *grads)[:2]), None
+    return *(0 * grad for grad in right(ctx, *grads)[:2]), None, None
 
 
 own_offsets = of_part(lambda batch, *_: {"layout": make_layout(batch.layout.documents, batch.slot_rows)})
 own_positions = of_part(lambda batch, *_: {"positions": torch.arange(len(batch.positions))})
 
 
-def in_rank_order(name):
-    """Positions or slots of all ranks are taken for those of rank 0, then those of rank 1."""
-
-    def change(batch, *_):
-        right = getattr(batch.shared, name)
-        return {"shared": replace(batch.shared, **{name: Places(right.rows.sort().values, right.most)})}
-
-    return of_part(change)
-
-
-@instead_of(DealHeads, "forth")
-def with_own_merge(right, exchange, x):
-    """The gradient of dealt heads takes this rank's own outputs for those of the slots of all ranks."""
-    got = right(exchange, x)
-    return got.flip(0) if x.ndim == 2 else got  # log-sum-exps of other slots
-
-
-@instead_of(DealHeads, "back")
-def keep_own_heads(right, exchange, x, count):
-    own = right(exchange, x, count).tensor_split(exchange.group.size(), 1)
-    rank = dist.get_rank(exchange.group)
-    return torch.cat([part * (index == rank) for index, part in enumerate(own)], 1)
+# Positions of all ranks are taken for those of rank 0, then those of rank 1.
+in_rank_order = of_part(lambda batch, *_: {"shared": Places(batch.shared.rows.sort().values, batch.shared.most)})
 
 
 @instead_of(arithmetic, "reduce_sums")
@@ -171,16 +148,11 @@ PLANTED = {
     "remote key gradients dropped": ("gqa", drop_remote_gradients),
     "no key gradients": ("gqa", detach_remote_keys),
     "causal offset among a rank's own positions": ("gqa", own_offsets),
-    "keys in the order of ranks": ("gqa", in_rank_order("context")),
+    "keys in the order of ranks": ("gqa", in_rank_order),
     "RoPE positions of the part": ("gqa", own_positions),
     "N_k of each rank": ("gqa", count_own_pairs),
     "N_k of the whole on every rank": ("gqa", whole("population")),
     "eligible pairs of the whole on every rank": ("gqa", whole("eligible")),
-    "no gradients of dealt keys": ("mla", detach_remote_keys),
-    "dealt keys in the order of ranks": ("mla", in_rank_order("context")),
-    "dealt slots in the order of ranks": ("mla", in_rank_order("slots")),
-    "other slots' log-sum-exp in the gradient": ("mla", with_own_merge),
-    "other ranks' heads dropped": ("mla", keep_own_heads),
 }
 
 
@@ -214,7 +186,7 @@ def memory(kind, mesh, group=None):
     """Bytes after the forward pass, and at the worst moment, of two long conversations."""
     objective, batch = plan_cases.objective_and_batch(LONG[kind], MASKS, DEEP, part=mesh.part)
     objective.drafter.context_group, objective.drafter.recompute = group, kind == "mla"
-    with lasting("all_gather_into_tensor"), lasting("reduce_scatter_tensor"), lasting("all_to_all_single"):
+    with lasting("all_gather_into_tensor"), lasting("reduce_scatter_tensor"):
         return plan_cases.measure(objective, batch, torch.full((DEEP,), 1e-3))
 
 

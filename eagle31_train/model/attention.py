@@ -39,7 +39,7 @@ def unrolled_attention(
         q: [S, h, d] queries of the slots at this step.
         k0, v0: [N, g, d] and [N, g, dv], step-0 keys and values of every position.
         own_k, own_v: for each step 1..k, [S, g, d] and [S, g, dv]: the slots' own keys and values.
-        layout: documents and slots. With `heads`, it has all ranks' slots; k0 and v0 have only this rank's heads.
+        layout: documents and slots.
         fused: merge own keys with the kernel in eagle31_train/kernels/own_keys.py, which computes in fp32.
         window: width W of the sliding window, if any.
     """
@@ -61,10 +61,7 @@ class _MergedAttention(torch.autograd.Function):
         ctx: Any, q: Tensor, k0: Tensor, v0: Tensor, layout: Layout, scale: float, left: Left, fused: bool, *own: Tensor
     ) -> Tensor:
         """Return the attention, [S, h, dv]. own: k keys [S, g, d], then k values [S, g, dv]."""
-        heads = layout.heads
-        result, lse = context_forward(q if heads is None else heads.forth(q), k0, v0, layout, scale, left)
-        if heads is not None:
-            result, lse = heads.back(result, len(q)), heads.back(lse, len(q))
+        result, lse = context_forward(q, k0, v0, layout, scale, left)
         if own and fused:
             result, lse = merge_own_keys(q, result, lse, *_stacked(own), scale)
         elif own:
@@ -85,14 +82,9 @@ class _MergedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k0, v0, out, lse, *own = ctx.saved_tensors
-        scale, heads, rest = ctx.scale, ctx.layout.heads, (None,) * 4
+        scale, rest = ctx.scale, (None,) * 4
         dout = grads[0].to(q.dtype).contiguous()
-        there = (lambda x: x) if heads is None else heads.forth
-        rows = there(dout), there(q), k0, v0, there(out), there(lse)
-        dq, dk0, dv0 = context_backward(*rows, ctx.layout, scale, ctx.left)
-        del rows
-        if heads is not None:
-            dq = heads.back(dq, len(q))
+        dq, dk0, dv0 = context_backward(dout, q, k0, v0, out, lse, ctx.layout, scale, ctx.left)
         if not own:
             return dq, dk0, dv0, *rest
         if ctx.fused:

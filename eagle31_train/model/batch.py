@@ -53,16 +53,6 @@ class Chunk(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Shared:
-    """Context parallelism: what a rank with one part of a batch knows about all parts."""
-
-    context: Places  # of the C positions
-    slots: Places
-    layout: Layout  # of the slots among the positions
-    everywhere: Layout  # of all positions
-
-
-@dataclass(frozen=True)
 class Batch:
     """Packed documents and the pairs to train. N tokens, S slots, J supervised positions, P pairs.
 
@@ -94,7 +84,7 @@ class Batch:
     eligible_prefix: Tensor  # [K] int64: slots eligible at every step 0..k
     population: Tensor  # [K] int64: trained pairs of all slots, in the subset or not: this batch's part of N_k
     scale: float  # multiplies the weight of every pair: 1 without a subset
-    shared: Shared | None = None
+    shared: Places | None = None  # context parallelism: the C positions of all ranks
 
     @property
     def ttt_length(self) -> int:
@@ -143,13 +133,10 @@ def build_batch(
     spans = [span for span in pairwise([0, *sizes.cumsum(0).tolist()]) if span[0] < span[1]]
     shared, states = None, [slice(size) for size in sizes.tolist()]
 
-    def among(some: Tensor) -> Layout:
-        return make_layout(spans, torch.searchsorted(whole, some))
-
     index, count = part
     if count > 1:
         rank = torch.cat([owners(some, count) for some in trained.any(1).split(edges.diff().tolist())])
-        shared = Shared(make_places(rank[context], count), make_places(rank[slot], count), among(slot), among(context))
+        shared = make_places(rank[context], count)
         mine = rank == index
         eligible, trained, population = (some & mine[:, None] for some in (eligible, trained, population))
         slot, context = slot[mine[slot]], context[mine[context]]
@@ -175,8 +162,8 @@ def build_batch(
         reads=reads,
         positions=within[context],
         slot_rows=torch.searchsorted(context, slot),
-        layout=among(slot),
-        everywhere=among(context),
+        layout=make_layout(spans, torch.searchsorted(whole, slot)),
+        everywhere=make_layout(spans, torch.searchsorted(whole, context)),
         teacher=concatenate([d.last for d in documents])[torch.searchsorted(held, teachers)],
         top1=torch.cat([d.top1 for d in documents])[teachers],
         pair_row=(steps * len(slot) + rows)[order],

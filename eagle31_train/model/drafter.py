@@ -17,7 +17,6 @@ step 0, and only slots from step 1 on. The last layer, usually the only one, com
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,7 +28,7 @@ from torch.nn import functional as F
 from eagle31_train.config import DrafterShape
 from eagle31_train.model.attention import unrolled_attention
 from eagle31_train.model.batch import Batch
-from eagle31_train.model.context_parallel import DealHeads, Exchange, GatherRows, deals_heads
+from eagle31_train.model.context_parallel import gather_keys
 from eagle31_train.model.layer import Layer, Project, applied_to
 from eagle31_train.model.linear import Linear, compute_dtype, linear
 from eagle31_train.model.norm import RMSNorm
@@ -134,9 +133,11 @@ class Drafter(nn.Module):
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Run all K steps of every slot of a packed batch → outputs z [K, S, D]; mean RMS [K] of the states g_k."""
-        exchange, layout, everywhere = self._sharing(batch)
-        run = checkpointed if self.recompute else call
-        stack = [AttendingLayer(layer, run, self.fused, exchange) for layer in self.stack]
+        run, gather = checkpointed if self.recompute else call, None
+        if batch.shared is not None:
+            assert self.context_group is not None, "ranks that share documents need the group of them"
+            gather = partial(gather_keys, places=batch.shared, group=self.context_group)
+        stack = [AttendingLayer(layer, run, self.fused, gather) for layer in self.stack]
         ids, steps_read, of_step = batch.ids, batch.read, list(batch.reads)
         if self.shape.parallel:  # the mask token comes last, once for all slots
             mask_token = self.mask_token()
@@ -146,7 +147,7 @@ class Drafter(nn.Module):
         following = tokens.context(batch.following)
         reads = (tokens.step(rows) for rows in of_step)
 
-        layouts = everywhere, layout
+        layouts = batch.everywhere, batch.layout
         outputs, rms = [], []
         for g, z in self.unroll(stack, batch.aux, batch.positions, batch.slot_rows, layouts, following, reads):
             rms.append(g.detach().float().square().mean(-1).sqrt().sum() / max(len(g), 1))  # no slot: 0, not NaN
@@ -198,17 +199,6 @@ class Drafter(nn.Module):
             yield g, z
             g = h = self.feedback(h, z) if mask_state is None else mask_state
 
-    def _sharing(self, batch: Batch) -> tuple[Exchange | None, Layout, Layout]:
-        """Return how step-0 keys reach other ranks, the layout of the slots, and the layout of all positions."""
-        if (shared := batch.shared) is None:
-            return None, batch.layout, batch.everywhere
-        group = self.context_group
-        assert group is not None, "ranks that share documents need the group of them"
-        if not deals_heads(self.shape, group.size()):
-            return GatherRows(shared.context, group), batch.layout, batch.everywhere
-        slots, positions = DealHeads(shared.slots, group), DealHeads(shared.context, group)
-        return positions, replace(shared.layout, heads=slots), replace(shared.everywhere, heads=positions)
-
     def _answer(self, residual: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
         """h_k and z_k, [S, D] each."""
         h = self.stack[-1].finish(residual, attended)
@@ -221,13 +211,13 @@ class AttendingLayer:
     Args:
         run: calls a function, with or without activation checkpointing.
         fused: see `unrolled_attention`.
-        exchange: how the context's keys and values reach the other ranks that share it.
+        gather: makes all keys and values of the context of those of this rank, if several ranks share it.
     """
 
     def __init__(
-        self, layer: Layer, run: Callable[..., Any], fused: bool = False, exchange: Exchange | None = None
+        self, layer: Layer, run: Callable[..., Any], fused: bool = False, gather: Callable[..., Any] | None = None
     ) -> None:
-        self._layer, self.run, self._exchange = layer, run, exchange
+        self._layer, self.run, self._gather = layer, run, gather
         self._attention = partial(unrolled_attention, fused=fused, window=layer.self_attn.window)
         self.finish = partial(run, layer.finish)
         self._own_k: list[Tensor] = []
@@ -236,8 +226,8 @@ class AttendingLayer:
     def keep_context(self, states: Tensor, read: Read, positions: Tensor) -> None:
         """Compute and keep the step-0 keys and values of every position, from the layer's input states [C, D]."""
         self._k0, self._v0 = self.run(self._keys_values, states, read, positions)
-        if self._exchange is not None:
-            self._k0, self._v0 = self._exchange.keys_values(self._k0, self._v0)
+        if self._gather is not None:
+            self._k0, self._v0 = self._gather(self._k0, self._v0)
 
     def attend(
         self, states: Tensor, read: Read, positions: Tensor, layout: Layout, own: bool = False

@@ -11,8 +11,6 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from eagle31_train.model.context_parallel import DealHeads
-
 MOST_COPIES = 8.0  # copies of a key, on average: see `make_segments`
 
 
@@ -52,7 +50,6 @@ class Layout:
     slots: Tensor  # [S] int64, the packed position t of each slot, ascending
     runs: list[Run]  # the slots as stretches of consecutive positions within one document
     segments: Segments | None  # the runs for a flash kernel; None without slots
-    heads: DealHeads | None = None  # how ranks deal out heads, if the slots are those of several ranks
 
 
 def make_layout(documents: list[tuple[int, int]], slots: Tensor) -> Layout:

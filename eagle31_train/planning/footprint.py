@@ -15,7 +15,6 @@ from itertools import accumulate
 
 from eagle31_train.checkpoint.contract import weight_shapes
 from eagle31_train.config import DrafterShape
-from eagle31_train.model.context_parallel import deals_heads
 from eagle31_train.model.loss import LOGITS
 from eagle31_train.model.packing import MOST_COPIES
 from eagle31_train.planning.work import Widths, Work, widths
@@ -61,10 +60,8 @@ class Step:
 def activations(shape: DrafterShape, work: Work, step: Step) -> Activations:
     """Return the bytes of one micro-batch. work: what all ranks that share it have to do for it."""
     if step.context > 1:
-        # A rank with all heads has two pieces of a conversation, which cut two stretches, halfway on average. A rank
-        # with a share of the heads has whole stretches.
-        more = 0 if deals_heads(shape, step.context) else work.positions
-        work = replace(work * (1 / step.context), copies=work.copies / step.context + more)
+        # A rank has two pieces of a conversation, which cut two stretches, halfway on average.
+        work = replace(work * (1 / step.context), copies=work.copies / step.context + work.positions)
     w, value, low = widths(shape), step.value, step.value < FP32
     sizes = matrices(shape)
     head = sizes.pop("lm_head.weight")
@@ -115,16 +112,10 @@ def _backward(shape: DrafterShape, w: Widths, work: Work, step: Step) -> float:
     """Return the number of values: gradients of all keys and values, plus one step's MLP (with recomputation also what
     it keeps) or one step's attention, whichever is larger."""
     S, D, inner = work.slots[0], shape.hidden_size, shape.intermediate_size
-    seen, dealt = _seen(shape, work, step), step.context > 1 and deals_heads(shape, step.context)
+    seen = work.positions * step.context  # the step-0 keys that a device holds
     keys = shape.num_layers * (w.keys + w.values) * (seen + S * (work.ttt_length - 1))
     mlp = S * (4 * D + 6 * inner if step.recompute else 3 * inner)
-    exchanged = S * (w.queries + 2 * w.out) * dealt  # queries, outputs and their gradient, of a share of the heads
-    return keys + max(mlp, exchanged + (_flash(shape, w, work, seen) if step.flash and step.value < FP32 else 0))
-
-
-def _seen(shape: DrafterShape, work: Work, step: Step) -> float:
-    """Return the step-0 keys that a device holds; if it holds a share of the heads, the equivalent for all heads."""
-    return work.positions * (1 if deals_heads(shape, step.context) else step.context)
+    return keys + max(mlp, _flash(shape, w, work, seen) if step.flash and step.value < FP32 else 0)
 
 
 def _flash(shape: DrafterShape, w: Widths, work: Work, seen: float) -> float:
@@ -158,7 +149,7 @@ def _kept(shape: DrafterShape, w: Widths, work: Work, step: Step) -> float:
     query, latents = w.queries + w.rope + 2 * w.query_up[0], bool(w.query_up[0])
     values = work.tokens * 2 * D + work.read * D * (L == 1)  # embeddings and their norm; those that queries read
     values += work.positions * (_fused(shape, step) + D + L * key)  # fc's norms, g_0, keys
-    values += (_seen(shape, work, step) - work.positions) * L * (w.keys + w.values)  # keys and values of other ranks
+    values += work.positions * (step.context - 1) * L * (w.keys + w.values)  # keys and values of other ranks
     values += S * (K if shape.norm_output and not shape.parallel else 1) * D  # g_0, or z of every step
     values += rows * (2 * D + 2 * shape.intermediate_size + query + w.out)  # u, h; gate, up; attention
     values += L * S * (K - 1) * key  # a slot's own keys and values, at every step but the first
@@ -177,7 +168,7 @@ def _kept_recomputing(shape: DrafterShape, w: Widths, work: Work, step: Step) ->
     # Embeddings and their norm; the embeddings' half of the first projections.
     values = work.tokens * (2 * D + w.key_in) + work.read * (D + w.key_in) + asking * w.query_in
     values += work.positions * (_fused(shape, step) + D)  # fc's norms, g_0
-    values += _seen(shape, work, step) * L * (w.keys + w.values)
+    values += work.positions * step.context * L * (w.keys + w.values)
     values += S * K * D * shape.norm_before_residual + rows * (D + w.queries + w.out)  # state, query, output
     values += L * S * (K - 1) * (w.keys + w.values)
     masked = S * (K - 1) * shape.parallel  # as in `_kept`
