@@ -365,8 +365,8 @@ def make_batch(shape: DrafterShape, masks: Sequence[Tensor], options: Options) -
     keep_mask = torch.arange(V) < Vd
     subset = None
     if options.slots is not None:
-        subset = choose_slots(documents, options.ttt_length, keep_mask, "mask", options.slots, 0, 1)
-    return build_batch(documents, options.ttt_length, keep_mask, "mask", subset)
+        subset = choose_slots(documents, options.ttt_length, keep_mask, options.slots, 0, 1)
+    return build_batch(documents, options.ttt_length, keep_mask, subset)
 
 
 def _fake(batch: Batch, shape: DrafterShape, codec: str, mode: FakeTensorMode) -> Batch:

@@ -96,7 +96,7 @@ class Trainer:
 
         kept = torch.zeros(self.shape.vocab_size, dtype=torch.bool)
         kept[self.ids] = True
-        batch = build_batch([document(mask) for mask in masks], unroll, kept, "mask")
+        batch = build_batch([document(mask) for mask in masks], unroll, kept)
         return batch.pinned() if pin and self.accelerator.device.type == "cuda" else batch
 
     def step(self, batch: Batch) -> float:

@@ -176,9 +176,9 @@ def make_objective(shape, dtype=torch.float64, seed=0, exact=True):
     return Objective(drafter, teacher, "kl")
 
 
-def kept_mask(objective):
-    """[V] bool: what the objective's draft vocabulary holds."""
-    kept = torch.zeros(objective.drafter.shape.vocab_size, dtype=torch.bool)
+def kept_mask(objective, oov="mask"):
+    """[V] bool: what the objective's draft vocabulary holds, or, to keep what it lacks, all."""
+    kept = torch.full((objective.drafter.shape.vocab_size,), oov == "keep")
     kept[objective.teacher.target_ids] = True
     return kept
 

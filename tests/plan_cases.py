@@ -53,7 +53,7 @@ def objective_and_batch(shape, masks, unroll, dtype=torch.float32, codec="bf16",
     ]
     documents = [encoded(document, codec, codec) for document in documents]
     kept = torch.arange(V) < Vd
-    return Objective(drafter, teacher, "kl"), build_batch(documents, unroll, kept, "mask", part=part)
+    return Objective(drafter, teacher, "kl"), build_batch(documents, unroll, kept, part=part)
 
 
 # Logits at once, in pieces as large beside a block as a GPU's are; with a CPU's small ones other moments are the worst.

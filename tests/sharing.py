@@ -95,7 +95,7 @@ def step(name, mesh, group=None):
         backward=lambda loss: loss.backward(),
     )
     samples = [list(range(len(split.lengths)))]
-    [batch] = loader.load(split, samples, 0, t, 0, kept_mask(objective), accelerator)
+    [batch] = loader.load(split, samples, 0, t, 0, kept_mask(objective, t.oov), accelerator)
     sums, _ = arithmetic.accumulate(parallel, batch.micro_batches, batch.totals, t.gamma)
     named = [(name, p) for name, p in objective.drafter.named_parameters() if p.requires_grad]
     return {name: reduced(p.grad) / mesh.ranks for name, p in named}, sums.detach()
@@ -117,7 +117,7 @@ def of_part(change):
 
 def whole(name):
     right = loader.build_batch
-    return of_part(lambda batch, *arguments: {name: getattr(right(*arguments[:5]), name)})
+    return of_part(lambda batch, *arguments: {name: getattr(right(*arguments[:4]), name)})
 
 
 @instead_of(context_parallel.dist, "reduce_scatter_tensor")

@@ -26,8 +26,7 @@ from train.parallel import Parallel
 
 @torch.no_grad()
 def evaluate(parallel: Parallel, split: StoreSplit, t: TrainConfig, keep_mask: Tensor, count: int) -> dict[str, Any]:
-    """Return `summarise` of `count` conversations, spread over the split. keep_mask: [V] bool, which tokens of the
-    target the draft vocabulary holds."""
+    """Return `summarise` of `count` conversations, spread over the split. keep_mask: as `build_batch` takes it."""
     accelerator = parallel.accelerator
     chosen = [i * len(split) // count for i in range(count)]  # some data is ordered by source
     lengths = [split.lengths[i] for i in chosen]
@@ -44,7 +43,7 @@ def evaluate(parallel: Parallel, split: StoreSplit, t: TrainConfig, keep_mask: T
         # batch runs the first one of the round again, and does not count it.
         real = first + mesh.replica < len(batches)
         samples = [chosen[i] for i in batches[first + mesh.replica if real else first]]
-        batch = build_batch(split.read_all(samples), t.ttt_length, keep_mask, t.oov, part=mesh.part)
+        batch = build_batch(split.read_all(samples), t.ttt_length, keep_mask, part=mesh.part)
         sums += parallel.model(batch.to(accelerator.device), weights)[1] * float(real)
     return summarise(reduce_sums(accelerator, sums))
 

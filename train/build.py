@@ -78,10 +78,15 @@ def tokens_of_a_step(split: StoreSplit, t: TrainConfig) -> int:
     return batch_tokens
 
 
+def tokens_to_keep(vocab: DraftVocab, oov: str) -> Tensor:
+    """Return `build_batch`'s keep_mask [V] by `train.oov`."""
+    return torch.from_numpy(vocab.t2d) if oov == "mask" else torch.ones(vocab.target_size, dtype=torch.bool)
+
+
 def check_pairs(split: StoreSplit, vocab: DraftVocab, oov: str) -> None:
     """Raise UserError if no sample has a pair to train. Usually the first sample that is read has one."""
-    keep_mask = torch.from_numpy(vocab.t2d)
-    if not any(has_pairs(split.read(index, states=False), keep_mask, oov) for index in range(len(split))):
+    keep_mask = tokens_to_keep(vocab, oov)
+    if not any(has_pairs(split.read(index, states=False), keep_mask) for index in range(len(split))):
         raise UserError(
             f"the {len(split):,} samples of {split.store.location} have nothing to train: no answer has a token whose "
             f"prediction is in the draft vocabulary of {len(vocab):,} tokens: raise data.draft_vocab_size, and check "

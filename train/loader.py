@@ -88,7 +88,7 @@ def load(
 
     Args:
         batches: the samples of every step of the run.
-        keep_mask: [V] bool, which tokens of the target the draft vocabulary holds.
+        keep_mask: [V] bool, as `build_batch` takes it.
 
     Raises:
         Stopped: this process should stop, and shards that it waits for have not come. Nothing is saved, since that
@@ -107,7 +107,7 @@ def load(
         subset = None
         if t.slots_per_batch is not None:  # every rank makes the same choice, among the slots of all
             documents = [split.read(i, states=False) for i in samples]
-            subset = choose_slots(documents, t.ttt_length, keep_mask, t.oov, t.slots_per_batch, seed, step)
+            subset = choose_slots(documents, t.ttt_length, keep_mask, t.slots_per_batch, seed, step)
         micro_batches = []
         lengths, slots = split.sizes(samples)
         if subset is not None:  # drawn in runs, so that some documents have many and others none
@@ -119,7 +119,7 @@ def load(
         for part in dealt[mesh.replica :: mesh.replicas]:
             mine = order.longest_first(part, split.lengths) or [min(samples, key=split.lengths.__getitem__)]
             chosen = None if subset is None else subset.of([samples.index(i) for i in mine])
-            batch = build_batch(split.read_all(mine), t.ttt_length, keep_mask, t.oov, chosen, mesh.part)
+            batch = build_batch(split.read_all(mine), t.ttt_length, keep_mask, chosen, mesh.part)
             micro_batches.append(MicroBatch(batch.pinned() if pin else batch, bool(part)))
         split.passed(step)
         pairs = torch.stack([micro.batch.population * micro.real for micro in micro_batches]).sum(0)

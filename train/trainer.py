@@ -22,6 +22,7 @@ from eagle31_train.reporting.training_page import HELDOUT
 from eagle31_train.store import Store, StoreSplit
 from train import launch
 from train.acceptance import AcceptanceMeter, evaluate
+from train.build import tokens_to_keep
 from train.checkpoint import Saver, Snapshot
 from train.deadline import Deadline
 from train.loader import GlobalBatch, load
@@ -103,7 +104,7 @@ class Trainer:
     def __post_init__(self) -> None:
         self.t, self.heldout, self.accelerator = self.config.train, self.data.heldout, self.parallel.accelerator
         self.schedule = self.data.schedule
-        self.keep_mask = torch.from_numpy(self.data.draft_vocab.t2d)  # [V] bool
+        self.keep_mask = tokens_to_keep(self.data.draft_vocab, self.t.oov)
         self.first_step = self.state.step + 1
         # The run ends with the schedule, or earlier (`train.early_stop`, `train.finish`).
         self.last_step = self.state.step if self.state.ended(self.t) else len(self.schedule)

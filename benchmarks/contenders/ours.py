@@ -45,7 +45,7 @@ class Ours:
         drafter.lm_head.weight.requires_grad_(train_lm_head)
         teacher = Teacher(material.norm, material.shape.rms_norm_eps, material.head_rows.to(low), material.target_ids)
         self.objective = Objective(drafter, teacher, kind)
-        self.batch = build_batch([material.document], unroll, material.kept, "mask")
+        self.batch = build_batch([material.document], unroll, material.kept)
         if weights is None:
             weights = torch.tensor([GAMMA**k / max(n, 1) for k, n in enumerate(self.batch.trained.tolist())])
         self.weights = weights

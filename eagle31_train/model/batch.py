@@ -6,8 +6,8 @@ All index arithmetic of the recurrence is here, and only here:
                      predicts x[t+2+k], supervised by the target's distribution at t+1+k.
 
 A pair (t, k) is *eligible* if x[t+2+k] is in the same document and was written by the assistant. An eligible pair is
-*trained* if the draft vocabulary holds the target's arg-max at t+1+k; with `oov: keep` every eligible pair is. A slot
-exists if any of its pairs is trained.
+*trained* if the draft vocabulary holds the target's arg-max at t+1+k; with `train.oov=keep` every eligible pair is. A
+slot exists if any of its pairs is trained.
 
 A step may train a random subset of its slots (`choose_slots`). The subset is unbiased: its sums times `scale` are, on
 average, those of all slots.
@@ -104,7 +104,6 @@ def build_batch(
     documents: Sequence[Document],
     ttt_length: int,
     keep_mask: Tensor,
-    oov: str,
     subset: Subset | None = None,
     part: tuple[int, int] = (0, 1),
 ) -> Batch:
@@ -113,12 +112,11 @@ def build_batch(
     Args:
         documents: at least one; none sees another's tokens.
         ttt_length: K.
-        keep_mask: [V] bool, `t2d`: which target tokens the draft vocabulary holds.
-        oov: "mask" or "keep".
+        keep_mask: [V] bool, which arg-maxes of the target are trained (usually the draft vocabulary's `t2d`).
         subset: the slots to train and count; None for all.
         part: this rank's index among the ranks that share the documents, and their number (`context_parallel.py`).
     """
-    pairs = zip(*(_pairs(document, ttt_length, keep_mask, oov) for document in documents), strict=True)
+    pairs = zip(*(_pairs(document, ttt_length, keep_mask) for document in documents), strict=True)
     eligible, trained = (torch.cat(some) for some in pairs)  # [N, K] bool each
     edges = torch.tensor([0, *map(len, documents)]).cumsum(0)
     owner = torch.arange(len(documents)).repeat_interleave(edges.diff())  # the document of each token
@@ -180,7 +178,7 @@ def build_batch(
 
 
 def choose_slots(
-    documents: Sequence[Document], ttt_length: int, keep_mask: Tensor, oov: str, slots: int, seed: int, step: int
+    documents: Sequence[Document], ttt_length: int, keep_mask: Tensor, slots: int, seed: int, step: int
 ) -> Subset | None:
     """Draw exactly `slots` of a step's slots at random; return None if the step has no more than that.
 
@@ -190,7 +188,7 @@ def choose_slots(
     the slot before it is taken; before the first slot, if the last slot is taken. So every position has the same
     probability, and ratios such as the accuracy are unbiased.
     """
-    exists = torch.cat([_pairs(document, ttt_length, keep_mask, oov)[1].any(1) for document in documents])
+    exists = torch.cat([_pairs(document, ttt_length, keep_mask)[1].any(1) for document in documents])
     total = int(exists.sum())
     if total <= slots:
         return None
@@ -215,9 +213,9 @@ def draw_stretches(total: int, count: int, random: np.random.Generator) -> NDArr
     return np.roll(ring, random.integers(total))
 
 
-def has_pairs(document: Document, keep_mask: Tensor, oov: str) -> bool:
+def has_pairs(document: Document, keep_mask: Tensor) -> bool:
     """Return whether a document has anything to train, at any depth. States are not read."""
-    return bool(_pairs(document, 1, keep_mask, oov)[1].any())  # if (t, k) is a pair, so is (t + k, 0)
+    return bool(_pairs(document, 1, keep_mask)[1].any())  # if (t, k) is a pair, so is (t + k, 0)
 
 
 def _chunks(pair_teacher: Tensor, supervised: int) -> list[Chunk]:
@@ -227,14 +225,11 @@ def _chunks(pair_teacher: Tensor, supervised: int) -> list[Chunk]:
     return [Chunk(slice(*p), slice(*q)) for p, q in zip(pairwise(edges), pairwise(pairs), strict=True)]
 
 
-def _pairs(document: Document, ttt_length: int, keep_mask: Tensor, oov: str) -> tuple[Tensor, Tensor]:
+def _pairs(document: Document, ttt_length: int, keep_mask: Tensor) -> tuple[Tensor, Tensor]:
     """Eligible pairs and trained pairs of one document, [T, K] bool each."""
     T = len(document)
     predicted = torch.arange(T)[:, None] + 2 + torch.arange(ttt_length)  # x[t+2+k]
     inside = predicted < T
     predicted = predicted.clamp(max=T - 1)
     eligible = inside & document.loss_mask[predicted]
-    if oov == "keep":
-        return eligible, eligible
-    in_vocabulary = keep_mask[document.top1[predicted - 1]]  # arg-max at t+1+k
-    return eligible, eligible & in_vocabulary
+    return eligible, eligible & keep_mask[document.top1[predicted - 1]]  # arg-max at t+1+k

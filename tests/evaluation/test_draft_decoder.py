@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 import torch
-from conftest import make_document, make_mla_shape, make_objective, make_shape
+from conftest import kept_mask, make_document, make_mla_shape, make_objective, make_shape
 from planting import replaced
 
 from eagle31_train.model.batch import build_batch
@@ -43,7 +43,7 @@ def unrolled(objective, document, slot, tokens):
         aux=document.all_aux[: len(told)].float(),
         last=document.all_last[: len(told)].float(),
     )
-    packed = build_batch([own], K, torch.ones(objective.drafter.shape.vocab_size, dtype=torch.bool), "keep")
+    packed = build_batch([own], K, kept_mask(objective, "keep"))
     with torch.no_grad():
         z, _ = objective.drafter(packed)
     return z[:, packed.layout.slots.tolist().index(slot)]

@@ -49,7 +49,7 @@ def unrolled(draft):
     if shape.share_embedding:
         target.embedding.weight.data.copy_(run["embedding"])
     drafter = checkpoint.load(target, torch.float32, torch.float32)
-    batch = build_batch([document], len(wanted), torch.ones(shape.vocab_size, dtype=torch.bool), "keep")
+    batch = build_batch([document], len(wanted), torch.ones(shape.vocab_size, dtype=torch.bool))
     with torch.no_grad():
         return shape, drafter.lm_head(drafter(batch)[0]), wanted
 

@@ -52,7 +52,7 @@ def fresh_accelerator(monkeypatch):
 
 def gradients(objective, documents, device, unroll=K):
     """Gradients by name, loss and measures."""
-    packed = build_batch(documents, unroll, kept_mask(objective.cpu()), "mask")
+    packed = build_batch(documents, unroll, kept_mask(objective.cpu()))
     objective = objective.to(device)
     objective.zero_grad()
     weights = (0.8 ** torch.arange(unroll) / packed.trained).to(device, next(objective.parameters()).dtype)
@@ -143,7 +143,7 @@ def one_step(precision, kernels="plain", optimizer="adamw"):
     if kernels == "fused":
         objective.fuse_kernels()
     spread = parallelise(Accelerator(), objective, TrainConfig(weight_decay=0.1, optimizer=optimizer))
-    batches = [build_batch(part, K, kept, "mask").pinned() for part in (documents[:3], documents[3:])]
+    batches = [build_batch(part, K, kept).pinned() for part in (documents[:3], documents[3:])]
     for batch in batches:
         assert_pinned(batch)
     packed = torch.cat([sum(batch.population for batch in batches), torch.zeros(1, dtype=torch.int64)]).pin_memory()

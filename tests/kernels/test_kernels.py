@@ -219,7 +219,7 @@ def test_a_fused_objective_is_the_plain_one(shape):
     objective, generator = make_objective(shape, torch.float32), torch.Generator().manual_seed(1)
     objective.lk = 0.3
     documents = [make_document(shape, length, generator).to(torch.float32) for length in (6, 1, 8)]
-    batch = build_batch(documents, 3, kept_mask(objective), "mask")
+    batch = build_batch(documents, 3, kept_mask(objective))
     plain = losses_and_gradients(objective, batch)
     objective.fuse_kernels()
     torch.testing.assert_close(losses_and_gradients(objective, batch), plain, rtol=1e-4, atol=1e-5)

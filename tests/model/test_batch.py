@@ -133,7 +133,7 @@ def test_a_batch_without_a_slot_gives_zeros_and_no_nan(why, precision, lk):
     documents = [d.to(dtype) for d in documents]
     if why == "out of the vocabulary":
         documents = [replace(d, top1=torch.zeros_like(d.top1)) for d in documents]
-    packed = build_batch(documents, 3, kept, "mask")
+    packed = build_batch(documents, 3, kept)
     assert len(packed.layout.slots) == sum(packed.trained) == 0
     # The weights that other ranks' pairs give: this part must add nothing to them.
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):

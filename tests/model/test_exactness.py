@@ -184,7 +184,7 @@ def resources(patch, case):
 def ours(case, objective, documents):
     with pytest.MonkeyPatch.context() as patch:
         resources(patch, case)
-        packed = build_batch([documents[i] for i in case.order], case.unroll, kept_mask(objective), case.oov)
+        packed = build_batch([documents[i] for i in case.order], case.unroll, kept_mask(objective, case.oov))
         return train(objective, packed, weights_of(packed.trained.tolist(), case.gamma))
 
 
@@ -322,7 +322,7 @@ def realistic(draw, make, **widths):
 
 def train_in(low, objective, documents):
     """In bf16 as training runs it (autocast over fp32 weights), or fp32."""
-    packed = build_batch(documents, 7, kept_mask(objective), "mask")
+    packed = build_batch(documents, 7, kept_mask(objective))
     with torch.autocast("cpu", torch.bfloat16, enabled=low):
         return train(objective, packed, weights_of(packed.trained.tolist(), 0.8))
 

@@ -25,7 +25,7 @@ def allocations(shape, length):
     """Bytes at the worst moment of forward and backward, and of the largest piece: one document of answers."""
     objective = make_objective(shape, torch.float32)
     d = make_document(shape, length, torch.Generator().manual_seed(0), answer=slice(1, None))
-    packed = build_batch([d], K, kept_mask(objective), "keep")
+    packed = build_batch([d], K, kept_mask(objective, "keep"))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         objective(packed, torch.full((K,), 1e-3))[0].backward()
     events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]

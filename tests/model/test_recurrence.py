@@ -21,7 +21,7 @@ GAMMA = 0.8
 
 def trained(objective, documents, unroll=K):
     """Loss, gradients and measures of the project."""
-    packed = build_batch(documents, unroll, kept_mask(objective), "mask")
+    packed = build_batch(documents, unroll, kept_mask(objective))
     return train(objective, packed, weights_of(packed.trained.tolist(), GAMMA))
 
 
@@ -201,7 +201,7 @@ def test_a_planted_mistake_is_caught(shape, mistake, monkeypatch):
 def test_rms_is_of_the_state_that_each_step_reads():
     objective, _ = make_tiny()
     d = make_document(objective.drafter.shape, 24, torch.Generator().manual_seed(1), list(range(9, 14)))
-    packed = build_batch([d], K, kept_mask(objective), "keep")  # no step is past its end
+    packed = build_batch([d], K, kept_mask(objective, "keep"))  # no step is past its end
     found = train(objective, packed, weights_of(packed.trained.tolist(), 0.8)).measured
     weights, sums = dict(objective.drafter.named_parameters()), torch.zeros(K, dtype=torch.float64)
     reference = ReferenceDrafter(objective.drafter.shape, weights, objective.drafter.shared_embedding)

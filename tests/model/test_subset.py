@@ -44,7 +44,7 @@ def plan(monkeypatch):
 
 
 def slots_in(objective, documents):
-    return len(build_batch(documents, K, kept_mask(objective), "mask").layout.slots)
+    return len(build_batch(documents, K, kept_mask(objective)).layout.slots)
 
 
 @given(st.integers(1, 90), st.data())
@@ -62,14 +62,14 @@ def test_the_choice_does_not_move_between_releases(tiny):
     """A continued run must train what the stopped one would have: this choice is part of the format."""
     objective, generator = tiny[0], torch.Generator().manual_seed(0)
     documents = [make_document(objective.drafter.shape, 100, generator, range(2, 100)) for _ in range(2)]
-    chosen = choose_slots(documents, K, kept_mask(objective), "keep", 70, 7, 3)
+    chosen = choose_slots(documents, K, kept_mask(objective, "keep"), 70, 7, 3)
     wanted = [[*range(29), *range(73, 79)], [*range(25, 57), *range(95, 100)]]
     assert [flags.nonzero()[:, 0].tolist() for flags in chosen.taken] == wanted
 
 
 def measure(objective, documents, subset=None):
     """Loss, gradients and scaled sums of measures of one choice."""
-    packed = build_batch(documents, K, kept_mask(objective), "mask", subset)
+    packed = build_batch(documents, K, kept_mask(objective), subset)
     weights = GAMMA ** torch.arange(K, dtype=torch.float64) / packed.population.clamp(min=1)
     found = train(objective, packed, weights * packed.scale)
     sums = {name: measured.double() * packed.scale for name, measured in vars(found.measured).items()}
@@ -88,7 +88,7 @@ def test_the_mean_over_all_choices_is_loss_gradient_and_measures_of_all_slots(ti
     found = []
     for turn in range(slots_in(objective, documents)):
         plan(gaps, turn)
-        chosen = choose_slots(documents, K, kept_mask(objective), "mask", SLOTS, 0, 1)
+        chosen = choose_slots(documents, K, kept_mask(objective), SLOTS, 0, 1)
         found.append(measure(objective, documents, chosen))
     ours = mean(found)
     for name, theirs in measure(objective, documents).items():

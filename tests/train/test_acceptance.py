@@ -202,12 +202,12 @@ def test_ranks_share_an_evaluation_which_counts_each_conversation_once(tiny, mon
     monkeypatch.setattr(during, "summarise", lambda sums: sums)
 
     def sums(count, ranks, oov="mask"):
-        t = TrainConfig(ttt_length=3, batch_tokens=1, oov=oov)  # batches of the longest conversation's size
+        t = TrainConfig(ttt_length=3, batch_tokens=1)  # batches of the longest conversation's size
         total = torch.zeros(())
         for rank in range(ranks):
             accelerator = SimpleNamespace(num_processes=ranks, process_index=rank, device=torch.device("cpu"))
             parallel = SimpleNamespace(accelerator=accelerator, model=objective)
-            total = total + during.evaluate(parallel, Split(documents), t, kept_mask(objective), count)
+            total = total + during.evaluate(parallel, Split(documents), t, kept_mask(objective, oov), count)
         return total
 
     for count in range(1, len(documents) + 1):

@@ -109,7 +109,7 @@ def test_deterministic_kernels_are_asked_for_before_cuda_starts(monkeypatch, tin
         assert torch.are_deterministic_algorithms_enabled()
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-        batch = build_batch(documents, 3, kept_mask(objective), "mask")
+        batch = build_batch(documents, 3, kept_mask(objective))
         objective(batch, torch.ones(3))[0].backward()  # nothing in it is refused
     finally:
         torch.use_deterministic_algorithms(False)

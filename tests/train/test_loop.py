@@ -152,11 +152,11 @@ def test_a_head_that_is_not_trained_stays_the_targets(by_one):
 def test_the_seed_and_the_step_decide_which_slots_are_trained(new_run, monkeypatch):
     """How: test_subset.py. So a run that goes on draws what it would have drawn."""
     drawn = watched(monkeypatch, loader, "choose_slots")
-    options = [*TWO, "train.slots_per_batch=12", "train.num_workers=0", "train.oov=keep", "seed=7"]
+    options = [*TWO, "train.slots_per_batch=12", "train.num_workers=0", "seed=7"]
     run = new_run().stopped(1, *options)
-    assert [given[3:] for given in drawn] == [("keep", 12, 7, 1)]
+    assert [given[3:] for given in drawn] == [(12, 7, 1)]
     run.fit(*options)
-    assert [given[3:] for given in drawn] == [("keep", 12, 7, 1), ("keep", 12, 7, 2)]
+    assert [given[3:] for given in drawn] == [(12, 7, 1), (12, 7, 2)]
 
 
 def test_evaluations_read_samples_spread_over_the_split_and_the_last_one_all(new_run, monkeypatch):
@@ -175,7 +175,7 @@ def test_pairs_are_those_that_were_trained(new_run):
     split, kept = Store(run.folder / "run" / "store").split("train"), torch.zeros(40, dtype=torch.bool)
     kept[vocab.read(run.config().data_folder / "vocab.safetensors").target_ids] = True
     steps = order.schedule(split.lengths, 60, 0, 3, 2)
-    counted = sum(int(build_batch(split.read_all(step), 3, kept, "mask").trained.sum()) for step in steps)
+    counted = sum(int(build_batch(split.read_all(step), 3, kept).trained.sum()) for step in steps)
     assert run.manifest()["pairs"] == counted
 
 
