@@ -83,7 +83,7 @@ class Measurer:
             one.name: len(prompts) if one.verified is None or not one_output else min(one.verified, len(prompts))
             for one in candidates
         }
-        most = max(verified.values())
+        most, layers = max(verified.values()), _layers(candidates)
         every = [PLAIN, *((c.name, depth) for c in candidates for depth in depths)]
         outputs: list[list[int]] = [[] for _ in prompts]
         counts: dict[str, list[Any]] = {candidate.name: [None] * len(prompts) for candidate in candidates}
@@ -101,7 +101,7 @@ class Measurer:
                     outputs[at] = of_prompt[PLAIN].tokens
                     for one in candidates:
                         with threads(self.threads):
-                            counted = self._count(workload, prompts[at], of_prompt, one, _layers(candidates))
+                            counted = self._count(workload, prompts[at], of_prompt, one, layers)
                         counts[one.name][at] = counted
                 for way, answers in decoded.items() if max(batch) < min(most, options.timed_prompts) else ():
                     tokens[way] += sum(len(one.tokens) for one in answers)

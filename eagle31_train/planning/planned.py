@@ -18,13 +18,7 @@ from eagle31_train.planning.inputs import Data, Target, weight_bytes
 from eagle31_train.planning.work import NOT_MAPS, Work, extraction_flops, training_flops
 from eagle31_train.store.codec import CODECS
 from eagle31_train.store.shard_plan import TOKEN_BYTES, Shape
-from eagle31_train.targets.derive import (
-    complete,
-    default_batch_tokens,
-    default_weight_decay,
-    planned_drafter,
-    row,
-)
+from eagle31_train.targets.derive import complete, default_batch_tokens, default_weight_decay, planned_drafter, row
 
 OF_USE = 0.75  # share of the target's own prompts that are usable: 24 of 32 for SmolLM2-135M (docs/log.md)
 CACHE_BYTES = 2  # per value of the KV cache

@@ -43,8 +43,8 @@ NO_PARTS = {
     "bamba", "falcon_h1", "hrm_text", "jamba", "lfm2", "lfm2_moe", "lfm3", "modernbert-decoder",
     "nanochat", "nemotron", "phimoe", "recurrent_gemma", "xlstm", "zamba", "zamba2",
 }  # fmt: skip
-# Kinds with untested layers: alternating dense and expert layers, attention in chunks or to images, logits of only a part
-# of the vocabulary's rows, divided by a number.
+# Kinds with untested layers: alternating dense and expert layers, attention in chunks or to images, logits of only a
+# part of the vocabulary's rows, divided by a number.
 NOT_DERIVED = {"inkling_text", "inkling2_text", "llama4", "llama4_text", "mllama", "mllama_text_model"}
 # Layer types that keep a state instead of keys for each token: they cannot go back over rejected tokens.
 RECURRENT = {"linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding"}
@@ -297,8 +297,8 @@ def _mlp_width(text: Any, size: Any) -> tuple[int, str]:
 
 
 def _rope(text: Any) -> tuple[float, dict[str, Any]]:
-    """Return theta and scaling; if layers differ, those of full attention, or of the others if full attention has no RoPE
-    (Beam). transformers 5: both in rope_parameters."""
+    """Return theta and scaling; if layers differ, those of full attention, or of the others if full attention has no
+    RoPE (Beam). transformers 5: both in rope_parameters."""
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     rope = rope.get("full_attention") or rope.get("sliding_attention") or rope
     rope = dict(foreign.typed(foreign.Scaling, rope))

@@ -53,8 +53,8 @@ class Readout:
     norm: [H] fp32, the final RMSNorm's effective weight: w, or 1 + w as in Gemma.
     norm_kind: "w" or "1+w".
     eps: epsilon of that norm.
-    head: [V, H] lm_head; the embedding itself if the target ties them. If the target divides or multiplies its logits by
-        a number, so are these weights. A power of two changes no bit of the logits; any other number rounds the
+    head: [V, H] lm_head; the embedding itself if the target ties them. If the target divides or multiplies its logits
+        by a number, so are these weights. A power of two changes no bit of the logits; any other number rounds the
         weights.
     depth: N, the number of decoder layers.
     soft_cap: c, if the target's logits x become c * tanh(x / c); else None.
