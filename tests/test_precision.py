@@ -59,7 +59,7 @@ def test_the_hardware_decides_and_it_is_said(machine, monkeypatch, tmp_path, cap
         assert chosen() == choice, hardware
     assert chosen("target.device=cpu") == ("bfloat16", "no")
     machine("fpu", (9, 0))
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "True")  # as `accelerate launch --cpu` spells it
     assert chosen() == ("bfloat16", "no")
     machine("fpu avx512f bf16x")
     assert chosen() == FP32

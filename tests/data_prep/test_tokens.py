@@ -86,8 +86,8 @@ def test_a_tokenizer_that_transformers_makes_up_is_none(tmp_path, kind):
 def test_answers_end_where_the_targets_files_say(tiny_target, tmp_path, config):
     folder = shutil.copytree(tiny_target, tmp_path / "target")
     own = load_tokenizer(TargetConfig(path=str(folder)))
-    (folder / "generation_config.json").write_text('{"eos_token_id": [3]}')
+    (folder / "generation_config.json").write_text('{"eos_token_id": [0, 3]}')
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", **config}))
-    assert end_ids(own, TargetConfig(path=str(folder))) == sorted({own.eos_token_id, 3})
+    assert end_ids(own, TargetConfig(path=str(folder))) == sorted({own.eos_token_id, 0, 3})
     (folder / "generation_config.json").unlink()  # then transformers and vLLM read the other
     assert end_ids(own, TargetConfig(path=str(folder)))[-1] == 7

@@ -4,6 +4,7 @@ import re
 from unittest.mock import Mock
 
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 from loopback_hub import serving_hub
 from made import message_of
 
@@ -77,4 +78,7 @@ def test_a_repository_of_the_hub_is_known_by_its_commit(exports, monkeypatch, tm
     assert (draft.commit, draft.initial_identity) == ("1" * 40, f"me/draft@{'1' * 40}")
     assert draft.tensors
     assert asked[0]["revision"] == "v1"
-    assert "*.bin" not in str(asked[0]["allow_patterns"]), "no pickle is fetched"
+    shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
+    there = ["config.json", *shards, "README.md", "pytorch_model.bin"]
+    fetched = filter_repo_objects(there, allow_patterns=asked[0]["allow_patterns"])
+    assert list(fetched) == there[:-2], "no pickle, and of several files the index that names them"

@@ -199,6 +199,7 @@ def test_a_window_is_the_targets_where_every_layer_has_it():
     types = raw["layer_types"]
     windows = [described({**raw, "layer_types": given}).sliding_window for given in (types, ["sliding_attention"] * 24)]
     assert windows == [None, 128]
+    assert described({"model_type": "mistral", "sliding_window": 512}).sliding_window == 512, "layers of one type"
 
 
 def test_a_scaling_that_stretches_the_base_is_not_taken_in_part():
@@ -329,7 +330,11 @@ def test_layers_with_which_stage_4_cannot_decode_are_named_before_it(tmp_path):
 
 
 def test_quantized_weights_that_cannot_be_read_here_are_said_before_any_stage(tmp_path, monkeypatch):
-    target = written(tmp_path, {"model_type": "llama", "quantization_config": {"quant_method": "gptq"}})
+    text = {"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}
+    target = written(tmp_path, {"model_type": "llava", "text_config": text})
+    monkeypatch.setattr(description, "find_spec", lambda name: None)
+    assert "needs optimum and gptqmodel" in told(target, "transformers")["LOADING"]
+    target = written(tmp_path, text)
     for there, lacking in (set(), "optimum and gptqmodel"), ({"optimum"}, "gptqmodel"):
         monkeypatch.setattr(description, "find_spec", lambda name, there=there: name in there or None)
         doubt = told(target, "transformers")["LOADING"]

@@ -23,6 +23,25 @@ def test_a_folder_of_the_users_is_left_alone(tmp_path, monkeypatch, route, with_
     assert sorted(path.name for path in tmp_path.iterdir()) == ["theirs"]
 
 
+def test_a_target_is_made_again_where_it_is_damaged_or_of_another_recipe(tmp_path):
+    made = []
+
+    def make(**recipe):
+        def fill(folder):
+            made.append(recipe)
+            (folder / "model.safetensors").write_bytes(b"weights")
+            return {}
+
+        embedded.make_folder(tmp_path / "target", "package", {"package": "theirs", **recipe}, fill)
+        return len(made)
+
+    assert [make(layout=1), make(layout=1), make(layout=2)] == [1, 1, 2]
+    weights = tmp_path / "target" / "model.safetensors"
+    weights.write_bytes(b"wEights")
+    assert make(layout=2) == 3
+    assert weights.read_bytes() == b"weights"
+
+
 @pytest.mark.real_target
 def test_target_is_whole_and_speaks_english(real_target):
     import torch

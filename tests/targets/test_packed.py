@@ -57,3 +57,5 @@ def test_logits_of_a_packed_head_are_the_same_but_for_the_order_of_their_sums(dt
         assert torch.equal(packed.best(last), packed.logits(last).argmax(-1))
     assert packed.to(torch.device("cpu")).packed is packed.packed
     assert packed.to(torch.device("meta")).packed is None
+    model.config.logits_scaling = 8.0  # by which a packed head does not divide
+    assert torch.equal(readout_of(model).logits(last), plain.logits(last) / 8)

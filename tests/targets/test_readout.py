@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from hypothesis import given
 from hypothesis import strategies as st
 from made import message_of
@@ -12,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from eagle31_train.config import TargetConfig
 from eagle31_train.model.linear import BLOCK, first_largest
-from eagle31_train.targets.readout import readout_from_checkpoint
+from eagle31_train.targets.readout import checkpoint_folder, readout_from_checkpoint
 
 CODE = {"AutoConfig": "code.KimiConfig", "AutoModelForCausalLM": "code.KimiForCausalLM"}
 TEXT = {"model_type": "kimi_k2", "vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": LAYERS}
@@ -52,6 +53,15 @@ def test_kimis_three_tensors_are_read_without_its_code(tmp_path, config, prefix)
     save_file(fp8, file)  # whose scale is a tensor of its own
     said = message_of(readout_from_checkpoint, target, torch.float32)
     assert "use extract.engine=transformers if it is quantized" in said
+
+
+def test_of_a_hubs_target_the_revision_is_fetched_and_no_weights_twice(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **how: asked.append(how) or str(tmp_path))
+    assert checkpoint_folder(TargetConfig(path="org/target", revision="v2")) == tmp_path
+    assert asked[0].pop("revision") == "v2"
+    there = ["config.json", "model.safetensors", "original/model.safetensors", "consolidated.safetensors", "a.bin"]
+    assert list(filter_repo_objects(there, **asked[0])) == there[:2]
 
 
 @given(
