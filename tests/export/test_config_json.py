@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from made import message_of
 from safetensors.torch import load_file
-from transformers import DeepseekV2Config, DeepseekV3Config
+from transformers import CONFIG_MAPPING, DeepseekV2Config, DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding
 
 from eagle31_train import compare
@@ -45,11 +45,14 @@ def test_what_is_written_is_what_an_earlier_version_wrote(name):
         {"sliding_window": 64, "num_layers": 2},
         {"sliding_window": 64, "qk_norm": True, "attention_bias": True},
         {"attention_bias": True, "mlp_bias": True},
+        {"target_hidden_size": 2 * TINY.hidden_size},
     ],
 )
 def test_config_json_reads_back_in_both_formats(change):
     shape = replace(TINY, **change)
-    assert published_config.shape_from_config(config_json.config_json(shape, "float32", "x")) == shape
+    written = config_json.config_json(shape, "float32", "x")
+    assert published_config.shape_from_config(written) == shape
+    assert CONFIG_MAPPING[written["model_type"]].from_dict(written).num_hidden_layers == shape.num_layers
     assert published_config.shape_from_config(config_json.speculators_json(shape, "float32", "x", 3)) == shape
 
 

@@ -121,6 +121,19 @@ def test_each_conversation_gets_its_own_states_layer_by_layer(start, layers):
     assert (sampling.max_tokens, sampling.temperature) == (1, 0.0)
 
 
+def test_there_is_room_for_the_states_of_a_shard_and_of_the_longest_conversation(start, monkeypatch):
+    asked = []
+
+    @replaced(monkeypatch, vllm_engine, "states_folder")
+    def noted(right, size):
+        asked.append(size)
+        return right(size)
+
+    for shard, longest in (64, 500), (500, 64):
+        start("target.aux_layers=[1,3,5]", f"extract.shard_tokens={shard}", f"data.max_length={longest}")
+    assert min(asked) >= 500 * (3 + 1) * HIDDEN * 4, "three layers and the last state, in float32"
+
+
 def test_states_of_other_tokens_are_refused(start, monkeypatch):
     engine = start()
 
