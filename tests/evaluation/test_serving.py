@@ -275,6 +275,21 @@ def test_an_answer_that_cannot_be_had_ends_the_run(launch, tmp_path, monkeypatch
     assert imitating.left(tmp_path) == []
 
 
+WARNED = (
+    "(APIServer pid=1) WARNING 12-01 [system_utils.py:255] This can cause errors like `OSError: [Errno 24] Too many`"
+)
+DEAD = "(APIServer pid=1) ERROR 12-01 [async_llm.py:906] EngineDeadError: EngineCore encountered an issue."
+
+
+@pytest.mark.parametrize(
+    ("log", "said"),
+    [([WARNED, DEAD], DEAD), ([WARNED], "the end"), (["MemoryError: no room", DEAD], "MemoryError: no room")],
+)
+def test_the_last_words_of_a_server_are_its_error_and_no_warning(tmp_path, log, said):
+    (tmp_path / "log").write_text("\n".join(["$ vllm", *log, "the end"]))
+    assert server.Server(["vllm"], 1, tmp_path / "log").last_words() == said
+
+
 HOLDS = """
 import sys, time
 from pathlib import Path

@@ -141,7 +141,8 @@ class Server:
         with self.log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 1_000_000))
             lines = file.read().decode(errors="replace").splitlines()[1:]
-        errors = [line.strip() for line in lines if "rror" in line and not any(word in line for word in USELESS)]
+        errors = [line.strip() for line in lines if "rror" in line and " WARNING " not in line]
+        errors = [line for line in errors if not any(word in line for word in USELESS)] or errors
         errors = [line for line in errors if re.search(r"Error: \S", line)] or errors  # prefer those with a text
         return ([*lines[-1:], *errors] or ["it printed nothing"])[-1][-300:]
 
