@@ -105,12 +105,14 @@ class Journal:
             )
 
     def __exit__(self, *_: object) -> None:
-        self.file.close()
+        with artifacts.located(self.path):  # it tries again to write what failed
+            self.file.close()
 
     def add(self, key: str, answer: Answer) -> None:
         self._keep(key, answer)
-        self.file.write(json.dumps({"key": key, **asdict(answer)}, ensure_ascii=False).encode() + b"\n")
-        self.file.flush()
+        with artifacts.located(self.path):
+            self.file.write(json.dumps({"key": key, **asdict(answer)}, ensure_ascii=False).encode() + b"\n")
+            self.file.flush()
 
     def outcomes(self, requests: Mapping[str, Request], ask: Callable[[dict[str, Request]], Outcomes]) -> Outcomes:
         """Yield the outcome of every request: first those answered before, then the others, asked and written now."""

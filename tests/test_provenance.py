@@ -1,5 +1,6 @@
 """Up to date means: made from the wanted inputs, and every file as it was written, whole or not at all."""
 
+import errno
 import json
 from pathlib import Path
 from unittest.mock import Mock
@@ -106,13 +107,13 @@ def test_another_name_is_advised_only_where_that_run_has_what_the_stage_needs():
 
 def torn():
     yield b'{"new'
-    raise OSError("No space left on device")
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
     file = tmp_path / "sub" / "state.json"
     artifacts.write_json(file, {"old": 1})
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match=f"No space left on device: '{file}'"):
         artifacts.write_parts(file, torn())
     monkeypatch.setattr(Path, "replace", Mock(side_effect=OSError("No space left on device")))
     with pytest.raises(OSError, match="No space left"):

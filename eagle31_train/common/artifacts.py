@@ -36,6 +36,17 @@ def explained(doing: str, remedy: str) -> Iterator[None]:
         raise UserError(f"cannot {doing} ({error.strerror or error}): {remedy}") from None
 
 
+@contextmanager
+def located(path: Path) -> Iterator[None]:
+    """Context manager around writes that gives an OSError its place: that of an open file has none."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
 def make_folder(path: Path) -> None:
     """Make a folder and its missing parents, so that their names survive a power cut.
 
@@ -83,7 +94,8 @@ def _digest(path: Path, digest: Any) -> str:
 def fsync_path(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with located(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
@@ -115,8 +127,9 @@ def building(folder: Path) -> Iterator[Path]:
     shutil.rmtree(temporary, ignore_errors=True)
     make_folder(temporary)
     try:
-        yield temporary
-        commit(temporary, folder)
+        with located(folder):
+            yield temporary
+            commit(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -130,9 +143,10 @@ def write_parts(path: Path, parts: Iterable[bytes]) -> None:
     make_folder(path.parent)
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with temporary.open("wb") as file:
-            file.writelines(parts)
-        commit(temporary, path)
+        with located(path):
+            with temporary.open("wb") as file:
+                file.writelines(parts)
+            commit(temporary, path)
     except BaseException:  # a full disk, Ctrl-C: nothing half-written stays
         temporary.unlink(missing_ok=True)
         raise

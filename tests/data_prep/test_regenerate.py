@@ -241,6 +241,14 @@ def test_the_journal_is_of_one_run_at_a_time(tmp_path):
         assert path.read_text().endswith("half a li"), "what the other is writing is left alone"
 
 
+def test_a_full_disk_is_named_by_the_journal_on_it(tmp_path):
+    named = f"No space left on device: '{tmp_path / JOURNAL}'"
+    with Journal(tmp_path / ANSWERED) as journal:
+        journal.file.close()
+        with Path("/dev/full").open("ab", buffering=0) as journal.file, pytest.raises(OSError, match=named):
+            journal.add("key", Answer({"role": "assistant", "content": "yes"}, "stop", 1))
+
+
 OWN_TEMPLATE = """\
 {%- if brief %}brief {% endif %}{% if tools %}<|im_start|>system
 {{ tools | tojson }}<|im_end|>

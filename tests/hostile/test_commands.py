@@ -173,7 +173,9 @@ def fill(made: Commands, name: str, at: int, folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(before, folder)
     made.hub.repositories.clear()
-    if not ended_well(made.run(command.words, folder, at)):  # what nobody needs, such as a cache, may be left out
+    ended = made.run(command.words, folder, at)
+    if not ended_well(ended):  # what nobody needs, such as a cache, may be left out
+        assert "[Errno" not in ended.last, f"{where}: it is not said where: {ended.last}"
         if command.out and (ours := folder / command.out).exists():  # no manifest would tell whether it is whole
             whole = after / command.out
             assert everything(ours).keys() == everything(whole).keys(), f"{where}: a part stays"
