@@ -37,7 +37,7 @@ from eagle31_train.common.console import note
 from eagle31_train.common.errors import UserError
 from eagle31_train.common.locks import writing
 from eagle31_train.config import Config
-from eagle31_train.evaluation.evaluating import evaluate
+from eagle31_train.evaluation.in_process import evaluate
 from eagle31_train.evaluation.serving import measure_serving
 from eagle31_train.evaluation.serving.engine import check as check_serving
 from eagle31_train.evaluation.workloads import asked

@@ -25,7 +25,7 @@ from eagle31_train.common.console import note
 from eagle31_train.common.errors import UserError
 from eagle31_train.common.locks import writing
 from eagle31_train.config import Config
-from eagle31_train.evaluation import evaluating, perturb, results, workloads
+from eagle31_train.evaluation import in_process, perturb, results, workloads
 from eagle31_train.evaluation.serving import measure_serving
 from eagle31_train.evaluation.serving.engine import Installation, server_arguments, target_arguments
 from eagle31_train.evaluation.serving.engine import check as check_serving
@@ -57,7 +57,7 @@ def evaluate(config: Config) -> None:
     with writing(folder):  # before hours are spent
         # Measurements stay outside the stage's folder, so that adding a suite does not decode the others again.
         checkpoints = {config.name: [checkpoint]}
-        result, decoded, measurements = evaluating.evaluate(config, checkpoints, data, run_dir / "workloads")
+        result, decoded, measurements = in_process.evaluate(config, checkpoints, data, run_dir / "workloads")
         ((first,),) = measurements[0].values()
         workload, sampled = decoded[0], any(one.temperature for one in decoded)
         trained_on = data["splits"]["train"].get("by_source", {}) if workload.suite == workloads.HELDOUT else {}
@@ -105,8 +105,8 @@ def serve(config: Config) -> None:
     other = checkpoint.other_target(config.target, read_manifest(config))
     if other:
         note(f"evaluate: {other}")
-    caveats = evaluating.caveats({config.name: [checkpoint.inputs]}, data["dataset_fingerprint"])
-    workload, *others = evaluating.choose_workloads(config, [checkpoint], data, caveats)
+    caveats = in_process.caveats({config.name: [checkpoint.inputs]}, data["dataset_fingerprint"])
+    workload, *others = in_process.choose_workloads(config, [checkpoint], data, caveats)
     if others:
         raise UserError("evaluate.backend=vllm serves one workload: use one set of prompts, and no perturbations")
     with writing(folder):

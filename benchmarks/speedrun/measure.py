@@ -18,7 +18,7 @@ from eagle31_train import compose, provenance
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.common import artifacts
 from eagle31_train.common.errors import UserError
-from eagle31_train.evaluation import evaluating, intervals
+from eagle31_train.evaluation import in_process, intervals
 from eagle31_train.evaluation.intervals import Estimate
 from eagle31_train.evaluation.measurement import Measurement, rounds
 from eagle31_train.evaluation.workloads import HELDOUT
@@ -86,8 +86,8 @@ def accepted(trainings: Sequence[Training], options: Sequence[str], out: Path) -
             checkpoints[name] = [DrafterCheckpoint.open(folder)]
             verified[name] = config.compare.verified if folder == last else 0
     every, most = [one for (one,) in checkpoints.values()], config.evaluate.max_speculative_tokens
-    workloads = evaluating.choose_workloads(config, every, data, drafted=[most])
-    measured = evaluating.decode(config, checkpoints, workloads, data, out / "workloads", verified)
+    workloads = in_process.choose_workloads(config, every, data, drafted=[most])
+    measured = in_process.decode(config, checkpoints, workloads, data, out / "workloads", verified)
     found = {}
     for kind in KINDS:
         chosen = [m for one, m in zip(workloads, measured, strict=True) if (one.name == HELDOUT) == (kind == TRAINED)]

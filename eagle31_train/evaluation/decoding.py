@@ -3,7 +3,7 @@
 As in vLLM 0.32, every verification is one draft. Counts include all tokens that it proposed, and all that the target
 agreed with, **also those past the end-of-sequence token or past max_new_tokens**, which are then cut from the output.
 Nothing is drafted after the token that ends the output. Drafts are not shortened near max_new_tokens; near the target's
-last position vLLM does shorten them, so such prompts are not decoded here (`evaluating.longest_prompt`).
+last position vLLM does shorten them, so such prompts are not decoded here (`in_process.longest_prompt`).
 
 In greedy decoding, and in sampling with greedy drafts (`sampling.py`), speculation gives plain decoding's output, token
 for token. A sequence that has ended leaves its batch.

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from eagle31_train import compose
 from eagle31_train.common import artifacts
 from eagle31_train.evaluation.decoding import Limits, decode_plain
-from eagle31_train.evaluation.measuring import Candidate
+from eagle31_train.evaluation.measurer import Candidate
 from eagle31_train.evaluation.prompts import Prompt
 from eagle31_train.evaluation.serving import server
 from eagle31_train.evaluation.unrolled import Trajectory, steps

@@ -1,6 +1,6 @@
 """Plain decoding, of one prompt and of several together, and what lies beyond an output. That it says what the model
 does: test_trajectories.py. Speculation gives these outputs, and counts as the drafts from every place do:
-test_measuring.py."""
+test_measurer.py."""
 
 import pytest
 import torch

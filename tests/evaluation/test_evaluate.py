@@ -18,7 +18,7 @@ from eagle31_train import compare, evaluate, export
 from eagle31_train.checkpoint.drafter_checkpoint import PADDING, DrafterCheckpoint
 from eagle31_train.common import artifacts
 from eagle31_train.common.errors import UserError
-from eagle31_train.evaluation import evaluating, measuring
+from eagle31_train.evaluation import in_process, measurer
 from eagle31_train.model import vocab
 from eagle31_train.model.drafter import Drafter
 from eagle31_train.targets.cached import CachedTarget
@@ -66,7 +66,7 @@ def test_report(run, capsys):
 def test_weights_are_rounded_as_the_exporter_rounds_them(run, model):
     config = run.config("target.dtype=bfloat16")
     target = CachedTarget(model, [1, 2, 4])
-    drafter = evaluating.load(DrafterCheckpoint.of_run(run.folder, config.data_folder), "it", target, config).drafter
+    drafter = in_process.load(DrafterCheckpoint.of_run(run.folder, config.data_folder), "it", target, config).drafter
     trained = load_file(run.weights)
     exported = {name: tensor.bfloat16() for name, tensor in trained.items()}
     for name, parameter in drafter.state_dict().items():
@@ -98,9 +98,9 @@ def test_rows_that_pad_the_targets_embedding_are_nobodys(run, model):
 
 
 def test_outputs_are_not_called_equal_where_one_does_not_count_as_verified(run, monkeypatch):
-    """As where a tie changed it: test_measuring.py."""
+    """As where a tie changed it: test_measurer.py."""
 
-    @replaced(monkeypatch, measuring.Measurer, "measure")
+    @replaced(monkeypatch, measurer.Measurer, "measure")
     def tied(right, *arguments):
         found = right(*arguments)
         for measurement in found.values():
@@ -113,7 +113,7 @@ def test_outputs_are_not_called_equal_where_one_does_not_count_as_verified(run, 
 
 
 def test_what_makes_an_evaluation_out_of_date(run, capsys, monkeypatch):
-    measured = watched(monkeypatch, measuring.Measurer, "measure")
+    measured = watched(monkeypatch, measurer.Measurer, "measure")
     evaluate.evaluate(run.config(*FEW, "seed=1"))
     for same in ("evaluate.warmup=true", "evaluate.concurrency=[2]", "evaluate.vllm_python=elsewhere", "seed=2"):
         evaluate.evaluate(run.config(*FEW, same))
@@ -173,7 +173,7 @@ def other_data(run):
     ],
 )
 def test_what_is_refused_before_the_target_is_loaded(run, monkeypatch, change, option, message):
-    monkeypatch.setattr(evaluating, "load_model", None)
+    monkeypatch.setattr(in_process, "load_model", None)
     change(run)
     assert message in message_of(evaluate.evaluate, run.config(*option.split()))
 

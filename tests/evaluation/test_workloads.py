@@ -14,7 +14,7 @@ from eagle31_train.common.errors import UserError
 from eagle31_train.common.locations import CONFIGS
 from eagle31_train.compose import load_config
 from eagle31_train.config import is_hub_set
-from eagle31_train.evaluation import evaluating
+from eagle31_train.evaluation import in_process
 from eagle31_train.evaluation.prompts import Prompt, choose, from_heldout, suite_of
 from eagle31_train.evaluation.trajectories import digest
 from eagle31_train.evaluation.workloads import MEASURED, inputs, longest_sample, trained_prompts, workloads
@@ -378,6 +378,6 @@ AGAIN, WARM = {**OURS, "seed": 1}, {**OURS, "train": {**OURS["train"], "init_fro
     ],
 )
 def test_caveats(trainings, expected):
-    found = list(evaluating.caveats({"a": trainings}, "d1"))
+    found = list(in_process.caveats({"a": trainings}, "d1"))
     assert len(found) == len(expected)
     assert all(words in caveat for words, caveat in zip(expected, found, strict=True))

@@ -11,10 +11,10 @@ from configured import configured
 from planting import instead_of, replaced
 
 from eagle31_train.common.errors import UserError
-from eagle31_train.evaluation import decoding, measuring
+from eagle31_train.evaluation import decoding, measurer
 from eagle31_train.evaluation.decoding import Limits, decode_plain
 from eagle31_train.evaluation.measurement import rounds
-from eagle31_train.evaluation.measuring import Measurer, seed_of
+from eagle31_train.evaluation.measurer import Measurer, seed_of
 from eagle31_train.evaluation.sampling import TARGET, Sampling, stream
 from eagle31_train.targets import cached
 from eagle31_train.targets.cached import CachedTarget
@@ -59,7 +59,7 @@ COUNTED_WRONGLY = [  # the accepted tokens of each verification
 
 @pytest.mark.parametrize("mistake", COUNTED_WRONGLY)
 def test_a_mistake_in_the_counts_of_real_decoding_is_refused(model, candidates, monkeypatch, mistake):
-    @replaced(monkeypatch, measuring, "decode_speculative")
+    @replaced(monkeypatch, measurer, "decode_speculative")
     def wrong(right, *arguments):
         found = right(*arguments)
         mistake(found[0].accepted)
@@ -69,7 +69,7 @@ def test_a_mistake_in_the_counts_of_real_decoding_is_refused(model, candidates, 
         measurer_of(model).measure(GREEDY, candidates[2:])
 
 
-@instead_of(measuring, "unroll")
+@instead_of(measurer, "unroll")
 def shifted_unroll(right, *arguments):
     accepted, drift = right(*arguments)
     return [*accepted[1:], 0], drift
@@ -91,7 +91,7 @@ def test_a_mistake_in_the_drafts_of_either_way_is_refused(model, candidates, mon
 def test_of_equally_good_drafts_rounding_is_told_and_not_refused(model, candidates, monkeypatch, capsys, step):
     asked = []
 
-    @replaced(monkeypatch, measuring, "decode_speculative")
+    @replaced(monkeypatch, measurer, "decode_speculative")
     def unlucky(right, *arguments):
         """As if a draft of one prompt had gone wrong at this step."""
         found = right(*arguments)
@@ -105,7 +105,7 @@ def test_of_equally_good_drafts_rounding_is_told_and_not_refused(model, candidat
         return found
 
     struck, kept, parts = [], [], []
-    monkeypatch.setattr(measuring, "narrowest", lambda _, __, one, *at: asked.append((one.prompt, *at)) or gap)
+    monkeypatch.setattr(measurer, "narrowest", lambda _, __, one, *at: asked.append((one.prompt, *at)) or gap)
     gap = 1e-6
     found = measurer_of(model).measure(GREEDY, candidates[:1])["llama"]
     assert asked == [(struck[0], parts[0], step)], "the step where they part decides, whatever ties later ones have"
@@ -167,7 +167,7 @@ def test_nothing_depends_on_what_is_decoded_beside_a_prompt(model, candidates, t
 def test_an_output_that_differs_is_refused_by_how_much(model, candidates, monkeypatch, temperature):
     """Of logits, or of what the draws make of them at a temperature."""
 
-    @replaced(monkeypatch, measuring, "decode_speculative")
+    @replaced(monkeypatch, measurer, "decode_speculative")
     def other(right, *arguments):
         found = right(*arguments)
         found[0].tokens[4] = (found[0].tokens[4] + 1) % 50
@@ -192,7 +192,7 @@ def test_a_few_outputs_may_differ_by_ties_and_are_not_verified(model, candidates
     workload = workload_of([[number + 1, 7] for number in range(prompts)])
     plain = measurer_of(model).measure(workload, candidates[:1])["llama"]
 
-    @replaced(monkeypatch, measuring, "decode_speculative")
+    @replaced(monkeypatch, measurer, "decode_speculative")
     def tied(right, *arguments):
         found = right(*arguments)
         for one, (first, _) in zip(found, arguments[3], strict=True):
@@ -201,7 +201,7 @@ def test_a_few_outputs_may_differ_by_ties_and_are_not_verified(model, candidates
                 one.accepted[:] = [0, 0]
         return found
 
-    monkeypatch.setattr(measuring, "TIE", 1e9)
+    monkeypatch.setattr(measurer, "TIE", 1e9)
     struck = most
     found = measurer_of(model).measure(workload, candidates[:1])["llama"]
     assert [bool(one.seen) for one in found.counts] == [number >= most for number in range(prompts)]
@@ -230,7 +230,7 @@ def test_each_drafter_decodes_as_many_prompts_for_real_as_it_is_asked_to(model, 
 
 def test_a_target_that_decodes_alone_is_asked_so(model, candidates, monkeypatch):
     together = measurer_of(model).measure(GREEDY, candidates[:1])
-    for module in (measuring, cached):
+    for module in (measurer, cached):
         monkeypatch.setattr(module, "why_alone", lambda _: "no position_ids")
     alone = measurer_of(model).measure(GREEDY, candidates[:1])
     for name, measurement in alone.items():
@@ -242,7 +242,7 @@ def test_timed_prompts_are_decoded_alone_and_other_outputs_told_for_as_many_toke
     decoded, lengths = [], {"decode_plain": 0, "decode_speculative": 0}
     for name, cost in (("decode_plain", 2.0), ("decode_speculative", 1.0)):
 
-        @replaced(monkeypatch, measuring, name)
+        @replaced(monkeypatch, measurer, name)
         def seen(right, *given, name=name, cost=cost, **options):
             answers = right(*given, **options)
             alone = len(answers) == 1

@@ -9,10 +9,10 @@ from made import message_of
 
 from eagle31_train import compare, provenance
 from eagle31_train.common.errors import UserError
-from eagle31_train.evaluation import evaluating
+from eagle31_train.evaluation import in_process
 from eagle31_train.evaluation.decoding import Limits
 from eagle31_train.evaluation.measurement import Counts, Drift, Measurement
-from eagle31_train.evaluation.measuring import Measurer
+from eagle31_train.evaluation.measurer import Measurer
 from tests.evaluation.conftest import PROMPTS, workload_of
 
 ONE, TWO = workload_of(name="one"), workload_of(PROMPTS[:2], 0.7, name="two · temperature_0.7")
@@ -47,15 +47,15 @@ class Recorded(Measurer):
         self.asked.clear()
         candidates = [dataclasses.replace(one, verified=verified) for one in candidates]
         inputs = provenance.of_workload(self.config, list(end_ids), "cpu", torch)
-        return evaluating.measure(folder, workloads, self, candidates, inputs)
+        return in_process.measure(folder, workloads, self, candidates, inputs)
 
 
 def test_what_is_read_is_what_was_measured(model, candidates, tmp_path, monkeypatch):
     options = configured("evaluate.max_speculative_tokens=4").evaluate
     real = Measurer(model, Limits(8, ()), options, 0)
-    (first,) = evaluating.measure(tmp_path, [ONE], real, candidates, {"any": 1})
+    (first,) = in_process.measure(tmp_path, [ONE], real, candidates, {"any": 1})
     monkeypatch.setattr(Recorded, "machine", real.machine)
-    (again,) = evaluating.measure(tmp_path, [ONE], Recorded(), candidates, {"any": 1})
+    (again,) = in_process.measure(tmp_path, [ONE], Recorded(), candidates, {"any": 1})
     assert again == first
     assert all(one.drift is not None and one.seen for measurement in first.values() for one in measurement.counts)
 
@@ -147,13 +147,13 @@ LONGEST = [
 def test_prompts_are_as_long_as_vllm_serves_their_target(tmp_path, target, longest):
     (tmp_path / "config.json").write_text(json.dumps({**SIZES, **target}))
     config = configured(f"target.path={tmp_path}", "evaluate.backend=vllm", "evaluate.serve_speculative_tokens=[3]")
-    assert evaluating.longest_prompt(config, [None]) == longest - config.evaluate.max_new_tokens - 2 * 4
+    assert in_process.longest_prompt(config, [None]) == longest - config.evaluate.max_new_tokens - 2 * 4
     here = configured(f"target.path={tmp_path}")  # nor are a longrope's keys in process what they are in vLLM beyond
-    assert evaluating.longest_prompt(here, [None]) == longest - config.evaluate.max_new_tokens - 2
+    assert in_process.longest_prompt(here, [None]) == longest - config.evaluate.max_new_tokens - 2
     if "250" in (tmp_path / "config.json").read_text():
         told = configured(f"target.path={tmp_path}", "evaluate.backend=vllm", "evaluate.vllm_args={max_model_len: 900}")
         drafts = 2 * (max(told.evaluate.serve_speculative_tokens) + 1)
-        assert evaluating.longest_prompt(told, [None]) == 900 - config.evaluate.max_new_tokens - drafts
+        assert in_process.longest_prompt(told, [None]) == 900 - config.evaluate.max_new_tokens - drafts
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Evaluate drafters of one target, alone or side by side.
+"""Evaluate drafters of one target in this process, alone or side by side; `serving` measures them in vLLM.
 
 Every drafter's measurement of every workload is kept in its own file, so that a stopped run goes on with what is left,
 and an additional drafter is decoded alone."""
@@ -19,7 +19,7 @@ from eagle31_train.common.errors import UserError
 from eagle31_train.config import Config, DrafterConfig, TrainConfig
 from eagle31_train.evaluation.decoding import Limits
 from eagle31_train.evaluation.measurement import Measurement, machine, read_measurement, write_measurement
-from eagle31_train.evaluation.measuring import Candidate, Measurer
+from eagle31_train.evaluation.measurer import Candidate, Measurer
 from eagle31_train.evaluation.results import summarise
 from eagle31_train.evaluation.serving.engine import max_model_len
 from eagle31_train.evaluation.workloads import Workload, workloads
