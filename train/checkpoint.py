@@ -111,13 +111,13 @@ class Saver(Background):
     def save(self, snapshot: Snapshot, required: bool = False, best: bool = False) -> None:
         """Wait for the previous save, then start to write; the snapshot belongs to the saver from now on. `required`:
         return when it is on disk, or raise UserError. `best`: keep it until another one is the best."""
-        self.start(self._save, snapshot, best)
+        self.start(self._save, snapshot, required, best)
         if required:
             self.wait()
             if self._failed:
                 raise self._failed
 
-    def _save(self, snapshot: Snapshot, best: bool) -> None:
+    def _save(self, snapshot: Snapshot, required: bool, best: bool) -> None:
         path = self.folder / name_of(snapshot.step)
         self._failed = None
         try:
@@ -127,7 +127,10 @@ class Saver(Background):
             start = self.committed or "the beginning"
             what = f"{path} could not be written ({error.strerror or error})"
             self._failed = UserError(f"{what}: fix that, then run the same command again to resume from {start}")
-            self.say(f"checkpoint {what}: training continues; if it stops before the next one, it resumes from {start}")
+            if not required:
+                self.say(
+                    f"checkpoint {what}: training continues; if it stops before the next one, it resumes from {start}"
+                )
             return
         artifacts.remove_backup(self.folder.parent)  # of the run that this one replaces
         self.best = snapshot.step if best else self.best
@@ -136,7 +139,6 @@ class Saver(Background):
             for other in in_order(self.folder) if len(self._whole) == self.keep else ():
                 if step_of(other) < snapshot.step and other not in self._whole and step_of(other) != self.best:
                     artifacts.discard(other)
-            self._remove_leftovers()
         except OSError as error:
             self.say(f"old checkpoints in {self.folder} could not be removed ({error}): the next save tries again")
 
