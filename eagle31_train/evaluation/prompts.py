@@ -174,8 +174,8 @@ def from_suite(name: str, suite: Suite, option: str, template: ChatTemplate) -> 
 def _rows(name: str, suite: Suite, option: str) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
     """Yield for each row where it stands, an id and a source in case it has none, and its columns."""
     hub = is_hub_set(suite.path)
-    split, given = (_split(suite, option), suite.subset) if hub else ("", None)
-    subsets = given if isinstance(given, list) else [given]
+    split = _split(suite, option) if hub else ""
+    subsets = suite.subset if hub and isinstance(suite.subset, list) else [suite.subset]
     for subset in subsets:
         for file in open_files(suite.path, split, option, subset=subset, revision=suite.revision):
             stem = Path(file.stem).name if hub else file.stem
