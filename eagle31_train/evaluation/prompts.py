@@ -1,4 +1,4 @@
-"""Prompts as token ids: from the held-out split, or from files and hub data sets, read as stage 1 reads its rows.
+"""Prompts as token ids: from the held-out split, JSON lines, the Hugging Face hub, or a folder that `datasets` saved.
 
 A `Suite` says how a row becomes a question. Rows of our own forms, with prompt, turns or messages, need no such help.
 """
@@ -6,8 +6,7 @@ A `Suite` says how a row becomes a question. Rows of our own forms, with prompt,
 import re
 import string
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from itertools import takewhile
 from pathlib import Path
@@ -16,10 +15,10 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from eagle31_train.common import foreign
-from eagle31_train.common.errors import Refused, UserError
+from eagle31_train.common.errors import Refused, UserError, first_line
 from eagle31_train.config import is_hub_set
 from eagle31_train.rows import samples
-from eagle31_train.rows.files import open_files
+from eagle31_train.rows.files import find_files, read, stem_of
 from eagle31_train.rows.formats import (
     COLUMNS,
     TEMPLATE_ARGS,
@@ -50,11 +49,11 @@ class Prompt:
 class Suite:
     """Where a set of prompts is, and how a row becomes a question.
 
-    path: a file, folder or glob as stage 1 reads them, or a hub id.
+    path: a file or glob of JSON lines, a folder that `datasets` saved or can load, or a hub id.
     prompt: a column (a text, texts of which the first is asked, or messages), or a text with {column}s in it.
     tools, id, source: columns. only: {column: value, or list of values} that rows must have.
     placeholder: the text in rows whose own text is not public; such rows are left out.
-    subset, split, revision: of a hub data set; files have none. Each of several subsets is a source.
+    subset, split, revision: of a data set; ignored if path is a file. Each of several subsets is a source.
     """
 
     path: Annotated[str, Field(min_length=1)]
@@ -173,29 +172,46 @@ def from_suite(name: str, suite: Suite, option: str, template: ChatTemplate) -> 
 
 def _rows(name: str, suite: Suite, option: str) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
     """Yield for each row where it stands, an id and a source in case it has none, and its columns."""
-    hub = is_hub_set(suite.path)
-    split = _split(suite, option) if hub else ""
-    subsets = suite.subset if hub and isinstance(suite.subset, list) else [suite.subset]
-    for subset in subsets:
-        for file in open_files(suite.path, split, option, subset=subset, revision=suite.revision):
-            stem = Path(file.stem).name if hub else file.stem
-            source = str(subset) if len(subsets) > 1 else name or stem
-            for number, row in file.values():
-                where = f"{suite.path} ({split}), row {number}" if hub else f"{file.name}:{number}"
+    folder = Path(suite.path).is_dir() and (option != "evaluate.prompts" or _is_saved(suite.path))
+    if not folder and not is_hub_set(suite.path):
+        for path, file in find_files(suite.path, option):
+            for number, row in read(file):
                 if not isinstance(row, dict):
-                    raise UserError(f"{where} is not a JSON object: fix or remove it")
-                yield where, f"{source if hub else stem}-{number}", source, row
+                    raise UserError(f"{file}:{number} is not a JSON object: fix or remove it")
+                yield f"{file}:{number}", f"{stem_of(path)}-{number}", name or stem_of(path), row
+        return
+    given = None if _is_saved(suite.path) else suite.subset
+    subsets = given if isinstance(given, list) else [given]
+    for subset in subsets:
+        source = str(subset) if len(subsets) > 1 else name or Path(suite.path).name
+        for number, row in enumerate(_dataset(suite, subset, option), 1):
+            yield f"{suite.path} ({suite.split}), row {number}", f"{source}-{number}", source, dict(row)
 
 
-def _split(suite: Suite, option: str) -> str:
-    """Return the suite's split or, for evaluate.prompts, which cannot name one, the only one of a hub data set."""
-    if option == "evaluate.prompts":
-        from datasets import get_dataset_split_names
+def _dataset(suite: Suite, subset: str | None, option: str) -> Any:
+    from datasets import DatasetDict, get_dataset_split_names, load_dataset, load_from_disk
 
-        with suppress(Exception):  # the hub's client raises a dozen types; reading the set fails next, and says why
-            (only,) = get_dataset_split_names(suite.path, revision=suite.revision)
-            return str(only)
-    return suite.split
+    try:
+        if _is_saved(suite.path):
+            saved = load_from_disk(suite.path)
+            return saved[_split(suite, option, lambda: list(saved))] if isinstance(saved, DatasetDict) else saved
+        split = _split(suite, option, lambda: get_dataset_split_names(suite.path, subset, revision=suite.revision))
+        return load_dataset(suite.path, subset, split=split, revision=suite.revision)
+    except Exception as error:
+        # The hub's client raises a dozen unrelated types: no network, no such set, split or permission.
+        at = f"{option}={suite.path} ({', '.join(filter(None, [subset, suite.split]))})"
+        raise UserError(f"{at} cannot be loaded ({first_line(error)}): use a file, {option}=FILE") from None
+
+
+def _split(suite: Suite, option: str, splits: Callable[[], list[str]]) -> str:
+    """Return the suite's split, or the only one that there is if the option cannot name a split."""
+    names = splits() if option == "evaluate.prompts" else []
+    return names[0] if len(names) == 1 else suite.split
+
+
+def _is_saved(folder: str) -> bool:
+    """Return whether `datasets` saved the folder, which then has splits and no subsets."""
+    return any((Path(folder) / name).is_file() for name in ("dataset_dict.json", "dataset_info.json"))
 
 
 def _messages(prompt: str | None, row: dict[str, Any], where: str) -> tuple[list[Message], int]:

@@ -126,7 +126,9 @@ def inputs(config: Config) -> dict[str, Any]:
         own_form = suite.prompt is None or suite.prompt in OWN_FORMS
         layout = LAYOUTS["suite"] if own_form or suite.tools else 2
         if not is_hub_set(suite.path):
-            files = [file for _, file in find_files(suite.path, option)]
+            folder = Path(suite.path)
+            files = sorted(folder.rglob("*")) if folder.is_dir() else [f for _, f in find_files(suite.path, option)]
+            files = [file for file in files if file.is_file()]
             content = [artifacts.file_sha256(file)[:16] for file in files]
             layout = max(map(_layout, files), default=1)
         facts[option] = {**{key: value for key, value in vars(suite).items() if value}, "path": content}

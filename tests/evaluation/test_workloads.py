@@ -1,6 +1,5 @@
 """How rows of many kinds of sets become prompts, which workloads a configuration asks for, and what was trained on."""
 
-import datasets
 import numpy as np
 import pytest
 from configured import configured
@@ -86,7 +85,8 @@ ROWS = [
     ],
 )
 def test_rows_are_read_as_the_suite_says(place, options, texts):
-    given = {"path": place.write("rows.jsonl", *ROWS), "id": "number", "source": "kind", **options}
+    DatasetDict({"test": Dataset.from_list(ROWS)}).save_to_disk(str(place.folder / "rows"))
+    given = {"path": place.folder / "rows", "id": "number", "source": "kind", **options}
     _, found = place.workloads(*(f"evaluate.suites.s.{key}={value}" for key, value in given.items()))
     assert place.texts(found) == texts
     by_number = {row["number"]: row["kind"] for row in ROWS}
@@ -94,18 +94,12 @@ def test_rows_are_read_as_the_suite_says(place, options, texts):
 
 
 @pytest.mark.parametrize(("splits", "asked"), [(["train"], "train"), (["train", "test"], "test")])
-def test_prompts_may_be_a_hub_data_set_whose_only_split_is_taken(place, monkeypatch, splits, asked):
-    def load_dataset(_, subset, split, revision):
-        return Dataset.from_list([{"prompt": f"{subset} {split} {revision}"}])
-
-    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda *_, **__: splits)
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    (found,) = place.workloads("evaluate.prompts=org/questions")
-    assert place.texts(found) == [f"None {asked} None"]
-    assert [(prompt.id, prompt.source) for prompt in found.prompts] == [("questions-1", "questions")]
-    _, found = place.workloads("evaluate.suites.s={path: org/questions, subset: [a, b], split: dev, revision: v1}")
-    assert sorted(place.texts(found)) == ["a dev v1", "b dev v1"]
-    assert sorted((prompt.id, prompt.source) for prompt in found.prompts) == [("a-1", "a"), ("b-1", "b")]
+def test_prompts_may_be_a_saved_data_set_whose_only_split_is_taken(place, splits, asked):
+    saved = place.folder / "saved"
+    DatasetDict({name: Dataset.from_list([{"prompt": name}]) for name in splits}).save_to_disk(str(saved))
+    (found,) = place.workloads(f"evaluate.prompts={saved}")
+    assert place.texts(found) == [asked]
+    assert [(prompt.id, prompt.source) for prompt in found.prompts] == [("saved-1", "saved")]
 
 
 def test_prompts_may_be_a_folder_and_further_turns_are_told(place):
