@@ -69,7 +69,9 @@ class Journal:
         try:
             # Lock before reading: a line that another run is writing would look like one cut short by a kill.
             hold(self.file, f"{self.path} is being written by another run")
-            self.file.truncate(self._read())
+            whole = self._read()
+            with artifacts.located(self.path):
+                self.file.truncate(whole)
         except BaseException:
             self.file.close()
             raise
