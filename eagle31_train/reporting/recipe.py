@@ -28,7 +28,8 @@ def serve_command(config: Config, drafter: str | None, published: bool = False) 
     """Return vLLM's command for the target, with or without a drafter; published: with paths as others may see them."""
     path = public(config.target.path) if published else config.target.path
     options: dict[str, Any] | None = None
-    if drafter and config.export_format == "speculators":  # its config.json names the target, and the rest
+    # Its config.json names the target, and the rest; from vllm 0.33 on, a target on the hub only.
+    if drafter and config.export_format == "speculators" and config.target.is_hub_id:
         path = drafter
         if config.evaluate.draft_sampling != "greedy":
             options = {"draft_sample_method": config.evaluate.draft_sampling}

@@ -31,6 +31,7 @@ END = 40
 PROMPTS = [Prompt("a", "chat", [1, 2, 3]), Prompt("b", "code", [30, 5]), Prompt("b", "code", [50])]
 LIMIT = 9
 ENGINE = Installation("0.0", "some GPU")
+SPECULATORS = "export_format=speculators"
 
 
 @pytest.fixture
@@ -107,6 +108,14 @@ def test_a_target_whose_own_class_takes_no_draft_is_served_by_transformers(confi
 def test_stage_1_has_copies_of_the_target_on_all_devices(config, devices, given, copies):
     arguments = answering_arguments(config(f"evaluate.vllm_args={given}"), devices, 1)
     assert arguments.get("data_parallel_size") == copies
+
+
+def test_a_drafter_that_names_its_target_needs_no_more_only_if_the_target_is_on_the_hub(config, tmp_path):
+    """From 0.33 on, vLLM refuses a name that is a folder."""
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    there, here = config("target.path=a/b", SPECULATORS), config(f"target.path={tmp_path}", SPECULATORS)
+    assert serve_command(there, "draft") == "vllm serve draft"
+    assert serve_command(here, "draft") == serve_command(config(f"target.path={tmp_path}"), "draft")
 
 
 def test_the_target_is_served_with_the_chat_template_that_the_drafter_knows(config):
