@@ -44,7 +44,7 @@ def test_states_and_what_lies_beyond_the_end(target, alone, ends):
         sequence = torch.tensor([prompt + one.tokens])[:, :-2]
         assert one.aux.shape == (len(prompt) + len(one.tokens) - 2, 3, 32)
         whole = target.states(sequence, None)[0][0] if sequence.numel() else one.aux
-        torch.testing.assert_close(one.aux, whole, rtol=1e-4, atol=1e-4)
+        assert (one.aux - whole).norm() <= 1e-5 * whole.norm(), "rounding"
 
 
 def test_what_lies_beyond_an_output_takes_none_of_its_time(target, monkeypatch):
