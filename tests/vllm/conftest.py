@@ -7,6 +7,7 @@ trained for less than a minute each with the stages' own commands.
 import json
 import os
 import subprocess
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -61,28 +62,24 @@ def vllm_python() -> Path:
 
 
 @pytest.fixture(scope="session")
-def vllm_process(vllm_python, tmp_path_factory):
-    """A process of vLLM's environment (see inside.py), and the file of what it says."""
-    inherited = {key: value for key, value in os.environ.items() if key != "WORLD_SIZE"}
-    log = tmp_path_factory.mktemp("vllm") / "log"
-    with (
-        log.open("w") as said,
-        subprocess.Popen(
-            [str(vllm_python), str(Path(__file__).with_name("inside.py"))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=said,
-            env=inherited,
-            text=True,
-        ) as process,
-    ):
-        yield process, log
+def ask(vllm_python, tmp_path_factory):
+    """Requests → answers of vLLM, in a process that nothing else has run in."""
+    with asking(vllm_python, tmp_path_factory) as run:
+        yield run
 
 
 @pytest.fixture(scope="session")
-def ask(vllm_process, tmp_path_factory):
-    """Requests → answers of vLLM, in a process that nothing else has run in."""
-    process, log_of_all = vllm_process
+def ask_second_runner(vllm_python, tmp_path_factory):
+    """The same of vLLM's second model runner, which GPUs have by default; its kernels run in Triton's interpreter."""
+    with asking(vllm_python, tmp_path_factory, TRITON_INTERPRET="1", VLLM_USE_V2_MODEL_RUNNER="1") as run:
+        yield run
+
+
+@contextmanager
+def asking(vllm_python, tmp_path_factory, **of_process):
+    """Run a process of vLLM's environment (see inside.py) that forks for every task."""
+    inherited = {key: value for key, value in os.environ.items() if key != "WORLD_SIZE"}
+    log_of_all = tmp_path_factory.mktemp("vllm") / "log"
 
     def run(task: str, requests: list[dict], **environment: str) -> list:
         folder = tmp_path_factory.mktemp(task)
@@ -95,7 +92,18 @@ def ask(vllm_process, tmp_path_factory):
         assert status == "0", f"vLLM failed ({status or 'it ended'}):\n{said}"
         return json.loads(files["answers"].read_text(encoding="utf-8"))
 
-    return run
+    with (
+        log_of_all.open("w") as said,
+        subprocess.Popen(
+            [str(vllm_python), str(Path(__file__).with_name("inside.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=said,
+            env=inherited | of_process,
+            text=True,
+        ) as process,
+    ):
+        yield run
 
 
 @pytest.fixture(scope="session", params=[YOURS] if YOURS in os.environ else serving.RUNS)

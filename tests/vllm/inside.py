@@ -19,6 +19,7 @@ from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -28,6 +29,10 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # a process that forks should have no threads
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # even eagerly vLLM compiles one function, of ranks
 os.environ.setdefault("VLLM_CPU_INT4_W4A8", "0")  # with AMX vLLM would round the inputs of INT4 layers to 8 bits
+if os.environ.get("TRITON_INTERPRET") == "1":  # vLLM asks whether there is a Triton for CPUs; the interpreter is one
+    from triton.backends import backends
+
+    backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))
 # Of MLA, where there is any: on CPUs with AMX vLLM takes one that has no float32.
 ATTENTION = {"attention_backend": "CPU_MLA"}
 # vLLM fills it with zeros first. VLLM_CPU_KVCACHE_SPACE=1, where a target of yours needs more, makes it a GiB.
@@ -54,7 +59,8 @@ def decode(target, draft, draft_tokens, requests, model_impl="auto"):
         model_impl: whose class of the target, as vLLM calls it.
 
     Returns:
-        {"outputs": [[token ids]], "counters": [{"drafts", "proposed", "accepted", "accepted_per_position"}]}
+        {"outputs": [[token ids]], "counters": [{"drafts", "proposed", "accepted", "accepted_per_position"}],
+         "second_runner": whether it was vLLM's second model runner}
     """
     from vllm import LLM, SamplingParams
 
@@ -88,7 +94,8 @@ def decode(target, draft, draft_tokens, requests, model_impl="auto"):
         return list(llm.generate(prompt, sampling, use_tqdm=False)[0].outputs[0].token_ids)
 
     tokens_of(requests[0])  # the first request also pays for what vLLM sets up lazily
-    answer = {"outputs": [], "counters": []}
+    second = llm.llm_engine.vllm_config.use_v2_model_runner
+    answer = {"outputs": [], "counters": [], "second_runner": second}
     before = counted(llm, draft_tokens)
     for one in requests:
         answer["outputs"].append(tokens_of(one))

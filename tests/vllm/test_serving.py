@@ -65,6 +65,20 @@ def test_counts_at_other_depths_are_told_from_one_output_of_the_target(draft_tok
     assert_told(evaluated, found["counters"], draft_tokens)
 
 
+CHAINS = [name for name, (_, options) in RUNS.items() if "drafter.parallel=true" not in options]
+
+
+@pytest.mark.runs(*CHAINS)
+def test_the_model_runner_of_gpus_gives_the_same(ask_second_runner, finished_run, target, requests):
+    """Few requests, since it is slow on a CPU. It has no parallel drafting."""
+    some = [one for kind in ("whole", "limit", "end") for one in [i for i in requests if i["kind"] == kind][:3]]
+    asked = {"target": target, "draft": str(finished_run / "export"), "draft_tokens": DEPTH, "requests": some}
+    [found] = ask_second_runner("decode", [asked])
+    assert found["second_runner"]
+    assert named(some, found["outputs"]) == named(some, [one["output"] for one in some])
+    assert named(some, found["counters"]) == named(some, [one["counters"] for one in some])
+
+
 def test_the_drafter_is_of_use(evaluated):
     """Or equal counts would say little."""
     assert headline(evaluated)["acceptance_length"][0] > 1.02  # an untrained drafter has 1.0
