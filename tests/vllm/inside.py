@@ -31,7 +31,14 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # even eagerly vLLM compiles 
 os.environ.setdefault("VLLM_CPU_INT4_W4A8", "0")  # with AMX vLLM would round the inputs of INT4 layers to 8 bits
 if os.environ.get("TRITON_INTERPRET") == "1":  # vLLM asks whether there is a Triton for CPUs; the interpreter is one
     from triton.backends import backends
+    from triton.runtime.interpreter import InterpreterBuilder
 
+    def store(self, pointers, value, mask, _):
+        """The interpreter's, which takes no mask of integers."""
+        return interpreter.store(pointers.data, value.data, mask.data.astype(bool))
+
+    interpreter = sys.modules[InterpreterBuilder.__module__]._interpreter
+    InterpreterBuilder.create_masked_store = store
     backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))
 # Of MLA, where there is any: on CPUs with AMX vLLM takes one that has no float32.
 ATTENTION = {"attention_backend": "CPU_MLA"}
@@ -103,6 +110,45 @@ def decode(target, draft, draft_tokens, requests, model_impl="auto"):
         answer["counters"].append(since(before, now))
         before = now
     return answer
+
+
+def sample(target, draft, method, prompts, times):
+    """Sample two tokens after each prompt, at temperature 1, in float32 and by the second runner: those after the first
+    token are drafted.
+
+    Args:
+        draft: the second token is drafted by it.
+        method: vLLM's draft_sample_method.
+        prompts: [[token ids]]
+        times: how often each is asked, with different seeds.
+
+    Returns:
+        {"outputs": [[two token ids] of each time, of each prompt], "accepted": how many first drafts were}
+    """
+    import triton.language as tl
+    from vllm import LLM, SamplingParams
+    from vllm.v1.worker.gpu.spec_decode import rejection_sampler_utils
+
+    rejection_sampler_utils.tldevice = SimpleNamespace(log1p=lambda x: tl.log(x + 1.0))  # CUDA's is not interpreted
+    llm = LLM(
+        model=target,
+        dtype="float32",
+        enforce_eager=True,
+        disable_log_stats=False,
+        max_num_seqs=16,
+        max_model_len=max(map(len, prompts)) + 16,
+        speculative_config={
+            "method": "eagle3", "model": draft, "num_speculative_tokens": 1, "draft_sample_method": method
+        },
+        seed=0,
+        **ATTENTION,
+        **CACHE,
+    )  # fmt: skip
+    asked = [{"prompt_token_ids": prompt} for prompt in prompts for _ in range(times)]
+    how = [SamplingParams(temperature=1, max_tokens=2, ignore_eos=True, seed=seed) for seed in range(len(asked))]
+    outputs = [list(one.outputs[0].token_ids) for one in llm.generate(asked, how, use_tqdm=False)]
+    each = [outputs[start : start + times] for start in range(0, len(outputs), times)]
+    return {"outputs": each, "accepted": counted(llm, 1)["accepted"]}
 
 
 def counted(llm, draft_tokens):
@@ -351,7 +397,7 @@ def tokenizer_of(folder):
     return AutoTokenizer.from_pretrained(folder)
 
 
-TASKS = {"decode": decode, "states": states, "draft": draft, "classes": classes, "text": text}
+TASKS = {"decode": decode, "sample": sample, "states": states, "draft": draft, "classes": classes, "text": text}
 
 
 def main():
