@@ -106,7 +106,8 @@ def test_sampled_answers_and_drafts_have_the_evaluators_chances(
     [found] = ask_second_runner("sample", [asked])
     model, drafter, ids = loaded(export, target)
     pairs = [(prompt, *two) for prompt, answers in zip(prompts, found["outputs"], strict=True) for two in answers]
-    *told, p = map(torch.stack, zip(*(chances(model, drafter, ids, prompt, first) for prompt, first, _ in pairs), strict=True))
+    reckoned = [chances(model, drafter, ids, prompt, first) for prompt, first, _ in pairs]
+    *told, p = map(torch.stack, zip(*reckoned, strict=True))
     shares = dict(zip(("greedy", "probabilistic"), told, strict=True))
     sigma = {name: (share * (1 - share)).sum().sqrt() for name, share in shares.items()}
     assert abs(found["accepted"] - shares[method].sum()) < 4 * sigma[method]
