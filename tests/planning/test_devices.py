@@ -22,11 +22,6 @@ def gpus(monkeypatch):
     return of
 
 
-def test_a_machine_without_gpus_plans_for_eight_h100():
-    planned = devices_to_plan(PlanConfig())
-    assert planned == Devices(8, 80.0, 989.0, 3350.0, "those of an H100 SXM")
-
-
 def test_a_machine_plans_for_its_own_gpus_unless_others_are_given(gpus):
     gpus("NVIDIA A100-SXM4-40GB")
     assert devices_to_plan(PlanConfig()) == Devices(2, 39.0, 312.0, 1555.0, "this machine's NVIDIA A100-SXM4-40GB")
