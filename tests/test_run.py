@@ -142,10 +142,13 @@ def test_a_conversation_that_fits_in_no_batch_is_refused_before_extraction(start
     ],
 )
 def test_vllm_serves_what_was_exported_before(started, monkeypatch, first, last, between):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("eagle31_train.evaluation.serving.engine.check", lambda _: None)
     commands = started("+experiment=smollm2", "evaluate.backend=vllm", "--from", first, "--until", last)
     names = {*run.STAGES, "push=false"}
     assert [" ".join(word for word in words if word in names) for words in commands] == between
+    alone = [threads is None for threads in started.threads]
+    assert alone == [stage == "evaluate" for stage in between], "its server chooses its own threads"
 
 
 @pytest.mark.parametrize("status", [STOPPED, 128 + signal.SIGTERM])
@@ -199,13 +202,6 @@ def test_stages_have_the_environment_of_the_command_which_decides(started, monke
     wanted = {"OMP_NUM_THREADS": "3", "OMP_WAIT_POLICY": "3"}
     assert all(environment.items() >= wanted.items() for environment in started.environments)
     assert not any(run.USE_CPU in environment for environment in started.environments)
-
-
-def test_vllms_server_chooses_its_own_threads(started, monkeypatch):
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("eagle31_train.evaluation.serving.engine.check", lambda _: None)
-    started("+experiment=smollm2", "evaluate.backend=vllm", "--from", "export")
-    assert [threads is None for threads in started.threads] == [False, True, False, False], "evaluation alone"
 
 
 @pytest.mark.parametrize(
