@@ -17,8 +17,8 @@ from data_prep import written
 from data_prep.client import NoAnswer, Server
 from data_prep.dialogue import PromptTurn
 from data_prep.journal import Answer, Outcomes
-from data_prep.masks import EMPTY
 from data_prep.own_server import OwnServer
+from data_prep.sample import EMPTY
 from eagle31_train.common import artifacts
 from eagle31_train.common.console import note
 from eagle31_train.common.errors import Refused, UserError

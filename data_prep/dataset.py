@@ -18,7 +18,7 @@ from datasets import Dataset, Features, List, Value
 from numpy.typing import NDArray
 
 from data_prep import masks, written
-from data_prep.masks import Sample
+from data_prep.sample import Sample, given
 from eagle31_train.common import artifacts
 from eagle31_train.common.console import Progress
 from eagle31_train.common.errors import Refused, UserError
@@ -141,7 +141,7 @@ def collect(rows: Iterator[Row], template: ChatTemplate, max_length: int, heldou
                     "remove token_ids"
                 )
             if row.tokens:
-                found = masks.given(template, row.tokens, max_length)
+                found = given(template, row.tokens, max_length)
             else:
                 found = (written if known else masks).samples(own, row.messages, max_length, row.tools)
         except Refused as error:

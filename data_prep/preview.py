@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from itertools import groupby
 
 from data_prep.dataset import Split
-from data_prep.masks import Sample
+from data_prep.sample import Sample
 from eagle31_train.common.errors import Refused
 from eagle31_train.reporting import html
 from eagle31_train.targets.chat import ChatTemplate

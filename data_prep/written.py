@@ -6,14 +6,12 @@ which only the text is known, see masks.py.
 
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from data_prep.masks import BEYOND, EMPTY, ENDED, Sample, Samples, Tools
+from data_prep.sample import EMPTY, ENDED, Outcome, Sample, Samples, answers_to_learn
 from eagle31_train.common.errors import Refused
-from eagle31_train.rows.formats import Message, is_learnt
+from eagle31_train.rows.formats import Message, Tools, is_learnt
 from eagle31_train.targets import markup
 from eagle31_train.targets.chat import ChatTemplate
-from eagle31_train.targets.markup import OPEN, apart, meant
+from eagle31_train.targets.markup import apart, meant, opens_thought
 
 
 @dataclass
@@ -26,6 +24,12 @@ class Stretch:
     mask: list[bool] = field(default_factory=list)
     open_turns: int = 0
 
+    def sample(self, max_length: int) -> Sample | Refused:
+        try:
+            return Sample.within(max_length, self.ids, self.mask, self.open_turns)
+        except Refused as error:
+            return error
+
 
 def known(messages: list[Message]) -> bool:
     """Return whether there are answers to learn, and the token ids of all are known."""
@@ -37,7 +41,7 @@ def message_of(template: ChatTemplate, prompt: list[int], ids: list[int], tools:
     """Return the message that a target writes with `ids` after a prompt; they may end with an end token. It is taken
     apart if it has channels, or calls `tools`. Special tokens are in its text as they are spelt."""
     said = template.decode_after(prompt, ids[:-1] if ids and ids[-1] in template.end_ids else ids)
-    opened = template.decode(prompt).rstrip().endswith(OPEN)
+    opened = opens_thought(template.decode(prompt))
     return markup.take_apart(said, opened, calls=bool(tools)) or {"role": "assistant", "content": said}
 
 
@@ -47,25 +51,21 @@ def check_goes_on(template: ChatTemplate, answer: Message, tools: Tools) -> None
     words = message["content"] + (message.get("reasoning_content") or "")
     if special := [token for token in template.special if token in words]:
         raise Refused(f"the answer's text has {special[0]}, a special token, which no later prompt can repeat")
-    if message.get("tool_calls") and "tool_calls" not in template.text(tools):
-        raise Refused(f"the chat template of {template.name} writes no tool calls")
+    template.check_calls(message, tools)
 
 
 def samples(template: ChatTemplate, messages: list[Message], max_length: int, tools: Tools) -> Samples:
     """Return one sample of all turns or, if a later prompt does not continue what was seen and written before (a
     template drops thoughts, or text is tokenized differently), several. Refused if no turn is of use."""
-    stretches, found, number = list[Stretch](), Samples(), 0
-    for i, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        number += 1
-        if not is_learnt(message):
-            continue
+    stretches: list[Stretch] = []
+    outcomes: list[Outcome] = []
+    for number, i in answers_to_learn(messages):
+        message = messages[i]
         try:
             prompt = template.prompt_ids(messages[:i], tools)
             _check(template, prompt, message, tools)
         except Refused as error:
-            found.refused.append((f"~turn{number}", str(error)))
+            outcomes.append((number, number, error))
             continue
         if not stretches or prompt[: len(stretches[-1].ids)] != stretches[-1].ids:
             stretches.append(Stretch(number))
@@ -73,20 +73,7 @@ def samples(template: ChatTemplate, messages: list[Message], max_length: int, to
         stretch.mask += [False] * (len(prompt) - len(stretch.ids)) + [True] * len(ids)
         stretch.ids, stretch.last = prompt + ids, number
         stretch.open_turns += ids[-1] not in template.end_ids
-    found.split = len(stretches) > 1 or bool(found.refused)
-    for stretch in stretches:
-        turns = f"{stretch.first}" if stretch.first == stretch.last else f"{stretch.first}-{stretch.last}"
-        suffix = f"~turn{turns}" if found.split else ""
-        mask = np.asarray(stretch.mask[:max_length])
-        if mask.any():
-            kept = np.asarray(stretch.ids[:max_length], dtype=np.int32)
-            sample = Sample(kept, mask, len(stretch.ids) > max_length, stretch.open_turns)
-            found.samples.append((suffix, sample))
-        else:
-            found.refused.append((suffix, BEYOND))
-    if not found.samples:
-        raise Refused(found.refused[0][1])
-    return found
+    return Samples.of(outcomes + [(one.first, one.last, one.sample(max_length)) for one in stretches])
 
 
 def _check(template: ChatTemplate, prompt: list[int], message: Message, tools: Tools) -> None:

@@ -46,6 +46,7 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names in use for th
 
 Message = dict[str, Any]
 Tool = dict[str, Any]
+Tools = list[Tool] | None  # of one conversation
 
 
 @dataclass
@@ -55,7 +56,7 @@ class Row:
     where: str  # file:line
     messages: list[Message] = field(default_factory=list)  # role, content; perhaps reasoning_content, tool_calls, …
     problem: str | None = None  # why it is of no use
-    tools: list[Tool] | None = None  # what the assistant may call, as OpenAI's API defines tools
+    tools: Tools = None  # what the assistant may call, as OpenAI's API defines tools
     sample: int = 0  # which of several answers to one prompt
     template: Any = None  # the `ChatTemplate.identity` under which its token ids were written, if known
     tokens: tuple[list[int], list[bool]] | None = None  # ids and loss mask, of equal length, in place of messages
@@ -308,6 +309,11 @@ def is_learnt(message: Message) -> bool:
     return message["role"] == "assistant" and message.get("weight") != 0
 
 
+def is_cut(message: Message) -> bool:
+    """Return whether an answer was cut off, so that the target did not end it."""
+    return message.get("finish_reason") == "length"
+
+
 def _token_ids(value: Any, name: str = "token_ids of a turn") -> list[int]:
     try:
         return list(foreign.typed(list[foreign.Width], value))
@@ -365,7 +371,7 @@ def arguments(value: Any) -> dict[str, Any]:
     return value
 
 
-def tools_of(value: Any) -> list[Tool] | None:
+def tools_of(value: Any) -> Tools:
     """Return tool definitions, given as a list or JSON text, in OpenAI's wrapping or bare; None for an empty list."""
     if isinstance(value, str):
         try:

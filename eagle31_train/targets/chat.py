@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from eagle31_train.common import artifacts
 from eagle31_train.common.errors import Refused, UserError, first_line
 from eagle31_train.config import TargetConfig
-from eagle31_train.rows.formats import Message, Tool, arguments
+from eagle31_train.rows.formats import Message, Tools, arguments
 from eagle31_train.targets.chat_template import templates_of
 from eagle31_train.targets.markup import CLOSE, EMPTY_THOUGHT, OPEN, apart
 from eagle31_train.targets.pretrained import end_ids, load_tokenizer
@@ -63,9 +63,14 @@ class ChatTemplate:
     def reads_tools(self) -> bool:
         return self.tools_template is not None or re.search(r"\btools\b", self.template) is not None
 
-    def text(self, tools: list[Tool] | None) -> str:
+    def text(self, tools: Tools) -> str:
         """Return the template's text for a conversation, chosen as transformers and vLLM choose it."""
         return self.tools_template if tools and self.tools_template is not None else self.template
+
+    def check_calls(self, message: Message, tools: Tools) -> None:
+        """Refuse a message with tool calls if the template, with these tools, writes none."""
+        if message.get("tool_calls") and "tool_calls" not in self.text(tools):
+            raise Refused(f"the chat template of {self.name} writes no tool calls")
 
     @cached_property
     def added(self) -> dict[int, str]:
@@ -132,7 +137,7 @@ class ChatTemplate:
         self,
         messages: list[Message],
         add_generation_prompt: bool = False,
-        tools: list[Tool] | None = None,
+        tools: Tools = None,
         verbatim: bool = False,
         template: str | None = None,
     ) -> str:
@@ -154,7 +159,7 @@ class ChatTemplate:
             raise Refused(f"the template refuses the conversation: {first_line(error)}") from None
         return str(text)
 
-    def prompt_ids(self, messages: list[Message], tools: list[Tool] | None = None) -> list[int]:
+    def prompt_ids(self, messages: list[Message], tools: Tools = None) -> list[int]:
         """Return the token ids up to and including the generation prompt."""
         return self.encode(self.render(self.history(messages), add_generation_prompt=True, tools=tools))
 
@@ -218,7 +223,7 @@ class ChatTemplate:
                 return messages
         return None
 
-    def without_system(self, messages: list[Message], tools: list[Tool] | None = None) -> str:
+    def without_system(self, messages: list[Message], tools: Tools = None) -> str:
         """Render the conversation without any system turn, its own or one that the template inserts. Refused if the
         user's turn cannot be told from what precedes it."""
         said = [message for message in messages if message["role"] != "system"]

@@ -49,6 +49,11 @@ class Parts:
         return None if _spelt(self.calls) == _spelt(other.calls) else "tool calls"
 
 
+def opens_thought(prompt: str) -> bool:
+    """Return whether a prompt ends inside a thought."""
+    return prompt.rstrip().endswith(OPEN)
+
+
 def apart(message: Message) -> Message:
     """Return a message with the thought in front of its answer moved to a separate field, as servers return it."""
     match = THOUGHT.match(message["content"]) if message["role"] == "assistant" else None

@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from data_prep import written
-from data_prep.masks import read_turn, samples
+from data_prep.masks import samples
+from data_prep.turn import read_turn
 from eagle31_train.common.errors import Refused
 from eagle31_train.targets.markup import apart, meant, parse
 
@@ -91,7 +92,7 @@ def test_golden_answers_stand_after_their_prompts_and_are_learnt_as_their_text(f
                 continue
             turn, reason = read_turn(template, row.messages[: i + 1], row.tools), message.get("finish_reason", "stop")
             prompt = template.prompt_ids(answered, row.tools)
-            ids = template.encode(turn.text[turn.span.start :] if reason != "length" else turn.span.content)
+            ids = template.encode(turn.text[turn.answer.start :] if reason != "length" else turn.answer.content)
             found = written.message_of(template, prompt, ids, row.tools or message.get("tool_calls"))
             answered.append({**found, "token_ids": ids, "finish_reason": reason})
             if message.get("tool_calls") and found.get("tool_calls"):

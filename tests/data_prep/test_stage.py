@@ -14,9 +14,9 @@ from families import FAMILIES, load, write_rows
 from made import message_of
 from planting import interrupt
 
-from data_prep import masks, preview, stage
+from data_prep import preview, stage
 from data_prep.dataset import Split, collect, place
-from data_prep.masks import Sample
+from data_prep.sample import BEYOND, Sample
 from data_prep.stage import prepare
 from eagle31_train.common import artifacts
 from eagle31_train.common.errors import UserError
@@ -353,7 +353,7 @@ def test_rows_of_tokens_are_the_samples_that_they_are(config, tmp_path, name):
     assert found == {**{name: rows[name] for name in ("a", "open", "fits")}, "long": ([*range(5, 11)], [0, 1] * 3)}
     assert [manifest[count] for count in ("cut", "no_end_of_turn", "from_words", "given_ids")] == [1, 4, 0, 4]
     reasons = {entry["id"]: entry["reason"] for entry in manifest["refused"]}
-    assert reasons == {"beyond": masks.BEYOND, "no row": "token 448, which has no row in the target's embedding"}
+    assert reasons == {"beyond": BEYOND, "no row": "token 448, which has no row in the target's embedding"}
     config.regenerate, config.data.prompts, config.run_dir = True, config.data.conversations, str(tmp_path / "answered")
     assert "input_ids cannot be answered: set data.format to" in message_of(prepare, config)
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from mutating import UNREADABLE, VALUES, cases, documents, outcome, spoil, texts, torn
 from talking import make_template
 
-from data_prep.masks import given, samples
+from data_prep.masks import samples
+from data_prep.sample import given
 from data_prep.sources import Source
 from eagle31_train.common.errors import Refused, UserError
 from eagle31_train.config import FORMATS

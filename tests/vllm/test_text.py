@@ -5,7 +5,7 @@ import json
 import pytest
 from families import FAMILIES, load, row_of
 
-from data_prep.masks import read_turn
+from data_prep.turn import read_turn
 from eagle31_train.targets.markup import Parts, apart, meant
 
 pytestmark = pytest.mark.vllm
@@ -25,7 +25,7 @@ def turns(tmp_path_factory):
             for i, message in enumerate(row.messages):
                 if message["role"] != "assistant" or (parser != "kimi" and not message.get("tool_calls")):
                     continue  # the others' parsers are of calls alone
-                text = read_turn(template, row.messages[: i + 1], row.tools).span.content
+                text = read_turn(template, row.messages[: i + 1], row.tools).answer.content
                 tools = row.tools or (
                     [{"type": "function", "function": {"name": "find"}}] if parser != "kimi" else None
                 )

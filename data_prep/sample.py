@@ -1,0 +1,90 @@
+"""What stage 1 makes of a conversation: samples, each of token ids with a loss mask, and turns that it refuses."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eagle31_train.common.errors import Refused
+from eagle31_train.rows.formats import Message, is_learnt
+from eagle31_train.targets.chat import ChatTemplate
+
+EMPTY = "an empty answer"
+ENDED = "an end-of-turn token inside the answer"
+BEYOND = "no part of an answer lies within data.max_length: raise it"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Token ids and loss mask, of one length T."""
+
+    input_ids: NDArray[np.int32]  # [T]
+    loss_mask: NDArray[np.bool_]  # [T]
+    cut: bool  # it was longer than max_length
+    open_turns: int  # answers without an end-of-turn token
+    inserted: int = 0  # answers before which the template put an empty thought
+
+    @classmethod
+    def within(cls, max_length: int, ids: list[int], mask: list[bool], open_turns: int, inserted: int = 0) -> "Sample":
+        """Return the sample of these ids and mask, cut to `max_length`; Refused if no part of an answer is left."""
+        kept = np.asarray(mask[:max_length], dtype=np.bool_)
+        if not kept.any():
+            raise Refused(BEYOND)
+        input_ids = np.asarray(ids[:max_length], dtype=np.int32)
+        return cls(input_ids, kept, len(ids) > max_length, open_turns, inserted)
+
+
+Outcome = tuple[int, int, Sample | Refused]  # of consecutive answers, by the numbers of the first and the last, from 1
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The result for a conversation: samples and refused turns, each with the suffix of its id."""
+
+    samples: list[tuple[str, Sample]]
+    refused: list[tuple[str, str]]
+    split: bool  # the conversation is not one whole sample
+
+    @classmethod
+    def whole(cls, sample: Sample) -> "Samples":
+        return cls([("", sample)], [], split=False)
+
+    @classmethod
+    def of(cls, outcomes: list[Outcome]) -> "Samples":
+        """Return the result of outcomes for all answers to learn; Refused if none of them is a sample."""
+        split = len(outcomes) > 1
+        samples: list[tuple[str, Sample]] = []
+        refused: list[tuple[str, str]] = []
+        for first, last, outcome in outcomes:
+            suffix = f"~turn{first}" if first == last else f"~turn{first}-{last}"
+            if isinstance(outcome, Refused):
+                refused.append((suffix, str(outcome)))
+            else:
+                samples.append((suffix if split else "", outcome))
+        if not samples:
+            raise Refused(refused[0][1])
+        return cls(samples, refused, split)
+
+    @property
+    def inserted(self) -> int:
+        """How many learnt answers have an empty thought before them that the template put there."""
+        return sum(sample.inserted for _, sample in self.samples)
+
+
+def answers_to_learn(messages: list[Message]) -> Iterator[tuple[int, int]]:
+    """Yield number among all answers, from 1, and index among all messages."""
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    for number, i in enumerate(answers, start=1):
+        if is_learnt(messages[i]):
+            yield number, i
+
+
+def given(template: ChatTemplate, tokens: tuple[list[int], list[bool]], max_length: int) -> Samples:
+    """Return the sample of a row of ids and loss mask; Refused if the target lacks an id, or no answer is left."""
+    ids, mask = tokens
+    template.with_rows(ids)
+    answers = [[i for i, _ in run] for learnt, run in groupby(zip(ids, mask, strict=True), lambda t: t[1]) if learnt]
+    open_turns = sum(not set(answer) & set(template.end_ids) for answer in answers)
+    return Samples.whole(Sample.within(max_length, ids, mask, open_turns))
