@@ -15,6 +15,7 @@ One that the template writes into a plain answer is supervised, and counted as `
 """
 
 import unicodedata
+from contextlib import suppress
 
 from data_prep.sample import EMPTY, ENDED, Outcome, Sample, Samples, answers_to_learn
 from data_prep.tokens import INSIDE, Tokens
@@ -33,15 +34,9 @@ def samples(template: ChatTemplate, messages: list[Message], max_length: int, to
     Refused if no turn has an exact mask."""
     if not any(map(is_learnt, messages)):
         raise Refused(UNWEIGHTED if any(message["role"] == "assistant" for message in messages) else NO_ANSWER)
-    try:
+    with suppress(Refused):
         return Samples.whole(one_sample(template, messages, max_length, tools))
-    except Refused as error:
-        try:
-            return _by_turn(template, messages, max_length, tools)
-        except Refused:
-            if str(error) == NO_END:  # the reason for refusing a turn by itself may just follow from this one
-                raise error from None
-            raise
+    return _by_turn(template, messages, max_length, tools)
 
 
 # ---------------------------------------------------------------- the whole conversation
@@ -149,8 +144,6 @@ def supervised(template: ChatTemplate, tokens: Tokens, start: int, end: int, con
     if not _same(tokens.text[start:before_end], body):
         raise Refused(INSIDE)
     if not _same(body.strip(), content.strip()):
-        if (after := body.strip().removeprefix(content.strip()).strip()) in template.added.values():
-            raise Refused(f"answers end with {after}, which is not in eos_token_id of generation_config.json: add it")
         raise Refused("the template alters the answer")
     if not body:
         raise Refused(EMPTY)

@@ -171,29 +171,33 @@ def _as_rendered(asked: Asked, message: Message, verbatim: bool = False) -> Turn
     if body is None:
         _check_plain(asked, message)
         return asked.turn(message, whole, message["content"])
-    answer, inserted = _read_back(message, asked.opened, _before_end(asked.template, body))
+    answer, inserted = _read_back(asked, message, body)
     return asked.turn(message, whole, answer, inserted)
 
 
-def _read_back(message: Message, opened: bool, body: str) -> tuple[str, bool]:
-    """Return the answer that the template wrote as `body`, and whether it begins with an empty thought. `opened`: the
-    prompt ends inside a thought."""
-    said, calls = meant(message), bool(message.get("tool_calls"))
+def _read_back(asked: Asked, message: Message, after_prompt: str) -> tuple[str, bool]:
+    """Return the answer in what the template wrote after the prompt, and whether it begins with an empty thought."""
+    said, calls, opened = meant(message), bool(message.get("tool_calls")), asked.opened
+    body = _before_end(asked.template, after_prompt)
+    end = after_prompt[len(body) :]
     parts = markup.parse(body, opened, calls)
     if said.reasoning and not parts.reasoning and parts.thought:
         # The template (Kimi's) drops the thought even of a last answer. Put it back where the template left an empty
         # one: in the middle of the white space there or, if the prompt opens the thought, at its beginning.
-        start, end = parts.thought
-        middle = start if opened else (start + end) // 2
+        first, last = parts.thought
+        middle = first if opened else (first + last) // 2
         body = body[:middle] + message["reasoning_content"] + body[middle:]
         parts = markup.parse(body, opened, calls)
-    if difference := parts.difference(said):
+    difference = parts.difference(said)
+    if difference == "answer" and parts.content.startswith(said.content):
+        _check_end(asked.template, parts.content.removeprefix(said.content) + end)
+    if difference is not None:
         raise Refused(f"the template alters the {difference}")
     if opened and not parts.thought:
         raise Refused(UNCLOSED)
     if parts.thought and not parts.content and is_cut(message):  # inside its thought
-        start, end = parts.thought
-        return body[: start + len(body[start:end].rstrip())], False
+        first, last = parts.thought
+        return body[: first + len(body[first:last].rstrip())], False
     return body, parts.thought is not None and not parts.reasoning
 
 
@@ -228,9 +232,22 @@ def _begins_other_than_plain(template: ChatTemplate) -> bool:
 # ---------------------------------------------------------------- the end of the turn
 
 
+def _check_end(template: ChatTemplate, after: str) -> None:
+    """Refuse an end at which the target does not stop, or none. `after`: all that stands after an answer's words."""
+    if (end := _before_end(template, after).strip()) in template.added.values():
+        raise Refused(f"answers end with {end}, which is not in eos_token_id of generation_config.json: add it")
+    if not any(end in after for end in _ends(template)):
+        raise Refused(NO_END)
+
+
+def _ends(template: ChatTemplate) -> list[str]:
+    """Return how the end-of-turn tokens are spelt."""
+    return [end for end in map(template.decode, ([token] for token in template.end_ids)) if end]
+
+
 def _before_end(template: ChatTemplate, text: str) -> str:
     """Strip the end-of-turn tokens after a text: one, two (Phi's at the end of a conversation) or none (GLM)."""
-    ends = [end for end in map(template.decode, ([token] for token in template.end_ids)) if end]
+    ends = _ends(template)
     while end := next((end for end in ends if text.rstrip().endswith(end)), ""):
         text = text.rstrip().removesuffix(end)
     return text

@@ -65,7 +65,6 @@ SAID = "{{ m['content'] }}"
         ({SAID: "{{ m.content | upper }}"}, [ASK, REPLY], "the template alters the answer"),
         ({SAID: "{{ m.content | replace('²', '2') }}"}, [ASK, says("x²")], "the template alters the answer"),
         ({"<|im_end|>": "<|im_end|>junk"}, [ASK, REPLY], "text after the answer's end-of-turn token"),
-        ({SAID: SAID + "<|im_start|>"}, [ASK, REPLY], r"end with <\|im_start\|>, which is not in eos"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_exact_is_refused(chatml, changes, messages, reason):
@@ -73,6 +72,23 @@ def test_what_cannot_be_exact_is_refused(chatml, changes, messages, reason):
         chatml.template = chatml.template.replace(old, new)
     with pytest.raises(Refused, match=reason):
         one_sample(chatml, messages, 1000)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"<|im_end|>": "<|im_start|>"}, r"end with <\|im_start\|>, which is not in eos"),
+        ({SAID: SAID + "<|im_start|>"}, r"end with <\|im_start\|>, which is not in eos"),
+        ({"<|im_end|>": ""}, "no end-of-turn token after the answer"),
+        ({"<|im_end|>": "### END"}, "no end-of-turn token after the answer"),
+        ({"<|im_end|>": "<|im_end|>junk"}, "the template alters the answer"),
+    ],
+)
+def test_an_end_at_which_the_target_does_not_stop_is_named(chatml, changes, reason):
+    for old, new in changes.items():
+        chatml.template = chatml.template.replace(old, new)
+    with pytest.raises(Refused, match=reason):
+        samples(chatml, [ASK, REPLY], 1000)
 
 
 def test_a_prompt_that_has_other_tokens_by_itself_is_refused(breaks_tokenizer, chatml):
