@@ -230,30 +230,20 @@ def test_a_drafter_that_is_better_is_called_so(run, call, prompts):
     assert "tokens_per_second" not in workload
 
 
-def test_another_comparison_of_the_same_name_is_not_written_over(run, call, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    b, c = run.another("b", 1), run.another("c", 2)
-    words, others = [f"x:{run.folder}", f"y:{b.folder}"], [f"x:{run.folder}", f"y:{c.folder}"]
-    call(*words, default=None)
-    file = tmp_path / "runs" / "compare" / "x-y" / "result.json"
-    before = file.read_bytes()
-    code, line = call(*others, default=None)
-    assert (code, file.read_bytes()) == (2, before)
-    assert f"runs/compare/x-y compares x:{run.folder} y:{b.folder}: set another compare.out=…" in line
-    call(*others, "overwrite=true", default=None)
-    assert json.loads(file.read_text())["trainings"]["y"] == [str(c.folder)]
-
-
-def test_a_folder_takes_more_drafters_but_no_fewer(run, call, tmp_path):
+def test_a_folder_takes_more_drafters_but_no_fewer_and_no_others(run, call, tmp_path, monkeypatch):
     """That a comparison without the earlier ones takes its place would go unnoticed."""
-    given, both = f"compare.out={tmp_path / 'mine'}", [f"x:{run.folder}", f"y:{run.another('b', 1).folder}"]
-    file = tmp_path / "mine" / "result.json"
+    monkeypatch.chdir(tmp_path)
+    both, others = ([f"x:{run.folder}", f"y:{run.another(name, seed).folder}"] for name, seed in (("b", 1), ("c", 2)))
+    file, given = tmp_path / "runs" / "compare" / "x-y" / "result.json", "compare.out=runs/compare/x-y"
     call(*both[:1], given, default=None)
-    call(*both, given, default=None)
+    call(*both, default=None)  # which has that name by itself
     before = file.read_bytes()
-    code, line = call(*both[:1], given, default=None)
-    assert (code, file.read_bytes()) == (2, before)
-    assert f"mine compares {' '.join(both)}: set another compare.out=…" in line
+    for words in ([*both[:1], given], others):
+        code, line = call(*words, default=None)
+        assert (code, file.read_bytes()) == (2, before)
+        assert f"runs/compare/x-y compares {' '.join(both)}: set another compare.out=…" in line
+    call(*others, "overwrite=true", default=None)
+    assert json.loads(file.read_text())["trainings"]["y"] == [others[1].removeprefix("y:")]
 
 
 def test_a_folder_takes_more_prompts_but_no_others(run, call, prompts, tmp_path):
