@@ -54,16 +54,6 @@ def test_new_results_make_a_new_card_of_the_same_weights(run, tmp_path, capsys):
     assert not (run.folder / "export" / "images" / "comparison-1").exists(), "what the card no longer tells is gone"
 
 
-def test_other_commands_on_the_card_make_a_new_card_of_the_same_weights(run):
-    export.export(run.config())
-    before = weights(run)
-    for option, told in (("evaluate.num_speculative_tokens=5", '"num_speculative_tokens": 5'), ("repo=me/d", "me/d")):
-        assert told not in run.exported()[2]
-        export.export(run.config(option))
-        assert told in run.exported()[2]
-        assert weights(run) == before
-
-
 @pytest.mark.parametrize("measured_in", ["float32", "bfloat16"])
 def test_acceptance_of_weights_rounded_otherwise_is_not_claimed(run, capsys, measured_in):
     run.evaluate(dtype=measured_in)

@@ -108,12 +108,15 @@ def test_a_licence_is_on_the_card_and_files_of_others_stay(run):
         (out / name).write_text(text)
     card, cards = out / "README.md", set()
     said = ["evaluate.draft_sampling=probabilistic", "target.trust_remote_code=true", "target.template_args={a: 1}"]
-    said += ["target.revision=v1", "target.chat_template=mine.jinja"]
-    for more in range(6):
+    said += ["target.revision=v1", "target.chat_template=mine.jinja", "evaluate.num_speculative_tokens=5", "repo=me/d"]
+    weights = (out / "model.safetensors").read_bytes()
+    for more in range(8):
         export.export(run.config("license=mit", *said[:more]))
         assert {name: (out / name).read_text() for name in others} == others
         cards.add(card.read_text())
-    assert len(cards) == 6, "of another command there is another card"
+    assert len(cards) == 8, "of another command there is another card"
+    assert '"model": "me/d", "num_speculative_tokens": 5' in card.read_text()
+    assert (out / "model.safetensors").read_bytes() == weights
     card.write_text(card.read_text() + "more words")
     assert training_of_export(out) is not None, "it is still the export of this training"
     assert "README.md was edited after the export" in message_of(export.export, run.config("license=mit"))
