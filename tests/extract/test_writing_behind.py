@@ -44,17 +44,6 @@ def test_the_target_runs_on_while_a_shard_is_written_and_is_one_shard_ahead_at_m
     assert same_store(run, extracted)
 
 
-def test_an_error_of_the_writer_at_the_last_shard_is_not_lost(run, monkeypatch):
-    @replaced(monkeypatch, StoreWriter, "write")
-    def write(right, writer, shard, *rest):
-        if shard.number == len(writer.plan.shards) - 1:
-            raise UserError("the disk is full")
-        right(writer, shard, *rest)
-
-    assert message_of(extract, tiny_config(run)) == "the disk is full"
-    assert not (run / "run" / "store" / "manifest.json").exists()
-
-
 def test_an_error_of_the_writer_ends_the_wait_for_free_bytes(tmp_path):
     made, looks = Made(), []
     bound = sum(s.bytes for s in made.plan.of("heldout")) + max(s.bytes for s in made.plan.of("train"))
