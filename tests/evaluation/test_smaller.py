@@ -115,6 +115,8 @@ def test_what_drops_nothing_or_cannot_be_written_or_served_is_refused(run):
     shape = dataclasses.replace(checkpoint.shape, architecture="mla", sliding_window=None, **widths)
     mla = dataclasses.replace(checkpoint, shape=shape)
     assert "not serve MLA drafters with sliding_window" in message_of(windowed, mla, 4)
+    run.tell_of_data(dataset_fingerprint="0" * 16)  # whose counts are others
+    assert "is not the data that the drafter was trained on" in message_of(opened, run, "export_vocab_size=6")
 
 
 def test_the_card_tells_of_the_smaller_drafter_alone(run, capsys):
@@ -217,11 +219,6 @@ def test_a_drafter_made_smaller_in_two_ways_is_known_by_both(run):
     both = [opened(run, f"export_sliding_window={window}", "export_vocab_size=6") for window in (3, 4)]
     assert both[0].identity != both[1].identity
     assert [one.smaller["sliding_window"] for one in both] == [3, 4]
-
-
-def test_tokens_are_kept_by_the_counts_of_its_own_data(run):
-    run.tell_of_data(dataset_fingerprint="0" * 16)
-    assert "is not the data that the drafter was trained on" in message_of(opened, run, "export_vocab_size=6")
 
 
 def test_tokens_that_end_answers_stay_however_seldom_they_were_written(run):

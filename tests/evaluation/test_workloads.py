@@ -102,22 +102,16 @@ def test_prompts_may_be_a_saved_data_set_whose_only_split_is_taken(place, splits
     assert [(prompt.id, prompt.source) for prompt in found.prompts] == [("saved-1", "saved")]
 
 
-def test_prompts_may_be_a_folder_and_further_turns_are_told(place):
+def test_prompts_may_be_a_folder_and_further_turns_and_repeats_are_told(place):
     (place.folder / "asked" / "more").mkdir(parents=True)
     said = [{"role": role, "content": role} for role in ("user", "assistant", "user")]
     place.write("asked/a.jsonl", {"prompt": "hello"}, {"messages": said})
-    place.write("asked/more/a.jsonl", {"prompt": "world"})
+    place.write("asked/more/a.jsonl", {"prompt": "world"}, {"prompt": "hello"})
     (found,) = place.workloads(f"evaluate.prompts={place.folder / 'asked'}")
     assert sorted(place.texts(found)) == ["hello", "user", "world"]
     assert sorted(prompt.id for prompt in found.prompts) == ["a-1", "a-2", "more/a-1"]
-    assert "only the first of several turns is asked, in 1 of 3 prompts" in "\n".join(found.notes)
-
-
-def test_prompts_that_are_asked_twice_are_told(place):
-    place.write("asked.jsonl", {"prompt": "hello"}, {"prompt": "world"}, {"prompt": "hello"})
-    (found,) = place.workloads(f"evaluate.prompts={place.folder / 'asked.jsonl'}")
-    assert place.texts(found) == ["hello", "world"]
-    assert "1 of 3 prompts are repeats, and count once" in found.notes
+    assert "only the first of several turns is asked, in 1 of 4 prompts" in "\n".join(found.notes)
+    assert "1 of 4 prompts are repeats, and count once" in found.notes
 
 
 SYSTEM, USER = {"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}
