@@ -125,24 +125,17 @@ def test_data_of_another_tokenizer_is_refused_before_the_target_is_loaded(run, m
     assert not (run / "other").exists()
 
 
-def test_data_of_a_target_of_another_config_is_told_of(run, capsys):
-    """Training derives the drafter of what stage 1 recorded of the target."""
-    described = asdict(describe_target(tiny_config(run).target))
-    for theta, told in ((described["rope_theta"], False), (777.0, True)):
-        record(run, target={**described, "rope_theta": theta, "sources": {"rope_theta": "in other words"}})
-        extract(tiny_config(run, f"store_dir={run / str(theta)}"))
-        change = f"(rope_theta: 777.0 there, {described['rope_theta']} here): run `eagle31 data` again"
-        assert (change in capsys.readouterr().out) == told
-
-
-@pytest.mark.parametrize("changed", ["nothing", "template", "weights", "record"])
+@pytest.mark.parametrize("changed", ["nothing", "config", "template", "weights", "record"])
 def test_a_target_that_changed_since_stage_1_is_told_of(run, capsys, changed):
-    """Its states are of other prompts than it will see, or of answers that it would not write."""
+    """Its states are of other prompts than it will see, or of answers that it would not write; and training derives the
+    drafter of what stage 1 recorded of it."""
     text = "{{ messages[0]['content'] }}"
     words = {"vocabulary": give_words(run, chat_template=text), "end_ids": [2]}
     manifest = json.loads((run / "run" / "data" / "manifest.json").read_text())
     made = {**manifest["inputs"], "template": fingerprint(text), "sources": [["conversations.jsonl", "of these"]]}
-    record(run, inputs=made, **words)
+    described = asdict(describe_target(tiny_config(run).target))
+    other = {"rope_theta": 777.0 if changed == "config" else described["rope_theta"]}
+    record(run, inputs=made, target={**described, **other, "sources": {"rope_theta": "in other words"}}, **words)
     wrote = {"target": "target", "weights": weights_fingerprint(str(run / "target"))}
     answers = {"inputs": wrote, "files": {"conversations.jsonl": {"sha256": "of these"}}}
     (run / "run" / "conversations.manifest.json").write_text(json.dumps(answers))
@@ -154,6 +147,7 @@ def test_a_target_that_changed_since_stage_1_is_told_of(run, capsys, changed):
         (run / "run" / "conversations.manifest.json").write_text("{")
     extract(tiny_config(run))
     said = capsys.readouterr().out
+    assert (f"(rope_theta: 777.0 there, {described['rope_theta']} here): run" in said) == (changed == "config")
     told = "target renders or ends conversations otherwise than in "
     assert (told in said) == (changed == "template")
     assert ("the weights or config.json of target have changed since it answered" in said) == (changed == "weights")
