@@ -214,6 +214,11 @@ def test_results_go_to_the_answers_own_calls_in_their_order():
     assert following(turn, own) == [result("M", "m:0"), result("W", "w:1")]
     without_ids = following(turn, says("", tool_calls=[call("weather"), call("map")]))
     assert without_ids == [result("W"), result("M")], "no id of somebody else's call"
+    recorded = says("", tool_calls=[call("weather"), call("map")])  # and results that do not say of which they are
+    turn = turns_of([*ASKED, recorded, result("W"), result("M")])[1]
+    assert following(turn, says("", tool_calls=[call("map"), call("weather")])) == [result("M"), result("W")]
+    unknown = turns_of([*ASKED, says("let me look"), result("W")])[1]
+    assert following(unknown, says("", tool_calls=[call("weather")])) == [result("W")]
 
 
 def test_values_are_compared_and_not_their_spelling():
@@ -223,14 +228,6 @@ def test_values_are_compared_and_not_their_spelling():
         assert meant(said).difference(Parts("", "x", [("f", other)])) == "tool calls"
     assert meant(said).difference(Parts("", "y", [])) == "answer"
     assert meant(said).difference(Parts("hm", "x", [])) == "thought"
-
-
-def test_results_without_ids_are_of_the_calls_in_their_place_or_of_any():
-    recorded = says("", tool_calls=[call("weather"), call("map")])
-    turn = turns_of([*ASKED, recorded, result("W"), result("M")])[1]
-    assert following(turn, says("", tool_calls=[call("map"), call("weather")])) == [result("M"), result("W")]
-    unknown = turns_of([*ASKED, says("let me look"), result("W")])[1]
-    assert following(unknown, says("", tool_calls=[call("weather")])) == [result("W")]
 
 
 def test_what_no_longer_fits_the_answer_is_refused():

@@ -110,6 +110,9 @@ def test_several_trainings_are_one_drafter(pair):
     assert both["by_depth"]["3"]["drafts"] == drafts + more_drafts
     length = 1 + sum(accepted + more) / (drafts + more_drafts)
     assert both["by_depth"]["3"]["acceptance_length"][0] == pytest.approx(length)
+    assert both["generated_tokens"] == sum(row.tokens for row in [*once, *other])
+    alone = numbers_of([[row for row in rows if row.source == "a"] for rows in (once, other)])
+    assert both["by_source"]["a"] == {name: alone[name] for name in both["by_source"]["a"]}
 
 
 def test_differences_are_of_the_same_prompts(pair, compared):
@@ -262,12 +265,3 @@ def test_the_same_prompts_are_resampled_alike_in_any_process():
     before = ratios(counts, [1] * 9).draws
     intervals._weights.cache_clear()
     assert np.array_equal(ratios(counts, [1] * 9).draws, before)
-
-
-def test_a_source_is_of_all_trainings():
-    once, other = answers(0.6, seed=1), answers(0.7, seed=2)
-    both = numbers_of([once, other])
-    assert both["generated_tokens"] == sum(row.tokens for row in [*once, *other])
-    found = both["by_source"]["a"]
-    alone = numbers_of([[row for row in rows if row.source == "a"] for rows in (once, other)])
-    assert found == {name: alone[name] for name in found}
