@@ -15,15 +15,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from made import plan_of, states_of
+from made import Made, plan_of, states_of
 from pipeline import tiny_config
 
 from eagle31_train.common import artifacts
 from eagle31_train.model import vocab
-from eagle31_train.store import StoreWriter
-from eagle31_train.store.backends import LocalStorage
 from eagle31_train.store.document import Document
-from eagle31_train.store.format import TARGET
 
 FILE = Path(__file__).parent / "train" / "golden.json"
 STEPS, VOCAB, HIDDEN, LAYERS = 100, 48, 16, [1, 2, 3]
@@ -68,28 +65,19 @@ def make_run(folder: Path) -> Path:
         last = head[expected] + chance.tensor(length, HIDDEN) / 4
         aux = torch.stack([embed[ids] / 2, (embed[ids] + head[expected]) / 4, head[expected] / 2], 1)
         mask = [4 <= place < length - 6 or place > length - 4 for place in range(length)]
-        return Document.of(
-            tokens=ids,
-            loss_mask=torch.tensor(mask),
-            top1=expected,
-            aux=(aux + chance.tensor(length, len(LAYERS), HIDDEN) / 8).bfloat16(),
-            last=last.bfloat16(),
-        )
+        aux = aux + chance.tensor(length, len(LAYERS), HIDDEN) / 8
+        return Document.of(ids, torch.tensor(mask), expected, aux.bfloat16(), last.bfloat16())
 
-    documents = {
+    made = Made(hidden=HIDDEN, shard_tokens=100)
+    made.documents = {
         "heldout": [document(chance.randrange(12, 40)) for _ in range(4)],
         "train": [document(chance.randrange(12, 60)) for _ in range(16)],
     }
-    states = states_of(LAYERS, HIDDEN, VOCAB)
-    plan = plan_of(documents, 100, states)
-    provenance = {"fingerprint": DATA, "inputs": {"data": DATA, "target": {}}, "states": states}
-    storage = folder / "store"
-    writer = StoreWriter(LocalStorage(str(storage), storage), provenance, plan)
-    writer.write_tensors(TARGET, {"embed_tokens": embed.bfloat16(), "norm": norm, "lm_head": head.bfloat16()})
-    for shard in writer.mine():
-        some = documents[shard.split][shard.first : shard.end]
-        writer.write(shard, some, [1.0, 0.0, 1] if shard.number == 0 else None)
-    writer.finish(writer.gather(), {"seconds": 0.0})
+    made.states = states_of(LAYERS, HIDDEN, VOCAB)
+    made.plan = plan_of(made.documents, made.shard_tokens, made.states)
+    made.provenance = {"fingerprint": DATA, "inputs": {"data": DATA, "target": {}}, "states": made.states}
+    made.weights = {"embed_tokens": embed.bfloat16(), "norm": norm, "lm_head": head.bfloat16()}
+    made.write(folder / "store")
     (folder / "data").mkdir()
     vocab.write(folder / "data" / "vocab.safetensors", vocab.DraftVocab(np.array(KEPT, dtype=np.int64), VOCAB))
     artifacts.write_json(folder / "data" / "manifest.json", {"dataset_fingerprint": DATA, "inputs": {}})
