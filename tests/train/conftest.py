@@ -15,6 +15,8 @@ from pipeline import tiny_config
 from safetensors.torch import load_file
 
 from eagle31_train.common.errors import Stopped
+from eagle31_train.store import storage_of
+from eagle31_train.store.sealed import seal
 from train import checkpoint
 from train.loop import train
 
@@ -37,6 +39,13 @@ class Fitted:
         with patch.dict(os.environ, ACCELERATE_USE_CPU="true"):
             train(self.config(*more))
         return self
+
+    def unfinish(self, *options):
+        """As if its store, of bounded size, were still being written; returns the store's storage."""
+        storage = storage_of(self.config(*options))
+        storage.remove("manifest.json")
+        storage.write("stream.json", seal({"max_bytes": 10**6}))
+        return storage
 
     def stopped(self, step, *more):
         """Train until it is told to stop after a step, and saves; returns self."""

@@ -21,8 +21,7 @@ from eagle31_train.checkpoint.run_folder import RECORD
 from eagle31_train.common import artifacts, locks
 from eagle31_train.common.errors import UserError
 from eagle31_train.config import TargetConfig, TrainConfig
-from eagle31_train.store import Store, storage_of
-from eagle31_train.store.sealed import seal
+from eagle31_train.store import Store
 from eagle31_train.targets import derive
 from train import checkpoint, initial_weights, prepare, trainer, windows
 from train.prepare import LOCK
@@ -155,9 +154,7 @@ def test_fc_trains_on_states_of_about_one_and_a_run_goes_on_with_its_own_scales(
 def test_eagle_3_goes_on_though_it_has_used_up_the_states_that_its_scales_are_of(new_run, overwrite):
     run = new_run()
     options = *EAGLE3, "train.window_tokens=20", "train.epochs=1", "store.follow=true", *overwrite
-    storage = storage_of(run.config(*options))
-    storage.remove("manifest.json")
-    storage.write("stream.json", seal({"max_bytes": 10**6}))
+    run.unfinish(*options)
     run.stopped(3, *options)
     scales = run.recorded()["train"]["fc_input_scale"]
     run.fit(*options)

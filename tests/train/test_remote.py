@@ -7,8 +7,7 @@ from made import message_of
 from pipeline import assert_equal, contents
 
 from eagle31_train.extract import extract
-from eagle31_train.store import Store, storage_of
-from eagle31_train.store.sealed import seal
+from eagle31_train.store import Store
 from train import windows
 
 URL = "s3://bucket/runs/tiny/store"
@@ -62,13 +61,9 @@ def test_a_bucket_is_extracted_into_and_trained_from_as_a_folder_is(local, made,
 @pytest.mark.usefixtures("s3")
 def test_a_followed_bucket_is_emptied_of_what_was_trained(made):
     options = [*MORE, f"store_dir={URL}", "train.epochs=1", "store.max_bytes=1MB", "store.follow=true"]
-    config = made.config(*options)
-    # Extracted but for the last line, so that it still counts as being written.
-    extract(config)
-    storage = storage_of(config)
-    store = Store(storage)
-    storage.remove("manifest.json")
-    storage.write("stream.json", seal({"max_bytes": 10**6}))
+    extract(made.config(*options))
+    storage = made.unfinish(*options)
+    store = Store(storage, follow=True)
     made.fit(*options)
     left = storage.sizes("shards").keys()
     assert left == {shard.name for shard in store.plan.of("heldout")}

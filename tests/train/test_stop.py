@@ -20,8 +20,7 @@ from eagle31_train import compose
 from eagle31_train.common.console import STOPPED
 from eagle31_train.common.errors import Interrupted, Stopped
 from eagle31_train.extract import extract
-from eagle31_train.store import Store, StoreSplit, storage_of
-from eagle31_train.store.sealed import seal
+from eagle31_train.store import Store, StoreSplit
 from eagle31_train.store.stream import read_consumed
 from eagle31_train.store.writer import StoreWriter
 from train import deadline, loader
@@ -158,9 +157,7 @@ def test_that_a_run_was_ended_by_hand_is_told_where_it_could_have_stopped_early_
 
 def test_extraction_waits_no_more_for_a_run_that_was_ended_at_its_checkpoint(new_run):
     run, options = new_run(), ["store.follow=true", "train.window_tokens=20", "train.epochs=1"]
-    storage = storage_of(run.config(*options))
-    storage.remove("manifest.json")
-    storage.write("stream.json", seal({"max_bytes": 10**6}))
+    storage = run.unfinish(*options)
     run.stopped(3, *options)
     fingerprint = Store(storage, follow=True).fingerprint
     assert not read_consumed(storage, fingerprint).finished
