@@ -12,9 +12,7 @@ from planting import replaced
 from torch.nn import attention
 from torch.nn import functional as F
 
-from eagle31_train.config import TrainConfig
 from eagle31_train.model import context_attention, flash
-from train import build
 
 
 class Imitation:
@@ -145,21 +143,3 @@ def test_one_that_fails_the_decoder_is_taken_back(on, monkeypatch):
     with installed(FA4=Imitation()):
         assert on(10) == "torch's own attention (FA4: FA4 SDPA forward unsupported)"
         assert context_attention.replaced() is None
-
-
-@pytest.mark.parametrize(
-    ("device", "kernels", "bf16", "switched"),
-    [
-        ("cuda", "auto", True, True),
-        ("cuda", "plain", True, False),
-        ("cuda", "auto", False, False),
-        ("cpu", "auto", True, False),
-    ],
-)
-def test_the_trainer_switches_in_bf16_on_cuda_and_says_so(tiny, monkeypatch, device, kernels, bf16, switched):
-    objective, _ = tiny
-    objective.autocast = torch.bfloat16 if bf16 else None
-    monkeypatch.setattr(build, "missing", lambda device: "triton is not installed")
-    monkeypatch.setattr(build, "switch_flash", lambda shape, device: "attention by FA3")
-    said = build.choose_kernels(objective, TrainConfig(kernels=kernels), torch.device(device))
-    assert said.endswith(", attention by FA3") == switched

@@ -16,6 +16,7 @@ from eagle31_train.model.layer import applied_to
 from eagle31_train.store import Store
 from eagle31_train.store.codec import plain
 from eagle31_train.targets.derive import MOST_STEPS, STEP_TOKENS
+from train import build
 from train.build import choose_kernels, first_norm, look_back, tokens_of_a_step
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -139,8 +140,11 @@ def test_only_a_parallel_drafter_with_biases_looks_back(new_run, options, looks)
         (CUDA, (9, 0), "no compiler", "plain kernels (no compiler)"),
     ],
 )
-def test_kernels_are_fused_where_they_can_be(tiny, monkeypatch, device, capability, triton, says):
+def test_kernels_are_fused_where_they_can_be_and_attention_is_switched_in_bf16_on_cuda(
+    tiny, monkeypatch, device, capability, triton, says
+):
     objective, fused = tiny[0], says == "fused kernels"
+    monkeypatch.setattr(build, "switch_flash", lambda shape, device: "attention by FA3")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(kernels, "trial", lambda device: triton)
     assert choose_kernels(objective, TrainConfig(kernels="plain"), device) == "plain kernels"
@@ -150,3 +154,7 @@ def test_kernels_are_fused_where_they_can_be(tiny, monkeypatch, device, capabili
         assert "train.kernels=fused does not run here" in message_of(choose_kernels, objective, given, device)
     assert choose_kernels(objective, TrainConfig(), device) == says
     assert objective.fused == objective.drafter.norm.fused == objective.drafter.midlayer.mlp.fused == fused
+    objective.autocast = torch.bfloat16
+    switched = ", attention by FA3" if device == CUDA else ""
+    assert choose_kernels(objective, TrainConfig(), device) == says + switched
+    assert choose_kernels(objective, TrainConfig(kernels="plain"), device) == "plain kernels"
