@@ -126,7 +126,8 @@ def test_prompts_that_follow_a_drawn_slot_do_not_count_as_slots():
 # ---------------------------------------------------------------- as it is loaded
 
 SAMPLES = [int(length) for length in np.random.default_rng(1).integers(3, 30, 40)]
-BUDGET, EPOCHS = 70, 2
+EPOCHS = 2
+BATCHES = schedule(SAMPLES, 70, 5, EPOCHS, None)
 
 
 @pytest.fixture(scope="module")
@@ -144,21 +145,16 @@ def split(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def batches():
-    return schedule(SAMPLES, BUDGET, 5, EPOCHS, None)
-
-
-@pytest.fixture(scope="module")
-def by_one(split, batches):
+def by_one(split):
     """N_k of every step, as one rank norms its loss."""
-    return counts(load_on(split, batches, 1))
+    return counts(load_on(split, 1))
 
 
-def load_on(split, batches, ranks, workers=1, done=0, until=None):
+def load_on(split, ranks, workers=1, done=0, until=None):
     """What ranks load together, step by step: its number, the samples of each part, and N_k."""
     t, steps = TrainConfig(num_workers=workers, ttt_length=3), []
     for rank in range(ranks):
-        loads = loads_of(rank, ranks, split, batches, t, torch.arange(VOCAB) % 7 > 0, done)
+        loads = loads_of(rank, ranks, split, BATCHES, t, torch.arange(VOCAB) % 7 > 0, done)
         for place, batch in enumerate(islice(loads, None if until is None else until - done)):
             if not rank:
                 steps.append((batch.step, [], torch.zeros_like(batch.totals.packed)))
@@ -178,30 +174,30 @@ def counts(loaded):
     return [total.tolist() for _, _, total in loaded]
 
 
-def assert_right(loaded, batches):
-    assert ids(loaded) == [(step, sorted(batch)) for step, batch in enumerate(batches, 1)]
-    epoch = len(batches) // EPOCHS
-    for first in range(0, len(batches), epoch):
+def assert_right(loaded):
+    assert ids(loaded) == [(step, sorted(batch)) for step, batch in enumerate(BATCHES, 1)]
+    epoch = len(BATCHES) // EPOCHS
+    for first in range(0, len(BATCHES), epoch):
         trained = [i for _, some in ids(loaded)[first : first + epoch] for i in some]
         assert sorted(trained) == list(range(len(SAMPLES))), "every sample once in every epoch"
 
 
 @pytest.mark.parametrize("workers", [0, 1, 4])
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-def test_any_number_of_ranks_and_workers_loads_the_same_batches_in_order(split, batches, by_one, ranks, workers):
-    loaded = load_on(split, batches, ranks, workers)
-    assert_right(loaded, batches)
+def test_any_number_of_ranks_and_workers_loads_the_same_batches_in_order(split, by_one, ranks, workers):
+    loaded = load_on(split, ranks, workers)
+    assert_right(loaded)
     assert counts(loaded) == by_one, "and norms its loss by the same counts"
 
 
 @pytest.mark.parametrize("stops", [(3, 7), (1, 2), (6, 15)])
-def test_a_run_that_goes_on_with_other_ranks_goes_on_with_the_same_samples(split, batches, stops):
+def test_a_run_that_goes_on_with_other_ranks_goes_on_with_the_same_samples(split, stops):
     """Eight ranks, then four, then two, with other workers each time; within and over the end of an epoch."""
     first, second = stops
-    loaded = load_on(split, batches, 8, 4, until=first)
-    loaded += load_on(split, batches, 4, 0, done=first, until=second)
-    loaded += load_on(split, batches, 2, 1, done=second)
-    assert_right(loaded, batches)
+    loaded = load_on(split, 8, 4, until=first)
+    loaded += load_on(split, 4, 0, done=first, until=second)
+    loaded += load_on(split, 2, 1, done=second)
+    assert_right(loaded)
 
 
 def test_a_step_has_as_many_micro_batches_as_its_conversations_fill_and_the_shortest_stands_in(split):
@@ -215,24 +211,29 @@ def test_a_step_has_as_many_micro_batches_as_its_conversations_fill_and_the_shor
     assert sorted(i for ids, real in parts if real for i in ids) == step
 
 
-@pytest.mark.parametrize("comes", [False, True])
-def test_a_run_that_is_told_to_stop_gives_up_shards_that_do_not_come_in_time(split, monkeypatch, comes):
-    clock, looks, arrived, ended = [0.0], count(1), Event(), Event()
+@pytest.mark.parametrize(("slow", "comes"), [("wait_for", None), ("wait_for", 8), ("read_all", 15)])
+def test_a_run_that_is_told_to_stop_gives_up_shards_that_do_not_come_in_time_and_no_slow_read(
+    split, monkeypatch, slow, comes
+):
+    clock, looks, began, arrived, ended = [0.0], count(1), Event(), Event(), Event()
     deadline = SimpleNamespace(reason=None, stopped=Stopped)
     monkeypatch.setattr(loader, "time", SimpleNamespace(monotonic=lambda: clock[0], perf_counter=lambda: clock[0]))
 
-    @replaced(monkeypatch, split, "wait_for")
-    def wait_for(right, samples):
+    @replaced(monkeypatch, split, slow)
+    def held(right, samples):
+        began.set()
         arrived.wait(20)
         ended.set()
+        return right(samples)
 
     @replaced(monkeypatch, loader, "wait")
     def wait(right, readings, timeout):
         look = next(looks)
+        began.wait(20)
         clock[0] += loader.GRACE / 4
         if look == 6:
             deadline.reason = "SIGTERM"
-        if comes and look == 8:
+        if look == comes:
             arrived.set()
             return right(readings)
         return right(readings, 0 if look < 20 else timeout)

@@ -4,15 +4,12 @@ import json
 import os
 import re
 import signal
-from itertools import count
-from threading import Semaphore
 from types import SimpleNamespace
 
 import pytest
 from launching import ROOT, TRAIN, arguments, command, environment, execute
 from made import message_of
 from pipeline import assert_close
-from planting import replaced
 from surviving import calling, launched, lines, tell, wait_until, working
 from watching import updates_of
 
@@ -20,10 +17,10 @@ from eagle31_train import compose
 from eagle31_train.common.console import STOPPED
 from eagle31_train.common.errors import Interrupted, Stopped
 from eagle31_train.extract import extract
-from eagle31_train.store import Store, StoreSplit
+from eagle31_train.store import Store
 from eagle31_train.store.stream import read_consumed
 from eagle31_train.store.writer import StoreWriter
-from train import deadline, loader
+from train import deadline
 
 STEPS = 12
 RECIPE = ["train.epochs=10000", "train.eval_every=1000000", "train.checkpoint_every=1000000"]
@@ -64,35 +61,6 @@ def test_a_run_that_its_time_limit_stops_again_and_again_ends_the_same(new_run, 
     assert run.rows() == whole.rows()
 
 
-def test_a_run_that_is_told_to_stop_during_a_slow_read_saves(new_run, monkeypatch):
-    """It is not given up as a shard that may never come."""
-    run, reads, polls = new_run(), count(1), Semaphore(0)
-    monkeypatch.setattr(loader, "GRACE", 0.0)
-    monkeypatch.setattr(loader, "POLL", 0.01)
-
-    def wait_for_looks(number):
-        assert all(polls.acquire(timeout=10) for _ in range(number))
-
-    @replaced(monkeypatch, StoreSplit, "read_all")
-    def read_all(right, self, samples):
-        if next(reads) == 6:
-            while polls.acquire(blocking=False):
-                pass
-            wait_for_looks(3)  # until training waits for this read
-            tell()
-            wait_for_looks(5)
-        return right(self, samples)
-
-    @replaced(monkeypatch, loader, "wait")
-    def wait(right, *given):
-        polls.release()
-        return right(*given)
-
-    with pytest.raises(Stopped) as stopped:
-        run.fit(*SHORT)
-    stopped_after(run, str(stopped.value), "SIGTERM")
-
-
 def press():
     os.kill(os.getpid(), signal.SIGINT)
 
@@ -126,33 +94,25 @@ def test_ctrl_c_before_the_first_step_or_again_later_ends_training_at_once(new_r
 
 
 def test_a_stopped_run_ends_at_its_checkpoint_where_that_is_asked(new_run, by_one, capsys):
-    run, finish = new_run(), "train.finish=true"
-    assert "needs a complete checkpoint" in message_of(run.fit, *SHORT, finish)
+    """And is told of, also where it could have stopped early."""
+    run, words, finish = new_run(), [*SHORT, "train.early_stop=99"], "train.finish=true"
+    assert "needs a complete checkpoint" in message_of(run.fit, *words, finish)
     with calling("train.trainer.accumulate", tell, "before", 5), pytest.raises(Stopped):
-        run.fit(*SHORT)
-    weights = run.fit(*SHORT, finish).weights()
+        run.fit(*words)
+    weights = run.fit(*words, finish).weights()
     assert (run.manifest()["steps"], run.manifest()["checkpoint"]) == (6, "checkpoints/step-000006")
     assert run.manifest()["planned"] > 6
     assert run.manifest()["heldout"]["conversations"] > 0
     assert lines(run.train / "metrics.jsonl") == 7, "six steps, and the evaluation of the last"
-    assert_close(run.fit(*SHORT).weights(), weights, 0)
+    assert_close(run.fit(*words).weights(), weights, 0)
     said = capsys.readouterr().out
     assert "train: up to date" in said
     assert "it was ended after step 6 of " in said
-    run.fit(*SHORT, finish)
+    run.fit(*words, finish)
     assert "it was ended" not in capsys.readouterr().out, "that is what was asked for"
     assert not compose.load_config([], run.train / "config.yaml").train.finish
     (run.train / "manifest.json").unlink()  # to train on after all
-    assert_close(run.fit(*SHORT).weights(), by_one(*SHORT).weights(), 0)
-
-
-def test_that_a_run_was_ended_by_hand_is_told_where_it_could_have_stopped_early_too(new_run, capsys):
-    run, early = new_run(), "train.early_stop=99"
-    with calling("train.trainer.accumulate", tell, "before", 5), pytest.raises(Stopped):
-        run.fit(*SHORT, early)
-    run.fit(*SHORT, early, "train.finish=true")
-    run.fit(*SHORT, early)
-    assert "it was ended after step 6 of " in capsys.readouterr().out
+    assert_close(run.fit(*words).weights(), by_one(*SHORT).weights(), 0)
 
 
 def test_extraction_waits_no_more_for_a_run_that_was_ended_at_its_checkpoint(new_run):
