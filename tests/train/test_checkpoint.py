@@ -113,15 +113,12 @@ def cut(file):
     os.truncate(file, file.stat().st_size // 2)
 
 
-def test_a_checkpoint_that_cannot_be_read_is_passed_over_too(tmp_path, monkeypatch):
-    save(tmp_path, snapshot(1), snapshot(2))
-    right, fail, said = artifacts.checksum, failing(errno.EIO), []
-    monkeypatch.setattr(artifacts, "checksum", lambda file: (fail if "000002" in str(file) else right)(file))
-    assert same(newest(tmp_path, said), snapshot(1))
-    assert ".safetensors cannot be read ([Errno 5] Input/output error)" in said[0]
+def make_unreadable(file):
+    file.unlink()
+    file.mkdir()
 
 
-@pytest.mark.parametrize("harm", [flip_bit, cut, os.remove])
+@pytest.mark.parametrize("harm", [flip_bit, cut, os.remove, make_unreadable])
 @pytest.mark.parametrize("name", FILES)
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(two, tmp_path, harm, name):
     folder, said = shutil.copytree(two, tmp_path / "copy"), []
@@ -240,9 +237,3 @@ def test_a_save_that_dies_at_any_operation_loses_nothing(state, tmp_path):
             assert checkpoint.damage(folder / checkpoint.name_of(found.step), FINGERPRINT) is None
         outcomes.add(found is not None and same(found, meant))
     assert outcomes == {True, False}
-
-
-def test_a_checkpoint_after_a_million_steps_is_the_newest(tmp_path):
-    for step in (999_999, 1_000_000):
-        (tmp_path / checkpoint.name_of(step)).mkdir()
-    assert [checkpoint.step_of(path) for path in checkpoint.in_order(tmp_path)] == [999_999, 1_000_000]

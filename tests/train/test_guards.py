@@ -4,15 +4,13 @@ cannot be trained on is named in one line, before it does harm: never an index e
 from dataclasses import replace
 
 import pytest
-import several
 import torch
-from guarding import EPS, NAN, RECIPE, fit
+from guarding import NAN, RECIPE, fit
 from made import message_of
 from pipeline import HIDDEN, MLA, VOCAB, assert_close, assert_equal, reseal
 from safetensors.torch import load_file, save_file
 from warming import with_vocab
 
-from eagle31_train.common.errors import Stopped
 from eagle31_train.store import Store, StoreSplit
 from train import prepare
 
@@ -39,17 +37,6 @@ def test_a_step_that_is_left_out_is_as_if_it_were_in_no_schedule(new_run, absent
     said = "".join(capsys.readouterr())
     assert f"step 3: {why}" in said
     assert "train: 2 of 12 steps had" in said
-
-
-def test_a_run_that_goes_on_counts_only_the_steps_that_changed_it(new_run, absent):
-    """Of its moments: with AdamW's correction for the first updates a skipped step would show."""
-    run, options = new_run(), [*RECIPE, "train.skip_nonfinite=2"]
-    with pytest.MonkeyPatch.context() as patches:
-        several.disturb(patches, 6, ["gradient", [3, 6], 0, NAN], EPS)
-        with pytest.raises(Stopped):
-            run.fit(*options)
-    assert fit(run, *options) is None
-    assert_equal(run.at(12), absent.at(10))
 
 
 def test_a_parallel_drafter_trains_with_steps_to_learn_from(new_run):
