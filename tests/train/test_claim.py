@@ -173,19 +173,17 @@ def test_a_run_of_eagle_3_that_was_begun_without_scales_goes_on_without(new_run)
     assert scaled.recorded() == run.recorded(), "nor does it take those of the run that it replaces"
 
 
-@pytest.mark.parametrize("option", ["train.kernels=fused", "train.wandb=offline"])
-def test_a_run_that_is_refused_in_the_end_does_not_replace_another(new_run, monkeypatch, option):
-    run = new_run().fit(*SHORT)
-    before = contents(run.train)
-
-    monkeypatch.setattr(prepare.tracking, "start", Mock(side_effect=UserError("no such user")))
-    other = *SHORT, "train.gamma=0.5", "overwrite=true"
-    assert ("fused does not run here" if "fused" in option else "no such user") in message_of(run.fit, *other, option)
-    assert contents(run.train) == before
-    assert [path.name for path in run.train.parent.glob(".train*")] == [".training"]
+ENDS = {  # and what the training is given besides
+    "a full disk": (OSError, []),
+    "a tracker that fails": (UserError, ["train.wandb=offline"]),
+    "kernels that do not run here": (UserError, ["train.kernels=fused"]),
+    "Ctrl-C": (KeyboardInterrupt, []),
+    "a kill": (KeyboardInterrupt, []),
+    "a loss that is not finite": (UserError, ["train.lr=1e30"]),
+}
 
 
-@pytest.mark.parametrize("ends", ["a full disk", "Ctrl-C", "a kill", "a loss that is not finite"])
+@pytest.mark.parametrize("ends", ENDS)
 def test_a_run_stays_until_what_replaces_it_has_a_checkpoint(new_run, monkeypatch, ends):
     """None of these costs the run, though its first weights are gone, or, with the same command again, the other."""
     first, run = new_run().fit(*SHORT), new_run()
@@ -193,18 +191,19 @@ def test_a_run_stays_until_what_replaces_it_has_a_checkpoint(new_run, monkeypatc
     run.fit(*options)
     shutil.rmtree(first.folder)
     before, other = contents(run.train), (*SHORT, "train.lr=0.5", "overwrite=true")
-    error = {"a full disk": OSError, "a loss that is not finite": UserError}.get(ends, KeyboardInterrupt)
-
-    fails = Mock(side_effect=error)
+    error, more = ENDS[ends]
+    fails = Mock(side_effect=error(ends))
     with monkeypatch.context() as patch:
         if error is OSError:
             patch.setattr(prepare.artifacts, "write_json", fails)
         elif error is KeyboardInterrupt:
             patch.setattr(trainer.Trainer, "train_step", fails)
+        elif "tracker" in ends:
+            patch.setattr(prepare.tracking, "start", fails)
         if ends == "a kill":
             patch.setattr(prepare, "restore_replaced", lambda _: False)
         with pytest.raises(error):
-            run.fit(*other, *(["train.lr=1e30"] if error is UserError else []))
+            run.fit(*other, *more)
     assert ends == "a kill" or contents(run.train) == before
     run.fit(*options)
     assert contents(run.train) == before
