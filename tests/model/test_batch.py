@@ -93,16 +93,12 @@ MISTAKES = {
 }
 
 
-@pytest.fixture
-def small_chunks(monkeypatch):
-    """Two positions each, and products of one pair."""
-    monkeypatch.setattr(batch, "CHUNK", 2)
-    monkeypatch.setattr(loss_module, "LOGITS", {"cpu": (1, 1)})
-
-
 @pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES.keys())
 @pytest.mark.core
-def test_a_planted_off_by_one_is_caught(tiny, small_chunks, mistake, monkeypatch):
+def test_a_planted_off_by_one_is_caught(tiny, mistake, monkeypatch):
+    """Chunks have two positions each, and products one pair."""
+    monkeypatch.setattr(batch, "CHUNK", 2)
+    monkeypatch.setattr(loss_module, "LOGITS", {"cpu": (1, 1)})
     test_recurrence.assert_right(*tiny)
     mistake(monkeypatch)
     with pytest.raises((AssertionError, IndexError, RuntimeError)):  # the last where a document has no such states

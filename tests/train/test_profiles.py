@@ -107,20 +107,14 @@ def more(copy_of, tmp_path_factory):
     return launch_all(copy_of, folder, trainings)
 
 
-@pytest.fixture(scope="module")
-def one(by_one):
-    """The relay's run by one process that nobody stops."""
-    return by_one(*RECIPE, "train.checkpoint_every=2", "train.keep_checkpoints=10")
-
-
 # ---------------------------------------------------------------- alike
 
 
 @pytest.mark.parametrize("name", ["relay", "sharing relay"])
-def test_a_relay_of_profiles_ends_where_one_process_does(came, one, name):
+def test_a_relay_of_profiles_ends_where_one_process_does(came, by_one, name):
     """Weights, moments and every metric of 20 steps, saved and restored by each profile in turn."""
     assert_stopped_by_each(came, name)
-    relay = came.runs[name]
+    relay, one = came.runs[name], by_one(*RECIPE, "train.checkpoint_every=2", "train.keep_checkpoints=10")
     assert_close(relay.weights(), one.weights(), 5e-6)
     ours, theirs = relay.at(20)[1], one.at(20)[1]
     assert ours.keys() == theirs.keys()
@@ -179,15 +173,10 @@ def test_further_drafters_and_groups_of_parameters_too(more, by_one, name, kind)
 # ---------------------------------------------------------------- Muon
 
 
-@pytest.fixture(scope="module")
-def muon(by_one):
-    """One process's run with Muon, and the weights that it began with."""
-    return by_one(*MUON), by_one(*MUON, "train.max_steps=1", "train.lr=1e-12").weights()
-
-
-def test_muon_is_relayed_from_one_process_to_ddp_to_fsdp2_to_one_process(came, muon):
+def test_muon_is_relayed_from_one_process_to_ddp_to_fsdp2_to_one_process(came, by_one):
     assert_stopped_by_each(came, "muon relay")
-    relay, (one, start) = came.runs["muon relay"], muon
+    relay, one = came.runs["muon relay"], by_one(*MUON)
+    start = by_one(*MUON, "train.max_steps=1", "train.lr=1e-12").weights()
     ours, theirs = relay.weights(), one.weights()
     # How far a matrix ends from where one process brings it, as a share of the way there.
     names = [name for name in theirs if name.endswith(("proj.weight", "fc.weight", "mqa.weight"))]

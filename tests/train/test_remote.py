@@ -14,14 +14,6 @@ URL = "s3://bucket/runs/tiny/store"
 MORE = ("train.window_tokens=20", "store.last_codec=int8_channel")
 
 
-@pytest.fixture(scope="module")
-def local(copy_of, tmp_path_factory):
-    """A run with its store in its folder, trained; not to be changed."""
-    run = copy_of(tmp_path_factory.mktemp("local"))
-    extract(run.config(*MORE, "overwrite=true"))
-    return run.fit(*MORE)
-
-
 @pytest.fixture
 def made(new_run):
     """A run without a store."""
@@ -30,7 +22,10 @@ def made(new_run):
     return run
 
 
-def test_a_bucket_is_extracted_into_and_trained_from_as_a_folder_is(local, made, s3, monkeypatch):
+def test_a_bucket_is_extracted_into_and_trained_from_as_a_folder_is(new_run, made, s3, monkeypatch):
+    local = new_run()
+    extract(local.config(*MORE, "overwrite=true"))
+    local.fit(*MORE)
     store = local.folder / "run" / "store"
     plan = Store(store).plan
     cut = windows.cut(Store(store).split("train"), 20)
