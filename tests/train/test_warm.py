@@ -218,32 +218,25 @@ def test_a_window_may_be_begun_but_not_changed_or_lost(learnt, new_run):
 # ---------------------------------------------------------------- other options
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
-SETTINGS = {
-    "rope_theta": ({"rope_theta": 5000, "rope_parameters": None}, "drafter.rope_theta=5000"),
-    "rms_norm_eps": ({"rms_norm_eps": 1e-6}, "drafter.rms_norm_eps=1e-6"),
-    "norm_before_residual": ({"norm_before_residual": True}, "drafter.norm_before_residual=true"),
-}
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_what_no_tensor_shows_is_refused(new_run, draft, name):
-    settings, option = SETTINGS[name]
-    assert f"({name}: " in refusal(new_run(), draft(**settings))
-    begin(new_run(), draft(**settings), option)
-
-
+OTHER_BASE = {"rope_theta": 5000, "rope_parameters": None}
 ONE_MORE = {"embed_tokens.weight": torch.zeros(41, 32), "t2d": None}
-OTHER_KINDS = [
-    ({"tensors": ONE_MORE, "vocab_size": 41}, (), "(vocab_size: 41 there, 40 here)"),
-    ({"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}, (), "(aux_layers: [1, 3, 4] there, [1, 3, 5] here)"),
-    ({}, ("drafter.fc_norm=false",), "(fc_norm: true there, false here)"),
-    ({}, ("drafter.norm_output=false",), "(norm_output: true there, false here)"),
+OTHER_KINDS = [  # the draft's change, options here, and the option with which it would fit
+    (OTHER_BASE, (), "(rope_theta: ", "drafter.rope_theta=5000"),
+    ({"rms_norm_eps": 1e-6}, (), "(rms_norm_eps: ", "drafter.rms_norm_eps=1e-6"),
+    ({"norm_before_residual": True}, (), "(norm_before_residual: ", "drafter.norm_before_residual=true"),
+    ({"tensors": ONE_MORE, "vocab_size": 41}, (), "(vocab_size: 41 there, 40 here)", None),
+    ({"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}, (), "(aux_layers: [1, 3, 4] there, [1, 3, 5] here)", None),
+    ({}, ("drafter.fc_norm=false",), "(fc_norm: true there, false here)", None),
+    ({}, ("drafter.norm_output=false",), "(norm_output: true there, false here)", None),
 ]
 
 
-@pytest.mark.parametrize(("change", "options", "said"), OTHER_KINDS)
-def test_another_target_and_other_layers_and_norms_are_refused(new_run, draft, change, options, said):
-    assert said in refusal(new_run(), draft(**change), *options)
+@pytest.mark.parametrize(("change", "options", "said", "fits"), OTHER_KINDS)
+def test_what_would_mean_something_else_here_is_refused(new_run, draft, change, options, said, fits):
+    other = draft(**change)
+    assert said in refusal(new_run(), other, *options)
+    if fits:
+        begin(new_run(), other, fits)
 
 
 def test_rope_is_compared_by_what_it_does(new_run, draft):
@@ -296,7 +289,7 @@ def test_other_weights_in_the_same_place_are_refused(begun, draft, left):
 
 
 CHANGES = {
-    "kind": (SETTINGS["rope_theta"][0], "(rope_theta: "),
+    "kind": (OTHER_BASE, "(rope_theta: "),
     "weights": ({"tensors": HALVED}, "has changed since the run began: set train.init_revision"),
 }
 
