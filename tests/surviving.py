@@ -75,9 +75,14 @@ def calling(path, action, when, number):
         yield
 
 
-def at_a_call(chosen, calls):
-    """A disturbance: death before or after one of these calls, each of which is made at least so often."""
-    path, most = chosen.choice(calls)
+def death(way, chosen, calls, operations=40):
+    """A disturbance: death in a save, or before or after one of `calls[way]`, each of which is made at least so often;
+    none for other ways. operations: of the file system, in the first saves."""
+    if way == "save":
+        return {"kill_in_save": chosen.randrange(operations)}
+    if way not in calls:
+        return {}
+    path, most = chosen.choice(calls[way])
     return {"kill_at": (path, chosen.choice(["before", "after"]), chosen.randint(1, most))}
 
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 import pytest
 from launching import arguments
 from pipeline import save_quietly, tiny_llama, write_data
-from surviving import at_a_call, dies, differences, ends_well, lines, working
+from surviving import death, dies, differences, ends_well, lines, working
 from watching import updates_of
 
 from eagle31_train.store import Store
@@ -94,8 +94,7 @@ def survive(run, stage, more):
     chosen, ways, output = random.Random(stage), list(WAYS[stage]), run.folder / f"{stage}.log"
     chosen.shuffle(ways)
     for way in ways:
-        disturbance = {"kill_in_save": chosen.randrange(40)} if way == "save" else {}
-        disturbance |= at_a_call(chosen, CALLED[stage]) if way == "call" else {}
+        disturbance = death(way, chosen, {"call": CALLED[stage]})
         dies(partial(start, run, stage, more), partial(progress, run, stage), chosen, output, **disturbance)
     ends_well(start(run, stage, more), output)
 

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 
 import pytest
 from launching import arguments, free_port
-from surviving import agent, at_a_call, differences, ends_well, lines, ranks_of, wait_until
+from surviving import agent, death, differences, ends_well, lines, ranks_of, wait_until
 
 STEPS = 80
 RECIPE = [f"train.max_steps={STEPS}", "train.epochs=1000", "train.eval_every=15", "train.checkpoint_every=2"]
@@ -28,13 +28,6 @@ CALLS = {"step": IN_STEP, "start": AT_START, "snapshot": SNAPSHOT}
 WAYS = ["step"] * 6 + ["save"] * 4 + ["snapshot"] * 2 + ["start"] * 3 + ["outside"] * 5
 
 
-def choose(way, chosen):
-    """(the rank that is killed, how it dies by itself)."""
-    if way == "save":  # the first writes alone, beside training
-        return 0, {"kill_in_save": chosen.randrange(40)}
-    return chosen.randrange(2), at_a_call(chosen, CALLS[way]) if way in CALLS else {}
-
-
 def launch(run, profile, output, **more):
     return agent(profile, arguments(run, *RECIPE), output, ledger=str(run.folder / "ledger"), **more)
 
@@ -46,7 +39,8 @@ def finish(run, profile, output):
 
 def killed(run, profile, output, way, chosen):
     """One launch, until a rank is killed and everything has ended."""
-    victim, disturbance = choose(way, chosen)
+    victim = 0 if way == "save" else chosen.randrange(2)  # the first writes alone, beside training
+    disturbance = death(way, chosen, CALLS)
     said, ledger = len(output.read_text()), run.folder / f"ledger.{victim}"
     wanted = lines(ledger) + chosen.randint(1, 3)
     with launch(run, profile, output, victim=victim, **disturbance) as process:

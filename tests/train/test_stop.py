@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -182,8 +183,23 @@ def test_a_rank_that_is_told_to_stop_stops_the_other_after_the_same_step(new_run
 OURS = "eagle31_train.launcher"
 
 
-def status_of_a_launch(run, profile, processes, launcher, kill, number, why):
-    """With which a launch ends that is sent a signal while it trains; it saves, and leaves no process."""
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("profile", "processes", "launcher", "kill", "number", "status"),
+    [
+        *product(("ddp", "zero2"), [2], [[]], (os.kill, os.killpg), [signal.SIGTERM], [None]),
+        *((profile, 2, [OURS], os.kill, signal.SIGTERM, STOPPED) for profile in ("ddp", "zero2")),
+        ("cpu", 1, [OURS], os.kill, signal.SIGTERM, STOPPED),
+        ("ddp", 2, [], os.killpg, signal.SIGINT, 1),
+        *((profile, n, [OURS], os.killpg, signal.SIGINT, 130) for profile, n in (("ddp", 2), ("cpu", 1))),
+    ],
+)
+def test_a_launch_that_is_sent_a_signal_saves_and_leaves_no_process(
+    new_run, profile, processes, launcher, kill, number, status
+):
+    """The launcher alone is, as by Kubernetes, or every process, as by Slurm and the terminal, whose signal launchers
+    pass on, too. Our launcher ends as the training does; others end with some status but 0."""
+    run = new_run()
     words = [*command(profile, processes, TRAIN, *launcher), *arguments(run, *ENDLESS)]
     with launched(words, environment(profile)) as process:
         wait_until(lambda: lines(run.train / "metrics.jsonl") > 3, lambda: process.poll() is None)
@@ -191,31 +207,6 @@ def status_of_a_launch(run, profile, processes, launcher, kill, number, why):
         _, said = process.communicate()
         with pytest.raises(ProcessLookupError):
             os.killpg(process.pid, 0)
-    assert stopped_after(run, said, why) > 3
+    assert stopped_after(run, said, "SIGTERM" if number == signal.SIGTERM else "Ctrl-C") > 3
     assert not launcher or ("Traceback" not in said and "exitcode" not in said)
-    return process.returncode
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("profile", "processes", "kill", "launcher"),
-    [
-        *((profile, 2, kill, []) for profile in ("ddp", "zero2") for kill in (os.kill, os.killpg)),
-        *((profile, processes, os.kill, [OURS]) for profile, processes in (("ddp", 2), ("zero2", 2), ("cpu", 1))),
-    ],
-)
-def test_a_launch_that_is_told_to_stop_saves_and_leaves_no_process(new_run, profile, processes, kill, launcher):
-    """The launcher alone, as by Kubernetes, or every process, as by Slurm. Our launcher ends as the training does."""
-    status = status_of_a_launch(new_run(), profile, processes, launcher, kill, signal.SIGTERM, "SIGTERM")
-    assert status == STOPPED if launcher else status != 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("profile", "processes", "launcher", "status"),
-    [("ddp", 2, [], 1), ("ddp", 2, [OURS], 130), ("cpu", 1, [OURS], 130)],
-)
-def test_a_launch_that_ctrl_c_ends_saves_and_leaves_no_process(new_run, profile, processes, launcher, status):
-    """The terminal's signal reaches every process, and launchers pass it on, too."""
-    ended = status_of_a_launch(new_run(), profile, processes, launcher, os.killpg, signal.SIGINT, "Ctrl-C")
-    assert ended == status
+    assert process.returncode == status if status else process.returncode != 0

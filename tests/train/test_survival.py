@@ -10,7 +10,7 @@ import pytest
 import torch
 from launching import arguments
 from planting import replaced
-from surviving import at_a_call, calling, dies, differences, ends_well, lines, tell, working
+from surviving import calling, death, dies, differences, ends_well, lines, tell, working
 from watching import noted
 
 from eagle31_train.common.errors import Stopped
@@ -89,18 +89,6 @@ START = (("train.prepare.claim", 1), ("train.tracking.record_launch", 1), ("trai
 OPERATIONS = 132  # of the file system, in the first two saves of a run
 
 
-def choose(way, chosen, begun):
-    """How a launch dies by itself; `begun`: it finds a checkpoint."""
-    match way:
-        case "save":
-            return {"kill_in_save": chosen.randrange(OPERATIONS)}
-        case "step":
-            return at_a_call(chosen, STEPS)
-        case "start":
-            return at_a_call(chosen, START if begun else START[:-1])
-    return {}
-
-
 KILLS = [
     (SHORT, 0, ["save", "step", "outside"]),  # in the middle of a row of metrics: test_metrics.py
     pytest.param(LONG, 1, ["save"] * 20 + ["step"] * 16 + ["start"] * 4 + ["outside"] * 10, marks=pytest.mark.slow),
@@ -117,8 +105,8 @@ def test_a_run_killed_again_and_again_ends_bit_for_bit_the_same(new_run, whole, 
     launch = partial(working, "train", words, output, ledger=str(ledger))
     chosen.shuffle(ways)
     for way in ways:
-        disturbance = choose(way, chosen, begun=bool(run.saved()))
-        dies(launch, partial(lines, ledger), chosen, output, **disturbance)
+        calls = {"step": STEPS, "start": START if run.saved() else START[:-1]}  # the last finds a checkpoint
+        dies(launch, partial(lines, ledger), chosen, output, **death(way, chosen, calls, OPERATIONS))
     ends_well(launch(), output)
     assert not differences(run, whole(steps))
     assert lines(ledger) > steps, "no step was done twice: nothing was lost by a kill"
