@@ -23,6 +23,7 @@ from eagle31_train.model.batch import build_batch
 
 # Repeatable in CI: the examples are a function of the test, not of the day.
 PROPERTY = settings(derandomize=True, print_blob=True)
+NORMS = ("fc_norm", "norm_output", "norm_before_residual")
 
 
 @st.composite
@@ -43,16 +44,10 @@ def shapes(draw):
         head_dim=draw(st.sampled_from([2, 4, 6])),
         rms_norm_eps=draw(st.sampled_from([1e-6, 1e-5, 1e-2])),
         rope_theta=draw(st.sampled_from([10.0, 10000.0])),
-        fc_norm=draw(st.booleans()),
-        norm_output=draw(st.booleans()),
-        norm_before_residual=draw(st.booleans()),
         share_embedding=H == D and draw(st.booleans()),
         num_layers=draw(st.sampled_from([1, 1, 2, 3])),
-        norm_before_fc=draw(st.booleans()),
-        qk_norm=draw(st.booleans()),
         sliding_window=draw(st.sampled_from([None, None, 2, 3, 5])),
-        attention_bias=draw(st.booleans()),
-        mlp_bias=draw(st.booleans()),
+        **{name: draw(st.booleans()) for name in (*NORMS, "norm_before_fc", "qk_norm", "attention_bias", "mlp_bias")},
     )
 
 
@@ -89,7 +84,7 @@ def mla_shapes(draw):
     """Any widths, full or low rank of the queries; a latent of one number would be a sign after its norm."""
     base = draw(shapes())
     general = ("hidden_size", "target_hidden_size", "aux_layers", "vocab_size", "draft_vocab_size", "intermediate_size")
-    general += ("rms_norm_eps", "fc_norm", "norm_output", "norm_before_residual", "share_embedding", "norm_before_fc")
+    general += ("rms_norm_eps", *NORMS, "share_embedding", "norm_before_fc")
     return make_mla_shape(
         **{name: getattr(base, name) for name in general},
         num_layers=draw(st.sampled_from([1, 1, 2])),
@@ -306,9 +301,7 @@ def realistic(draw, make, **widths):
         draft_vocab_size=200,
         intermediate_size=128,
         rope_theta=10000.0,
-        fc_norm=draw(st.booleans()),
-        norm_output=draw(st.booleans()),
-        norm_before_residual=draw(st.booleans()),
+        **{name: draw(st.booleans()) for name in NORMS},
         **widths,
     )
     kind, lk, seed = draw(st.sampled_from(["kl", "ce"])), draw(st.sampled_from([0.0, 0.5])), draw(st.integers(0, 999))

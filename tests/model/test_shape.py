@@ -11,6 +11,7 @@ from eagle31_train.config import DrafterConfig
 LLAMA = {"intermediate_size": 8, "num_attention_heads": 6}
 LLAMA |= {"rms_norm_eps": 1e-5, "rope_theta": 1e4, "max_position_embeddings": 2048}
 MLA = {**LLAMA, "architecture": "mla", "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 5}
+NARROW = {**LLAMA, "hidden_size": 12, "share_embedding": False, "train_lm_head": False}
 TARGET = {"hidden_size": 24, "vocab_size": 50, "draft_vocab_size": 20, "aux_layers": [1, 2, 3]}
 
 
@@ -25,12 +26,7 @@ REFUSED = {
     "drafter.num_attention_heads": {**LLAMA, "num_attention_heads": 0},
     "drafter.head_dim=3 ": {**LLAMA, "num_attention_heads": 8},
     "drafter.kv_lora_rank": {**LLAMA, "kv_lora_rank": 8},
-    "drafter.train_lm_head=false keeps the target's 24-wide lm_head, but the drafter is 12 wide": {
-        **LLAMA,
-        "hidden_size": 12,
-        "share_embedding": False,
-        "train_lm_head": False,
-    },
+    "drafter.train_lm_head=false keeps the target's 24-wide lm_head, but the drafter is 12 wide": NARROW,
     "drafter.architecture=mla needs drafter.v_head_dim": {**MLA, "v_head_dim": None},
     "drafter.v_head_dim=0": {**MLA, "v_head_dim": 0},
     "drafter.q_lora_rank=0": {**MLA, "q_lora_rank": 0},

@@ -20,14 +20,8 @@ from train import windows
 # Long enough that a tenth of the corpus holds the held-out split and two windows.
 LENGTHS = {"train": [9 + 7 * i % 23 for i in range(340)], "heldout": [10, 14]}
 WINDOW = 70
-MORE = (
-    f"train.window_tokens={WINDOW}",
-    "train.epochs=1",
-    "train.eval_every=10",
-    "train.checkpoint_every=2",
-    "store.aux_codec=int8_channel",
-    "store.patience=120",
-)
+MORE = [f"train.window_tokens={WINDOW}", "train.epochs=1", "train.eval_every=10", "train.checkpoint_every=2"]
+MORE += ["store.aux_codec=int8_channel", "store.patience=120"]
 
 # What each side calls, at least so often in two or three steps or shards.
 CALLED = {

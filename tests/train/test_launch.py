@@ -70,19 +70,14 @@ def test_more_processes_than_gpus_are_refused_unless_they_train_on_cpus(monkeypa
     launch.check_environment(TrainConfig())
 
 
-@pytest.mark.parametrize(
-    ("variables", "several"),
-    [
-        ({}, False),
-        ({"WORLD_SIZE": "4"}, False),
-        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}, False),
-        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, True),
-        ({"WORLD_SIZE": "4", "LOCAL_SIZE": "2"}, True),  # as DeepSpeed's launcher has it
-    ],
-)
-def test_machines_are_several_by_what_any_launcher_sets(monkeypatch, variables, several):
-    use(monkeypatch, variables)
-    assert launch.spans_machines() == several
+def test_machines_are_several_by_what_any_launcher_sets(monkeypatch):
+    four = {"WORLD_SIZE": "4"}
+    for one in ({}, four, {**four, "LOCAL_WORLD_SIZE": "4"}):
+        use(monkeypatch, one)
+        assert not launch.spans_machines()
+    for here in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):  # the latter is DeepSpeed's
+        use(monkeypatch, {**four, here: "2"})
+        assert launch.spans_machines()
 
 
 def test_one_process_of_several_extracts_nothing_alone(monkeypatch):
@@ -137,19 +132,13 @@ def test_deepspeeds_settings_that_would_compute_otherwise_are_refused(monkeypatc
         (tmp_path / "own.json").write_text(json.dumps({"zero_optimization": {"stage": 2}, **zero}))
         return launch.deepspeed_plugin(t)
 
-    for given in (
-        {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
-        {"communication_data_type": "bf16"},
-        {"bf16": {"enabled": True}},
-        {"fp16": {"enabled": True}},
-        {"optimizer": {"type": "AdamW"}},
-        {"scheduler": {"type": "WarmupLR"}},
-        {"gradient_clipping": 1.0},
-        {"train_batch_size": 64},
-        {"train_micro_batch_size_per_gpu": 8},
-        {"gradient_accumulation_steps": 4},  # the trainer accumulates itself: it would be done twice
-    ):
-        assert next(iter(given)) in message_of(plugin, given)
+    on = {"enabled": True}
+    wrong = {"torch_autocast": {**on, "dtype": "bfloat16"}, "communication_data_type": "bf16", "bf16": on, "fp16": on}
+    wrong |= {"optimizer": {"type": "AdamW"}, "scheduler": {"type": "WarmupLR"}, "gradient_clipping": 1.0}
+    wrong |= {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 8}
+    wrong |= {"gradient_accumulation_steps": 4}  # the trainer accumulates itself: it would be done twice
+    for name, value in wrong.items():
+        assert name in message_of(plugin, {name: value})
     assert "train.optimizer=muon" in message_of(plugin, {}, replace(t, optimizer="muon"))
     # What says the same, or is decided by the trainer whatever it says.
     own = {"gradient_accumulation_steps": "auto", "train_batch_size": "auto", "bf16": {"enabled": "auto"}}

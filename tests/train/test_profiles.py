@@ -18,13 +18,8 @@ SHARED = ["train.gradient_accumulation_steps=2"]
 KINDS = ("ddp", "fsdp2", "zero2", "zero3")
 GUARDED = ("ddp", "fsdp2", "zero1", "zero3")  # and zero2, in `make test`
 # Both ranks end at the same early step, and leave the same one: acceptance is of the prompts of both.
-CHOOSING = [
-    "drafter.fc_norm=false",
-    "train.epochs=5",
-    "train.eval_every=2",
-    "train.keep_best=true",
-    "train.early_stop=2",
-]
+CHOOSING = ["drafter.fc_norm=false", "train.epochs=5"]
+CHOOSING += ["train.eval_every=2", "train.keep_best=true", "train.early_stop=2"]
 # All samples in one step.
 SPLIT = ["train.batch_tokens=200", "train.max_steps=1"]
 OTHERS = ["train.weight_decay=0.1", "drafter.train_lm_head=false", "drafter.share_embedding=false", "train.max_steps=4"]
