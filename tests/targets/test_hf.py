@@ -21,13 +21,12 @@ from transformers import Mistral3Config, Mistral3ForConditionalGeneration
 from transformers.integrations import sdpa_attention
 
 from eagle31_train.common.errors import UserError
-from eagle31_train.config import Config, ExtractConfig, TargetConfig
+from eagle31_train.config import TargetConfig
 from eagle31_train.model.linear import since_ampere
 from eagle31_train.targets import description, hf, pretrained
 from eagle31_train.targets.description import describe_target
 from eagle31_train.targets.hf import HiddenStateTarget, TransformersEngine, load_model
 from eagle31_train.targets.readout import readout_from_checkpoint
-from eagle31_train.targets.vllm_engine import VllmEngine
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 LENGTHS = [5, 13, 1, 8, 21, 13]
@@ -249,14 +248,6 @@ def test_a_file_and_layers_that_the_target_lacks_or_vllm_reorders_are_refused():
     assert "is a file: set it to the file's folder" in message_of(describe_target, TargetConfig(path=__file__))
     for layers in ([3, 1], [1, 1, 2], [], [-1, 2], [1, LAYERS + 1]):
         assert "target.aux_layers=" in message_of(HiddenStateTarget, tiny_llama(), layers)
-
-
-def test_vllms_engine_refuses_an_input_of_layer_0_that_it_would_write_over(tmp_path, monkeypatch):
-    folder = save_quietly(tiny_llama(), tmp_path / "target")
-    target = TargetConfig(path=str(folder), dtype="float32", device="cpu", aux_layers=[0, 2])
-    config = Config(name="x", target=target, extract=ExtractConfig(engine_args={"enforce_eager": True}))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert "vLLM overwrites the input of layer 0" in message_of(VllmEngine, config)
 
 
 def test_each_process_loads_a_target_straight_to_its_gpu_which_is_the_current_one(monkeypatch):

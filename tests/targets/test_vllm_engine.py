@@ -180,10 +180,13 @@ def test_vllm_loads_the_target_that_was_asked_for(start, folder, monkeypatch):
     assert start(f"target.path={folder / 'link'}")._llm.arguments["model"] == wanted["model"], "vLLM would retry"
 
 
-def test_what_the_engine_sets_itself_cannot_be_set_nor_can_a_launcher_start_several(start, monkeypatch):
+def test_what_the_engine_sets_itself_or_would_write_over_is_refused_and_so_are_several_processes(start, monkeypatch):
     for name in ("worker_cls", "enable_prefix_caching", "pipeline_parallel_size"):
         message = message_of(start, f"extract.engine_args.{name}=1")
         assert message == f"extract.engine_args.{name} cannot be set, as eagle31 sets it itself: remove it"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    eager = "target.aux_layers=[0,2]", "extract.engine_args.enforce_eager=true"
+    assert "vLLM overwrites the input of layer 0" in message_of(start, *eager)
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "start one process per machine (extract.part)" in message_of(start)
 
