@@ -142,13 +142,6 @@ def test_cross_entropy_is_told_with_the_targets_entropy_and_trains_as_kl_does(by
     torch.testing.assert_close(ce.weights(), kl.weights())
 
 
-def test_a_head_that_is_not_trained_stays_the_targets(by_one):
-    run = by_one(*TWO, "drafter.train_lm_head=false")
-    head = Store(run.folder / "run" / "store").target["lm_head"]
-    kept = vocab.read(run.config().data_folder / "vocab.safetensors").target_ids
-    assert torch.equal(run.weights()["lm_head.weight"], head[torch.from_numpy(kept)].float())
-
-
 def test_the_seed_and_the_step_decide_which_slots_are_trained(new_run, monkeypatch):
     """How: test_subset.py. So a run that goes on draws what it would have drawn."""
     drawn = watched(monkeypatch, loader, "choose_slots")
