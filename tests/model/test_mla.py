@@ -2,6 +2,7 @@
 training is the reference's: test_exactness.py."""
 
 from dataclasses import replace
+from itertools import chain, repeat
 
 import pytest
 import torch
@@ -73,25 +74,21 @@ def softmax_times(factor):
     return lambda attention: setattr(attention, "scale", attention.scale * factor(attention))
 
 
+def reordered(layer, columns):
+    """What a layer gives has its columns in another order."""
+    layer.register_forward_hook(lambda _layer, _inputs, rows: rows[..., columns])
+
+
 def exchanged(layer, parts):
     """[a | b] of each head read as [b | a], with b's and a's widths."""
-
-    def hook(_layer, _inputs, rows):
-        heads, b = rows.unflatten(-1, (-1, sum(parts))), parts[1]
-        return torch.cat([heads[..., b:], heads[..., :b]], -1).flatten(-2)
-
-    layer.register_forward_hook(hook)
+    reordered(layer, torch.arange(layer.out_features).view(-1, sum(parts)).roll(-parts[1], 1).flatten())
 
 
 def all_keys_before_all_values(attention):
     """kv_b as [all heads' keys | all heads' values], where it is [key | value] of each head."""
-    heads, (nope, value) = attention.heads, attention.head_parts
-
-    def hook(_layer, _inputs, rows):
-        keys, values = rows.split([heads * nope, heads * value], -1)
-        return torch.cat([keys.unflatten(-1, (heads, nope)), values.unflatten(-1, (heads, value))], -1).flatten(-2)
-
-    attention.kv_b_proj.register_forward_hook(hook)
+    layer, heads = attention.kv_b_proj, attention.heads
+    keys, values = torch.arange(layer.out_features).split([heads * width for width in attention.head_parts])
+    reordered(layer, torch.cat([keys.view(heads, -1), values.view(heads, -1)], 1).flatten())
 
 
 def unnormed(name):
@@ -128,13 +125,8 @@ def late(method, steps):
     """Queries, or keys and values, of other positions: by so much at step 0, and at later ones."""
 
     def plant(attention):
-        right, calls = getattr(attention, method), []
-
-        def moved(project, positions):
-            calls.append(positions)
-            return right(project, positions + steps[len(calls) > 1])
-
-        setattr(attention, method, moved)
+        right, moved = getattr(attention, method), chain([steps[0]], repeat(steps[1]))
+        setattr(attention, method, lambda project, positions: right(project, positions + next(moved)))
 
     return plant
 
