@@ -23,7 +23,8 @@ from eagle31_train.common import artifacts
 from eagle31_train.common.console import note
 from eagle31_train.common.errors import Refused, UserError
 from eagle31_train.config import OWN_SERVER, Config, SelfPromptsConfig
-from eagle31_train.rows.formats import Message, Row
+from eagle31_train.rows.formats import Row
+from eagle31_train.rows.messages import Message
 from eagle31_train.targets.chat import ChatTemplate
 from eagle31_train.targets.completions import Completion, Request, Sampling
 

@@ -22,7 +22,8 @@ from data_prep.sample import Sample, given
 from eagle31_train.common import artifacts
 from eagle31_train.common.console import Progress
 from eagle31_train.common.errors import Refused, UserError
-from eagle31_train.rows.formats import TEMPLATE_ARGS, Message, Row, is_learnt
+from eagle31_train.rows.formats import TEMPLATE_ARGS, Row
+from eagle31_train.rows.messages import Message, is_learnt
 from eagle31_train.targets.chat import ChatTemplate
 
 SPLITS = ("train", "heldout")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eagle31_train.common.errors import Refused
-from eagle31_train.rows.formats import Message, Tool
+from eagle31_train.rows.messages import Message, Tool
 from eagle31_train.targets.markup import HERMES, KIMI, PYTHON
 
 CALLS = (KIMI, HERMES, PYTHON, "to=functions.")  # signs of tool calls in plain text; the last is harmony's

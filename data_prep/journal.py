@@ -11,7 +11,7 @@ from eagle31_train.common import artifacts, foreign
 from eagle31_train.common.errors import Refused, UserError
 from eagle31_train.common.locks import hold
 from eagle31_train.provenance import Provenance
-from eagle31_train.rows.formats import Message
+from eagle31_train.rows.messages import Message
 
 
 @dataclass(frozen=True)

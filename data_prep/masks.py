@@ -21,7 +21,7 @@ from data_prep.sample import EMPTY, ENDED, Outcome, Sample, Samples, answers_to_
 from data_prep.tokens import INSIDE, Tokens
 from data_prep.turn import NO_END, UNCLOSED, Span, Turn, read_turn
 from eagle31_train.common.errors import Refused
-from eagle31_train.rows.formats import Message, Tools, is_cut, is_learnt
+from eagle31_train.rows.messages import Message, Tools, is_cut, is_learnt
 from eagle31_train.targets.chat import ChatTemplate
 from eagle31_train.targets.markup import CLOSE, opens_thought
 

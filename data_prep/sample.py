@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eagle31_train.common.errors import Refused
-from eagle31_train.rows.formats import Message, is_learnt
+from eagle31_train.rows.messages import Message, is_learnt
 from eagle31_train.targets.chat import ChatTemplate
 
 EMPTY = "an empty answer"

@@ -26,7 +26,8 @@ from eagle31_train.common.console import Progress, note
 from eagle31_train.common.errors import Refused, UserError
 from eagle31_train.config import SELF, SELF_WRITTEN, Config
 from eagle31_train.provenance import Provenance
-from eagle31_train.rows.formats import Message, Row
+from eagle31_train.rows.formats import Row
+from eagle31_train.rows.messages import Message
 from eagle31_train.targets.chat import ChatTemplate
 from eagle31_train.targets.completions import Request
 

@@ -32,7 +32,7 @@ from eagle31_train.model.rope import target_positions
 from eagle31_train.provenance import REPLACE, Provenance
 from eagle31_train.reporting.tables import aligned
 from eagle31_train.rows.files import open_files
-from eagle31_train.rows.formats import Message
+from eagle31_train.rows.messages import Message
 from eagle31_train.targets.chat import ChatTemplate
 from eagle31_train.targets.derive import THOUGHT, planned_drafter, room_for_thoughts
 from eagle31_train.targets.description import TargetDescription, changed_since, describe_target, doubts

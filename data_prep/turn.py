@@ -20,7 +20,7 @@ from itertools import takewhile
 
 from data_prep.sample import EMPTY
 from eagle31_train.common.errors import Refused
-from eagle31_train.rows.formats import Message, Tools, is_cut
+from eagle31_train.rows.messages import Message, Tools, is_cut
 from eagle31_train.targets import markup
 from eagle31_train.targets.chat import ChatTemplate
 from eagle31_train.targets.markup import CLOSE, EMPTY_THOUGHT, OPEN, apart, meant, opens_thought

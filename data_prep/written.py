@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from data_prep.sample import EMPTY, ENDED, Outcome, Sample, Samples, answers_to_learn
 from eagle31_train.common.errors import Refused
-from eagle31_train.rows.formats import Message, Tools, is_learnt
+from eagle31_train.rows.messages import Message, Tools, is_learnt
 from eagle31_train.targets import markup
 from eagle31_train.targets.chat import ChatTemplate
 from eagle31_train.targets.markup import apart, meant, opens_thought

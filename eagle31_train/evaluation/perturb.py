@@ -13,7 +13,7 @@ import yaml
 
 from eagle31_train.common.errors import Refused, UserError
 from eagle31_train.evaluation.prompts import Prompt
-from eagle31_train.rows.formats import Message
+from eagle31_train.rows.messages import Message
 from eagle31_train.targets.chat import ChatTemplate
 
 TEXTS = yaml.safe_load(Path(__file__).with_name("perturb_texts.yaml").read_text(encoding="utf-8"))

@@ -19,16 +19,8 @@ from eagle31_train.common.errors import Refused, UserError, first_line
 from eagle31_train.config import is_hub_set
 from eagle31_train.rows import samples
 from eagle31_train.rows.files import find_files, read, stem_of
-from eagle31_train.rows.formats import (
-    COLUMNS,
-    TEMPLATE_ARGS,
-    Message,
-    Tool,
-    check_beside,
-    messages_of,
-    template_args,
-    tools_of,
-)
+from eagle31_train.rows.formats import COLUMNS, TEMPLATE_ARGS, check_beside, messages_of, template_args
+from eagle31_train.rows.messages import Message, Tool, tools_of
 from eagle31_train.targets.chat import ChatTemplate
 
 OWN_FORMS = ("messages", "turns", "prompt")  # the first that a row has, as in stage 1

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from eagle31_train.common import artifacts
 from eagle31_train.common.errors import Refused, UserError, first_line
 from eagle31_train.config import TargetConfig
-from eagle31_train.rows.formats import Message, Tools, arguments
+from eagle31_train.rows.messages import Message, Tools, arguments
 from eagle31_train.targets.chat_template import templates_of
 from eagle31_train.targets.markup import CLOSE, EMPTY_THOUGHT, OPEN, apart
 from eagle31_train.targets.pretrained import end_ids, load_tokenizer

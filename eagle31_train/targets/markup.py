@@ -16,7 +16,7 @@ from typing import Any
 
 from eagle31_train.common import foreign
 from eagle31_train.common.errors import Refused
-from eagle31_train.rows.formats import Message, arguments, check_text
+from eagle31_train.rows.messages import Message, arguments, check_text
 
 OPEN, CLOSE = "<think>", "</think>"
 KIMI, HERMES, PYTHON, CHANNEL = "<|tool_calls_section_begin|>", "<tool_call>", "<|python_tag|>", "<|channel|>"
