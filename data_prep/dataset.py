@@ -79,6 +79,10 @@ class Split:
 
     rows: list[tuple[str, str, Sample]] = field(default_factory=list)
 
+    def shuffle(self, seed: int) -> None:
+        order = np.random.Generator(np.random.PCG64(seed)).permutation(len(self.rows)).tolist()
+        self.rows = [self.rows[i] for i in order]
+
     def coverage(self, draft_tokens: NDArray[np.bool_]) -> tuple[float | None, dict[str, float]]:
         """Return the share of the assistant's tokens in the draft vocabulary ([V] bool), in all and by source."""
         inside, counted = Counter[str](), Counter[str]()

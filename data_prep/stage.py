@@ -58,60 +58,39 @@ def prepare(config: Config) -> None:
     """Make `run_dir/data`: the data set, the draft vocabulary and the manifest. UserError: see `Corpus` and
     `ChatTemplate.load`; also if a source or a split is left without conversations, or the folder is not ours."""
     started = time.monotonic()
-    data, folder = config.data, Path(os.path.realpath(config.data_folder))
+    folder = Path(os.path.realpath(config.data_folder))
+    ours = (folder / artifacts.MANIFEST).is_file()  # an output of this stage
     if ranks() > 1:
         raise UserError("eagle31 data runs in one process, but WORLD_SIZE is set: start it without a launcher")
     target = describe_target(config.target)
     template = ChatTemplate.load(config.target)
-    vocab_size = target.vocab_size
-    template.check_fits(config.target, vocab_size)
-    ours = (folder / artifacts.MANIFEST).is_file()
-    if not ours and (name := template.switch_as_text(template.template_args)) is not None:
-        given = f"target.template_args.{name}={template.template_args[name]}"
-        raise UserError(f"{given} is text, which counts as true: set it to true or false")
+    template.check_fits(config.target, target.vocab_size)
+    if not ours:
+        _check_replaceable(folder)
+        _check_switches(template)
     if config.regenerate:
         check_ends(template)
-    # Refuse what no counts could satisfy, and no drafter could be made for, here and not after hours of answers.
-    zeros = np.zeros(vocab_size, dtype=np.int64)
-    draft = vocab.choose(zeros, template.kept_ids(), data.draft_vocab_size)
-    _, rows = planned_drafter(config, target, len(draft))
-    if data.conversations is not None and data.prompts is not None:
-        read = "prompts" if config.regenerate else "conversations"
-        note(f"data: reading data.{read}={getattr(data, read)}, since regenerate={config.regenerate}")
-    answered = Journal(Path(config.run_dir) / ANSWERED).manifest.is_file()
-    if not ours and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        # commit() replaces the folder, and without our manifest what it holds may be the user's own.
-        raise UserError(f"{folder} exists, but is not an output of this stage: move it, or choose another run_dir=…")
-    if config.regenerate and ours and not answered and not config.overwrite:
-        # Spend no hours on answers that would be refused in the end or, if another run has the data, thrown away.
-        made_from = provenance.of_data(config, _rows_of(folder, config, template), template.fingerprints(), vocab_size)
-        if config.data_dir and _is_done(folder, made_from, config, target):
-            return
-        provenance.up_to_date(folder, made_from, overwrite=False)
+    drafter = _planned(config, template, target)
+    _tell_of_two_inputs(config)
+    answers_due = config.regenerate and not Journal(Path(config.run_dir) / ANSWERED).manifest.is_file()
+    if answers_due and ours and not config.overwrite and _needs_no_answers(folder, config, template, target):
+        return
     if not ours:
-        _introduce(config, rows)
-    if config.regenerate and not answered:
-        _tell_of_thoughts(template, data, target)
+        _introduce(config, drafter)
+    if answers_due:
+        _tell_of_thoughts(template, config.data, target)
         _tell_of_other_sampling(config)
     corpus, answers = _open(config, template)
-    made_from = provenance.of_data(config, corpus.inputs(), template.fingerprints(), vocab_size)
+    made_from = provenance.of_data(config, corpus.inputs(), template.fingerprints(), target.vocab_size)
     if _is_done(folder, made_from, config, target):
         return
-    if ours:
-        _introduce(config, rows)
-    collected = collect(corpus.read(), template, data.max_length, data.heldout)
-    collected.refused = answers.get("refused", []) + collected.refused
-    _check_splits(collected, data)
-    if config.extract.engine == "transformers":
-        _check_positions(collected, target)
-    if data.shuffle is not None:
-        train = collected.splits["train"]
-        order = np.random.Generator(np.random.PCG64(data.shuffle)).permutation(len(train.rows)).tolist()
-        train.rows = [train.rows[i] for i in order]
+    if ours:  # and made anew
+        _introduce(config, drafter)
+    collected = _collected(config, corpus, answers, template, target)
     with writing(folder, "run_dir=… or data_dir=…"), artifacts.building(folder) as temporary:
         manifest = {
             **made_from.record(),
-            **_write(temporary, collected, template, vocab_size, data),
+            **_write(temporary, collected, template, target.vocab_size, config.data),
             "sources": _sources(answers.get("sources") or corpus.counts, collected),
             "vocabulary": vocabulary_fingerprint(template.tokenizer),  # extraction compares it with its target's
             "end_ids": template.end_ids,
@@ -123,11 +102,71 @@ def prepare(config: Config) -> None:
     note(summary(folder, manifest, template.name))
 
 
-def _introduce(config: Config, rows: list[str]) -> None:
-    """Print what the drafter will be, and what is doubtful about its target."""
-    note("\n".join([f"data: the drafter for {config.target.name}, derived from its config.json", *rows]))
-    for what, doubt in doubts(config).items():
-        note(f"data: {what}: {doubt}")
+# ---------------------------------------------------------------- before anything is read or answered
+
+
+def _check_switches(template: ChatTemplate) -> None:
+    if (name := template.switch_as_text(template.template_args)) is not None:
+        given = f"target.template_args.{name}={template.template_args[name]}"
+        raise UserError(f"{given} is text, which counts as true: set it to true or false")
+
+
+def check_ends(template: ChatTemplate) -> None:
+    """UserError if the template ends an answer with a token at which the target does not stop. It is raised before
+    hours of answers that would each go on until they are cut."""
+    chat: list[Message] = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Yes."}]
+    with suppress(Refused):  # some templates take no plain answer
+        after = template.render(chat).partition("Yes.")[2]
+        ends = [token for token in template.encode(after) if token in template.added]
+        if ends and not set(ends) & set(template.end_ids):
+            raise UserError(
+                f"the chat template of {template.name} ends an answer with {template.added[ends[0]]}, at which the "
+                "target does not stop: add it to eos_token_id in generation_config.json, or set target.chat_template"
+            )
+
+
+def _planned(config: Config, template: ChatTemplate, target: TargetDescription) -> list[str]:
+    """Return the drafter in words. UserError, before hours of answers, for one that could not be made in the end."""
+    zeros = np.zeros(target.vocab_size, dtype=np.int64)  # whatever the counts will be
+    draft = vocab.choose(zeros, template.kept_ids(), config.data.draft_vocab_size)
+    return planned_drafter(config, target, len(draft))[1]
+
+
+def _tell_of_two_inputs(config: Config) -> None:
+    data = config.data
+    if data.conversations is not None and data.prompts is not None:
+        read = "prompts" if config.regenerate else "conversations"
+        note(f"data: reading data.{read}={getattr(data, read)}, since regenerate={config.regenerate}")
+
+
+def _check_replaceable(folder: Path) -> None:
+    """UserError for a folder without our manifest that holds something: the output replaces the folder, and that may be
+    the user's own."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} exists, but is not an output of this stage: move it, or choose another run_dir=…")
+
+
+def _needs_no_answers(folder: Path, config: Config, template: ChatTemplate, target: TargetDescription) -> bool:
+    """Return whether another run's data set serves as it is. UserError if hours of answers would be refused in the end
+    or, since that run has the data, thrown away."""
+    inputs = _rows_of(folder, config, template)
+    made_from = provenance.of_data(config, inputs, template.fingerprints(), target.vocab_size)
+    if config.data_dir and _is_done(folder, made_from, config, target):
+        return True
+    provenance.up_to_date(folder, made_from, overwrite=False)
+    return False
+
+
+def _rows_of(folder: Path, config: Config, template: ChatTemplate) -> dict[str, Any]:
+    """Return what another run's data set was made of, if that was answers. UserError if that run's records are beside
+    it, and are of other prompts or settings."""
+    sources = provenance.read_data(config).get("inputs", {}).get("sources")
+    beside = Journal(folder.parent / ANSWERED).manifest
+    if beside.is_file() and not config.data.writes_prompts:  # their file is not written yet
+        record = artifacts.read_json(beside, provenance.DATA)
+        of_answers(config, template, Corpus.open(config, "prompts")).refuse_other(folder, record, False)
+    answers = isinstance(sources, list) and [file for file, _ in sources] == [ANSWERED]
+    return {"sources": sources if answers else "the target's answers", "format": "messages"}
 
 
 def _is_done(folder: Path, made_from: Provenance, config: Config, target: TargetDescription) -> bool:
@@ -144,18 +183,11 @@ def _is_done(folder: Path, made_from: Provenance, config: Config, target: Target
     return True
 
 
-def check_ends(template: ChatTemplate) -> None:
-    """UserError if the template ends an answer with a token at which the target does not stop. It is raised before
-    hours of answers that would each go on until they are cut."""
-    chat: list[Message] = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Yes."}]
-    with suppress(Refused):  # some templates take no plain answer
-        after = template.render(chat).partition("Yes.")[2]
-        ends = [token for token in template.encode(after) if token in template.added]
-        if ends and not set(ends) & set(template.end_ids):
-            raise UserError(
-                f"the chat template of {template.name} ends an answer with {template.added[ends[0]]}, at which the "
-                "target does not stop: add it to eos_token_id in generation_config.json, or set target.chat_template"
-            )
+def _introduce(config: Config, rows: list[str]) -> None:
+    """Print what the drafter will be, and what is doubtful about its target."""
+    note("\n".join([f"data: the drafter for {config.target.name}, derived from its config.json", *rows]))
+    for what, doubt in doubts(config).items():
+        note(f"data: {what}: {doubt}")
 
 
 def _tell_of_thoughts(template: ChatTemplate, data: DataConfig, target: TargetDescription) -> None:
@@ -186,28 +218,7 @@ def _tell_of_other_sampling(config: Config) -> None:
         )
 
 
-def _rows_of(folder: Path, config: Config, template: ChatTemplate) -> dict[str, Any]:
-    """Return what another run's data set was made of, if that was answers. UserError if that run's records are beside
-    it, and are of other prompts or settings."""
-    sources = provenance.read_data(config).get("inputs", {}).get("sources")
-    beside = Journal(folder.parent / ANSWERED).manifest
-    if beside.is_file() and not config.data.writes_prompts:  # their file is not written yet
-        record = artifacts.read_json(beside, provenance.DATA)
-        of_answers(config, template, Corpus.open(config, "prompts")).refuse_other(folder, record, False)
-    answers = isinstance(sources, list) and [file for file, _ in sources] == [ANSWERED]
-    return {"sources": sources if answers else "the target's answers", "format": "messages"}
-
-
-def _refuse_other_answers(config: Config) -> None:
-    """UserError if a run's answers are to given prompts. It is raised before the target writes others, not after."""
-    run = Path(config.run_dir)
-    answers, prompts = Journal(run / ANSWERED), Journal(run / SELF_WRITTEN)
-    begun = answers.manifest.is_file() or answers.path.is_file()
-    if begun and not prompts.manifest.is_file() and not config.overwrite:
-        raise UserError(
-            f"{answers.output} answers prompts from a file, but data.prompts=self would write others: set "
-            f"data.prompts=FILE to the same prompts, {REPLACE}"
-        )
+# ---------------------------------------------------------------- from rows to a data set
 
 
 def _open(config: Config, template: ChatTemplate) -> tuple[Corpus, dict[str, Any]]:
@@ -224,6 +235,33 @@ def _open(config: Config, template: ChatTemplate) -> tuple[Corpus, dict[str, Any
     return Corpus([source]), manifest
 
 
+def _refuse_other_answers(config: Config) -> None:
+    """UserError if a run's answers are to given prompts. It is raised before the target writes others, not after."""
+    run = Path(config.run_dir)
+    answers, prompts = Journal(run / ANSWERED), Journal(run / SELF_WRITTEN)
+    begun = answers.manifest.is_file() or answers.path.is_file()
+    if begun and not prompts.manifest.is_file() and not config.overwrite:
+        raise UserError(
+            f"{answers.output} answers prompts from a file, but data.prompts=self would write others: set "
+            f"data.prompts=FILE to the same prompts, {REPLACE}"
+        )
+
+
+def _collected(
+    config: Config, corpus: Corpus, answers: dict[str, Any], template: ChatTemplate, target: TargetDescription
+) -> Collected:
+    """Return what the rows give, checked and, if asked, shuffled. `answers`: the manifest of the target's answers."""
+    data = config.data
+    collected = collect(corpus.read(), template, data.max_length, data.heldout)
+    collected.refused = answers.get("refused", []) + collected.refused
+    _check_splits(collected, data)
+    if config.extract.engine == "transformers":
+        _check_positions(collected, target)
+    if data.shuffle is not None:
+        collected.splits["train"].shuffle(data.shuffle)
+    return collected
+
+
 def _check_splits(collected: Collected, data: DataConfig) -> None:
     sources = {source for split in collected.splits.values() for _, source, _ in split.rows}
     if not sources:
@@ -234,6 +272,13 @@ def _check_splits(collected: Collected, data: DataConfig) -> None:
     check_shares(collected.places, data.heldout)
 
 
+def _reasons(refused: list[dict[str, Any]], data: DataConfig) -> str:
+    """Return why none of some rows is of use and, if they are prompts, what to do with them."""
+    given = f"set data.prompts={data.conversations} instead of data.conversations"
+    hint = f"; {given if data.conversations else 'set regenerate=true'} for the target to answer them"
+    return most_common(refused) + hint * ({entry["reason"] for entry in refused} == {NO_ANSWER})
+
+
 def _check_positions(collected: Collected, target: TargetDescription) -> None:
     """UserError for a conversation that the target would not take in extraction."""
     positions = target_positions(target.max_position_embeddings, target.model_type, [target.rope_scaling])
@@ -242,13 +287,6 @@ def _check_positions(collected: Collected, target: TargetDescription) -> None:
     if positions and lengths[longest] > positions:
         count = f"{lengths[longest]:,} tokens, but the target has only {positions:,} positions"
         raise UserError(f"conversation {longest} has {count}: set data.max_length={positions}")
-
-
-def _reasons(refused: list[dict[str, Any]], data: DataConfig) -> str:
-    """Return why none of some rows is of use and, if they are prompts, what to do with them."""
-    given = f"set data.prompts={data.conversations} instead of data.conversations"
-    hint = f"; {given if data.conversations else 'set regenerate=true'} for the target to answer them"
-    return most_common(refused) + hint * ({entry["reason"] for entry in refused} == {NO_ANSWER})
 
 
 def _write(

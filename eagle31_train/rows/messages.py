@@ -29,6 +29,7 @@ Tools = list[Tool] | None  # of one conversation
 
 
 def message_from(role: Any, content: Any, extra: dict[str, Any]) -> Message:
+    """Return the message of a turn in any common format; `extra`: all that the turn has. Refused if it is of no use."""
     if role == "function_call":  # LLaMA-Factory's
         role, content, extra = "assistant", None, {**extra, "tool_calls": _function_calls(content)}
     if not isinstance(role, str) or role not in ROLE_OF:
