@@ -180,6 +180,7 @@ def fused_of_another_size(tensors):
     return joined(tensors) | {"midlayer.self_attn.fused_qkv_a_proj.weight": torch.ones(7, 32)}
 
 
+eight_bits = with_("fc.weight", lambda t: t["fc.weight"].to(torch.float8_e4m3fn))
 OFFSET = "d2t must be the offset target id - draft id"
 FAULTS = {  # config.json, tensors, words
     "a Llama called MLA": (lambda c: {**c, "architectures": ["Eagle3DeepseekV2ForCausalLM"]}, same, "model_type llama"),
@@ -187,6 +188,7 @@ FAULTS = {  # config.json, tensors, words
     "no d2t": (same, without("d2t"), "d2t is missing, which must map 12 draft tokens to the target's 40"),
     "no head for some of the tokens": (same, without("lm_head.weight"), "lm_head.weight"),
     "int8 weights": (same, with_("fc.weight", lambda t: t["fc.weight"].char()), "fc.weight is torch.int8, not a "),
+    "floats of 8 bits": (same, eight_bits, "fc.weight is torch.float8_e4m3fn, not a floating-point type of 16 bits"),
     "whole numbers": (same, with_("norm.weight", lambda t: t["norm.weight"].long()), "norm.weight is torch.int64"),
     "mla: another rank": (lambda c: {**c, "kv_lora_rank": 13}, same, "kv_a_layernorm.weight has shape [12], not [13]"),
     "EAGLE 1": (same, eagle1, "EAGLE 1 or 2"),
