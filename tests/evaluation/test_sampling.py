@@ -149,13 +149,6 @@ def test_a_planted_mistake_is_seen(target, drafter, monkeypatch, mistake):
     assert distance(sample(target, drafter, how, count=count), wanted) > bar(wanted, count)
 
 
-def test_greedily_drafts_are_greedy_whatever_is_asked_for(target, drafter):
-    limits, how = Limits(TOKENS, ()), Sampling(0.0, 1.0, "probabilistic")
-    (plain,) = decode_plain(target, [PROMPT], limits)
-    (found,) = decode_speculative(target, *drafter, [PROMPT], 2, limits, how, [0])
-    assert found.tokens == plain.tokens
-
-
 def test_drafts_are_drawn_from_the_whole_distribution():
     """As vLLM draws them: top_p and top_k are the target's alone."""
     logits = torch.randn(1, 6, generator=torch.Generator().manual_seed(0))
