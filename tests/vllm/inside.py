@@ -29,7 +29,7 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # a process that forks should have no threads
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # even eagerly vLLM compiles one function, of ranks
 os.environ.setdefault("VLLM_CPU_INT4_W4A8", "0")  # with AMX vLLM would round the inputs of INT4 layers to 8 bits
-if os.environ.get("TRITON_INTERPRET") == "1":  # vLLM asks whether there is a Triton for CPUs; the interpreter is one
+if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":  # it asks for a Triton for CPUs: the interpreter is one
     from triton.backends import backends
     from triton.runtime.interpreter import InterpreterBuilder
 
