@@ -113,12 +113,15 @@ def cut(file):
     os.truncate(file, file.stat().st_size // 2)
 
 
-def make_unreadable(file):
-    file.unlink()
-    file.mkdir()
+def test_a_checkpoint_that_cannot_be_read_is_passed_over_too(tmp_path, monkeypatch):
+    save(tmp_path, snapshot(1), snapshot(2))
+    right, fail, said = artifacts.checksum, Mock(side_effect=OSError(errno.EIO, "Input/output error")), []
+    monkeypatch.setattr(artifacts, "checksum", lambda file: (fail if "000002" in str(file) else right)(file))
+    assert same(newest(tmp_path, said), snapshot(1))
+    assert ".safetensors cannot be read ([Errno 5] Input/output error)" in said[0]
 
 
-@pytest.mark.parametrize("harm", [flip_bit, cut, os.remove, make_unreadable])
+@pytest.mark.parametrize("harm", [flip_bit, cut, os.remove])
 @pytest.mark.parametrize("name", FILES)
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(two, tmp_path, harm, name):
     folder, said = shutil.copytree(two, tmp_path / "copy"), []
