@@ -5,7 +5,6 @@ The imitation ends conversations in reverse, one per step, and writes each one's
 
 import shutil
 import sys
-from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -221,8 +220,6 @@ def test_a_worker_that_fails_otherwise_or_writes_nothing_ends_the_extraction(sta
 
 # ---------------------------------------------------------------- where vLLM's worker leaves states
 
-Usage = namedtuple("Usage", "free")
-
 
 @pytest.fixture
 def places(tmp_path, monkeypatch):
@@ -232,7 +229,7 @@ def places(tmp_path, monkeypatch):
         folder.mkdir()
     monkeypatch.setattr(vllm_engine, "RAM_DISK", memory)
     monkeypatch.setattr(vllm_engine.tempfile, "gettempdir", lambda: str(disk))
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: Usage(10 if folder == memory else 100))
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=10 if folder == memory else 100))
     return memory, disk
 
 

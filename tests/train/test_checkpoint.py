@@ -84,11 +84,6 @@ def step(folder, number):
     return folder / f"step-{number:06d}"
 
 
-def failing(number):
-    """What fails with this error of the system, whatever it is given."""
-    return Mock(side_effect=OSError(number, os.strerror(number)))
-
-
 @pytest.mark.core
 def test_a_snapshot_comes_back_bit_for_bit(tmp_path):
     odd = torch.tensor([float("nan"), float("inf"), -0.0, 1e-45])
@@ -162,13 +157,14 @@ def test_an_error_of_the_disk_is_said_in_one_line_and_the_next_save_tries_again(
     before, said = contents(tmp_path), []
     ours = saver(tmp_path, say=said.append, after=1)
     with monkeypatch.context() as broken:
-        broken.setattr(store_tensors, "_write_all", failing(errno.ENOSPC))
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        broken.setattr(store_tensors, "_write_all", Mock(side_effect=full))
         ours.save(snapshot(2))
         ours.wait()
         with pytest.raises(UserError, match=r"could not be written .* resume from .*step-000001"):
             ours.save(snapshot(2), required=True)
     assert len(said) == 1, "the error says it"
-    assert f"could not be written ({os.strerror(errno.ENOSPC)})" in said[0]
+    assert f"could not be written ({full.strerror})" in said[0]
     assert said[0].endswith(f"it resumes from {step(tmp_path, 1)}")
     assert contents(tmp_path) == before
     ours.save(snapshot(3), required=True)
