@@ -17,7 +17,6 @@ from eagle31_train.common.errors import Stopped
 from train import trainer
 
 SHORT, STOPS, LONG = 18, (4, 9, 14), 200
-TENSORS = ("model.safetensors", "optimizer.safetensors")
 
 
 def recipe(steps):
