@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 from made import message_of
-from planting import interrupt
 from sample_results import serving
 
 from eagle31_train import export
@@ -88,18 +87,6 @@ def test_a_comparison_of_the_export_itself_is_on_its_card(run, tmp_path):
     assert "last" in run.exported()[2]
     whole = run.config(f"comparisons=[{tmp_path}]", "overwrite=true")
     assert "A, last, none of which has the weights that are exported" in message_of(export.export, whole)
-
-
-def test_a_kill_before_the_new_folder_has_its_name_is_made_good(run):
-    export.export(run.config())
-    before = weights(run)
-    run.evaluate()
-    interrupt(artifacts, "commit", export.export, run.config(), when=lambda _, final: final.name == "export")
-    assert weights(run) == before, "whoever serves it goes on"
-    export.export(run.config())
-    assert "Kept of the plain form" in run.exported()[2]
-    assert weights(run) == before
-    assert artifacts.first_damaged(run.folder, record(run)["files"]) is None
 
 
 @pytest.mark.parametrize("trained", ["of other inputs", "again, to other weights", "it is not said"])

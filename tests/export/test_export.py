@@ -125,20 +125,27 @@ def test_a_licence_is_on_the_card_and_files_of_others_stay(run):
     assert (out / "LICENSE").read_text() == "ours"
 
 
-@pytest.mark.parametrize("between", [False, True])
-def test_files_of_others_stay_after_an_export_that_was_killed_before_it_listed_its_own(run, between):
+@pytest.mark.parametrize("killed", ["before its folder is named", "between two renames", "before its files are listed"])
+def test_an_export_that_was_killed_is_made_good_and_files_of_others_stay(run, killed):
     export.export(run.config())
-    theirs = {run.folder / "export" / name for name in ("LICENSE", "notes/a.md")}
+    out, recorded = run.folder / "export", run.folder / "export.json"
+    weights, theirs = (out / "model.safetensors").read_bytes(), {out / name for name in ("LICENSE", "notes/a.md")}
     for path in theirs:
         path.parent.mkdir(exist_ok=True)
         path.write_text("mine")
-    interrupt(artifacts, "list_files", export.export, run.config("license=mit"))
-    assert not (run.folder / "export.json").exists()
-    if between:  # the two renames with which a folder replaces another
-        (run.folder / "export").rename(run.folder / ".export.old")
+    if killed == "before its folder is named":
+        interrupt(artifacts, "commit", export.export, run.config("license=mit"), when=lambda _, final: final == out)
+        assert (out / "model.safetensors").read_bytes() == weights, "whoever serves it goes on"
+    else:
+        interrupt(artifacts, "list_files", export.export, run.config("license=mit"))
+    assert not recorded.exists()
+    if killed == "between two renames":  # with which a folder replaces another
+        out.rename(run.folder / ".export.old")
     export.export(run.config("license=mit"))
     assert {path.read_text() for path in theirs} == {"mine"}
-    listed = json.loads((run.folder / "export.json").read_text())["files"]
+    assert 'license: "mit"' in run.exported()[2]
+    listed = json.loads(recorded.read_text())["files"]
+    assert artifacts.first_damaged(run.folder, listed) is None
     assert not {str(path.relative_to(run.folder)) for path in theirs} & listed.keys()
 
 
