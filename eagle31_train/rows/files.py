@@ -8,6 +8,7 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -223,13 +224,10 @@ def _csv(path: Path, place: Place) -> Iterator[Any]:
 def _parquet(path: Path, place: Place) -> Iterator[Any]:
     with ParquetFile(path) as file:
         columns, metadata = [file.schema.column(number) for number in range(len(file.schema))], file.metadata
-    # Skip lists of numbers: only token columns use them, and a few bytes may unpack to more than memory holds.
-    used = {c.path.partition(".")[0] for c in columns if c.physical_type == "BYTE_ARRAY" or not c.max_repetition_level}
-    if set(TOKEN_KEYS) <= {column.path.partition(".")[0] for column in columns}:
-        used |= set(TOKEN_KEYS)
+    used = _used(columns)
     for number, column in enumerate(columns):
         entries = [metadata.row_group(group).column(number).num_values for group in range(metadata.num_row_groups)]
-        if column.max_repetition_level and column.path.partition(".")[0] in used and max(entries, default=0) > ENTRIES:
+        if column.max_repetition_level and _name(column) in used and max(entries, default=0) > ENTRIES:
             raise ValueError(
                 f"{column.path} has more than {ENTRIES:,} entries in a row group: write smaller row groups"
             )
@@ -241,6 +239,18 @@ def _parquet(path: Path, place: Place) -> Iterator[Any]:
             for row in _unpacked(batch):
                 yield with_lists(row)
                 place.number += 1
+
+
+def _used(columns: list[Any]) -> set[str]:
+    """Return the names of the columns to read: not those of lists of numbers, unless they are of tokens. Nothing else
+    uses such lists, and a few bytes may unpack to more than memory holds."""
+    used = {_name(c) for c in columns if c.physical_type == "BYTE_ARRAY" or not c.max_repetition_level}
+    return used | set(TOKEN_KEYS) if set(TOKEN_KEYS) <= set(map(_name, columns)) else used
+
+
+def _name(column: Any) -> str:
+    """Return the name of the column that a leaf is of."""
+    return str(column.path.partition(".")[0])
 
 
 def _unpacked(batch: pyarrow.RecordBatch) -> Iterator[dict[str, Any]]:
@@ -273,14 +283,16 @@ READERS = dict(zip(ROW_FILES, (_json_lines, _json, _csv, _parquet), strict=True)
 
 def with_lists(row: dict[str, Any]) -> dict[str, Any]:
     """Return a table's row with JSON text parsed in cells that should hold a list."""
-    for key in (*LIST_KEYS, "conversation"):  # the last may also be plain text beside another of them
-        if isinstance(text := row.get(key), str) and text.strip() and (key in LIST_KEYS or text.lstrip()[0] == "["):
+    for key in LIST_KEYS:
+        if isinstance(text := row.get(key), str) and text.strip():
             try:
                 row[key] = foreign.parse_json(text)
             except ValueError as error:
-                if key not in LIST_KEYS:
-                    continue
                 raise ValueError(f"the cell of {key} is not JSON: {error}") from None
+    other = row.get("conversation")
+    if isinstance(other, str) and other.lstrip().startswith("["):
+        with suppress(ValueError):  # it may be plain text, beside one of the others
+            row["conversation"] = foreign.parse_json(other)
     return row
 
 

@@ -5,6 +5,7 @@ import json
 import logging
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -23,6 +24,7 @@ NOT_FOR_TEMPLATES = {"finish_reason", "tokens", "token_ids", "weight"}
 SWITCHES = ("true", "false", "yes", "no", "on", "off")  # as a command line may spell them
 VARIANTS = 64  # how many are cached at most, each with its own view of the tokenizer
 MARK = "the-{}-says"  # placeholder for a message, to see what the template puts around it
+USER: Message = {"role": "user", "content": MARK.format("user")}
 
 
 @dataclass(eq=False)
@@ -48,16 +50,14 @@ class ChatTemplate:
     @property
     def thinks(self) -> bool:
         """Whether answers may begin with a thought: the template knows them, and its generation prompt closes none."""
+        if not (self.reads_thoughts or OPEN in self.template):
+            return False
         user: Message = {"role": "user", "content": "Hello"}
-        try:
-            prompt = self.render([user], add_generation_prompt=True).rstrip()
-        except Refused:  # it may require a system message
-            try:
-                prompt = self.render([{**user, "role": "system"}, user], add_generation_prompt=True).rstrip()
-            except Refused:
-                return False
-        closed = prompt.endswith(CLOSE) or re.search(rf"{EMPTY_THOUGHT}$", prompt)
-        return (self.reads_thoughts or OPEN in self.template) and not closed
+        for asked in ([user], [{**user, "role": "system"}, user]):  # it may require a system message
+            with suppress(Refused):
+                prompt = self.render(asked, add_generation_prompt=True).rstrip()
+                return not (prompt.endswith(CLOSE) or re.search(rf"{EMPTY_THOUGHT}$", prompt))
+        return False
 
     @property
     def reads_tools(self) -> bool:
@@ -228,22 +228,26 @@ class ChatTemplate:
         user's turn cannot be told from what precedes it."""
         said = [message for message in messages if message["role"] != "system"]
         text = self.render(said, add_generation_prompt=True, tools=tools)
-        mark = {"role": "user", "content": MARK.format("user")}
-        before, _, _ = self.render([mark]).partition(mark["content"])
-        # A turn's header is what a user turn adds after an answer: templates may put a system message into the first.
-        earlier = [{"role": role, "content": f"an-earlier-{role}"} for role in ("user", "assistant")]
-        so_far = self.render(earlier)
-        whole, _, _ = self.render([*earlier, mark]).partition(mark["content"])
-        header = whole.removeprefix(so_far)
-        if header == whole:  # it writes a last answer differently: take what follows the end of the earlier one
-            after = whole.partition("an-earlier-assistant")[2]
-            end = max((token for token in self.added.values() if after.startswith(token)), key=len, default="")
-            header = after.removeprefix(end).lstrip() if end else ""
-        if header in ("", whole) or not text.startswith(before):  # templates may rewrite earlier turns
+        before, _, _ = self.render([USER]).partition(USER["content"])
+        header = self._header_of_user()
+        if not header or not text.startswith(before):  # templates may rewrite earlier turns
             raise Refused("the user's text cannot be told apart from what the chat template puts before it")
         bos = self.tokenizer.bos_token or ""
         begin = bos if before.startswith(bos) and not header.startswith(bos) else ""
         return begin + header + text[len(before) :]
+
+    def _header_of_user(self) -> str:
+        """Return what the template writes before a user's text, "" if that cannot be told. It is what a turn adds after
+        an answer: templates may put a system message into the first."""
+        earlier = [{"role": role, "content": f"an-earlier-{role}"} for role in ("user", "assistant")]
+        so_far = self.render(earlier)
+        whole, _, _ = self.render([*earlier, USER]).partition(USER["content"])
+        if whole.startswith(so_far):
+            return whole[len(so_far) :]
+        # It writes a last answer differently: take what follows the end of the earlier one.
+        after = whole.partition("an-earlier-assistant")[2]
+        end = max((token for token in self.added.values() if after.startswith(token)), key=len, default="")
+        return after.removeprefix(end).lstrip() if end else ""
 
     # ------------------------------------------------------------ identity
 
