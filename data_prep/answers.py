@@ -6,7 +6,7 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -114,11 +114,29 @@ class Engine(ABC):
             except Refused as refused:
                 yield key, refused
         sampling = Sampling(generate.max_new_tokens, generate.top_p, self.template.end_ids, top_k=generate.top_k)
+
+        def answer(key: str, ids: list[int], finish_reason: str) -> Answer:
+            return self._answer(jobs[key], asked[key].ids, ids, finish_reason)
+
+        yield from self._outcomes(asked, sampling, answer)
+
+    def write(self, how: SelfPromptsConfig, end_ids: list[int], end_text: str | None, asked: Requests) -> Outcomes:
+        """Yield what a user says next: text that continues token ids up to one of `end_ids`, or up to `end_text`."""
+
+        def said(_: str, ids: list[int], finish_reason: str) -> Answer:
+            text = self.template.decode(ids[:-1] if ids and ids[-1] in end_ids else ids)
+            if end_text and end_text in text:  # in this process, generation does not stop there
+                text, finish_reason = text.partition(end_text)[0], "stop"
+            return Answer({"role": "user", "content": text}, finish_reason, 0)
+
+        yield from self._outcomes(asked, Sampling(how.max_new_tokens, how.top_p, end_ids, end_text), said)
+
+    def _outcomes(self, asked: Requests, sampling: Sampling, read: Callable[[str, list[int], str], Answer]) -> Outcomes:
+        """Yield what is read from every completion, its key, token ids and finish_reason; or why it is of no use."""
         for key, completion in self.complete(asked, sampling):
+            outcome: Answer | Refused
             try:
-                if isinstance(completion, Refused):
-                    raise completion
-                outcome: Answer | Refused = self._answer(jobs[key], asked[key].ids, *completion)
+                outcome = completion if isinstance(completion, Refused) else read(key, *completion)
             except Refused as refused:
                 outcome = refused
             yield key, outcome
@@ -136,21 +154,6 @@ class Engine(ABC):
         if not ids or ids[0] in end_ids:
             raise Refused(EMPTY)
         return Answer({**message, "token_ids": ids}, finish_reason, len(ids))
-
-    def write(self, how: SelfPromptsConfig, end_ids: list[int], end_text: str | None, asked: Requests) -> Outcomes:
-        """Yield what a user says next: text that continues token ids up to one of `end_ids`, or up to `end_text`."""
-        for key, completion in self.complete(asked, Sampling(how.max_new_tokens, how.top_p, end_ids, end_text)):
-            try:
-                if isinstance(completion, Refused):
-                    raise completion
-                ids, reason = completion
-                text = self.template.decode(ids[:-1] if ids and ids[-1] in end_ids else ids)
-            except Refused as refused:
-                yield key, refused
-                continue
-            if end_text and end_text in text:  # in this process, generation does not stop there
-                text, reason = text.partition(end_text)[0], "stop"
-            yield key, Answer({"role": "user", "content": text}, reason, 0)
 
 
 class Local(Engine):

@@ -44,14 +44,9 @@ def regenerate(config: Config, template: ChatTemplate, own: OwnServer | None = N
     journal = Journal(output)
     if journal.finished(made_from, config.overwrite):
         record = artifacts.read_json(journal.manifest, "eagle31 data")
-        before = record.get("max_length", math.inf)
-        lacked = sum(entry["reason"] == NO_ROOM.format(before) for entry in record["refused"])
-        if not (lacked and before < config.data.max_length):
-            note(f"answers: {output} is up to date")
-            return output, record
-        if not config.overwrite:
-            lacking = f"{output} lacks {lacked} prompts, which left no room for an answer in data.max_length={before}"
-            note(f"answers: {lacking}: set overwrite=true to answer all prompts again")
+        lacking = _lacking(record, config.data.max_length)
+        if not lacking or not config.overwrite:
+            note(f"answers: {output} {lacking or 'is up to date'}")
             return output, record
     jobs, refused = _jobs(corpus, generate)
     option = "data.sources" if corpus.mixed else f"data.prompts={config.data.prompts}"
@@ -84,6 +79,16 @@ def regenerate(config: Config, template: ChatTemplate, own: OwnServer | None = N
     if ended:
         note(f"answers: {len(ended)} conversations end before their prompts do ({most_common(ended)})")
     return output, manifest
+
+
+def _lacking(record: dict[str, Any], max_length: int) -> str:
+    """Return what finished answers lack, and a larger `max_length` would give; "" for nothing."""
+    before = record.get("max_length", math.inf)
+    lacked = sum(entry["reason"] == NO_ROOM.format(before) for entry in record["refused"])
+    if not lacked or max_length <= before:
+        return ""
+    lacking = f"lacks {lacked} prompts, which left no room for an answer in data.max_length={before}"
+    return f"{lacking}: set overwrite=true to answer all prompts again"
 
 
 def of_answers(config: Config, template: ChatTemplate, corpus: Corpus) -> Provenance:
