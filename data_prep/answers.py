@@ -52,6 +52,10 @@ class Job:
         """The suffix that tells further samples of a prompt apart, the same that `formats.parse` appends to ids."""
         return f"#{self.sample}" if self.sample else ""
 
+    def comes_to(self, turn: int) -> bool:
+        """Return whether the conversation goes on to its prompt's turn of this number, from 0."""
+        return turn < len(self.turns) and not self.refusal and not self.ended
+
     def seed(self, base: int) -> int:
         """Return the seed of the next answer, a different one for each prompt, sample and turn."""
         text = json.dumps([base, self.row.id, self.sample, len(self.messages)])

@@ -18,7 +18,7 @@ from datasets import Dataset, Features, List, Value
 from numpy.typing import NDArray
 
 from data_prep import masks, written
-from data_prep.sample import Sample, given
+from data_prep.sample import Sample, Samples, given
 from eagle31_train.common import artifacts
 from eagle31_train.common.console import Progress
 from eagle31_train.common.errors import Refused, UserError
@@ -137,18 +137,7 @@ def collect(rows: Iterator[Row], template: ChatTemplate, max_length: int, heldou
     result, all_asked = Collected(), set[bytes]()
     for row in Progress(rows, desc="conversations", unit="row", leave=False):
         try:
-            if row.problem:
-                raise Refused(row.problem)
-            known, own = written.known(row.messages), template.under(row.template_args)
-            if known and row.template not in (None, own.identity):
-                raise Refused(
-                    "its token ids come from another chat template or template arguments: use those, or "
-                    "remove token_ids"
-                )
-            if row.tokens:
-                found = given(template, row.tokens, max_length)
-            else:
-                found = (written if known else masks).samples(own, row.messages, max_length, row.tools)
+            found = _samples(row, template, max_length)
         except Refused as error:
             result.refused.append(refusal(row, str(error)))
             continue
@@ -162,7 +151,7 @@ def collect(rows: Iterator[Row], template: ChatTemplate, max_length: int, heldou
             cut=sum(sample.cut for _, sample in found.samples),
             no_end_of_turn=sum(sample.open_turns for _, sample in found.samples),
             split_turns=int(found.split),
-            from_words=0 if known else sum(map(is_learnt, row.messages)),
+            from_words=0 if written.known(row.messages) else sum(map(is_learnt, row.messages)),
             given_ids=int(row.tokens is not None),
             args_unread=int(bool(template.unread(row.template_args))),
             inserted=found.inserted,
@@ -170,6 +159,22 @@ def collect(rows: Iterator[Row], template: ChatTemplate, max_length: int, heldou
         )
         all_asked.add(asked)
     return result
+
+
+def _samples(row: Row, template: ChatTemplate, max_length: int) -> Samples:
+    """Return what a row is learnt as: of its own ids and mask, of its answers' token ids if it has all, or of words."""
+    if row.problem:
+        raise Refused(row.problem)
+    if row.tokens:
+        return given(template, row.tokens, max_length)
+    own = template.under(row.template_args)
+    if not written.known(row.messages):
+        return masks.samples(own, row.messages, max_length, row.tools)
+    if row.template not in (None, own.identity):
+        raise Refused(
+            "its token ids come from another chat template or template arguments: use those, or remove token_ids"
+        )
+    return written.samples(own, row.messages, max_length, row.tools)
 
 
 def _place_and_question(row: Row) -> tuple[float, bytes]:

@@ -143,7 +143,7 @@ def answer_all(
         target.started = bar.unpause
         for turn in range(max(len(job.turns) for job in jobs)):
             waiting: dict[str, Job] = {}
-            for job in [job for job in jobs if turn < len(job.turns) and not job.refusal and not job.ended]:
+            for job in [job for job in jobs if job.comes_to(turn)]:
                 try:
                     if turn:
                         check_goes_on(template, job.messages[-1], job.row.tools)

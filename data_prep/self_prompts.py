@@ -28,11 +28,10 @@ from eagle31_train.config import SELF, SELF_WRITTEN, Config
 from eagle31_train.provenance import Provenance
 from eagle31_train.rows.formats import Row
 from eagle31_train.rows.messages import Message
-from eagle31_train.targets.chat import ChatTemplate
+from eagle31_train.targets.chat import USER, ChatTemplate
 from eagle31_train.targets.completions import Request
 
 NO_CHARACTER = "\ufffd"  # what bytes that are not a character decode to
-MARK = "\u2603 the user's words \u2603"  # placeholder for a user's words, to see what the template writes around them
 MOST_TRIES = 4  # per prompt that is wanted
 Stop = tuple[int | None, str | None]  # what ends a user's turn: a token, and a text
 REPETITIVE = 0.15  # a text that zlib compresses to less than this share of its size repeats itself
@@ -85,7 +84,7 @@ def write_prompts(config: Config, template: ChatTemplate, own: OwnServer | None 
 def user_stop(template: ChatTemplate) -> Stop:
     """Return what ends a user's turn: the first added token that the template writes after the user's words, and the
     text before that token, such as "[/INST]". Each is None if the template does not write it."""
-    after = template.render([{"role": "user", "content": MARK}], add_generation_prompt=True).partition(MARK)[2]
+    after = template.render([USER], add_generation_prompt=True).partition(USER["content"])[2]
     if not after.strip():
         needs = "data.prompts=self needs a chat template that writes something after a user's text"
         raise UserError(f"{needs}, not {after!r}: set data.prompts=FILE instead")
@@ -185,13 +184,11 @@ class Writer:
 
     def _takes(self, one: Attempt, outcome: Answer | Refused) -> bool:
         """Add what the target wrote to a try, or count why it is of no use. Return whether the try goes on."""
-        text, problem = "", str(outcome)
-        if not isinstance(outcome, Refused):
+        if isinstance(outcome, Refused):
+            text, problem = "", str(outcome)
+        else:
             text = outcome.message["content"].strip()
-            # Compare a later turn with its own conversation alone: which others are there depends on the batch.
-            seen = {_alike(earlier) for earlier in one.turns} or self.seen
-            cut = outcome.finish_reason == "length"
-            problem = "not ended" if cut else problem_of(text, seen, self.template.special)
+            problem = "not ended" if outcome.finish_reason == "length" else self._problem(text, one)
         if problem:
             self.refused[f"{problem} (a later turn)" if one.turns else problem] += 1
             return False
@@ -201,16 +198,21 @@ class Writer:
         one.messages.append({"role": "user", "content": text})
         return True
 
+    def _problem(self, text: str, one: Attempt) -> str:
+        # Compare a later turn with its own conversation alone: which others are there depends on the batch.
+        seen = set(map(_alike, one.turns)) or self.seen
+        return problem_of(text, seen, self.template.special)
+
     def _request(self, one: Attempt) -> Request:
         """Return the token ids up to where the user speaks. A space before that is left out: it is the first word's."""
-        messages = [*self.template.history(one.messages), {"role": "user", "content": MARK}]
+        messages = [*self.template.history(one.messages), USER]
         try:
             text = self.template.render(messages)
         except Refused as error:  # Gemma's takes no system turn
             if self.options.system:
                 raise UserError(f"data.self_prompts.system: {error}: remove it") from None
             raise UserError(f"data.prompts=self: {error}: set data.prompts=FILE instead") from None
-        ids = self.template.encode(text.partition(MARK)[0].rstrip(" "))
+        ids = self.template.encode(text.partition(USER["content"])[0].rstrip(" "))
         seed = int(artifacts.fingerprint([self.config.seed, one.number, len(ids)])[:8], 16)
         return Request(ids, self.options.temperature, seed)
 

@@ -24,7 +24,7 @@ NOT_FOR_TEMPLATES = {"finish_reason", "tokens", "token_ids", "weight"}
 SWITCHES = ("true", "false", "yes", "no", "on", "off")  # as a command line may spell them
 VARIANTS = 64  # how many are cached at most, each with its own view of the tokenizer
 MARK = "the-{}-says"  # placeholder for a message, to see what the template puts around it
-USER: Message = {"role": "user", "content": MARK.format("user")}
+USER: Message = {"role": "user", "content": MARK.format("user")}  # stands for a user's turn
 
 
 @dataclass(eq=False)
