@@ -17,7 +17,7 @@ One that the template writes into a plain answer is supervised, and counted as `
 import unicodedata
 from contextlib import suppress
 
-from data_prep.sample import EMPTY, ENDED, Outcome, Sample, Samples, answers_to_learn
+from data_prep.sample import EMPTY, ENDED, Sample, Samples, of_turns
 from data_prep.tokens import INSIDE, Tokens
 from data_prep.turn import NO_END, UNCLOSED, Span, Turn, read_turn
 from eagle31_train.common.errors import Refused
@@ -57,8 +57,9 @@ def one_sample(template: ChatTemplate, messages: list[Message], max_length: int,
 def prefix_spans(template: ChatTemplate, messages: list[Message], text: str, tools: Tools) -> list[Span]:
     """Find the answers to learn in `text` by what each adds to the rendered conversation."""
     spans = []
-    for _, i in answers_to_learn(messages):
-        message = messages[i]
+    for i, message in enumerate(messages):
+        if not is_learnt(message):
+            continue
         before = template.render(messages[:i], add_generation_prompt=True, tools=tools)
         after = template.render(messages[: i + 1], tools=tools)
         if not text.startswith(after) or not text.startswith(before):
@@ -75,33 +76,13 @@ def prefix_spans(template: ChatTemplate, messages: list[Message], text: str, too
 
 
 def _by_turn(template: ChatTemplate, messages: list[Message], max_length: int, tools: Tools) -> Samples:
-    outcomes: list[Outcome] = []
-    stretches: list[list[tuple[int, Turn]]] = []  # numbered turns, each of whose prompts continues the turn before
-    for number, i in answers_to_learn(messages):
-        try:
-            turn = read_turn(template, messages[: i + 1], tools)
-        except Refused as error:
-            outcomes.append((number, number, error))
-            continue
-        if stretches and turn.continues(stretches[-1][-1][1]):
-            stretches[-1].append((number, turn))
-        else:
-            stretches.append([(number, turn)])
-    for stretch in stretches:
-        outcomes += _of_stretch(template, stretch, max_length)
-    return Samples.of(outcomes)
+    def read(i: int) -> Turn:
+        return read_turn(template, messages[: i + 1], tools)
 
+    def sample(turns: list[Turn]) -> Sample:
+        return masked(template, turns[-1].text, [turn.answer for turn in turns], max_length, keep_rest=False)
 
-def _of_stretch(template: ChatTemplate, stretch: list[tuple[int, Turn]], max_length: int) -> list[Outcome]:
-    """Return the sample of turns that continue each other. If it is refused, try each turn by itself."""
-    (first, _), (last, turn) = stretch[0], stretch[-1]
-    answers = [turn.answer for _, turn in stretch]
-    try:
-        return [(first, last, masked(template, turn.text, answers, max_length, keep_rest=False))]
-    except Refused as error:
-        if len(stretch) == 1:
-            return [(first, last, error)]
-        return [outcome for one in stretch for outcome in _of_stretch(template, [one], max_length)]
+    return of_turns(messages, read, sample)
 
 
 # ---------------------------------------------------------------- from answers in a text to a mask

@@ -1,11 +1,13 @@
 """What stage 1 makes of a conversation: samples, each of token ids with a loss mask, and turns that it refuses."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import Self
 
 from eagle31_train.common.errors import Refused
 from eagle31_train.rows.messages import Message, is_learnt
@@ -36,9 +38,6 @@ class Sample:
         return cls(input_ids, kept, len(ids) > max_length, open_turns, inserted)
 
 
-Outcome = tuple[int, int, Sample | Refused]  # of consecutive answers, by the numbers of the first and the last, from 1
-
-
 @dataclass(frozen=True)
 class Samples:
     """The result for a conversation: samples and refused turns, each with the suffix of its id."""
@@ -51,34 +50,64 @@ class Samples:
     def whole(cls, sample: Sample) -> "Samples":
         return cls([("", sample)], [], split=False)
 
-    @classmethod
-    def of(cls, outcomes: list[Outcome]) -> "Samples":
-        """Return the result of outcomes for all answers to learn; Refused if none of them is a sample."""
-        split = len(outcomes) > 1
-        samples: list[tuple[str, Sample]] = []
-        refused: list[tuple[str, str]] = []
-        for first, last, outcome in outcomes:
-            suffix = f"~turn{first}" if first == last else f"~turn{first}-{last}"
-            if isinstance(outcome, Refused):
-                refused.append((suffix, str(outcome)))
-            else:
-                samples.append((suffix if split else "", outcome))
-        if not samples:
-            raise Refused(refused[0][1])
-        return cls(samples, refused, split)
-
     @property
     def inserted(self) -> int:
         """How many learnt answers have an empty thought before them that the template put there."""
         return sum(sample.inserted for _, sample in self.samples)
 
 
-def answers_to_learn(messages: list[Message]) -> Iterator[tuple[int, int]]:
-    """Yield number among all answers, from 1, and index among all messages."""
+class AnyTurn(Protocol):
+    """An answer to learn, after its prompt."""
+
+    def continues(self, earlier: Self) -> bool:
+        """Return whether the prompt begins with all of an earlier turn."""
+
+
+T = TypeVar("T", bound=AnyTurn)
+Outcome = tuple[int, int, Sample | Refused]  # of consecutive answers, by the numbers of the first and the last, from 1
+
+
+def of_turns(messages: list[Message], read: Callable[[int], T], sample: Callable[[list[T]], Sample]) -> Samples:
+    """Return the samples of all answers to learn; Refused if there is none. `read` reads the answer at an index. Turns
+    that continue each other share one `sample`; if that is refused, each is tried by itself."""
+    outcomes: list[Outcome] = []
+    stretches: list[list[tuple[int, T]]] = []
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     for number, i in enumerate(answers, start=1):
-        if is_learnt(messages[i]):
-            yield number, i
+        if not is_learnt(messages[i]):
+            continue
+        try:
+            turn = read(i)
+        except Refused as error:
+            outcomes.append((number, number, error))
+            continue
+        if not stretches or not turn.continues(stretches[-1][-1][1]):
+            stretches.append([])
+        stretches[-1].append((number, turn))
+    for stretch in stretches:
+        outcomes += _of_stretch(stretch, sample)
+    split = len(outcomes) > 1
+    samples: list[tuple[str, Sample]] = []
+    refused: list[tuple[str, str]] = []
+    for first, last, outcome in outcomes:
+        suffix = f"~turn{first}" if first == last else f"~turn{first}-{last}"
+        if isinstance(outcome, Refused):
+            refused.append((suffix, str(outcome)))
+        else:
+            samples.append((suffix if split else "", outcome))
+    if not samples:
+        raise Refused(refused[0][1])
+    return Samples(samples, refused, split)
+
+
+def _of_stretch(stretch: list[tuple[int, T]], sample: Callable[[list[T]], Sample]) -> list[Outcome]:
+    first, last = stretch[0][0], stretch[-1][0]
+    try:
+        return [(first, last, sample([turn for _, turn in stretch]))]
+    except Refused as error:
+        if len(stretch) == 1:
+            return [(first, last, error)]
+        return [outcome for one in stretch for outcome in _of_stretch([one], sample)]
 
 
 def given(template: ChatTemplate, tokens: tuple[list[int], list[bool]], max_length: int) -> Samples:

@@ -4,9 +4,9 @@ The ids decide what is learnt; the text beside them is for people, and for the p
 which only the text is known, see masks.py.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from data_prep.sample import EMPTY, ENDED, Outcome, Sample, Samples, answers_to_learn
+from data_prep.sample import EMPTY, ENDED, Sample, Samples, of_turns
 from eagle31_train.common.errors import Refused
 from eagle31_train.rows.messages import Message, Tools, is_learnt
 from eagle31_train.targets import markup
@@ -14,21 +14,17 @@ from eagle31_train.targets.chat import ChatTemplate
 from eagle31_train.targets.markup import apart, meant, opens_thought
 
 
-@dataclass
-class Stretch:
-    """Consecutive turns, each of whose prompts continues exactly what was written before."""
+@dataclass(frozen=True)
+class Turn:
+    """The token ids of an answer, after those of its prompt."""
 
-    first: int  # number among the conversation's answers, from 1
-    last: int = 0
-    ids: list[int] = field(default_factory=list)
-    mask: list[bool] = field(default_factory=list)
-    open_turns: int = 0
+    prompt: list[int]
+    ids: list[int]
 
-    def sample(self, max_length: int) -> Sample | Refused:
-        try:
-            return Sample.within(max_length, self.ids, self.mask, self.open_turns)
-        except Refused as error:
-            return error
+    def continues(self, earlier: "Turn") -> bool:
+        """Return whether the prompt begins with all of an earlier turn."""
+        before = earlier.prompt + earlier.ids
+        return self.prompt[: len(before)] == before
 
 
 def known(messages: list[Message]) -> bool:
@@ -57,23 +53,20 @@ def check_goes_on(template: ChatTemplate, answer: Message, tools: Tools) -> None
 def samples(template: ChatTemplate, messages: list[Message], max_length: int, tools: Tools) -> Samples:
     """Return one sample of all turns or, if a later prompt does not continue what was seen and written before (a
     template drops thoughts, or text is tokenized differently), several. Refused if no turn is of use."""
-    stretches: list[Stretch] = []
-    outcomes: list[Outcome] = []
-    for number, i in answers_to_learn(messages):
-        message = messages[i]
-        try:
-            prompt = template.prompt_ids(messages[:i], tools)
-            _check(template, prompt, message, tools)
-        except Refused as error:
-            outcomes.append((number, number, error))
-            continue
-        if not stretches or prompt[: len(stretches[-1].ids)] != stretches[-1].ids:
-            stretches.append(Stretch(number))
-        stretch, ids = stretches[-1], message["token_ids"]
-        stretch.mask += [False] * (len(prompt) - len(stretch.ids)) + [True] * len(ids)
-        stretch.ids, stretch.last = prompt + ids, number
-        stretch.open_turns += ids[-1] not in template.end_ids
-    return Samples.of(outcomes + [(one.first, one.last, one.sample(max_length)) for one in stretches])
+
+    def read(i: int) -> Turn:
+        prompt = template.prompt_ids(messages[:i], tools)
+        _check(template, prompt, messages[i], tools)
+        return Turn(prompt, messages[i]["token_ids"])
+
+    def sample(turns: list[Turn]) -> Sample:
+        ids = turns[-1].prompt + turns[-1].ids
+        mask = [False] * len(ids)
+        for turn in turns:
+            mask[len(turn.prompt) : len(turn.prompt) + len(turn.ids)] = [True] * len(turn.ids)
+        return Sample.within(max_length, ids, mask, sum(turn.ids[-1] not in template.end_ids for turn in turns))
+
+    return of_turns(messages, read, sample)
 
 
 def _check(template: ChatTemplate, prompt: list[int], message: Message, tools: Tools) -> None:
