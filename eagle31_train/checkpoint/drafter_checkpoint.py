@@ -124,14 +124,15 @@ class DrafterCheckpoint:
         cls, where: str, train: Path, data_folder: Path | None, checkpoint: Path | None = None
     ) -> "DrafterCheckpoint":
         """Return this checkpoint of a run, or, without `checkpoint`, the one that a finished run's manifest names."""
-        record = artifacts.read_json(train / (RECORD if checkpoint else artifacts.MANIFEST), TRAIN)
-        manifest = None if checkpoint else record
         if checkpoint is None:
-            checkpoint = train / record["checkpoint"]
-        elif record.get("fingerprint") != run_folder.sealed_manifest(checkpoint)["fingerprint"]:
-            raise UserError(
-                f"{where}: {train / RECORD} belongs to another run than the checkpoint: pass the run's folder"
-            )
+            record = manifest = artifacts.read_json(train / artifacts.MANIFEST, TRAIN)
+            checkpoint = train / manifest["checkpoint"]
+        else:
+            record, manifest = artifacts.read_json(train / RECORD, TRAIN), None
+            if record.get("fingerprint") != run_folder.sealed_manifest(checkpoint)["fingerprint"]:
+                raise UserError(
+                    f"{where}: {train / RECORD} belongs to another run than the checkpoint: pass the run's folder"
+                )
         inputs, shape = record["inputs"], run_folder.read_shape(checkpoint)
         vocab = run_folder.find_vocab(train, inputs, shape, data_folder)
         target = run_folder.option(train, "target.path")
