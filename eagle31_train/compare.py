@@ -30,7 +30,7 @@ import torch
 from eagle31_train import cli, compose, provenance
 from eagle31_train.__main__ import SLOW
 from eagle31_train.checkpoint import hub, published
-from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint, split_name
+from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint, same_name, split_name
 from eagle31_train.checkpoint.run_folder import is_export_of, read_export
 from eagle31_train.common import artifacts
 from eagle31_train.common.console import note
@@ -177,7 +177,7 @@ def read(drafter: str, config: Config, data: dict[str, Any]) -> DrafterCheckpoin
     checkpoint.tensors  # noqa: B018 (refuses damaged weights before the target is loaded)
     checkpoint.check_target(config.target)
     meant = None if checkpoint.train or checkpoint.exported else checkpoint.target_name
-    if meant and Path(meant).name != Path(config.target.name).name:
+    if meant and not same_name(meant, config.target.name):
         note(f"{checkpoint.where} says that it drafts for {meant}, but target.path is {config.target.path}")
     inputs = checkpoint.inputs
     if config.evaluate.prompts is None and inputs is not None and inputs.get("data") != data["dataset_fingerprint"]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from eagle31_train.checkpoint import run_folder
 from eagle31_train.checkpoint.contract import REQUIRED
-from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint, split_name
+from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint, same_name, split_name
 from eagle31_train.checkpoint.run_folder import CHECKPOINTS, RECORD
 from eagle31_train.common import artifacts
 from eagle31_train.common.console import say
@@ -131,8 +131,8 @@ def copy_weights(
     that are needed but not there yet."""
     say(f"train: starting from the weights of {source.folder}")
     their, our = source.trained_for() or {"name": source.target_name}, store.inputs["target"]
-    same = their.get("weights", "unknown") == our.get("weights")
-    if their["name"] and Path(their["name"]).name != Path(our["name"]).name and not same:
+    copied = their.get("weights", "unknown") == our.get("weights")
+    if their["name"] and not (copied or same_name(their["name"], our["name"])):
         say(f"train: those weights were trained for {their['name']}, and the stored states are of {our['name']}")
     if source.train is not None and source.manifest is None and Path(source.where).resolve() != source.folder.resolve():
         say(

@@ -210,20 +210,29 @@ class DrafterCheckpoint:
         """Raise UserError for a target whose states the drafter was not trained on; note it if only names are known.
 
         Args:
-            by_name: only note other weights of a target of the same name, as a quantized copy has.
+            by_name: the target is not loaded, only named: it may be gone, and other weights under the name of
+                training's target, as a quantized copy has, are only noted.
             store: see `trained_for`.
         """
         known = self.trained_for(store)
-        if other := self._other(known, target, by_name):
-            if "weights" in known and not (by_name and _alike(known, target)):
-                if not (target.is_hub_id or Path(target.path).exists()):
-                    raise UserError(f"target.path={target.path} does not exist: set it to the target of {self.where}")
+        if known and not (by_name or target.is_hub_id or Path(target.path).exists()):
+            raise UserError(f"target.path={target.path} does not exist: set it to the target of {self.where}")
+        if other := self._other(known, target):
+            if "weights" in known and not (by_name and same_name(known["name"], target.name)):
                 raise UserError(f"{other}: use the target of training, or another run")
             note(other)
 
     def other_target(self, target: TargetConfig, store: dict[str, Any] | None = None) -> str | None:
-        """Say how a target differs from training's, if it does, as a quantized copy may."""
-        return self._other(self.trained_for(store), target, by_name=True)
+        """Say how a target differs from training's, if it does, as a quantized copy may. store: see `trained_for`."""
+        return self._other(self.trained_for(store), target)
+
+    def _other(self, known: dict[str, Any], target: TargetConfig) -> str | None:
+        """Say how a target differs from the `known` one of training, if it does."""
+        if not known or _same_target(known, target):
+            return None
+        if known["name"] == target.name:
+            return f"{self.where} was trained for another {target.name} than target.path={target.path}"
+        return f"{self.where} was trained for {known['name']}, but target.path is {target.path}"
 
     @property
     def options_folder(self) -> Path | None:
@@ -232,44 +241,25 @@ class DrafterCheckpoint:
         return train if train is not None and (train / run_folder.CONFIG).is_file() else None
 
     def trained_for(self, store: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the target of a run, or of its export: name, weights and revision, as the store of training has them.
-        If that store is gone or out of reach, return what training recorded of it; of a training by an earlier version
-        only the name. Return nothing if the run's options are gone, too.
+        """Return the target of a run, or of its export: name, weights and revision, as training recorded them. Earlier
+        versions left that to the store, so of their trainings it is only the name if the store is gone or out of reach.
+        Return nothing if the run's options are gone, too.
         store: a manifest that may be that store's; otherwise, the run's options say where the store is."""
         if (train := self.options_folder) is None:
             return {}
-        saved, theirs = train / run_folder.CONFIG, (self.inputs or {}).get("store")
-        trained = compose.load_config([f"run_dir={train.parent}"], saved)
-        if store is None or store["fingerprint"] != theirs:
+        trained_on = (self.inputs or {}).get("store")
+        record = artifacts.read_json(train / RECORD, TRAIN) if (train / RECORD).is_file() else {}
+        if "target" in record and record["inputs"].get("store") == trained_on:
+            return dict(record["target"])
+        trained = compose.load_config([f"run_dir={train.parent}"], train / run_folder.CONFIG)
+        if store is None or store["fingerprint"] != trained_on:
             try:
                 store = read_manifest(trained)
             except UserError:  # out of reach, or damaged
                 store = None
-        if store is None or store["fingerprint"] != theirs:
-            record = artifacts.read_json(train / RECORD, TRAIN) if (train / RECORD).is_file() else {}
-            recorded = record.get("target") if record.get("inputs", {}).get("store") == theirs else None
-            return recorded or {"name": trained.target.name}
+        if store is None or store["fingerprint"] != trained_on:
+            return {"name": trained.target.name}
         return dict(store["inputs"]["target"])
-
-    def _other(self, known: dict[str, Any], target: TargetConfig, by_name: bool) -> str | None:
-        """Say how a target differs from the `known` one (see `trained_for`); None if it does not.
-
-        by_name: accept one of the same name whose folder has no weights, or is gone."""
-        if not known:
-            return None
-        alike = _alike(known, target)
-        # The weights of a hub id are not read: between it and a folder, names decide.
-        of_hub = known.get("weights") == artifacts.fingerprint(known["name"])
-        unread = of_hub != target.is_hub_id or (by_name and not any(Path(target.path).glob("*.safetensors")))
-        if "weights" in known and not (alike and unread):
-            weights = artifacts.weights_fingerprint(target.path)
-            alike = (known["weights"], known["revision"]) == (weights, target.revision)
-        if alike:
-            return None
-        other = f"{known['name']}, but target.path is {target.path}"
-        if known["name"] == target.name:
-            other = f"another {target.name} than target.path={target.path}"
-        return f"{self.where} was trained for {other}"
 
     def check_fits(self, target: LoadedTarget) -> None:
         """Raise UserError for a target of another size than the drafter was made for."""
@@ -301,9 +291,20 @@ class DrafterCheckpoint:
         return drafter
 
 
-def _alike(known: dict[str, Any], target: TargetConfig) -> bool:
-    """Whether names agree. A copy of a hub model may be in a folder with the name of the id's last part."""
-    return Path(known["name"]).name == Path(target.name).name
+def _same_target(known: dict[str, Any], target: TargetConfig) -> bool:
+    """Whether a target is the `known` one (see `trained_for`): by weights or, where they cannot be compared, by name.
+
+    The weights of a hub id are not read, and a folder may have none, or be gone."""
+    known_by_id = known.get("weights") == artifacts.fingerprint(known["name"])
+    there = target.is_hub_id or any(any(Path(target.path).glob(kind)) for kind in ("*.safetensors", "*.bin"))
+    if "weights" in known and known_by_id == target.is_hub_id and there:
+        return (known["weights"], known["revision"]) == (artifacts.weights_fingerprint(target.path), target.revision)
+    return same_name(known["name"], target.name)
+
+
+def same_name(one: str, other: str) -> bool:
+    """Whether two targets have the same name. A copy of a hub model may be in a folder with the last part of its id."""
+    return Path(one).name == Path(other).name
 
 
 def split_name(where: str) -> tuple[str, str | None]:

@@ -92,6 +92,8 @@ def test_a_run_remembers_its_target_when_its_store_is_gone(new_run, tmp_path):
     assert "was trained for" in message_of(drafter.check_target, TargetConfig(path="org/other"))
     drafter.check_target(TargetConfig(path=model, revision="v1"))
     assert "was trained for" in message_of(drafter.check_target, TargetConfig(path=model, revision="v2"))
+    assert "was trained for" in drafter.other_target(TargetConfig(path=model, revision="v2")), "where it is told, too"
+    assert drafter.other_target(TargetConfig(path=str(gone.path))) is None
     del record["target"]  # as earlier versions wrote it
     artifacts.write_json(run.train / RECORD, record)
     assert DrafterCheckpoint.open(run.folder / "run").trained_for() == {"name": known["name"]}
