@@ -38,7 +38,7 @@ class Journal:
     def finished(self, made_from: Provenance, overwrite: bool) -> bool:
         """Return whether the output is there. Its manifest stays until a new one replaces it."""
         if self.manifest.is_file():
-            done = provenance.whole(self.output, self.manifest, made_from, overwrite, "eagle31 data")
+            done = provenance.up_to_date(self.output, made_from, overwrite, self.manifest, "eagle31 data")
             journal = artifacts.read_json(self.manifest, "eagle31 data").get("journal", {}) if done else {}
             if journal and not artifacts.first_damaged(self.output.parent, journal):
                 self.path.unlink(missing_ok=True)  # its own, left by a full disk; other answers stay

@@ -80,7 +80,7 @@ def export(config: Config) -> None:
     if not (run / "export").exists():  # an export was killed while replacing it
         artifacts.restore_backup(run / "export")
     theirs = added(run, config.overwrite)
-    if provenance.whole(run / "export", run / EXPORTED, made_from, config.overwrite, EXPORT):
+    if provenance.up_to_date(run / "export", made_from, config.overwrite, run / EXPORTED, EXPORT):
         note("export: up to date")
     else:
         text = card.render(trained_by(config, data), shape, train, data, results)

@@ -76,9 +76,7 @@ class Provenance:
         """Raise UserError, naming the changes, for an output of other inputs, unless it may be overwritten."""
         if not overwrite and not self.matches(record):
             change = describe_change(record.get("inputs", {}), self.all_inputs, options={**RENAMED, **self.options})
-            if "train.weight_decay: " in change:  # that says it all
-                change = "; ".join(part for part in change.split("; ") if not part.startswith("train.decays: "))
-            change = change.replace("train.decays: unset there, maps here", LM_HEAD_DECAYED)
+            change = _tell_of_decay(change)
             raise UserError(f"{where} was made from other inputs ({change}): {self.remedy(record)}")
 
     def remedy(self, record: Mapping[str, Any]) -> str:
@@ -93,9 +91,19 @@ class Provenance:
         return f"use the same inputs again, {REPLACE if self.anew else 'or replace it with overwrite=true'}"
 
 
-def whole(output: Path, record_path: Path, provenance: Provenance, overwrite: bool, made_by: str) -> bool:
-    """Return whether an output exists, is undamaged, and was made from these inputs, its card included. Raises as
-    `refuse_other` does. The record lists files relative to its own folder. made_by: the command that makes it."""
+def up_to_date(
+    output: Path,
+    provenance: Provenance,
+    overwrite: bool,
+    record_path: Path | None = None,
+    made_by: str = "this command",
+) -> bool:
+    """Return whether an output exists, is undamaged, and was made from these inputs, its card included: its stage is
+    done. Raises as `refuse_other` does.
+
+    record_path: that of the output's record, which lists files relative to its own folder; by default the manifest in
+    the folder `output`. made_by: the command that makes it."""
+    record_path = record_path or output / MANIFEST
     if not record_path.is_file():
         return False
     record = read_json(record_path, made_by)
@@ -105,11 +113,6 @@ def whole(output: Path, record_path: Path, provenance: Provenance, overwrite: bo
     if damage := first_damaged(record_path.parent, record.get("files", {})):
         note(f"{damage}; making {output} again")
     return damage is None
-
-
-def up_to_date(folder: Path, provenance: Provenance, overwrite: bool) -> bool:
-    """Return whether the stage that writes `folder` is done for these inputs; see `whole`."""
-    return whole(folder, folder / MANIFEST, provenance, overwrite, "this command")
 
 
 def read_data(config: Config, whole: bool = False) -> dict[str, Any]:
@@ -136,6 +139,14 @@ def recorded_name(option: str) -> str:
 def recorded_value(section: Mapping[str, Any], option: str) -> Any:
     """Return an option's value in a section of a record. If it has none: the value in ADDED, or None."""
     return section.get(recorded_name(option), ADDED.get(option))
+
+
+def _tell_of_decay(change: str) -> str:
+    """Return a change of inputs with the reason for another train.decays: an earlier version, or another decay."""
+    if "train.weight_decay: " in change:  # that says it all
+        return "; ".join(part for part in change.split("; ") if not part.startswith("train.decays: "))
+    lm_head_decayed = "train.weight_decay: an earlier version also decayed lm_head, this one only linear layers"
+    return change.replace("train.decays: unset there, maps here", lm_head_decayed)
 
 
 # ---------------------------------------------------------------- what each stage's output depends on
@@ -167,7 +178,6 @@ OF_STORE = {
     "shard_tokens": "extract.shard_tokens",
     "target.name": "target.path",
 }
-LM_HEAD_DECAYED = "train.weight_decay: an earlier version also decayed lm_head, this one only linear layers"
 # Options of evaluation that choose prompts, and are recorded with the workloads.
 CHOOSE_PROMPTS = {"prompts", "suites", "perturbations"}
 # Also recorded with the workloads. A measurement is by one backend only.
