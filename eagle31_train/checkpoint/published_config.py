@@ -110,7 +110,7 @@ def shape_from_config(
         counted: one of COUNTED, for a config that does not say which.
     """
     _check_types(config)
-    layer, flags, residual_default = _flatten(config)
+    layer, flags = _flatten(config)
     kind = _kind(layer)
     architecture = "mla" if kind == "mla" else "llama"
     _refuse_unsupported(layer, flags, kind)
@@ -119,13 +119,7 @@ def shape_from_config(
         raise UserError(f"config.json lacks {lacking[0]}")
     D, heads, V = layer["hidden_size"], layer["num_attention_heads"], layer["vocab_size"]
     aux_layers = _aux_layers(config, flags, target_layers, counted)
-    count = flags.get("num_aux_hidden_states")
-    if count not in (None, len(aux_layers)):
-        raise UserError(f"config.json has num_aux_hidden_states {count}, but the layer ids {aux_layers}")
-    parallel = "mask_hidden" in tensor_names or layer.get(MASK_TOKENS[-1]) is not None
-    mask_tokens = [layer[name] for name in MASK_TOKENS if layer.get(name) is not None]
-    if parallel and not mask_tokens:
-        raise UserError(f"config.json lacks {MASK_TOKENS[-1]}, the token that goes with mask_hidden")
+    mask_token = _mask_token(layer, tensor_names)
     positions = layer.get("max_position_embeddings", MODEL_TYPES[kind][layer.get("model_type", "llama")])
     theta, scaling = _rope(layer, architecture, positions)
     if kind == "mla":  # as many key heads as query heads, whatever config.json says of their number
@@ -151,7 +145,7 @@ def shape_from_config(
         max_position_embeddings=positions,
         fc_norm=bool(flags.get("fc_norm", False)),
         norm_output=bool(flags.get("norm_output", False)),
-        norm_before_residual=bool(flags.get("norm_before_residual", residual_default)),
+        norm_before_residual=bool(flags.get("norm_before_residual", False)),
         # As in vLLM, eagle_config takes precedence.
         norm_before_fc=bool({**flags, **(flags.get("eagle_config") or {})}.get("norm_before_fc", False)),
         num_layers=layer.get("num_hidden_layers", 1),
@@ -159,8 +153,8 @@ def shape_from_config(
         sliding_window=_sliding_window(layer, kind, plain=layer is config),
         attention_bias=bool(layer.get("attention_bias", False)),
         mlp_bias=bool(layer.get("mlp_bias", False)) and kind != "qwen3",  # vLLM's Qwen3 has none
-        parallel=parallel,
-        ptd_token_id=mask_tokens[0] if parallel else None,
+        parallel=mask_token is not None,
+        ptd_token_id=mask_token,
         share_embedding="embed_tokens.weight" not in tensor_names,
         **widths,
     )
@@ -180,7 +174,7 @@ def check_served(config: Fields) -> None:
     """Raise UserError for a drafter with Python code of its own, or a Llama or MLA one that vLLM 0.32 cannot load: vLLM
     does not count layer ids at the top level."""
     _check_types(config)
-    layer, flags, _ = _flatten(config)
+    layer, flags = _flatten(config)
     nested = config.get("transformer_layer_config") or {}
     code = [one.get("auto_map") for one in (config, nested)]
     if any(isinstance(one, dict) and "AutoConfig" in one for one in code):
@@ -204,10 +198,10 @@ def target_name(config: Fields) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def _flatten(config: Fields) -> tuple[Fields, Fields, bool]:
-    """Return the layer's fields, the EAGLE fields, and the default of norm_before_residual."""
+def _flatten(config: Fields) -> tuple[Fields, Fields]:
+    """Return the layer's fields and the EAGLE fields, which the speculators format keeps apart."""
     if "speculators_model_type" not in config:
-        return config, config, False
+        return config, config
     if config["speculators_model_type"] != "eagle3":
         raise UserError(
             f"a speculators checkpoint of kind {config['speculators_model_type']!r} is not an EAGLE 3 drafter"
@@ -215,9 +209,10 @@ def _flatten(config: Fields) -> tuple[Fields, Fields, bool]:
     layer = config.get("transformer_layer_config") or {}
     named = WRITTEN.get(layer.get("model_type", "llama"), WRITTEN["llama"])[0]
     flags = {name: value for name, value in layer.items() if name not in SPECULATORS_OWN}
+    flags["norm_before_residual"] = True  # unless config.json says otherwise
     flags |= {name: config[name] for name in SPECULATORS_OWN if name in config}
     flags |= {name: config[name] for name in ("target_hidden_size", LAYER_IDS, QUANTIZED) if config.get(name)}
-    return {"num_hidden_layers": 1, **layer, "architectures": [named]}, flags, True
+    return {"num_hidden_layers": 1, **layer, "architectures": [named]}, flags
 
 
 def _kind(layer: Fields) -> str:
@@ -256,13 +251,11 @@ def _refuse_unsupported(layer: Fields, flags: Fields, kind: str) -> None:
 def _sliding_window(layer: Fields, kind: str, plain: bool) -> int | None:
     """Return the window of every layer, as vLLM finds it. `plain`: transformers' Qwen3Config processes the fields."""
     count, window, kinds = layer.get("num_hidden_layers", 1), layer.get("sliding_window"), layer.get("layer_types")
-    of_qwen3 = plain and kind == "qwen3"
-    if of_qwen3 and not layer.get("use_sliding_window", False):
-        window = None
-    if not kinds and of_qwen3 and window is not None:
-        first = layer.get("max_window_layers", 28)
-        kinds = [SLIDING if number >= first else FULL for number in range(count)]
-    elif not kinds and window is not None and kind == "llama" and layer.get("use_sliding_window", True):
+    if plain and kind == "qwen3":
+        window = window if layer.get("use_sliding_window", False) else None
+        first = count if window is None else layer.get("max_window_layers", 28)
+        kinds = kinds or [SLIDING if number >= first else FULL for number in range(count)]
+    elif kind == "llama" and not kinds and window is not None and layer.get("use_sliding_window", True):
         advice = 'remove it if the drafter was trained without, or add layer_types ["sliding_attention"]'
         raise UserError(f"config.json has sliding_window {window} without layer_types, which vLLM ignores: {advice}")
     slide = {name == SLIDING for name in (kinds or [FULL])[:count]}
@@ -286,10 +279,25 @@ def _aux_layers(
                 f"config.json has the layer ids {ids}, which may count inputs (as vLLM does) or outputs (SGLang, "
                 "TorchSpec): add @inputs or @outputs to the drafter's name, whichever `eagle31 compare` finds better"
             )
-        return sorted({layer + (counted == "outputs") for layer in ids})
-    if target_layers is None:
+        layers = sorted({layer + (counted == "outputs") for layer in ids})
+    elif target_layers is not None:
+        layers = sorted(set(default_aux_layers(target_layers())))
+    else:
         raise UserError(f"config.json has no {LAYER_IDS}: pass the number of the target's layers")
-    return sorted(set(default_aux_layers(target_layers())))
+    count = flags.get("num_aux_hidden_states")
+    if count not in (None, len(layers)):
+        raise UserError(f"config.json has num_aux_hidden_states {count}, but the layer ids {layers}")
+    return layers
+
+
+def _mask_token(layer: Fields, tensor_names: Collection[str]) -> int | None:
+    """Return the mask token of a parallel drafter, None of another: its mask_token_id may be the tokenizer's."""
+    if "mask_hidden" not in tensor_names and layer.get(MASK_TOKENS[-1]) is None:
+        return None
+    tokens = [layer[name] for name in MASK_TOKENS if layer.get(name) is not None]
+    if not tokens:
+        raise UserError(f"config.json lacks {MASK_TOKENS[-1]}, the token that goes with mask_hidden")
+    return int(tokens[0])
 
 
 def _rope(layer: Fields, architecture: str, positions: int) -> tuple[float, dict[str, Any] | None]:
