@@ -41,76 +41,90 @@ def export(config: Config) -> None:
     an input is missing or damaged, was made with other options, or breaks the contract."""
     started = time.monotonic()
     hub.check(config)
-    run = Path(config.run_dir)
+    run, folder = Path(config.run_dir), Path(config.run_dir) / "export"
     checkpoint = served(config)
     shape = exported_shape(config, checkpoint)
     checkpoint.check_target(config.target, by_name=True, store=read_manifest(config))
-    data = None  # stage 1's manifest, for the counts on the card; None if it is gone
-    if (config.data_folder / artifacts.MANIFEST).is_file():
-        data = provenance.read_data(config)
-        checkpoint.check_data(data, config.data_folder)
-        given = data.get("inputs", {}).get("template_args", {})
-        if given != config.target.template_args:
-            note(f"export: stage 1 had target.template_args={json.dumps(given)}: set it here, too, to serve with it")
+    data = data_of(config, checkpoint)
     train = checkpoint.manifest
     assert train is not None
     weights, target_ids = artifacts.file_sha256(checkpoint.folder / MODEL), checkpoint.vocab.target_ids.tolist()
     made_from = provenance.of_export(config, train, weights, dataclasses.asdict(shape), target_ids)
-    fingerprint = made_from.fingerprint
-    compared = [Path(one) for one in config.comparisons]
+    fingerprint = made_from.fingerprint  # of all but the card
+    results = results_of(config, checkpoint, fingerprint)
+    made_from = dataclasses.replace(made_from, card=card_inputs(config, data, results))
+    if not folder.exists():  # an export was killed while replacing it
+        artifacts.restore_backup(folder)
+    theirs = added(run, config.overwrite)
+    if provenance.up_to_date(folder, made_from, config.overwrite, run / EXPORTED, EXPORT):
+        note("export: up to date")
+    else:
+        text = card.render(trained_by(config, data), shape, train, data, results)
+        with writing(folder):
+            with artifacts.building(folder) as temporary:
+                write_checkpoint(checkpoint, shape, config, temporary)
+                artifacts.write_text(temporary / "README.md", text)
+                copies = {name: file for _, file, name in results.pictures}
+                copies |= {str(file.relative_to(folder)): file for file in theirs}
+                for name, file in copies.items():
+                    (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(file, temporary / name)
+                (run / EXPORTED).unlink(missing_ok=True)  # it describes the old folder
+            ours = (file for file in folder.rglob("*") if file.is_file() and file not in theirs)
+            record = made_from.record(files=artifacts.list_files(run, ours), checkpoint=fingerprint)
+            record["serve"] = recipe.serve_command(config, recipe.HERE)  # the run's folder may be moved
+            artifacts.write_json(run / EXPORTED, record | {"seconds": round(time.monotonic() - started, 1)})
+        note(f"export: wrote {folder}")
+    effort = config.target.template_args.get("reasoning_effort")
+    for caveat in card.caveats_of(shape, data, effort):
+        note(f"export: {caveat}")
+    drafter = str(folder)
+    if config.push and config.repo:
+        note(f"export: uploaded to {hub.push(folder, config.repo, config.private)}")
+        drafter = config.repo
+    note(f"serve it with vLLM {contract.oldest_vllm(shape)} or later:")
+    note("  " + recipe.serve_command(config, drafter))
+    if config.export_format == "sglang":
+        note("  " + recipe.sglang_command(config, drafter, shape.sliding_window))
+
+
+def data_of(config: Config, checkpoint: DrafterCheckpoint) -> dict[str, Any] | None:
+    """Return stage 1's manifest, for the counts on the card; None if it is gone. UserError if it is of other data."""
+    if not (config.data_folder / artifacts.MANIFEST).is_file():
+        return None
+    data = provenance.read_data(config)
+    checkpoint.check_data(data, config.data_folder)
+    given = data.get("inputs", {}).get("template_args", {})
+    if given != config.target.template_args:
+        note(f"export: stage 1 had target.template_args={json.dumps(given)}: set it here, too, to serve with it")
+    return data
+
+
+def results_of(config: Config, checkpoint: DrafterCheckpoint, fingerprint: str) -> card.CardResults:
+    """Return what was measured of the drafter. fingerprint: its export's, without the card."""
+    run, compared = Path(config.run_dir), [Path(one) for one in config.comparisons]
     there = identity_there(run, fingerprint) if compared else None
-    dtype, drawn = config.target.dtype, config.evaluate.draft_sampling != "greedy"
-    results = card.read_results(run, checkpoint.identity, fingerprint, compared, there, dtype, drawn)
+    drawn = config.evaluate.draft_sampling != "greedy"
+    return card.read_results(run, checkpoint.identity, fingerprint, compared, there, config.target.dtype, drawn)
+
+
+def card_inputs(config: Config, data: Mapping[str, Any] | None, results: card.CardResults) -> dict[str, Any]:
+    """Return what the card depends on besides the checkpoint."""
     said = {  # shown on the card if set
         "license": config.license,
-        "drawn": drawn,
+        "drawn": config.evaluate.draft_sampling != "greedy",
         "revision": config.target.revision,
         "trust_remote_code": config.target.trust_remote_code,
         "chat_template": config.target.chat_template,
         "template_args": config.target.template_args,
     }
-    card_inputs = {
+    return {
         "repo": config.repo,
         "draft_tokens": config.evaluate.num_speculative_tokens,
         "data": data and data.get("fingerprint"),
         **results.fingerprints,
         **{name: value for name, value in said.items() if value},
     }
-    made_from = dataclasses.replace(made_from, card=card_inputs)
-    if not (run / "export").exists():  # an export was killed while replacing it
-        artifacts.restore_backup(run / "export")
-    theirs = added(run, config.overwrite)
-    if provenance.up_to_date(run / "export", made_from, config.overwrite, run / EXPORTED, EXPORT):
-        note("export: up to date")
-    else:
-        text = card.render(trained_by(config, data), shape, train, data, results)
-        with writing(run / "export"):
-            with artifacts.building(run / "export") as temporary:
-                write_checkpoint(checkpoint, shape, config, temporary)
-                artifacts.write_text(temporary / "README.md", text)
-                copies = {name: file for _, file, name in results.pictures}
-                copies |= {str(file.relative_to(run / "export")): file for file in theirs}
-                for name, file in copies.items():
-                    (temporary / name).parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copyfile(file, temporary / name)
-                (run / EXPORTED).unlink(missing_ok=True)  # it describes the old folder
-            ours = (file for file in (run / "export").rglob("*") if file.is_file())
-            files = artifacts.list_files(run, (file for file in ours if file not in theirs))
-            record = made_from.record(files=files, checkpoint=fingerprint)
-            record["serve"] = recipe.serve_command(config, recipe.HERE)  # the run's folder may be moved
-            artifacts.write_json(run / EXPORTED, record | {"seconds": round(time.monotonic() - started, 1)})
-        note(f"export: wrote {run / 'export'}")
-    effort = config.target.template_args.get("reasoning_effort")
-    for caveat in card.caveats_of(shape, data, effort):
-        note(f"export: {caveat}")
-    drafter = str(run / "export")
-    if config.push and config.repo:
-        note(f"export: uploaded to {hub.push(run / 'export', config.repo, config.private)}")
-        drafter = config.repo
-    note(f"serve it with vLLM {contract.oldest_vllm(shape)} or later:")
-    note("  " + recipe.serve_command(config, drafter))
-    if config.export_format == "sglang":
-        note("  " + recipe.sglang_command(config, drafter, shape.sliding_window))
 
 
 def identity_there(run: Path, fingerprint: str) -> str | None:
