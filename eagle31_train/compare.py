@@ -33,7 +33,7 @@ from eagle31_train.checkpoint import hub, published
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint, same_name, split_name
 from eagle31_train.checkpoint.run_folder import is_export_of, read_export
 from eagle31_train.common import artifacts
-from eagle31_train.common.console import note
+from eagle31_train.common.console import explained, note
 from eagle31_train.common.errors import UserError
 from eagle31_train.common.locks import writing
 from eagle31_train.config import Config
@@ -57,22 +57,29 @@ def main(argv: list[str] | None = None) -> None:
         word for word in words if not word.startswith(("-", "+", "~")) and is_drafter(word) and word not in folders
     ]
     options = [word for word in words if word not in given]
-    if not given and not {"-h", "--help", "--cfg"} & set(words):  # these need no drafter
-        note("error: no drafter given: run, for example, `eagle31 compare runs/a runs/b`", error=True)
-        raise SystemExit(2)
-    if given and not any(word.lstrip("+").startswith("experiment=") for word in options):
-        firsts = [trainings[0] for _, trainings in map(parted, given)]
-        runs = [first for first in firsts if compose.is_run(first)]
-        if runs:
-            options = [runs[0], f"run_dir={runs[0]}", *options]
-        elif not any(word.startswith("target.path=") for word in options):
-            note(
-                f"error: {', '.join(firsts)}: none of them is a run: add one, whose target and prompts are used, or "
-                "set target.path=… and evaluate.prompts=FILE",
-                error=True,
-            )
-            raise SystemExit(2)
+    if given or not {"-h", "--help", "--cfg"} & set(options):  # these need no drafter
+        with explained():
+            options = with_a_run(given, options)
     cli.run(lambda config: compare(named(given), config), __doc__ or "", options, before=SLOW["compare"])
+
+
+def with_a_run(given: list[str], options: list[str]) -> list[str]:
+    """Return the options after those of the first run among the drafters; the options alone if they name a recipe.
+
+    UserError if there is neither, nor a target, or if no drafter is given."""
+    if not given:
+        raise UserError("no drafter given: run, for example, `eagle31 compare runs/a runs/b`")
+    if any(word.lstrip("+").startswith("experiment=") for word in options):
+        return options
+    firsts = [trainings[0] for _, trainings in map(parted, given)]
+    if run := next(filter(compose.is_run, firsts), None):
+        return [run, f"run_dir={run}", *options]
+    if any(word.startswith("target.path=") for word in options):
+        return options
+    raise UserError(
+        f"{', '.join(firsts)}: none of them is a run: add one, whose target and prompts are used, or set "
+        "target.path=… and evaluate.prompts=FILE"
+    )
 
 
 def compare(trainings: Named, config: Config) -> None:
@@ -132,16 +139,13 @@ def parted(word: str) -> tuple[str | None, list[str]]:
 
 
 def named(words: Sequence[str]) -> Named:
-    """Return drafters by name: NAME:…, or the fewest last parts of the path that are unique (of an export, from 2)."""
+    """Return drafters by name: NAME:…, or a `short_name`. UserError if a table could not tell them apart."""
     arguments = [parted(word) for word in words]
     # Never a whole absolute path: names appear in pictures and on public cards.
     paths = [Path(trainings[0]).absolute().parts[1:] for _, trainings in arguments]
     drafters_by_name: Named = {}
     for (given, trainings), path in zip(arguments, paths, strict=True):
-        least = 2 if path[-1:] == ("export",) else 1
-        alone = (n for n in range(least, len(path)) if sum(path[-n:] == other[-n:] for other in paths) == 1)
-        count = next(alone, 1)
-        name = given or "/".join(path[-count:]) or trainings[0]
+        name = given or short_name(path, paths) or trainings[0]
         if name == "plain":
             raise UserError(
                 f"plain is reserved for decoding without a drafter: choose another name, as NAME:{trainings[0]}"
@@ -156,6 +160,13 @@ def named(words: Sequence[str]) -> Named:
         if twice := several & drafters_by_name.keys():
             raise UserError(f"{min(twice)} is both a training of {name} and another drafter: tell them apart as NAME:…")
     return drafters_by_name
+
+
+def short_name(path: tuple[str, ...], paths: Sequence[tuple[str, ...]]) -> str:
+    """Return the fewest last parts of a path that no other has (of an export, from 2), or else its last part."""
+    least = 2 if path[-1:] == ("export",) else 1
+    alone = (n for n in range(least, len(path)) if sum(path[-n:] == other[-n:] for other in paths) == 1)
+    return "/".join(path[-next(alone, 1) :])
 
 
 def read_data(config: Config) -> dict[str, Any]:
