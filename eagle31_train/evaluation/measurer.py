@@ -31,6 +31,7 @@ from eagle31_train.targets.cached import CachedTarget, why_alone
 
 Way = tuple[str, int]  # drafter's name and number of draft tokens; PLAIN for no drafter
 PLAIN: Way = ("", 0)
+Timed = tuple[int, float]  # tokens of an output that was decoded alone, and its seconds
 TRIED_TOKENS = 8  # tokens of an answer that is decoded only to warm up and to be timed
 TIE = 1e-4  # difference of scores that float32 may round either way
 
@@ -77,47 +78,42 @@ class Measurer:
 
         UserError if speculation changed an output, or many by ties, or if the two ways of counting differ."""
         prompts, options, headline = workload.prompts, self.options, self.options.num_speculative_tokens
-        one_output = self.one_output(workload)
-        depths = [headline] if one_output else range(1, options.max_speculative_tokens + 1)
-        verified = {
-            one.name: len(prompts) if one.verified is None or not one_output else min(one.verified, len(prompts))
-            for one in candidates
-        }
+        depths = [headline] if self.one_output(workload) else range(1, options.max_speculative_tokens + 1)
+        ways = [PLAIN, *((one.name, depth) for one in candidates for depth in depths)]
+        verified = {one.name: self._verified(workload, one) for one in candidates}
         most, layers = max(verified.values()), _layers(candidates)
-        every = [PLAIN, *((c.name, depth) for c in candidates for depth in depths)]
+        together = 1 if why_alone(self.model) else options.batch_size
         outputs: list[list[int]] = [[] for _ in prompts]
-        counts: dict[str, list[Any]] = {candidate.name: [None] * len(prompts) for candidate in candidates}
-        tokens, seconds = dict.fromkeys(every, 0), dict.fromkeys(every, 0.0)
+        counts: dict[str, list[Any]] = {one.name: [None] * len(prompts) for one in candidates}
+        timed: dict[Way, list[Timed]] = {way: [] for way in ways}
         with Progress(total=len(prompts), desc=f"evaluate {workload.name}", unit="prompt") as bar:
-            together = 1 if why_alone(self.model) else options.batch_size
             for number, batch in enumerate(batches(prompts, options.timed_prompts, together, most)):
-                ways = [way for way in every if way == PLAIN or max(batch) < verified[way[0]]]
-                # Alternate the order, so that a busy machine slows all ways alike.
-                turns = ways if number % 2 == 0 else ways[::-1]
+                turns = [way for way in ways if way == PLAIN or max(batch) < verified[way[0]]]
+                if number % 2:  # so that a busy machine slows all ways alike
+                    turns.reverse()
                 with threads(self.threads if len(batch) > 1 else torch.get_num_threads()):
                     decoded = {way: self._decode(way, workload, batch, candidates) for way in turns}
                 for row, at in enumerate(batch):
                     of_prompt = {way: answers[row] for way, answers in decoded.items()}
                     outputs[at] = of_prompt[PLAIN].tokens
-                    for one in candidates:
-                        with threads(self.threads):
-                            counted = self._count(workload, prompts[at], of_prompt, one, layers)
-                        counts[one.name][at] = counted
-                for way, answers in decoded.items() if max(batch) < min(most, options.timed_prompts) else ():
-                    tokens[way] += sum(len(one.tokens) for one in answers)
-                    seconds[way] += sum(one.seconds for one in answers)
+                    with threads(self.threads):
+                        for one in candidates:
+                            counts[one.name][at] = self._count(workload, prompts[at], of_prompt, one, layers)
+                if max(batch) < min(most, options.timed_prompts):
+                    for way, answers in decoded.items():
+                        timed[way] += [(len(one.tokens), one.seconds) for one in answers]
                 bar.update(len(batch))
         measurements = {}
-        for name in counts:
-            ties = sum(not one.seen for one in counts[name][: verified[name]])
-            if ties > max(1, verified[name] // 10):
-                problem = f"{workload.name}, {name}: {ties} of {verified[name]} outputs differ from plain decoding"
-                raise UserError(f"{problem}; {self._advice()}")
-            way, timed = (name, headline), (0, 0.0, 0.0)
-            if tokens[way]:
-                timed = tokens[PLAIN], seconds[PLAIN], seconds[way] * tokens[PLAIN] / tokens[way]
-            measurements[name] = Measurement(outputs, counts[name], *timed)
+        for name, of_prompts in counts.items():
+            self._refuse_many_ties(f"{workload.name}, {name}", of_prompts[: verified[name]])
+            measurements[name] = Measurement(outputs, of_prompts, *timing(timed[PLAIN], timed[name, headline]))
         return measurements
+
+    def _verified(self, workload: Workload, candidate: Candidate) -> int:
+        """Return how many prompts, from the first on, are decoded with a drafter for real."""
+        if candidate.verified is None or not self.one_output(workload):
+            return len(workload.prompts)
+        return min(candidate.verified, len(workload.prompts))
 
     def warm_up(self, workload: Workload, candidates: list[Candidate]) -> None:
         """Decode a few tokens in every way, as the first also pay for libraries' setup. Then choose the threads."""
@@ -148,9 +144,14 @@ class Measurer:
         return decode_speculative(target, drafter, candidate.target_ids, ids, way[1], self.limits, sampling, seeds)
 
     def _count(
-        self, workload: Workload, prompt: Prompt, decoded: Mapping[Way, Decoded], candidate: Candidate, aux: list[int]
+        self,
+        workload: Workload,
+        prompt: Prompt,
+        decoded: Mapping[Way, Decoded],
+        candidate: Candidate,
+        layers: list[int],
     ) -> Counts:
-        """Return a drafter's counts on a prompt. `aux`: the layers of the auxiliary states."""
+        """Return a drafter's counts on a prompt. `layers`: those of plain decoding's auxiliary states."""
         plain = decoded[PLAIN]
         real = {depth: answer for (name, depth), answer in decoded.items() if name == candidate.name}
         seen = {depth: answer.accepted for depth, answer in real.items()}
@@ -161,13 +162,19 @@ class Measurer:
                 self._check_difference(workload, prompt, plain.tokens, answer.tokens)
                 seen = {}  # a tie: what follows is another answer
         assert plain.aux is not None
-        states = plain.aux[:, [aux.index(layer) for layer in candidate.drafter.shape.aux_layers]]
+        states = plain.aux[:, [layers.index(layer) for layer in candidate.drafter.shape.aux_layers]]
         trajectory = Trajectory(prompt.ids, plain.tokens, plain.beyond, states)
         depths, drift = self.options.max_speculative_tokens, self.options.drift
         accepted = unroll(candidate.drafter, candidate.target_ids, trajectory, depths, drift)
         counts = Counts(prompt.id, prompt.source, len(plain.tokens), *accepted, seen)
         self._refuse_other_counts(prompt, candidate, trajectory, counts)
         return counts
+
+    def _refuse_many_ties(self, where: str, verified: list[Counts]) -> None:
+        """Raise UserError if more outputs than rounding explains differ from plain decoding."""
+        ties = sum(not one.seen for one in verified)
+        if ties > max(1, len(verified) // 10):
+            raise UserError(f"{where}: {ties} of {len(verified)} outputs differ from plain decoding; {self._advice()}")
 
     def _check_difference(self, workload: Workload, prompt: Prompt, plain: list[int], speculative: list[int]) -> None:
         """Raise UserError if speculation gives another output.
@@ -220,6 +227,16 @@ class Measurer:
 
 def _layers(candidates: list[Candidate]) -> list[int]:
     return sorted({layer for candidate in candidates for layer in candidate.drafter.shape.aux_layers})
+
+
+def timing(plain: list[Timed], speculative: list[Timed]) -> tuple[int, float, float]:
+    """Return how many tokens plain decoding wrote, its seconds, and those of as many tokens by speculation; zeros if
+    that was not timed."""
+    if not speculative:
+        return 0, 0.0, 0.0
+    tokens, others = (sum(count for count, _ in each) for each in (plain, speculative))
+    seconds, took = (sum(spent for _, spent in each) for each in (plain, speculative))
+    return tokens, seconds, took * tokens / others
 
 
 def batches(prompts: list[Prompt], timed: int, size: int, verified: int) -> Iterator[list[int]]:
