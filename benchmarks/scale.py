@@ -28,7 +28,7 @@ from eagle31_train.store import Store, StoreSplit, StoreWriter, shard_plan
 from eagle31_train.store.backends import LocalStorage
 from eagle31_train.store.format import PLAN, TARGET, Line
 from eagle31_train.store.shard_plan import HEADER, Plan, PlannedShard, Shape, plan_shards
-from train import build, windows
+from train import inputs, windows
 
 RANKS = 1024
 BATCH_TOKENS = 2**22  # 4,096 tokens for each rank
@@ -118,7 +118,7 @@ def start_training(watch: Stopwatch, folder: Path) -> tuple[StoreSplit, list[lis
 
     def opened() -> StoreSplit:
         split = Store(folder).split("train")
-        build.tokens_of_a_step(split, TrainConfig(batch_tokens=BATCH_TOKENS))
+        inputs.tokens_of_a_step(split, TrainConfig(batch_tokens=BATCH_TOKENS))
         return split
 
     split = watch("training opens the store", opened)

@@ -1,97 +1,21 @@
 """Builds what is trained from a configuration and a store: shape, drafter, teacher, objective."""
 
-import math
-from dataclasses import replace
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from eagle31_train.checkpoint.contract import drafter_shape
-from eagle31_train.combinations import check_longest
-from eagle31_train.common import artifacts
-from eagle31_train.common.console import say
 from eagle31_train.common.errors import UserError
-from eagle31_train.config import ANSWERED, SELF, Config, DrafterConfig, DrafterShape, TrainConfig
+from eagle31_train.config import Config, DrafterConfig, DrafterShape, TrainConfig
 from eagle31_train.kernels import missing
-from eagle31_train.model.batch import has_pairs
 from eagle31_train.model.drafter import Drafter
 from eagle31_train.model.flash import restore_flash, switch_flash
 from eagle31_train.model.layer import GroupedQueryAttention
 from eagle31_train.model.loss import Objective, Teacher
 from eagle31_train.model.vocab import DraftVocab
-from eagle31_train.store import Store, StoreSplit
-from eagle31_train.targets.derive import default_batch_tokens
+from eagle31_train.store import Store
 
-OF_DATA = ("max_length", "heldout", "shuffle", "draft_vocab_size")  # options that stage 1's record has
 FIRST_NORM, FIRST_SPREAD = 0.7, 2.0  # see `first_norm`
 LOOK_BACK = 12.0  # nats by which a head's initial score of its preferred position exceeds scores far away
-
-
-def check_store(store: Store, data: dict[str, Any], config: Config) -> None:
-    """Raise UserError for a store of other data (`data`: stage 1's manifest) or of another target than configured."""
-    inputs = store.inputs
-    if inputs["data"] != data["dataset_fingerprint"]:
-        given = {"data_dir": config.data_dir, "store_dir": config.store_dir}
-        led = " or ".join(f"{name}={value}" for name, value in given.items() if value)  # the store may be right
-        raise UserError(
-            f"{store.location} was made from other data than {config.data_folder} now holds: "
-            + (f"correct {led}" if led else "run `eagle31 extract` again with overwrite=true")
-        )
-    there = {name: value for name, value in inputs["target"].items() if name != "weights"}
-    here = {name: getattr(config.target, name) for name in there}
-    if change := artifacts.describe_change(there, here, "target."):
-        remedy = "set the run_dir=… of that target, or run `eagle31 extract` for this one"
-        raise UserError(f"{store.location} was made for another target ({change}): {remedy}")
-
-
-def as_made(config: Config, data: dict[str, Any], store: Store) -> Config:
-    """Return the options with those of data and store as these were made, and tell of any other that was given: it
-    changes nothing here, and the run's record would claim that it had. data: stage 1's manifest."""
-    made, codecs = data["inputs"], store.inputs.get("codecs", {})
-    names = [name for name in OF_DATA if name in made]
-    if made.get("draft_vocab_size") is None and (config.data.draft_vocab_size or 0) >= made.get("vocab_size", math.inf):
-        names = [name for name in names if name != "draft_vocab_size"]  # all tokens, by either
-    sources = made.get("sources")
-    answered = isinstance(sources, list) and [name for name, _ in sources] == [ANSWERED]
-    if config.data.prompts == SELF and not answered:  # stage 1 had conversations
-        config = replace(config, regenerate=False, data=replace(config.data, prompts=None))
-    sections = {
-        "data": ({name: made[name] for name in names}, config.data_folder),
-        "store": ({f"{name}_codec": codec for name, codec in codecs.items()}, store.location),
-    }
-    for section, (values, where) in sections.items():
-        given = getattr(config, section)
-        here = {name: getattr(given, name) for name in values}
-        if change := artifacts.describe_change(values, here, f"{section}."):
-            say(f"train: {where} was made with other options than these ({change}), which have no effect here")
-        config = replace(config, **{section: replace(given, **values)})
-    return config
-
-
-def tokens_of_a_step(split: StoreSplit, t: TrainConfig) -> int:
-    """Return `train.batch_tokens`, or its default for this training split. Raise UserError if a sample is longer."""
-    longest = max(split.lengths)
-    batch_tokens = t.batch_tokens or default_batch_tokens(sum(split.lengths), t.epochs, longest)
-    row = f"row {split.lengths.index(longest)} of the train split in {split.store.location}"
-    check_longest(row, longest, batch_tokens)
-    return batch_tokens
-
-
-def tokens_to_keep(vocab: DraftVocab, oov: str) -> Tensor:
-    """Return `build_batch`'s keep_mask [V] by `train.oov`."""
-    return torch.from_numpy(vocab.t2d) if oov == "mask" else torch.ones(vocab.target_size, dtype=torch.bool)
-
-
-def check_pairs(split: StoreSplit, vocab: DraftVocab, oov: str) -> None:
-    """Raise UserError if no sample has a pair to train. Usually the first sample that is read has one."""
-    keep_mask = tokens_to_keep(vocab, oov)
-    if not any(has_pairs(split.read(index, states=False), keep_mask) for index in range(len(split))):
-        raise UserError(
-            f"the {len(split):,} samples of {split.store.location} have nothing to train: no answer has a token whose "
-            f"prediction is in the draft vocabulary of {len(vocab):,} tokens: raise data.draft_vocab_size, and check "
-            "what the loss masks cover"
-        )
 
 
 def shape_of(config: DrafterConfig, store: Store, vocab: DraftVocab) -> DrafterShape:

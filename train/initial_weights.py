@@ -37,11 +37,11 @@ FOLLOWED = {*MLA_WIDTHS, "q_lora_rank", "num_key_value_heads", "head_dim", "rope
 FOLLOWED -= {"max_position_embeddings"}
 
 
-def open_source(config: Config, needed: bool = False) -> DrafterCheckpoint | None:
-    """Return the drafter that `train.init_from` names. Return None for fresh weights and, unless `needed`, for a run
-    that `goes_by_record`. Raise UserError if there is no such drafter, or it is the run's own."""
+def open_source(config: Config) -> DrafterCheckpoint | None:
+    """Return the drafter that `train.init_from` names; None for fresh weights. Raise UserError if there is no such
+    drafter, or it is the run's own."""
     t = config.train
-    if t.init_from is None or (goes_by_record(config) and not needed):
+    if t.init_from is None:
         return None
 
     def target_layers() -> int:
@@ -70,13 +70,12 @@ def goes_by_record(config: Config) -> bool:
 
 
 def identity(config: Config, source: DrafterCheckpoint | None) -> str | None:
-    """Return what identifies the weights that a run begins with; None for fresh ones."""
+    """Return what identifies the weights that a run begins with; None for fresh ones. source: None for a run that
+    `goes_by_record`, too."""
     if source is not None:
         return source.initial_identity
-    if config.train.init_from is None:
-        return None
-    recorded = artifacts.read_json(run_folder.latest_run(config.train_folder) / RECORD, "train.py")
-    return recorded["inputs"]["train"]["init_from"]
+    record = run_folder.recorded_inputs(config.train_folder)
+    return record["train"]["init_from"] if record is not None and config.train.init_from is not None else None
 
 
 def refuse_other_kind(source: DrafterCheckpoint, shape: DrafterShape, store: Store) -> None:

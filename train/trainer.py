@@ -5,7 +5,6 @@ import resource
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -14,22 +13,18 @@ from eagle31_train.checkpoint.run_folder import CHECKPOINTS, EXPORTED, name_of, 
 from eagle31_train.common import artifacts
 from eagle31_train.common.console import note, say
 from eagle31_train.common.errors import UserError
-from eagle31_train.config import Config, DrafterShape, TrainConfig
-from eagle31_train.evaluation.unrolled import Trajectory
-from eagle31_train.model.vocab import DraftVocab
-from eagle31_train.provenance import Provenance
+from eagle31_train.config import DrafterShape, TrainConfig
 from eagle31_train.reporting.training_page import HELDOUT
-from eagle31_train.store import Store, StoreSplit
 from train import launch
 from train.acceptance import AcceptanceMeter, evaluate
-from train.build import tokens_to_keep
 from train.checkpoint import Saver, Snapshot
 from train.deadline import Deadline
+from train.inputs import Inputs, tokens_to_keep
 from train.loader import GlobalBatch, load
 from train.metrics import Reporter, heldout_text, plain, summarise
 from train.parallel import Parallel
 from train.step import accumulate, learning_rate
-from train.windows import Usage, Window
+from train.windows import Usage
 
 
 @dataclass
@@ -69,30 +64,11 @@ class StepResult:
     stop_requested: bool
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """What a run trains on; `train.prepare` has checked that it fits together."""
-
-    store: Store
-    draft_vocab: DraftVocab
-    shape: DrafterShape
-    made_from: Provenance  # everything that the trained weights depend on
-    train_split: StoreSplit
-    heldout: StoreSplit
-    windows: list[Window]
-    schedule: list[list[int]]  # the samples of every step
-    train: TrainConfig  # with nothing left open
-    trajectories: list[Trajectory]  # what acceptance is measured on; may be none
-    measured_on: list[str]  # their prompts, by `trajectories.digest`
-
-
 @dataclass
 class Trainer:
     """A run that is ready to train; `train.prepare.prepare` makes it."""
 
-    config: Config
     data: Inputs
-    folder: Path  # run_dir/train
     parallel: Parallel
     usage: Usage
     state: State
@@ -102,8 +78,8 @@ class Trainer:
     meter: AcceptanceMeter | None = None  # where the store has trajectories
 
     def __post_init__(self) -> None:
-        self.t, self.heldout, self.accelerator = self.config.train, self.data.heldout, self.parallel.accelerator
-        self.schedule = self.data.schedule
+        self.t, self.folder = self.data.config.train, self.data.config.train_folder
+        self.schedule, self.heldout, self.accelerator = self.data.schedule, self.data.heldout, self.parallel.accelerator
         self.keep_mask = tokens_to_keep(self.data.draft_vocab, self.t.oov)
         self.first_step = self.state.step + 1
         # The run ends with the schedule, or earlier (`train.early_stop`, `train.finish`).
@@ -114,8 +90,8 @@ class Trainer:
     def batches(self) -> Iterator[GlobalBatch]:
         self.deadline.save_on_interrupt()
         self.lap = time.perf_counter()
-        split, schedule, done = self.data.train_split, self.schedule[: self.last_step], self.state.step
-        return load(split, schedule, done, self.t, self.config.seed, self.keep_mask, self.accelerator, self.deadline)
+        split, schedule, seed = self.data.train_split, self.schedule[: self.last_step], self.data.config.seed
+        return load(split, schedule, self.state.step, self.t, seed, self.keep_mask, self.accelerator, self.deadline)
 
     def train_step(self, batch: GlobalBatch) -> StepResult:
         """Update the weights. Skip a step that has nothing to train, or whose loss or gradient is not finite. Raise

@@ -31,7 +31,7 @@ from eagle31_train.common.errors import UserError
 from eagle31_train.model import vocab
 from eagle31_train.store import Store
 from train.build import shape_of
-from train.prepare import complete_drafter
+from train.inputs import complete_drafter
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTENDERS = ("ours", "speculators", "specforge")

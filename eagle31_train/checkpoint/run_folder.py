@@ -44,6 +44,14 @@ def latest_run(train: Path) -> Path:
     return backup if backup.is_dir() and not in_order(train / CHECKPOINTS) else train
 
 
+def recorded_inputs(train: Path) -> artifacts.Record | None:
+    """Return what the run of `latest_run` was made from; None if there is none. UserError if its record is damaged."""
+    file = latest_run(train) / RECORD
+    if not file.is_file():
+        return None
+    return artifacts.Record(artifacts.read_json(file, "train.py")["inputs"], file, "train.py")
+
+
 def restore_replaced(train: Path) -> bool:
     """Restore the backed-up run, if any, unless the run that replaces it has a checkpoint. Return whether it was."""
     return not in_order(train / CHECKPOINTS) and artifacts.restore_backup(train)

@@ -31,7 +31,7 @@ from eagle31_train.planning.work import add_up, count_work, made_mask
 from eagle31_train.store import Store, storage_of
 from eagle31_train.store.shard_plan import sample_size
 from eagle31_train.targets.derive import STEP_TOKENS
-from train.build import tokens_of_a_step
+from train.inputs import tokens_of_a_step
 from train.optimizer import make_optimizer
 
 EXPERIMENTS = ("llama31_8b", "qwen3_8b", "kimi", "kimi_k25", "kimi_llama")

@@ -186,9 +186,10 @@ def test_a_store_trains_without_trajectories_but_not_with_damaged_ones_or_too_sh
 
 
 def test_prompts_that_an_earlier_store_was_measured_on_stay_known(monkeypatch):
-    state, known = State(measured_on=["a", "b"]), SimpleNamespace(trajectories=[1], measured_on=["b", "c"], store=None)
+    known = SimpleNamespace(config=None, store=None, trajectories=[1], measured_on=["b", "c"])
+    state = State(measured_on=["a", "b"])
     monkeypatch.setattr(prepare, "AcceptanceMeter", lambda *_: None)
-    prepare.make_meter(None, known, None, state)
+    prepare.make_meter(known, None, state)
     assert state.measured_on == ["a", "b", "c"]
 
 

@@ -17,7 +17,8 @@ from eagle31_train.store import Store
 from eagle31_train.store.codec import plain
 from eagle31_train.targets.derive import MOST_STEPS, STEP_TOKENS
 from train import build
-from train.build import choose_kernels, first_norm, look_back, tokens_of_a_step
+from train.build import choose_kernels, first_norm, look_back
+from train.inputs import tokens_of_a_step
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

@@ -23,7 +23,7 @@ from eagle31_train.common.errors import UserError
 from eagle31_train.config import TargetConfig, TrainConfig
 from eagle31_train.store import Store
 from eagle31_train.targets import derive
-from train import checkpoint, initial_weights, prepare, trainer, windows
+from train import checkpoint, initial_weights, inputs, prepare, trainer, windows
 from train.prepare import LOCK
 
 EAGLE3, BEFORE = ("drafter.fc_norm=false", "drafter.norm_output=false"), "drafter.norm_before_fc=true"
@@ -286,7 +286,7 @@ def test_windows_are_trained_one_after_another_and_it_is_said_that_data_in_order
 
 
 def test_an_open_weight_decay_is_that_of_a_training_of_so_many_steps():
-    muon = TrainConfig(optimizer="muon", weight_decay=None, fc_input_scale=[])
+    muon = TrainConfig(optimizer="muon", weight_decay=None)
     shape = SimpleNamespace(hidden_size=4096)
-    decays = [prepare.complete_training(muon, shape, steps, None, None).weight_decay for steps in (10_000, 20_000)]
+    decays = [inputs.complete_training(muon, shape, steps, []).weight_decay for steps in (10_000, 20_000)]
     assert decays[0] == pytest.approx(2 * decays[1], rel=0.1)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from warming import with_vocab
 
 from eagle31_train.store import Store, StoreSplit
-from train import prepare
+from train import inputs
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_a_run_that_has_nothing_to_train_is_refused_before_its_first_step(new_ru
     assert "has no states to train on: check what the loss masks cover" in eagle3
     # Where a store is still being written nobody knows before the end, and then it is no drafter.
     with monkeypatch.context() as patch:
-        patch.setattr(prepare, "check_pairs", lambda *_: None)
+        patch.setattr(inputs, "check_pairs", lambda *_: None)
         assert message_of(run.fit).startswith("none of the 12 steps had a pair to train, so there is no drafter")
     assert not (run.train / "manifest.json").exists()
     run.fit("train.oov=keep", "train.max_steps=1", "overwrite=true")

@@ -311,7 +311,7 @@ def test_a_run_that_begins_anew_records_the_weights_that_it_reads(begun, draft, 
     monkeypatch.setattr(initial_weights, "goes_by_record", lambda _: True)
     run.fit(*words, "train.lr=0.02", "overwrite=true")
     now = run.manifest()["inputs"]["train"]["init_from"]
-    assert now == initial_weights.open_source(run.config(*words), needed=True).initial_identity != before
+    assert now == initial_weights.open_source(run.config(*words)).initial_identity != before
 
 
 def test_a_run_that_goes_on_needs_its_first_weights_no_more(begun):
