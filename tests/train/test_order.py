@@ -2,7 +2,7 @@
 
 import re
 from contextlib import closing
-from itertools import count, islice
+from itertools import count
 from threading import Event
 from types import SimpleNamespace
 
@@ -27,10 +27,10 @@ from train import loader
 LENGTHS = st.lists(st.integers(1, 100), min_size=1, max_size=60)
 
 
-def loads_of(rank, ranks, split, batches, t, keep_mask, done=0, deadline=None):
+def loads_of(rank, ranks, split, batches, t, keep_mask, deadline=None):
     """What a rank loads. Ranks are told apart by their accelerator alone, as in a real launch."""
     accelerator = SimpleNamespace(process_index=rank, num_processes=ranks, device=torch.device("cpu"))
-    return loader.load(split, batches, done, t, 0, keep_mask, accelerator, deadline)
+    return loader.load(split, batches, 0, t, 0, keep_mask, accelerator, deadline)
 
 
 @given(LENGTHS, st.integers(0, 300), st.integers(0, 2**32), st.integers(0, 5))
@@ -126,8 +126,7 @@ def test_prompts_that_follow_a_drawn_slot_do_not_count_as_slots():
 # ---------------------------------------------------------------- as it is loaded
 
 SAMPLES = [int(length) for length in np.random.default_rng(1).integers(3, 30, 40)]
-EPOCHS = 2
-BATCHES = schedule(SAMPLES, 70, 5, EPOCHS, None)
+BATCHES = schedule(SAMPLES, 70, 5, 2, None)
 
 
 @pytest.fixture(scope="module")
@@ -146,58 +145,30 @@ def split(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def by_one(split):
-    """N_k of every step, as one rank norms its loss."""
-    return counts(load_on(split, 1))
+    return load_on(split, 1)
 
 
-def load_on(split, ranks, workers=1, done=0, until=None):
-    """What ranks load together, step by step: its number, the samples of each part, and N_k."""
+def load_on(split, ranks, workers=1):
+    """What ranks load together, step by step: its number, its samples, and N_k."""
     t, steps = TrainConfig(num_workers=workers, ttt_length=3), []
     for rank in range(ranks):
-        loads = loads_of(rank, ranks, split, BATCHES, t, torch.arange(VOCAB) % 7 > 0, done)
-        for place, batch in enumerate(islice(loads, None if until is None else until - done)):
+        loads = loads_of(rank, ranks, split, BATCHES, t, torch.arange(VOCAB) % 7 > 0)
+        for place, batch in enumerate(loads):
             if not rank:
                 steps.append((batch.step, [], torch.zeros_like(batch.totals.packed)))
-            documents = ((micro.batch.ids.unique_consecutive().tolist(), micro) for micro in batch.micro_batches)
-            steps[place][1].extend(ids if micro.real else [] for ids, micro in documents)
+            for micro in batch.micro_batches:
+                steps[place][1].extend(micro.batch.ids.unique_consecutive().tolist() * micro.real)
             steps[place][2].add_(batch.totals.packed)
-        loads.close()
-    return steps
-
-
-def ids(loaded):
-    """Step by step, which samples; how they are shared is left out."""
-    return [(step, sorted(i for part in parts for i in part)) for step, parts, _ in loaded]
-
-
-def counts(loaded):
-    return [total.tolist() for _, _, total in loaded]
-
-
-def assert_right(loaded):
-    assert ids(loaded) == [(step, sorted(batch)) for step, batch in enumerate(BATCHES, 1)]
-    epoch = len(BATCHES) // EPOCHS
-    for first in range(0, len(BATCHES), epoch):
-        trained = [i for _, some in ids(loaded)[first : first + epoch] for i in some]
-        assert sorted(trained) == list(range(len(SAMPLES))), "every sample once in every epoch"
+    return [(step, sorted(samples), counts.tolist()) for step, samples, counts in steps]
 
 
 @pytest.mark.parametrize("workers", [0, 1, 4])
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_any_number_of_ranks_and_workers_loads_the_same_batches_in_order(split, by_one, ranks, workers):
+    """And norms its loss by the same counts. How a run goes on: test_survival.py and test_profiles.py."""
     loaded = load_on(split, ranks, workers)
-    assert_right(loaded)
-    assert counts(loaded) == by_one, "and norms its loss by the same counts"
-
-
-@pytest.mark.parametrize("stops", [(3, 7), (1, 2), (6, 15)])
-def test_a_run_that_goes_on_with_other_ranks_goes_on_with_the_same_samples(split, stops):
-    """Eight ranks, then four, then two, with other workers each time; within and over the end of an epoch."""
-    first, second = stops
-    loaded = load_on(split, 8, 4, until=first)
-    loaded += load_on(split, 4, 0, done=first, until=second)
-    loaded += load_on(split, 2, 1, done=second)
-    assert_right(loaded)
+    assert [found[:2] for found in loaded] == [(step, sorted(batch)) for step, batch in enumerate(BATCHES, 1)]
+    assert loaded == by_one
 
 
 def test_a_step_has_as_many_micro_batches_as_its_conversations_fill_and_the_shortest_stands_in(split):

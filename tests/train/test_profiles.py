@@ -10,7 +10,7 @@ from several import training
 
 # A relay: one process stops after this step, then each profile goes on until its own, and one process ends the run.
 FIRST = 2
-RELAY = {"zero1": 4, "ddp": 6, "fsdp2": 8, "zero2_offload": 10, "zero2": 12, "zero3_offload": 14, "zero3": 16}
+RELAY = {"zero1": 4, "ddp": 7, "fsdp2": 8, "zero2_offload": 10, "zero2": 12, "zero3_offload": 14, "zero3": 16}
 # 20 steps. Three held-out batches: a rank that has none left is to count nothing.
 RECIPE = ["train.epochs=5", "train.eval_every=5", "train.eval_samples=3"]
 # Batches of one to four samples in four parts: empty parts, and a sample that trains nothing (LENGTHS has one).

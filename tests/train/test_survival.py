@@ -5,16 +5,12 @@ import threading
 from functools import cache, partial
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
-import torch
 from launching import arguments
-from planting import replaced
 from surviving import calling, death, dies, differences, ends_well, lines, tell, working
 from watching import noted
 
 from eagle31_train.common.errors import Stopped
-from train import trainer
 
 SHORT, STOPS, LONG = 18, (4, 9, 14), 200
 
@@ -56,20 +52,6 @@ def test_a_run_stopped_three_times_ends_bit_for_bit_the_same(new_run, whole, mor
         assert run.saved()[-1] == step
         assert not (run.train / "manifest.json").exists()
     assert not differences(go_on(run, SHORT, *more), whole(SHORT, *more))
-
-
-def test_no_step_draws_from_a_global_generator(new_run, monkeypatch):
-    """Why no checkpoint holds random states."""
-    states = []
-
-    @replaced(monkeypatch, trainer, "accumulate")
-    def watched(accumulate, *arguments):
-        states.append((random.getstate(), torch.get_rng_state().tolist(), np.random.get_state()[1].tolist()))
-        return accumulate(*arguments)
-
-    new_run().fit("train.eval_every=2", "train.checkpoint_every=2", "train.slots_per_batch=12", "train.precision=bf16")
-    assert len(states) == 12
-    assert all(state == states[0] for state in states)
 
 
 # ---------------------------------------------------------------- killed
