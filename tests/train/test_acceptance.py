@@ -196,28 +196,9 @@ def test_prompts_that_an_earlier_store_was_measured_on_stay_known(monkeypatch):
 # ---------------------------------------------------------------- teacher-forced metrics
 
 
-def test_ranks_share_an_evaluation_which_counts_each_conversation_once(tiny, monkeypatch):
-    """Also where the batches are no multiple of the ranks."""
-    objective, documents = tiny
-    monkeypatch.setattr(during, "reduce_sums", lambda _, sums: sums)
-    monkeypatch.setattr(during, "summarise", lambda sums: sums)
-
-    def sums(count, ranks, oov="mask"):
-        t = TrainConfig(ttt_length=3, batch_tokens=1)  # batches of the longest conversation's size
-        total = torch.zeros(())
-        for rank in range(ranks):
-            accelerator = SimpleNamespace(num_processes=ranks, process_index=rank, device=torch.device("cpu"))
-            parallel = SimpleNamespace(accelerator=accelerator, model=objective)
-            total = total + during.evaluate(parallel, Split(documents), t, kept_mask(objective, oov), count)
-        return total
-
-    for count in range(1, len(documents) + 1):
-        torch.testing.assert_close(sums(count, 2), sums(count, 1))
-    assert not torch.equal(sums(1, 1), sums(1, 1, oov="keep")), "it measures what is trained"
-
-
 def test_an_evaluation_takes_no_more_at_once_than_a_step_of_training_does(tiny, monkeypatch):
-    """In which gradients are accumulated so that the memory suffices; except for what is longer than that."""
+    """In which gradients are accumulated so that the memory suffices; except for what is longer than that. That ranks
+    share an evaluation: test_profiles.py."""
     objective, documents = tiny
     longest = max(len(one.tokens) for one in documents)
     split = Split([one for one in documents if len(one.tokens) == longest][:1] * 8)
@@ -230,3 +211,5 @@ def test_an_evaluation_takes_no_more_at_once_than_a_step_of_training_does(tiny, 
         t = TrainConfig(ttt_length=3, batch_tokens=tokens, gradient_accumulation_steps=2)
         during.evaluate(parallel, split, t, kept_mask(objective), 8)
         assert [len(some) for (some,) in reads] == [most] * (8 // most)
+    masked, kept = (during.evaluate(parallel, split, t, kept_mask(objective, oov), 8) for oov in ("mask", "keep"))
+    assert masked["oov_share"] > kept["oov_share"] == 0, "it measures what is trained"
