@@ -218,12 +218,6 @@ def test_output_and_gradients_equal_one_dense_softmax(kernel, problem, window):
     torch.testing.assert_close(ours, truth, rtol=near, atol=near, check_dtype=False)
 
 
-def test_keys_are_copied_wherever_a_run_does_not_see_the_whole_of_its_document():
-    """Though here they are as many as the positions."""
-    segments = make_layout([(0, 4), (4, 8)], torch.tensor([1, 3, 5])).segments
-    assert segments.key_rows.tolist() == [0, 1, 0, 1, 2, 3, 4, 5]
-
-
 def test_slots_scattered_over_a_long_document_do_not_copy_its_keys_for_each():
     segments = make_layout([(0, 1000)], torch.arange(0, 1000, 4)).segments
     assert segments.key_rows is None
