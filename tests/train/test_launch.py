@@ -202,17 +202,13 @@ def test_what_was_made_is_looked_at(made, monkeypatch, tmp_path):
     assert "ACCELERATE_USE_CPU=true" in message_of(launch.make_accelerator, load_config(options), tmp_path)
 
 
-@pytest.mark.parametrize(("value", "problem"), [("decided", None), (None, "refused")])
-def test_what_the_main_process_decides_holds_on_a_rank_that_does_nothing_itself(monkeypatch, value, problem):
-    """Else each would replace an earlier run, or one would go on alone where the others end."""
-    monkeypatch.setattr(launch, "broadcast_object_list", lambda _: [value, problem])
+def test_what_the_main_process_refuses_ends_a_rank_that_does_nothing_itself(monkeypatch):
+    """Else it would go on alone where the others end. That what is decided holds for it: test_windows.py."""
+    monkeypatch.setattr(launch, "broadcast_object_list", lambda _: [None, "refused"])
     rank, make = Mock(is_main_process=False, num_processes=2), Mock()
-    if problem is None:
-        assert launch.agreed(rank, make) == value
-    else:
-        with pytest.raises(SharedError):
-            launch.agreed(rank, make)
-        rank.wait_for_everyone.assert_called_once()
+    with pytest.raises(SharedError):
+        launch.agreed(rank, make)
+    rank.wait_for_everyone.assert_called_once()
     make.assert_not_called()
 
 

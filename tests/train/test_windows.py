@@ -109,15 +109,6 @@ def usage(three):
     return lambda **more: windows.Usage(SimpleNamespace(**{**usual, **more}), split, batches, cut, "")
 
 
-@pytest.mark.parametrize("ended", [False, True])
-def test_extraction_is_told_that_a_run_ended_before_its_schedule(three, usage, monkeypatch, ended):
-    told, unmapped = [], []
-    monkeypatch.setattr(windows, "consume", lambda *given: told.append(given[-1]))
-    usage(release=unmapped.append).release(1, remove=True, ended=ended)
-    assert told == [ended]
-    assert unmapped == [three[0].shards[:1]], "else its bytes stay on the disk"
-
-
 def test_a_run_that_goes_on_fetches_ahead_what_is_left_to_train(three, usage, monkeypatch):
     ahead = []
     storage = SimpleNamespace(prefetch=lambda uses: ahead.extend(use.name for use in uses))
@@ -159,7 +150,8 @@ def test_windows_that_do_not_fit_are_refused(three, given, epochs, count, said):
 
 
 def test_steps_whose_shards_were_used_up_are_refused_and_the_last_step_tells_the_end(three, usage, monkeypatch):
-    ours, told = usage(), []
+    told, unmapped = [], []
+    ours = usage(release=unmapped.append)
     gone = SimpleNamespace(shards=[three[0].shards[0].name])
     monkeypatch.setattr(windows, "check_consumer", lambda *_: gone)
     monkeypatch.setattr(windows, "consume", lambda *given: told.append(given[-1]))
@@ -168,3 +160,4 @@ def test_steps_whose_shards_were_used_up_are_refused_and_the_last_step_tells_the
         ours.begin(done, remove=True)
     ours.begin(3, remove=False)
     assert told == [False, False, True]
+    assert unmapped[0] == three[0].shards[:1], "else its bytes stay on the disk"
