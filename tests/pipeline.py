@@ -174,8 +174,9 @@ def contents(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def timeless(files):
-    """Every file of a store, its manifest without the time it took."""
+def timeless(store):
+    """Every file of a store's folder, its manifest without the time it took."""
+    files = contents(store)
     manifest = json.loads(files["manifest.json"])
     assert manifest.pop("seconds") > 0
     del manifest["check"]

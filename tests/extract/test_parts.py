@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from made import message_of
-from pipeline import contents, make_run, options, timeless
+from pipeline import make_run, options, timeless
 from planting import interrupt, replaced, watched
 
 from eagle31_train.compose import load_config
@@ -46,10 +46,6 @@ def command(extracted, tmp_path):
     return config
 
 
-def store_of(folder):
-    return contents(folder / "run" / "store")
-
-
 def at_once(*configs):
     """Run commands together; what each raised, or None."""
     with ThreadPoolExecutor(len(configs)) as pool:
@@ -65,7 +61,7 @@ def test_stopped_parts_are_carried_on_by_any_number(extracted, tmp_path, command
     committed = {file: file.stat().st_mtime_ns for file in shards.glob("*.safetensors")}
     assert len(committed) == 2
     assert at_once(*[command(part, parts) for part in range(parts)]) == [None] * parts
-    assert timeless(store_of(tmp_path)) == timeless(store_of(extracted))
+    assert timeless(tmp_path / "run" / "store") == timeless(extracted / "run" / "store")
     assert all(file.stat().st_mtime_ns == at for file, at in committed.items()), "made again"
 
 
@@ -97,7 +93,7 @@ def test_who_gathers_waits_for_a_shard_that_is_damaged(extracted, tmp_path, comm
         right(self, shard, *rest)
 
     assert at_once(command(0, 2), command(1, 2)) == [None, None]
-    assert timeless(store_of(tmp_path)) == timeless(store_of(extracted))
+    assert timeless(tmp_path / "run" / "store") == timeless(extracted / "run" / "store")
 
 
 def test_one_store_is_extracted_by_one_command_whatever_their_runs(extracted, tmp_path, monkeypatch):
@@ -115,7 +111,7 @@ def test_one_store_is_extracted_by_one_command_whatever_their_runs(extracted, tm
         refused.append(message_of(extract, second))
 
     extract(load_config(options(tmp_path, *shared, f"store_dir={store}")))
-    assert timeless(contents(store)) == timeless(store_of(extracted))
+    assert timeless(store) == timeless(extracted / "run" / "store")
     assert len(refused) == len(list((store / "shards").iterdir()))
     words = f"another process is extracting the same shards of {link}: wait for it, or choose another store_dir=…"
     assert set(refused) == {words}

@@ -12,15 +12,6 @@ from eagle31_train.model.batch import build_batch
 K, LENGTH = 7, 768
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Each thread of the flash kernel has 2 MiB to itself, whatever the length."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def allocations(shape, length):
     """Bytes at the worst moment of forward and backward, and of the largest piece: one document of answers."""
     objective = make_objective(shape, torch.float32)

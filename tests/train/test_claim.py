@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from functools import partial
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
@@ -12,8 +13,8 @@ import pytest
 import torch
 from made import message_of
 from pipeline import assert_equal, contents, flip_bit
-from planting import replaced, watched
-from surviving import timeless
+from planting import watched
+from surviving import calling, timeless
 
 from eagle31_train import compose
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
@@ -23,7 +24,7 @@ from eagle31_train.common.errors import UserError
 from eagle31_train.config import TargetConfig, TrainConfig
 from eagle31_train.store import Store
 from eagle31_train.targets import derive
-from train import checkpoint, initial_weights, inputs, prepare, trainer, windows
+from train import initial_weights, inputs, prepare, trainer, windows
 from train.prepare import LOCK
 
 EAGLE3, BEFORE = ("drafter.fc_norm=false", "drafter.norm_output=false"), "drafter.norm_before_fc=true"
@@ -239,27 +240,14 @@ def test_a_folder_of_other_options_is_refused_or_replaced_with_overwrite(new_run
     assert_equal(run.weights(), by_one(*SHORT, "train.gamma=0.5").weights())
 
 
-def test_a_checkpoint_that_is_being_written_when_its_run_fails_is_one(new_run, monkeypatch):
+def test_a_checkpoint_that_is_being_written_when_its_run_fails_is_one(new_run):
     """It is waited for before what the run was to replace would be restored, and the run goes on from it."""
     run, other, failed = new_run().fit(*SHORT), (*SHORT, "train.lr=0.5", "overwrite=true"), Event()
 
-    @replaced(monkeypatch, checkpoint, "_write")
-    def write(right, *given):
-        failed.wait(10)
-        right(*given)
-
-    @replaced(monkeypatch, checkpoint.Saver, "close")
-    def close(right, self):
-        failed.set()
-        right(self)
-
-    @replaced(monkeypatch, trainer.Trainer, "train_step")
-    def step(right, self, batch):
-        if batch.step == 3:
-            raise RuntimeError("as a GPU that fails")
-        return right(self, batch)
-
-    with pytest.raises(RuntimeError, match="as a GPU that fails"):
+    late = calling("train.checkpoint._write", partial(failed.wait, 10), "before", 1)
+    awaited = calling("train.checkpoint.Saver.close", failed.set, "before", 1)
+    fails = calling("train.trainer.Trainer.train_step", Mock(side_effect=MemoryError), "before", 3)
+    with late, awaited, fails, pytest.raises(MemoryError):
         run.fit(*other)
     assert (run.saved(), run.recorded()["train"]["lr"]) == ([2], 0.5)
 
