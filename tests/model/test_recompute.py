@@ -13,7 +13,7 @@ from plan_cases import SMALL_MLA, objective_and_batch, shape_of
 
 from benchmarks.shapes import turns
 from eagle31_train.model import drafter, layer
-from eagle31_train.model.recompute import checkpointed, recomputed
+from eagle31_train.model.recompute import recomputed
 
 WEIGHTS = torch.tensor([1e-2, 5e-3, 2e-3])
 SHAPES = {
@@ -53,41 +53,18 @@ def test_gradients_are_to_the_bit_those_of_keeping_everything(name, precision, m
         assert torch.equal(whole[name], gradient), name
 
 
-def test_it_is_called_once_more_for_all_that_wait_and_goes_with_the_graph():
-    calls = []
-
-    def double(x):
-        calls.append(torch.is_grad_enabled())
-        return 2 * x  # whose gradient needs neither
-
-    def graph(x):
-        with recomputed(double, x) as out:
-            held = weakref.ref(out)
-            return (out @ weight).square().sum() + (out @ weight).sum(), held
-
-    x, weight = (torch.randn(4, 4, requires_grad=True) for _ in range(2))
+def test_it_goes_with_the_graph():
+    """That it is not held before, and called once for all that wait: tests/test_fake_cuda.py."""
+    state, weight = (torch.randn(4, 4, requires_grad=True) for _ in range(2))
     gc.disable()
     try:
-        loss, held = graph(x)
-        assert held() is None
-        loss.backward(retain_graph=True)
-        assert calls == [True, False]
-        first, x.grad = x.grad, None
-        loss.backward()
-        assert torch.equal(x.grad, first)
-        middle = x * 1
-        state = weakref.ref(middle)
-        loss = graph(middle)[0]
-        del middle
-        assert state() is not None
+        middle = state * 1
+        there = weakref.ref(middle)
+        with recomputed(torch.mul, middle, 2) as out:
+            loss = (out @ weight).square().sum() + (out @ weight).sum()
+        del middle, out
+        assert there() is not None
         del loss
-        assert state() is None, "a cycle, which would hold a step's memory until Python looks for it"
+        assert there() is None, "a cycle, which would hold a step's memory until Python looks for it"
     finally:
         gc.enable()
-    with torch.no_grad():
-        del calls[:]
-        graph(x)
-    assert calls == [False]
-    del calls[:]
-    checkpointed(lambda x: graph(x)[0], x).backward()
-    assert calls == [True, True], "once in each pass through the whole"
