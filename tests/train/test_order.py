@@ -45,11 +45,6 @@ def test_an_epoch_holds_every_sample_once_within_the_bound(lengths, room, seed, 
         assert len(loads) == 1 or loads[0] + loads[1] > bound, "no two batches could have been one"
 
 
-def test_the_order_does_not_move_between_releases():
-    """A continued run must read what the stopped one would have: this order is part of the format."""
-    assert global_batches([3, 1, 2, 4, 2, 1], 4, seed=0, epoch=0) == [[0, 1], [5], [3], [2, 4]]
-
-
 def test_a_window_is_packed_by_some_batches_at_a_time(monkeypatch):
     """Not as a whole, which would put samples of one length together, nor each sample alone."""
     lengths = [1] * 500 + [40] * 500
