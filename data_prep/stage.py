@@ -160,13 +160,13 @@ def _needs_no_answers(folder: Path, config: Config, template: ChatTemplate, targ
 def _rows_of(folder: Path, config: Config, template: ChatTemplate) -> dict[str, Any]:
     """Return what another run's data set was made of, if that was answers. UserError if that run's records are beside
     it, and are of other prompts or settings."""
-    sources = provenance.read_data(config).get("inputs", {}).get("sources")
+    inputs = provenance.read_data(config).get("inputs", {})
     beside = Journal(folder.parent / ANSWERED).manifest
     if beside.is_file() and not config.data.writes_prompts:  # their file is not written yet
         record = artifacts.read_json(beside, provenance.DATA)
         of_answers(config, template, Corpus.open(config, "prompts")).refuse_other(folder, record, False)
-    answers = isinstance(sources, list) and [file for file, _ in sources] == [ANSWERED]
-    return {"sources": sources if answers else "the target's answers", "format": "messages"}
+    sources = inputs["sources"] if provenance.are_answers(inputs) else "the target's answers"
+    return {"sources": sources, "format": "messages"}
 
 
 def _is_done(folder: Path, made_from: Provenance, config: Config, target: TargetDescription) -> bool:
@@ -353,10 +353,9 @@ def summary(folder: Path, manifest: dict[str, Any], target: str) -> str:
     lines += [f"  {what.format(target=target)}: {manifest[name]:,}" for name, what in COUNTS.items() if manifest[name]]
     answers, cut = sum(split["conversations"] for split in manifest["splits"].values()), manifest["no_end_of_turn"]
     if cut > answers / 2:
-        lines.append(
-            "  MOST ANSWERS HAVE NO END, so a drafter learns little of how they end: raise "
-            "data.generate.max_new_tokens (to several thousand for a target that thinks), or provide whole answers"
-        )
+        longer = "raise data.generate.max_new_tokens (to several thousand for a target that thinks)"
+        remedy = longer if provenance.are_answers(manifest["inputs"]) else "provide whole answers"
+        lines.append(f"  MOST ANSWERS HAVE NO END, so a drafter learns little of how they end: {remedy}")
     if missing := manifest["not_held_out"]:
         lines.append(f"  NOT HELD OUT, so not evaluated: {', '.join(missing)}: raise data.heldout")
     lines.append(f"  REFUSED: {len(refused)}" if refused else "  refused: 0")

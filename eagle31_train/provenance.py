@@ -14,7 +14,7 @@ from eagle31_train.common import artifacts
 from eagle31_train.common.artifacts import MANIFEST, describe_change, fingerprint, first_damaged, read_json
 from eagle31_train.common.console import note
 from eagle31_train.common.errors import UserError
-from eagle31_train.config import Config, TargetConfig
+from eagle31_train.config import ANSWERED, Config, TargetConfig
 from eagle31_train.earlier import ADDED, RENAMED
 
 # Raise a number when the same inputs give another output: outputs with a lower number are then out of date.
@@ -122,6 +122,12 @@ def read_data(config: Config, whole: bool = False) -> dict[str, Any]:
     if whole and (damage := first_damaged(config.data_folder, manifest.get("files", {}))):
         raise UserError(f"{damage}: run `{DATA}` again")
     return manifest
+
+
+def are_answers(inputs: Mapping[str, Any]) -> bool:
+    """Return whether a data set was made of the target's answers to prompts. inputs: those of stage 1's manifest."""
+    sources = inputs.get("sources")  # earlier versions have no list
+    return isinstance(sources, list) and [file for file, _ in sources] == [ANSWERED]
 
 
 def recorded(section: str, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from eagle31_train.common import artifacts, order
 from eagle31_train.common.console import say
 from eagle31_train.common.errors import UserError
 from eagle31_train.common.units import byte_count
-from eagle31_train.config import ANSWERED, SELF, Config, DrafterShape, TrainConfig
+from eagle31_train.config import SELF, Config, DrafterShape, TrainConfig
 from eagle31_train.evaluation import trajectories
 from eagle31_train.evaluation.trajectories import Trajectory, digest
 from eagle31_train.model import vocab
@@ -160,9 +160,7 @@ def as_made(config: Config, data: dict[str, Any], store: Store) -> Config:
     """Return the options with those of data and store as these were made, and tell of any other that was given: it
     changes nothing here, and the run's record would claim that it had. data: stage 1's manifest."""
     made = data["inputs"]
-    sources = made.get("sources")
-    answered = isinstance(sources, list) and [name for name, _ in sources] == [ANSWERED]
-    if config.data.prompts == SELF and not answered:  # stage 1 had conversations
+    if config.data.prompts == SELF and not provenance.are_answers(made):  # stage 1 had conversations
         config = replace(config, regenerate=False, data=replace(config.data, prompts=None))
     of_data = {name: made[name] for name in OF_DATA if name in made}
     if made.get("draft_vocab_size") is None and (config.data.draft_vocab_size or 0) >= made.get("vocab_size", math.inf):

@@ -119,7 +119,7 @@ def test_prompts_asked_twice_and_answers_without_end_are_told(config, tmp_path, 
         assert [sources[name]["repeated"] for name in "abc"] == [1, 1, 1]
         out = capsys.readouterr().out
         assert "prompts that occur twice, both times on the same side of the split: 3\n" in out
-        assert ("MOST ANSWERS HAVE NO END" in out) == told
+        assert ("MOST ANSWERS HAVE NO END, so a drafter learns little of how they end: provide whole" in out) == told
 
 
 def test_the_split_depends_on_the_prompt_alone():
