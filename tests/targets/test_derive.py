@@ -3,6 +3,7 @@ docs/targets.md shows both."""
 
 import copy
 import json
+import math
 import re
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -11,9 +12,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from made import message_of
+from published_targets import recipe
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from eagle31_train.checkpoint.contract import weight_shapes
 from eagle31_train.common.errors import UserError
 from eagle31_train.compose import load_config
 from eagle31_train.config import Config, DataConfig, DrafterConfig, EvaluateConfig, ExtractConfig, TargetConfig
@@ -115,6 +118,16 @@ def test_the_shape_is_the_pages_and_what_a_published_drafters_is_unlike_is_bold(
     assert derived == [*cells(shape), ", ".join(map(str, description.pick_layers(None, read.num_hidden_layers)))]
     for ours, theirs in zip(derived[:-1], published[:-1], strict=True):
         assert theirs == ours or (theirs == f"**{theirs.strip('*')}**" and theirs.strip("*") != ours)
+
+
+def test_kimis_recipe_makes_the_published_drafter_for_k26():
+    """lightseekorg/kimi-k2.6-eagle3.1-mla: of the whole vocabulary, and a number of its YaRN is not the target's."""
+    config = load_config(recipe("kimi"))
+    assert config.data.draft_vocab_size is None
+    shape, _ = derive.planned_drafter(config, describe_target(config.target), 163840)
+    assert shape.rope_scaling == {**KIMI, "factor": 64.0, "beta_fast": 1.0}
+    assert (shape.norm_output, shape.norm_before_residual, shape.aux_layers) == (True, False, [2, 30, 58])
+    assert sum(map(math.prod, weight_shapes(shape).values())) == 1_841_220_608, "as in its table"
 
 
 # Billions, as the cards say: DeepSeek V3 37 B active, Kimi K2 32 B, gpt-oss 3.6 B and 5.1 B without the embedding.
