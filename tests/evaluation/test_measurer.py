@@ -258,3 +258,14 @@ def test_timed_prompts_are_decoded_alone_and_other_outputs_told_for_as_many_toke
     assert found.tokens == lengths["decode_plain"] == sum(map(len, found.outputs[:4]))
     assert found.plain == 2 * found.tokens
     assert found.speculative == pytest.approx(found.tokens)
+
+
+def test_what_lies_beyond_an_output_takes_none_of_its_time(target, monkeypatch):
+    passes, right = [], target.read_plain
+    monkeypatch.setattr(target, "read_plain", lambda rows: passes.append(rows) or right(rows))
+    monkeypatch.setattr(decoding, "_now", lambda _: float(len(passes)))
+    for count in (1, 2):
+        passes.clear()
+        found = decode_plain(target, PROMPTS[:count], Limits(6, ()), beyond=5)
+        assert [one.seconds for one in found] == [6 / count] * count
+        assert len(passes) == 11
