@@ -11,6 +11,7 @@ from planting import replaced
 from eagle31_train.model.batch import build_batch
 from eagle31_train.model.decode import DraftDecoder
 from eagle31_train.store.document import Document
+from tests.evaluation import test_unrolled
 
 K = 5
 
@@ -57,13 +58,8 @@ SHAPES = [
         for given in product([True, False], repeat=3)
         for more in ({}, PARALLEL, {**PARALLEL, "num_layers": 2})
     ),
-    make_shape(sliding_window=6),
+    *test_unrolled.SHAPES.values(),
     make_shape(sliding_window=3, num_layers=2),  # shorter than a round
-    make_shape(attention_bias=True, mlp_bias=True),
-    make_shape(num_layers=3, norm_before_fc=True, qk_norm=True, norm_output=False),
-    make_shape(**PARALLEL, num_layers=3, qk_norm=True),
-    make_mla_shape(num_layers=2),
-    make_mla_shape(norm_output=False, fc_norm=False, q_lora_rank=None),
 ]
 
 
