@@ -141,9 +141,9 @@ def trained_by(config: Config, data: Mapping[str, Any] | None) -> Config:
     Options that the target (in stage 1's manifest) decides by itself stay open; positions stay the export's.
     """
     run = Path(config.run_dir)
-    if not (saved := run / "train" / run_folder.CONFIG).is_file():
+    if not compose.is_run(str(run)):
         return config
-    then = compose.load_config([f"run_dir={run}"], saved)
+    then = compose.load_config([str(run)])
     names = ("data", "extract", "store", "train", "seed", "regenerate")
     target = dataclasses.replace(config.target, aux_layers=then.target.aux_layers, dtype=then.target.dtype)
     trained = dataclasses.replace(config, target=target, **{name: getattr(then, name) for name in names})
