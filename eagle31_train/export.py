@@ -15,14 +15,13 @@ import json
 import shutil
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from eagle31_train import cli, compose, provenance
-from eagle31_train.checkpoint import config_json, contract, hub, published_config, run_folder
+from eagle31_train.checkpoint import config_json, contract, hub, published_config
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.checkpoint.run_folder import CARD, EXPORT, EXPORTED, MODEL, TRAIN
 from eagle31_train.checkpoint.smaller import served
@@ -51,7 +50,7 @@ def export(config: Config) -> None:
     weights, target_ids = artifacts.file_sha256(checkpoint.folder / MODEL), checkpoint.vocab.target_ids.tolist()
     made_from = provenance.of_export(config, train, weights, dataclasses.asdict(shape), target_ids)
     fingerprint = made_from.fingerprint  # of all but the card
-    results = results_of(config, checkpoint, fingerprint)
+    results = card.read_results(config, checkpoint.identity, fingerprint)
     made_from = dataclasses.replace(made_from, card=card_inputs(config, data, results))
     if not folder.exists():  # an export was killed while replacing it
         artifacts.restore_backup(folder)
@@ -100,14 +99,6 @@ def data_of(config: Config, checkpoint: DrafterCheckpoint) -> dict[str, Any] | N
     return data
 
 
-def results_of(config: Config, checkpoint: DrafterCheckpoint, fingerprint: str) -> card.CardResults:
-    """Return what was measured of the drafter. fingerprint: its export's, without the card."""
-    run, compared = Path(config.run_dir), [Path(one) for one in config.comparisons]
-    there = identity_there(run, fingerprint) if compared else None
-    drawn = config.evaluate.draft_sampling != "greedy"
-    return card.read_results(run, checkpoint.identity, fingerprint, compared, there, config.target.dtype, drawn)
-
-
 def card_inputs(config: Config, data: Mapping[str, Any] | None, results: card.CardResults) -> dict[str, Any]:
     """Return what the card depends on besides the checkpoint."""
     said = {  # shown on the card if set
@@ -125,14 +116,6 @@ def card_inputs(config: Config, data: Mapping[str, Any] | None, results: card.Ca
         **results.fingerprints,
         **{name: value for name, value in said.items() if value},
     }
-
-
-def identity_there(run: Path, fingerprint: str) -> str | None:
-    """Return the identity that comparisons give to an existing, undamaged export of these weights, or None."""
-    with suppress(UserError):  # a damaged export is made again
-        if (run / EXPORTED).is_file() and run_folder.read_export(run)["checkpoint"] == fingerprint:
-            return DrafterCheckpoint.open(str(run / "export")).identity
-    return None
 
 
 def trained_by(config: Config, data: Mapping[str, Any] | None) -> Config:

@@ -7,14 +7,18 @@ run_dir/evaluate, run_dir/serving, and folders that `eagle31_train.compare` wrot
 
 import json
 from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment
 
+from eagle31_train.checkpoint import run_folder
 from eagle31_train.checkpoint.config_json import MLA_DEFAULTS
 from eagle31_train.checkpoint.contract import caveats, oldest_vllm
+from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
+from eagle31_train.checkpoint.run_folder import EXPORTED
 from eagle31_train.common import artifacts
 from eagle31_train.common.console import note
 from eagle31_train.common.errors import UserError
@@ -68,22 +72,14 @@ class CardResults:
         return [picture for result in results if result for picture in result.pictures]
 
 
-def read_results(
-    run: Path,
-    identity: str,
-    checkpoint: str,
-    comparisons: Sequence[Path],
-    there: str | None = None,
-    dtype: str = "",
-    drawn: bool = False,
-) -> CardResults:
-    """Return what was measured of the checkpoint in `run`; UserError for a damaged result or a comparison of others.
+def read_results(config: Config, identity: str, checkpoint: str) -> CardResults:
+    """Return what was measured of the run's checkpoint; UserError for a damaged result or a comparison of others.
 
-    identity: of what was trained. checkpoint: fingerprint of what is exported. comparisons: their folders. there: the
-    identity of an existing export of the same, which may have been compared. dtype: that of the export's weights.
-    drawn: whether the card's command has vLLM sample drafts.
+    identity: of what was trained. checkpoint: fingerprint of what is exported, without its card.
     """
-    compared = [_comparison(folder, number, {identity, there}, dtype) for number, folder in enumerate(comparisons, 1)]
+    run, dtype = Path(config.run_dir), config.target.dtype
+    ours = {identity, _identity_of_export(run, checkpoint)} if config.comparisons else {identity}
+    compared = [_comparison(Path(folder), number, ours, dtype) for number, folder in enumerate(config.comparisons, 1)]
     evaluation = _stage(run / "evaluate", "checkpoint", identity, "acceptance", f"{EVALUATE} …")
     if evaluation and (rounded := rounded_to(evaluation.content)) not in (None, dtype):
         note(
@@ -92,13 +88,21 @@ def read_results(
         )
         evaluation = None
     workloads = evaluation.content.get("result", {}).get("workloads", []) if evaluation else []
-    if not drawn and any("drafts" in one for one in workloads):
+    if config.evaluate.draft_sampling == "greedy" and any("drafts" in one for one in workloads):
         note(
             f"export: {run / 'evaluate'} is of drafts that were sampled: set evaluate.draft_sampling=probabilistic "
             "here, too, to serve with it"
         )
     serving = _stage(run / "serving", "export", checkpoint, "serving", f"{EVALUATE} … evaluate.backend=vllm")
     return CardResults(evaluation, serving, compared)
+
+
+def _identity_of_export(run: Path, checkpoint: str) -> str | None:
+    """Return the identity that comparisons give to an existing, undamaged export of this checkpoint, or None."""
+    with suppress(UserError):  # a damaged export is made again
+        if (run / EXPORTED).is_file() and run_folder.read_export(run)["checkpoint"] == checkpoint:
+            return DrafterCheckpoint.open(str(run / "export")).identity
+    return None
 
 
 def rounded_to(evaluation: Mapping[str, Any]) -> str | None:
