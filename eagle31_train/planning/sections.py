@@ -12,6 +12,7 @@ from eagle31_train.checkpoint.contract import weight_shapes
 from eagle31_train.common import order
 from eagle31_train.common.artifacts import MANIFEST
 from eagle31_train.planning.devices import GIB
+from eagle31_train.planning.footprint import Profile
 from eagle31_train.planning.inputs import prompts_at_hand
 from eagle31_train.planning.planned import Planned
 from eagle31_train.planning.work import newton_schulz_flops
@@ -50,45 +51,48 @@ def drafter(plan: Planned) -> list[str]:
 def target(plan: Planned) -> list[str]:
     """Return the memory of the target's weights in each stage that runs it itself, with the KV cache of answers, and a
     remedy where they do not fit."""
-    c, p, sizes, work = plan.config, plan.devices, plan.target.sizes, plan.data.work
+    c, count, sizes = plan.config, plan.devices.count, plan.target.sizes
     stored, loaded = plan.target.weight_bytes, plan.target.loaded_bytes
-    spread = p.count if c.target.device_map else 1
-    stages: dict[str, tuple[float, int, str]] = {}  # bytes of a weight, devices that share all weights, remedy
-    cache, g = 0.0, c.data.generate
-    if c.regenerate and not c.data.generate.server:
-        remedy = "data.generate.server=vllm, target.device_map=auto, or a smaller data.generate.batch_size"
-        stages["answers"] = loaded, spread, remedy
-        # As if each batch had an answer of the greatest length.
-        longest = (work.tokens - work.assistant) / work.conversations + g.max_new_tokens
-        cache = g.batch_size * longest * plan.cache_bytes / spread
-    if c.extract.engine == "vllm":
-        shared = c.extract.engine_args.get("tensor_parallel_size", 1)
-        wider = "extract.engine_args.tensor_parallel_size=N" if shared < p.count else "more devices, or larger ones"
-        stages["extraction"] = stored, shared, wider
-    else:
-        stages["extraction"] = loaded, spread, "extract.engine=vllm, or target.device_map=auto"
-    if c.evaluate.backend == "transformers":  # quantized weights stay as they are
-        decoded = loaded if loaded < 2 else 4 if c.evaluate.dtype == "float32" else 2
-        stages["evaluation"] = decoded, spread, "evaluate.backend=vllm, or target.device_map=auto"
-    origin = (
-        "perhaps more in all (plan.target_parameters)"
-        if c.plan.target_parameters
-        else "as its class in transformers has them"
-    )
+    spread = count if c.target.device_map else 1
+    given = c.plan.target_parameters is not None
+    counted = "perhaps more in all (plan.target_parameters)" if given else "as its class in transformers has them"
     lines = [
         "TARGET'S WEIGHTS on a device",
-        _line("parameters", _si(sizes.all), f"{_si(sizes.active)} active per token, {origin}"),
+        _line("parameters", _si(sizes.all), f"{_si(sizes.active)} active per token, {counted}"),
     ]
     if loaded > stored:
         lines.append(_line("unpacked", f"{loaded:g} bytes each", "MXFP4 in transformers without the package kernels"))
-    for stage, (value, devices, remedy) in stages.items():
-        more = cache if stage == "answers" else 0.0
-        each = (value * sizes.all / devices + more) / GIB
-        note = f"of it {more / GIB:.1f} GiB KV cache, for {g.batch_size} answers at once" if more else ""
-        if each > SPARE * p.gib:
-            note = f"TOO MUCH for {p.gib:.4g} GiB: use {remedy}"
-        lines.append(_line(stage, f"{each:.1f} GiB", note))
+    if c.regenerate and not c.data.generate.server:
+        remedy = "data.generate.server=vllm, target.device_map=auto, or a smaller data.generate.batch_size"
+        lines.append(_weights(plan, "answers", loaded / spread, remedy, _answers_cache(plan) / spread))
+    if c.extract.engine == "vllm":
+        shared = c.extract.engine_args.get("tensor_parallel_size", 1)
+        wider = "extract.engine_args.tensor_parallel_size=N" if shared < count else "more devices, or larger ones"
+        lines.append(_weights(plan, "extraction", stored / shared, wider))
+    else:
+        lines.append(_weights(plan, "extraction", loaded / spread, "extract.engine=vllm, or target.device_map=auto"))
+    if c.evaluate.backend == "transformers":  # quantized weights stay as they are
+        decoded = loaded if loaded < 2 else 4 if c.evaluate.dtype == "float32" else 2
+        remedy = "evaluate.backend=vllm, or target.device_map=auto"
+        lines.append(_weights(plan, "evaluation", decoded / spread, remedy))
     return lines
+
+
+def _weights(plan: Planned, stage: str, each: float, remedy: str, cache: float = 0.0) -> str:
+    """Return a stage's line. each: bytes per weight on one device; cache: bytes of the KV cache on it."""
+    p, taken = plan.devices, (each * plan.target.sizes.all + cache) / GIB
+    batch = plan.config.data.generate.batch_size
+    note = f"of it {cache / GIB:.1f} GiB KV cache, for {batch} answers at once" if cache else ""
+    if taken > SPARE * p.gib:
+        note = f"TOO MUCH for {p.gib:.4g} GiB: use {remedy}"
+    return _line(stage, f"{taken:.1f} GiB", note)
+
+
+def _answers_cache(plan: Planned) -> float:
+    """Return the bytes of one batch's KV cache, as if every answer had the greatest length."""
+    work, g = plan.data.work, plan.config.data.generate
+    longest = (work.tokens - work.assistant) / work.conversations + g.max_new_tokens
+    return g.batch_size * longest * plan.cache_bytes
 
 
 def data(plan: Planned) -> list[str]:
@@ -219,23 +223,28 @@ def which(plan: Planned) -> list[str]:
             if peaks[-1] <= SPARE * p.gib:
                 given, asked = (vars(one.config.train) for one in (plan, variant))
                 options = [f"train.{name}={value}".lower() for name, value in asked.items() if value != given[name]]
-                launch = [f"eagle31 run --profile {profile.name}"]
-                if p.count > MACHINE:
-                    launch = [f"accelerate launch --config_file configs/accelerate/{profile.name}.yaml"]
-                    if profile.name.startswith("zero"):  # otherwise DeepSpeed looks for a hostfile, and trains on one
-                        launch += ["--deepspeed_multinode_launcher standard"]
-                    launch += ["--main_process_ip 10.0.0.1 --main_process_port 29500 --machine_rank 0"]
-                    machines = f"--num_machines {math.ceil(p.count / MACHINE)}"
-                    options = [machines, f"--num_processes {p.count}", "train.py", *options]
                 return [
                     f"WHICH PROFILE   {profile.name}: {peaks[-1]:.1f} of {p.gib:.4g} GiB, a tenth stays free",
-                    "  " + " \\\n      ".join([*launch, *([" ".join(options)] if options else [])]) + " …",
+                    f"  {_launch(profile, p.count, options)} …",
                 ]
     frozen = ", or set drafter.train_lm_head=false" * plan.config.drafter.train_lm_head
     return [
         f"WHICH PROFILE   none leaves a tenth of {p.gib:.4g} GiB free; the smallest takes {min(peaks):.1f}.",
         f"  Plan more devices, lower data.draft_vocab_size or data.max_length{frozen}.",
     ]
+
+
+def _launch(profile: Profile, devices: int, options: list[str]) -> str:
+    """Return the command that trains under a profile, on one machine or, if it has too few devices, on each."""
+    lines = [f"eagle31 run --profile {profile.name}"]
+    if devices > MACHINE:
+        lines = [f"accelerate launch --config_file configs/accelerate/{profile.name}.yaml"]
+        if profile.deepspeed:  # otherwise DeepSpeed looks for a hostfile, and trains on one
+            lines.append("--deepspeed_multinode_launcher standard")
+        lines.append("--main_process_ip 10.0.0.1 --main_process_port 29500 --machine_rank 0")
+        machines = math.ceil(devices / MACHINE)
+        options = [f"--num_machines {machines} --num_processes {devices} train.py", *options]
+    return " \\\n      ".join([*lines, " ".join(options)] if options else lines)
 
 
 def _variants(plan: Planned) -> Iterator[Planned]:
