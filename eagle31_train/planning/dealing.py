@@ -37,10 +37,8 @@ def deal(each: Sequence[Work], flops: Sequence[float], conversations: float, t: 
     step = batch_tokens * len(each) / sum(one.tokens for one in each)  # conversations per step
     count = min(conversations, order.PACKED * step, max(DRAWN, 2 * step))
     drawn = np.random.default_rng(0).integers(len(each), size=max(1, round(count))).tolist()
-    tokens, supervised, work = (
-        [values[i] for i in drawn]
-        for values in ([round(one.tokens) for one in each], [round(one.targets) for one in each], flops)
-    )
+    known = [(round(one.tokens), round(one.targets), of) for one, of in zip(each, flops, strict=True)]
+    tokens, supervised, work = zip(*(known[i] for i in drawn), strict=True)
     steps = order.global_batches(tokens, max(batch_tokens, max(tokens)), 0, 0)
     steps = [one for one in steps if sum(tokens[i] for i in one) > FULL * batch_tokens] or steps[:1]
 

@@ -147,32 +147,35 @@ def count_parameters(text: Any, whole: Any = None) -> Parameters | None:
 
 def read_data(config: Config) -> Data:
     """Return the data as `eagle31 data` counted them, if it has run; else as plan.* says, or by the prompts' number."""
+    if (config.data_folder / artifacts.MANIFEST).is_file():
+        return _counted(config)
+    _check_given(config)
     p, d = config.plan, config.data
-    if not (config.data_folder / artifacts.MANIFEST).is_file():
-        _check_given(config)
-        length = min(p.sample_tokens, d.max_length)
+    length = min(p.sample_tokens, d.max_length)
+    if p.tokens is not None:
         tokens, origin = p.tokens, "as plan.* says"
-        if tokens is None:
-            tokens, origin = EXAMPLE, "an EXAMPLE: neither counted (eagle31 data) nor set (plan.tokens)"
-            if rows := (prompts_at_hand(config) or 0) * (d.generate.samples if config.regenerate else 1):
-                tokens = rows * (1 - d.heldout) * length
-                origin = f"{rows:,} conversations of {length:,} tokens (plan.sample_tokens), until they are counted"
-        one = count_work([made_mask(length, p.share)], config.train.ttt_length)
-        vocabulary = d.draft_vocab_size
-        return Data(
-            origin, one * (tokens / length), [one], d.heldout / max(1 - d.heldout, 0.01), d.max_length, None, vocabulary
-        )
-    counted = provenance.read_data(config)
+    elif rows := (prompts_at_hand(config) or 0) * (d.generate.samples if config.regenerate else 1):
+        tokens = rows * (1 - d.heldout) * length
+        origin = f"{rows:,} conversations of {length:,} tokens (plan.sample_tokens), until they are counted"
+    else:
+        tokens, origin = EXAMPLE, "an EXAMPLE: neither counted (eagle31 data) nor set (plan.tokens)"
+    one = count_work([made_mask(length, p.share)], config.train.ttt_length)
+    heldout = d.heldout / max(1 - d.heldout, 0.01)
+    return Data(origin, one * (tokens / length), [one], heldout, d.max_length, None, d.draft_vocab_size)
+
+
+def _counted(config: Config) -> Data:
+    counted, given = provenance.read_data(config), config.plan.tokens
     train, heldout = counted["splits"]["train"], counted["splits"]["heldout"]
     each, lengths = _look_at(config.data_folder / "dataset", config.train.ttt_length)
     looked = add_up(each)
     work = looked * (train["tokens"] / looked.tokens)
     work = replace(work, conversations=train["conversations"], assistant=train["assistant_tokens"])
     origin = f"as counted in {config.data_folder}"
-    if p.tokens:
-        origin, work = f"plan.tokens, in conversations {origin}", work * (p.tokens / work.tokens)
+    if given:
+        origin, work = f"plan.tokens, in conversations {origin}", work * (given / work.tokens)
     share = heldout["tokens"] / max(train["tokens"], 1)
-    known = None if p.tokens else lengths
+    known = None if given else lengths
     return Data(origin, work, each, share, max(lengths), known, counted["draft_vocab"]["size"])
 
 

@@ -100,9 +100,9 @@ class Planned:
     def dealt(self, devices: int) -> Dealt:
         """Return how evenly steps are shared out among so many devices."""
         if devices not in self._dealt:
-            flops = [self._flops(one) for one in self.data.each]
-            many, replicas = self.data.work.conversations, self.replicas(devices)
-            self._dealt[devices] = deal(self.data.each, flops, many, self.config.train, replicas)
+            each, conversations = self.data.each, self.data.work.conversations
+            flops = [self._flops(one) for one in each]
+            self._dealt[devices] = deal(each, flops, conversations, self.config.train, self.replicas(devices))
         return self._dealt[devices]
 
     @cached_property
@@ -249,9 +249,9 @@ class Planned:
     def memory(self, profile: Profile) -> Memory:
         devices = self.devices.count if profile.several else 1
         (micro, batch), (bucket, overlap) = self.micro(devices), read_bucket(profile)
-        held = (self.state(), devices, self.target_pieces())
+        state, pieces = self.state(), self.target_pieces()
         accumulates = self.config.train.gradient_accumulation_steps > 1
-        return footprint.memory(profile, *held, micro, batch, bucket, overlap, accumulates)
+        return footprint.memory(profile, state, devices, pieces, micro, batch, bucket, overlap, accumulates)
 
 
 def read_bucket(profile: Profile) -> tuple[int, bool]:
