@@ -59,7 +59,7 @@ def evaluate(config: Config) -> None:
         checkpoints = {config.name: [checkpoint]}
         result, decoded, measurements = in_process.evaluate(config, checkpoints, data, run_dir / "workloads")
         ((first,),) = measurements[0].values()
-        workload, sampled = decoded[0], any(one.temperature for one in decoded)
+        workload = decoded[0]
         trained_on = data["splits"]["train"].get("by_source", {}) if workload.suite == workloads.HELDOUT else {}
         missing = sorted(trained_on.keys() - {prompt.source for prompt in workload.prompts})
         result |= {
@@ -69,11 +69,11 @@ def evaluate(config: Config) -> None:
         }
         if missing:
             note(f"not measured: {', '.join(missing)} (no prompt of these sources was decoded)")
-        # Measuring refuses any difference except ties, and does not count prompts with ties as verified.
-        equal = all(one["verified"] == one["prompts"] for one in result["workloads"])
         facts = {
             "result": result,
-            "identical": equal and (config.evaluate.draft_sampling == "greedy" or not sampled),
+            # Measuring refuses any difference except ties, and does not count prompts with ties as verified. Where
+            # drafts are drawn, outputs are another draw.
+            "identical": all(w["verified"] == w["prompts"] and "drafts" not in w for w in result["workloads"]),
             "not_measured": missing,  # sources
             "per_prompt": results.per_prompt(workload, first, config.evaluate.num_speculative_tokens),
             "left_out": {workload.name: workload.left_out for workload in decoded},

@@ -57,9 +57,9 @@ def evaluate(
     chosen = choose_workloads(config, every, data, known, [headline, most])
     measurements = decode(config, checkpoints, chosen, data, folder, dict.fromkeys(checkpoints, verified))
     result = summarise(list(zip(chosen, measurements, strict=True)), range(1, most + 1), headline)
-    for workload in result["workloads"]:
-        if workload["temperature"] and options.draft_sampling != "greedy":
-            workload["drafts"] = "sampled"
+    for workload, reported in zip(chosen, result["workloads"], strict=True):
+        if workload.sampling(options.draft_sampling).drawn_drafts:
+            reported["drafts"] = "sampled"
     result["machine"] = machine(pick_device(config.target.device))
     result |= {"dtype": options.dtype, "weights": config.target.dtype, "max_new_tokens": options.max_new_tokens}
     return result, chosen, measurements

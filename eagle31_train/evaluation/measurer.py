@@ -23,7 +23,7 @@ from eagle31_train.config import EvaluateConfig
 from eagle31_train.evaluation.decoding import Decoded, Limits, decode_plain, decode_speculative
 from eagle31_train.evaluation.measurement import Counts, Measurement, machine, rounds
 from eagle31_train.evaluation.prompts import Prompt
-from eagle31_train.evaluation.sampling import TARGET, Sampling, agreeing, stream
+from eagle31_train.evaluation.sampling import TARGET, agreeing, stream
 from eagle31_train.evaluation.unrolled import Trajectory, narrowest, unroll
 from eagle31_train.evaluation.workloads import Workload
 from eagle31_train.model.drafter import Drafter
@@ -71,7 +71,7 @@ class Measurer:
 
     def one_output(self, workload: Workload) -> bool:
         """Return whether one output of the target serves every drafter and every number of draft tokens."""
-        return workload.temperature == 0 or self.options.draft_sampling == "greedy"
+        return not workload.sampling(self.options.draft_sampling).drawn_drafts
 
     def measure(self, workload: Workload, candidates: list[Candidate]) -> dict[str, Measurement]:
         """Decode a workload with drafters of different names. Return the measurement of each, by name.
@@ -133,7 +133,7 @@ class Measurer:
         """Answer the prompts at these indices. PLAIN keeps auxiliary states if one output serves every drafter."""
         rows = [workload.prompts[at] for at in batch]
         ids, seeds = [prompt.ids for prompt in rows], [seed_of(self.seed, prompt) for prompt in rows]
-        sampling = Sampling(workload.temperature, workload.top_p, self.options.draft_sampling, workload.top_k)
+        sampling = workload.sampling(self.options.draft_sampling)
         if way == PLAIN:
             target, states = CachedTarget(self.model, _layers(candidates)), self.one_output(workload)
             beyond = self.options.max_speculative_tokens - 1 if states else 0

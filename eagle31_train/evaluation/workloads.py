@@ -15,6 +15,7 @@ from eagle31_train.config import Config, is_hub_set
 from eagle31_train.evaluation import perturb
 from eagle31_train.evaluation.perturb import Context, Filler, Perturbation
 from eagle31_train.evaluation.prompts import OWN_FORMS, Prompt, Suite, choose, from_heldout, from_suite, suite_of
+from eagle31_train.evaluation.sampling import Sampling
 from eagle31_train.evaluation.trajectories import digest
 from eagle31_train.provenance import LAYOUTS
 from eagle31_train.rows import samples
@@ -44,6 +45,10 @@ class Workload:
     left_out: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     top_k: int | None = None
+
+    def sampling(self, drafts: str) -> Sampling:
+        """Return how tokens are chosen. drafts: evaluate.draft_sampling."""
+        return Sampling(self.temperature, self.top_p, drafts, self.top_k)
 
     @property
     def remarks(self) -> Iterator[str]:
