@@ -50,27 +50,27 @@ def run(config: Config, overrides: list[str], first: str, last: str, profile: st
         environment[USE_CPU] = "true"
     for number, stage in enumerate(stages):
         note(f"run: {stage}")
-        batch_tokens, made = config.train.batch_tokens, (config.data_folder / MANIFEST).is_file()
-        if stage == "extract" and "train" in stages and batch_tokens and made:
-            from eagle31_train.evaluation.workloads import longest_sample  # slow to import
-
-            longest = longest_sample(config.data_folder / "dataset")
-            check_longest(f"a conversation in {config.data_folder}", longest, batch_tokens)
+        if stage == "extract" and "train" in stages:
+            check_lengths(config)
         early = ["push=false"] * (stage == "export" and "export" in stages[number + 1 :])
         words, processes = command(stage, config, profile)
         # vLLM's workers and servers choose their own number of threads.
         by_vllm = {"extract": config.extract.engine, "evaluate": config.evaluate.backend}.get(stage) == "vllm"
         threads = {} if by_vllm else {"OMP_NUM_THREADS": str(max(1, cores // processes))}
-        status = finished([*words, *overrides, *early], threads | environment)
-        if status == STOPPED:
-            raise Stopped(f"run: {stage} stopped, its progress saved; run the same command again to resume")
-        if status == 128 + signal.SIGTERM:  # outside of training there is nothing to save
-            raise Stopped(f"run: {stage} stopped; run the same command again to resume")
-        if status:
-            why = ": it was killed (out of memory?)" if status == KILLED else ""
-            remedy = f"{'' if why else 'fix the error above, then '}run the same command again to resume"
-            note(f"run: stopped at {stage}{why}; {remedy}", error=True)
-            raise SystemExit(status)
+        end_with(finished([*words, *overrides, *early], threads | environment), stage)
+
+
+def end_with(status: int, stage: str) -> None:
+    """Say why a stage ended with this exit status, and end with it, unless it is 0."""
+    again = "run the same command again to resume"
+    if status == STOPPED:
+        raise Stopped(f"run: {stage} stopped, its progress saved; {again}")
+    if status == 128 + signal.SIGTERM:  # outside of training there is nothing to save
+        raise Stopped(f"run: {stage} stopped; {again}")
+    if status:
+        why = ": it was killed (out of memory?); " if status == KILLED else "; fix the error above, then "
+        note(f"run: stopped at {stage}{why}{again}", error=True)
+        raise SystemExit(status)
 
 
 def check_inputs(config: Config, stages: list[str]) -> None:
@@ -133,6 +133,15 @@ def check_source(config: Config) -> None:
             f"train.init_from={t.init_from} reads layers {list(there.aux_layers)}, but {list(layers)} would be "
             f"extracted: set 'target.aux_layers={list(there.aux_layers)}'"
         )
+
+
+def check_lengths(config: Config) -> None:
+    """Raise UserError, before the target reads them, if the data have a conversation that training has no room for."""
+    from eagle31_train.evaluation.workloads import longest_sample  # slow to import
+
+    if config.train.batch_tokens and (config.data_folder / MANIFEST).is_file():
+        longest = longest_sample(config.data_folder / "dataset")
+        check_longest(f"a conversation in {config.data_folder}", longest, config.train.batch_tokens)
 
 
 def check_training(t: TrainConfig, profile: str | None) -> None:
