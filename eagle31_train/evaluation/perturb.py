@@ -64,8 +64,10 @@ class Perturbation:
 
 def find(name: str) -> Perturbation:
     """Return the perturbation of a name. context_ and temperature_ take other numbers, too."""
-    if name in KNOWN:
-        return KNOWN[name]
+    return KNOWN.get(name) or _of_a_number(name)
+
+
+def _of_a_number(name: str) -> Perturbation:
     for form, make in OF_NUMBERS.items():
         if (match := re.fullmatch(form, name)) and float(match[1]) > 0:
             return make(float(match[1]))
@@ -144,7 +146,6 @@ OF_NUMBERS: dict[str, Callable[[float], Perturbation]] = {
     r"context_(\d+)_tokens": lambda n: _filled(f"{n:.0f}_tokens", f"{n:,.0f}", lambda _: round(n)),
     r"temperature_(\d+(?:\.\d+)?)": lambda n: Perturbation(f"temperature_{n:g}", f"sampled at {n:g}", temperature=n),
 }
-CONTEXT, TOKENS, TEMPERATURE = OF_NUMBERS.values()
 ADVERSARIAL = "after a system message of markup, fake special tokens, role markers, JSON and base64"
 _ALL = [
     Perturbation("no_template", "the text alone, without a chat template", partial(_template, template=None)),
@@ -155,12 +156,11 @@ _ALL = [
     Perturbation("system_absent", "no system turn, not even the template's own", _system_absent),
     Perturbation("system_long", "after a policy of some 700 tokens", partial(_system, text=TEXTS["policy"])),
     Perturbation("system_adversarial", ADVERSARIAL, partial(_system, text=TEXTS["adversarial"])),
-    *map(CONTEXT, (0.5, 1, 2, 4)),
-    TOKENS(512),
+    *map(_of_a_number, ("context_0.5", "context_1", "context_2", "context_4", "context_512_tokens")),
     *(
         Perturbation(f"language_{code}", f"to be answered in {name}", partial(_around, after=f"\n\n{wish}"))
         for code, (name, wish) in TEXTS["languages"].items()
     ),
-    *map(TEMPERATURE, (0.3, 0.7, 1)),
+    *map(_of_a_number, ("temperature_0.3", "temperature_0.7", "temperature_1")),
 ]
 KNOWN = {perturbation.name: perturbation for perturbation in _ALL}
