@@ -302,36 +302,34 @@ def memory(
     """
     whole, frozen, bucket = FP32 * state.trained, FP32 * state.frozen, FP32 * bucket
     gathered, part, largest = whole + frozen, whole / devices, FP32 * max(map(max, state.groups))
-    flat = largest if largest > bucket else min(bucket, whole)  # flattened once more to be sent
-    weights, moments, host, step = float(gathered), float(FP32 * state.moments), 0.0, batch + micro.peak
-    if not profile.stage:
+    moments, passes = float(FP32 * state.moments), batch + micro.peak
+    if profile.stage == 0:
         gradients = 0 if profile.several else whole  # DDP's are in its buckets, among the copies
-        copies = float(whole - gradients)
-        step += accumulates * gradients
         exchange = state.iterated(devices) + gradients
-    elif not profile.deepspeed:
+        return Memory(gathered, moments, whole - gradients, target, passes + accumulates * gradients, exchange)
+    if not profile.deepspeed:
         # FSDP2 gathers into one buffer, which lives as long as the tensors copied from it; the same for gradients.
-        weights, moments, copies = gathered / devices, moments / devices, 0.0
-        step += 2 * gathered + accumulates * part
+        step = passes + 2 * gathered + accumulates * part
         exchange = max(gathered + whole, 2 * whole + part, part + state.iterated(devices))
-    elif profile.stage == 3:
+        return Memory(gathered / devices, moments / devices, 0.0, target, step, exchange)
+    flat = largest if largest > bucket else min(bucket, whole)  # flattened once more to be sent
+    if profile.stage == 3:
         # Weights are gathered into one buffer, then copied into tensors; gradients go bucket by bucket. DeepSpeed means
         # to update fp32 weights in place, but compares a device with its name, and so makes a copy.
-        weights, moments = gathered / devices, 0.0 if profile.offload else 2 * part
-        copies = bucket + moments
+        moments = 0.0 if profile.offload else 2 * part
         step = batch + max(micro.after_forward + 2 * gathered, micro.peak + gathered)
         exchange = max(gathered + largest + flat, min(FP32 * GROUP, part))
-        host = 5 * part if profile.offload else 0.0  # moments, weights, and gradients twice
-    else:  # ZeRO-1 and 2: all weights in one flat tensor, and a second copy of the part that is updated
-        moments, copies, partial = 2 * part, part, float(FP32 * state.touched(devices))
-        if profile.stage == 1:  # all gradients, moved into the bucket one after another
-            waiting, between = whole + max(0, flat - bucket), float(whole)
-        else:
-            waiting, between = largest + flat, partial
-        if profile.offload:
-            # On the host: moments, weights, a buffer to send them, gradients; and one gradient in transit.
-            host, partial, between = 5 * part + largest + accumulates * partial, 0.0, 0.0
-            moments, copies = 0.0, largest
-        step += accumulates * between
-        exchange = max(partial + waiting + bucket * (1 + overlap), partial + part)
-    return Memory(weights, moments, copies, target, step, exchange, host)
+        host = 5 * part * profile.offload  # moments, weights, and gradients twice
+        return Memory(gathered / devices, moments, bucket + moments, target, step, exchange, host)
+    # ZeRO-1 and 2: all weights in one flat tensor, and a second copy of the part that is updated.
+    partial, buckets = FP32 * state.touched(devices), bucket * (1 + overlap)
+    if profile.offload:
+        # On the host: moments, weights, a buffer to send them, gradients; and one gradient in transit.
+        host = 5 * part + largest + accumulates * partial
+        return Memory(gathered, 0.0, largest, target, passes, max(largest + flat + buckets, part), host)
+    if profile.stage == 1:  # all gradients, moved into the bucket one after another
+        waiting, between = whole + max(0, flat - bucket), whole
+    else:
+        waiting, between = largest + flat, partial
+    exchange = partial + max(waiting + buckets, part)
+    return Memory(gathered, 2 * part, part, target, passes + accumulates * between, exchange)
