@@ -218,7 +218,7 @@ def test_a_run_stays_until_what_replaces_it_has_a_checkpoint(new_run, monkeypatc
 def test_a_run_is_a_recipe_for_the_other_version(new_run):
     """What was left open is decided anew, as if nobody had trained."""
     run = new_run().fit(*SHORT)
-    saved = compose.load_config([], run.train / "config.yaml").train
+    saved = compose.load_config([str(run.train.parent)]).train
     assert (saved.fc_input_scale, saved.fc_init_scale) == (None, None)
     assert "was made from other inputs (drafter.fc_norm: true there, false here" in message_of(run.fit, *SHORT, *EAGLE3)
     run.fit(*SHORT, *EAGLE3, "overwrite=true")
