@@ -79,7 +79,7 @@ def export(config: Config) -> None:
         note(f"export: {caveat}")
     drafter = str(folder)
     if config.push and config.repo:
-        note(f"export: uploaded to {hub.push(folder, config.repo, config.private)}")
+        note(f"export: uploaded to {hub.push(folder, config.repo, config.private, config.overwrite)}")
         drafter = config.repo
     note(f"serve it with vLLM {contract.oldest_vllm(shape)} or later:")
     note("  " + recipe.serve_command(config, drafter))

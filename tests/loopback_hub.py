@@ -8,6 +8,7 @@ import hashlib
 import json
 from contextlib import contextmanager
 from http.server import ThreadingHTTPServer
+from urllib.parse import parse_qs
 
 import yaml
 from answering import Quiet, serving
@@ -31,12 +32,20 @@ class Hub(ThreadingHTTPServer):
     """repositories: name → (whether private, commits, each file → bytes)."""
 
     def __init__(self):
-        self.repositories, self.cards = {}, []
+        self.repositories, self.cards, self.titles = {}, [], {}
         super().__init__(("127.0.0.1", 0), Handler)
 
     def commit(self, name):
         """Number of the newest commit, as the hub writes it."""
         return f"{len(self.repositories[name][1]):040x}"
+
+    def last_commit(self, name, file):
+        """The newest commit that changed a file, as the hub tells it. One that nobody made over HTTP has a title of
+        the hub's editor."""
+        commits = [{}, *self.repositories[name][1]]
+        number = max(i for i in range(1, len(commits)) if commits[i].get(file) != commits[i - 1].get(file))
+        title = self.titles.get((name, number), f"Update {file}")
+        return {"id": f"{number:040x}", "title": title, "date": "2026-01-01T00:00:00.000Z"}
 
     def files(self, name, commit=None):
         commits = self.repositories[name][1]
@@ -65,10 +74,17 @@ class Handler(Quiet):
         if "/preupload/" in path:
             files = [one["path"] for one in json.loads(body)["files"]]  # all in the commit, as the hub takes small ones
             return self.reply({"files": [{"path": p, "uploadMode": "regular", "shouldIgnore": False} for p in files]})
+        if "/paths-info/" in path:
+            there = self.server.files(name)
+            asked = [one for one in parse_qs(body.decode())["paths"] if one in there]
+            facts = [{"path": p, "size": len(there[p]), "lastCommit": self.server.last_commit(name, p)} for p in asked]
+            return self.reply([{"type": "file", "oid": one["path"], **one} for one in facts])
         files = dict(self.server.files(name))
         for line in map(json.loads, body.splitlines()):
             value = line["value"]
-            if line["key"] == "file":
+            if line["key"] == "header":
+                self.server.titles[name, len(self.server.repositories[name][1]) + 1] = value["summary"]
+            elif line["key"] == "file":
                 files[value["path"]] = base64.b64decode(value["content"])
             elif line["key"] == "deletedFile":
                 del files[value["path"]]

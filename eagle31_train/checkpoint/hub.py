@@ -4,6 +4,7 @@ from pathlib import Path
 
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import validate_repo_id
 
 from eagle31_train.common.errors import UserError, first_line
@@ -14,6 +15,7 @@ ERRORS: tuple[type[BaseException], ...] = (OSError, ValueError, *HfHubHTTPError.
 WANTED = ["config.json", "*.safetensors", "*.safetensors.index.json"]
 # Pictures of what was measured. An upload deletes those of earlier exports that this one lacks.
 PICTURES = ["images/acceptance/*", "images/serving/*", "images/comparison-*"]
+UPLOAD = "Upload the drafter"  # title of our commits, by which a card of ours is known
 
 
 def fetch(repo: str, revision: str | None) -> Path:
@@ -42,10 +44,11 @@ def check(config: Config) -> None:
         raise UserError("export_format=speculators cannot name target.revision: push with export_format=vllm")
 
 
-def push(folder: Path, repo: str, private: bool) -> str:
+def push(folder: Path, repo: str, private: bool, overwrite: bool = False) -> str:
     """Upload every file of `folder`, creating the repository if needed, and return its address. Pictures of an earlier
     export are removed; all other files stay. Raise UserError if the hub cannot be reached or refuses, if `private` is
-    set and the repository is public, or if it has weights in other files, as a sharded drafter has."""
+    set and the repository is public, if it has weights in other files, as a sharded drafter has, or if its card is not
+    the one that was uploaded last, unless `overwrite` allows replacing it."""
     api = HfApi()
     try:
         address = api.create_repo(repo, private=private or None, exist_ok=True)
@@ -59,8 +62,13 @@ def push(folder: Path, repo: str, private: bool) -> str:
                 f"the hub repository {repo} has other weights ({', '.join(others[:3])}), which vLLM would load "
                 "instead of these or after them: remove them there, or choose another repo"
             )
-        message = "Upload the drafter"
-        api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message, delete_patterns=PICTURES)
+        (card,) = api.get_paths_info(repo, "README.md", expand=True) or (None,)
+        if not overwrite and isinstance(card, RepoFile) and card.last_commit and card.last_commit.title != UPLOAD:
+            raise UserError(
+                f"the card (README.md) of the hub repository {repo} was edited there: move its text to a file of its "
+                "own, or replace the card with overwrite=true"
+            )
+        api.upload_folder(repo_id=repo, folder_path=folder, commit_message=UPLOAD, delete_patterns=PICTURES)
     except UserError:
         raise
     except ERRORS as error:

@@ -39,6 +39,17 @@ def test_only_push_sends_and_only_pictures_of_an_earlier_export_leave(run, hub):
     assert hub.files("me/draft").keys() == {"config.json", "model.safetensors", "README.md", "images/logo.png"}
 
 
+def test_a_card_edited_on_the_hub_is_replaced_only_if_asked(run, hub):
+    push = run.config("push=true", "repo=me/draft")
+    export(push)
+    export(push)  # over a card of ours
+    hub.repositories["me/draft"][1].append({**hub.files("me/draft"), "README.md": b"by hand"})
+    assert "the card (README.md) of the hub repository me/draft was edited there" in message_of(export, push)
+    assert hub.files("me/draft")["README.md"] == b"by hand"
+    export(run.config("push=true", "repo=me/draft", "overwrite=true"))
+    assert hub.files("me/draft")["README.md"] == (run.folder / "export/README.md").read_bytes()
+
+
 @pytest.mark.parametrize("name", ["model.safetensors.index.json", "model-00001-of-00002.safetensors"])
 def test_nothing_is_uploaded_beside_other_weights(name, run, hub):
     """vLLM would read the index, and so the earlier shards, or all files in turn."""
