@@ -148,14 +148,15 @@ class Engine(ABC):
     def _answer(self, job: Job, prompt: list[int], ids: list[int], finish_reason: str) -> Answer:
         """Return the answer that `ids` make after a prompt; UserError if they do not end as the target's answers do."""
         end_ids = self.template.end_ids
-        if finish_reason == "stop" and not (ids and ids[-1] in end_ids):
-            there = f"{self.template.decode(ids[-1:])!r}" if ids else "no token"
+        if not ids:
+            raise Refused(EMPTY)
+        if finish_reason == "stop" and ids[-1] not in end_ids:
             raise UserError(
-                f"an answer ends with {there}, not with one of the target's end tokens ({end_ids}, eos_token_id of its "
-                "generation_config.json): does the server run the same target?"
+                f"an answer ends with {self.template.decode(ids[-1:])!r}, not with one of the target's end tokens "
+                f"({end_ids}, eos_token_id of its generation_config.json): does the server run the same target?"
             )
         message = written.message_of(self.template, prompt, self.template.with_rows(ids), job.row.tools)
-        if not ids or ids[0] in end_ids:
+        if ids[0] in end_ids:
             raise Refused(EMPTY)
         return Answer({**message, "token_ids": ids}, finish_reason, len(ids))
 

@@ -26,6 +26,7 @@ LONGEST_WAIT = 300.0  # seconds, even if a server asks for a longer pause
 BUSY = (408, 409, 424, 425, 429, 500, 502, 503, 504)  # worth asking again
 HANGS = 2  # timeouts in a row, after which another server is asked
 ABORTED = "it broke off the answer"
+FULL = (429, 503)  # its turn is to come, as long as it answers others
 FAILS = ("HTTP 500", "HTTP 424", ABORTED)  # problems of a server that fails on certain prompts every time
 BROKEN_OFF = ("abort", "error", None)  # finish reasons of an answer that a stopping or failing server did not end
 REFUSED = (400, 413, 422)  # this request's fault: a prompt past the context, or a filter's objection
@@ -61,6 +62,7 @@ class Server:
         self.url = f"{url.rstrip('/')}/completions"
         self.model, self.longest, self.own = model, longest, own
         self.under_way = 0  # requests
+        self.answered = 0  # requests
         self.given_up = False  # no more retries
         self.alone = True  # no other server may answer in its place
         self.failures_left = 0  # requests that it may still fail on; none before its first answer
@@ -95,19 +97,23 @@ class Server:
             note(text, error=True)
 
     def _ask(self, body: dict[str, Any]) -> tuple[Completion, str]:
-        """Ask and read the response. Retry, with back-off, if the server is busy or unreachable, or breaks off."""
+        """Ask and read the response. Retry, with back-off, if the server is busy or unreachable, or breaks off. A try
+        that finds it full does not count if it has answered others since the one before."""
         problem, wait, hung = "", 0.0, 0
-        for attempt in range(TRIES):
-            if attempt:
+        tries, answered = 0, self.answered
+        while tries < TRIES:
+            if tries:
                 if self.given_up:
                     break
                 self._say_once(
                     f"no answer from {self.url} ({problem}): retrying, {TRIES} attempts in all", kind="again"
                 )
-                time.sleep(max(wait, min(30.0, 2.0 ** (attempt - 1))))
+                time.sleep(max(wait, min(30.0, 2.0 ** (tries - 1))))
                 wait = 0.0
+            tries += 1
             try:
                 answer = self._read(self._post(body))
+                self.answered += 1
                 self.failures_left = FAILURES
                 return answer
             except _Unreadable as error:
@@ -124,6 +130,8 @@ class Server:
                     raise Refused(f"the server refuses the request: {problem}") from None
                 if error.code not in BUSY:
                     break
+                if error.code in FULL and self.answered != answered:
+                    tries, answered = max(1, tries - 1), self.answered
             except (OSError, http.client.HTTPException) as error:
                 reason = getattr(error, "reason", error)
                 if self.own:  # which may die before an answer, or amid one

@@ -146,6 +146,25 @@ def test_after_ctrl_c_nobody_waits_for_the_answers_under_way(chatml, monkeypatch
     assert len(asked) <= 3
 
 
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_full_server_is_waited_for_as_long_as_it_answers_others(server, monkeypatch, status):
+    asking, waits = Server(server.url, "m", 7), []
+
+    def wait(seconds):
+        waits.append(seconds)
+        if len(waits) <= 20:
+            assert asking.complete(ASKED._replace(seed=0), UP_TO) == (IDS, "stop"), "another request"
+
+    monkeypatch.setattr(client.time, "sleep", wait)
+    server.reply = lambda body: completion(IDS) if body["seed"] == 0 or len(waits) == 20 else (status, b"full")
+    assert asking.complete(ASKED, UP_TO) == (IDS, "stop")
+    assert len(waits) == 20
+    server.reply = lambda _: (status, b"full")
+    with pytest.raises(NoAnswer, match="full"):
+        asking.complete(ASKED, UP_TO)
+    assert len(waits) == 20 + client.TRIES - 1
+
+
 @pytest.mark.parametrize("failure", [(500, b"broken"), completion([7], reason="error")])
 def test_a_server_that_fails_on_some_prompts_each_time_is_asked_the_others(server, monkeypatch, failure):
     monkeypatch.setattr(client.time, "sleep", lambda _: None)
@@ -211,6 +230,7 @@ def answered(chatml, server, ids, reason):
         (lambda t: [t.encode("q")[0], *t.encode("u"), *t.encode("ick<|im_end|>")], "stop", "quick"),  # not as read
         (lambda t: t.encode("hi<|im_start|>you<|im_end|>"), "stop", "hi<|im_start|>you"),
         (lambda t: t.end_ids, "stop", "an empty answer"),
+        (lambda t: [], "stop", "an empty answer"),
         (lambda t: [100_000, *t.end_ids], "stop", "token 100000, which has no row in the target's embedding"),
     ],
 )
