@@ -2,6 +2,7 @@
 
 import json
 import time
+from contextlib import suppress
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -67,21 +68,26 @@ def fetch(*values: Tensor) -> list[Tensor]:
 # ---------------------------------------------------------------- reports
 
 
-def cut(rows: Path, step: int) -> None:
-    """Remove the JSON rows after `step` and a torn last line, which a kill after the checkpoint left.
+def cut(rows: Path, step: int) -> dict[str, Any]:
+    """Remove the JSON rows after `step` and a torn last line, which a kill after the checkpoint left. Return the last
+    row that stays, {} if there is none.
 
     Rows are in the order of their steps, so the file is only truncated: that needs no disk space, and a kill during it
     does no harm. A damaged line before them stays: `eagle31 report` names it.
     """
     if not rows.exists():
-        return
-    size = 0
+        return {}
+    size, last = 0, b""
     with rows.open("r+b") as file:
         for line in file:
             if not line.endswith(b"\n") or _step_of(line) > step:
                 break
-            size += len(line)
+            size, last = size + len(line), line
         file.truncate(size)
+    with suppress(ValueError):
+        row = foreign.parse_json(last)
+        return row if isinstance(row, dict) else {}
+    return {}
 
 
 def append(rows: Path, row: dict[str, Any]) -> None:
@@ -118,13 +124,15 @@ class Reporter:
         self.began = time.perf_counter()
         self.tokens = 0
         self.metrics, self.timings = folder / METRICS, folder / TIMINGS
+        self.last: dict[str, Any] = {}  # row of metrics.jsonl, as this process found it
         if self.main:
-            cut(self.metrics, step)
+            self.last = cut(self.metrics, step)
             cut(self.timings, step)
 
     def log(self, step: int, values: dict[str, Any]) -> None:
-        """Append one row to metrics.jsonl and send its numbers to the trackers, by the names of `scalars`."""
-        if self.main:
+        """Append one row to metrics.jsonl and send its numbers to the trackers, by the names of `scalars`. With
+        `train.finish`, it may be there: the evaluation of the step that the run is to end at."""
+        if self.main and (self.last.get("step"), self.last.keys()) != (step, {"step", *values}):
             append(self.metrics, {"step": step, **values})
             self.accelerator.log(scalars("train", values), step=step)
 

@@ -80,18 +80,19 @@ class Usage:
         self._window_ends = {int(last.max(initial=0)) for last in np.split(self._last_use, ends)}
 
     def begin(self, done: int, remove: bool, ended: bool = False) -> None:
-        """Prepare for the steps after `done`: `release` what earlier launches used up, and prefetch what is needed.
-        Raise UserError if that was removed, by another training or before a checkpoint that is damaged now."""
-        store = self._store
+        """Prepare for the steps after `done`, of which there are none if the run has `ended`: `release` what earlier
+        launches used up, and prefetch what is needed. Raise UserError if that was removed, by another training or
+        before a checkpoint that is damaged now."""
+        store, last = self._store, len(self._schedule) if ended else done
         gone = set(check_consumer(store.storage, store.fingerprint, self._fingerprint).shards)
-        if gone and (gone := gone & {use.name for use in self.uses_after(done)}):
+        if gone and (gone := gone & {use.name for use in self.uses_after(last)}):
             raise UserError(
                 f"{len(gone)} shards of {store.location} that the steps after {done} need were removed after their "
                 "use: restore this run's later checkpoint, which is missing or damaged, or remove store and training "
                 "and start over"
             )
         if not store.follow:
-            store.storage.prefetch(self.uses_after(done))
+            store.storage.prefetch(self.uses_after(last))
         self.release(done, remove, ended)
 
     def frees_shards(self, step: int, accelerator: Accelerator) -> bool:

@@ -19,6 +19,7 @@ from eagle31_train.common.console import STOPPED
 from eagle31_train.common.errors import Interrupted, Stopped
 from eagle31_train.extract import extract
 from eagle31_train.store import Store
+from eagle31_train.store.backends.base import LocalStorage
 from eagle31_train.store.stream import read_consumed
 from eagle31_train.store.writer import StoreWriter
 from train import deadline
@@ -106,6 +107,9 @@ def test_a_stopped_run_ends_at_its_checkpoint_where_that_is_asked(new_run, by_on
     assert run.manifest()["heldout"]["conversations"] > 0
     assert lines(run.train / "metrics.jsonl") == 7, "six steps, and the evaluation of the last"
     assert_close(run.fit(*words).weights(), weights, 0)
+    (run.train / "manifest.json").unlink()
+    run.fit(*words, finish)
+    assert lines(run.train / "metrics.jsonl") == 7, "it has been evaluated there"
     said = capsys.readouterr().out
     assert "train: up to date" in said
     assert "it was ended after step 6 of " in said
@@ -124,6 +128,13 @@ def test_extraction_waits_no_more_for_a_run_that_was_ended_at_its_checkpoint(new
     assert not read_consumed(storage, fingerprint).finished
     run.fit(*options, "train.finish=true")
     assert read_consumed(storage, fingerprint).finished
+
+
+def test_a_run_that_ends_at_its_checkpoint_fetches_nothing(new_run, monkeypatch):
+    run, uses = new_run().stopped(3, *SHORT), []
+    monkeypatch.setattr(LocalStorage, "prefetch", lambda _, some: uses.extend(some))
+    run.fit(*SHORT, "train.finish=true")
+    assert uses == []
 
 
 FOLLOW = ["store.follow=true", "train.window_tokens=40", "train.max_steps=20"]
