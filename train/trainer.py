@@ -168,6 +168,11 @@ class Trainer:
         if not saving:
             return
         if final and not self.state.pairs:
+            if self.state.left_out:
+                problem = (
+                    f"none of the {step} steps updated a weight, {len(self.state.left_out)} of them since loss or "
+                )
+                self._abort(f"{problem}gradient is not finite, so there is no drafter: {self._advice()}")
             self._abort(
                 f"none of the {step} steps had a pair to train, so there is no drafter: raise data.draft_vocab_size, "
                 "and check what the loss masks cover (`eagle31 data` counts the assistant's tokens)"
@@ -220,8 +225,12 @@ class Trainer:
         )
         artifacts.write_json(self.folder / artifacts.MANIFEST, manifest)
         if state.left_out:
-            count = f"{len(state.left_out):,} of {steps:,} steps"
-            note(f"train: {count} had a loss or gradient that is not finite, and were skipped (train.skip_nonfinite)")
+            most = 2 * len(state.left_out) > steps
+            advice = f": this is hardly a drafter: {self._advice()}, and start over with overwrite=true"
+            note(
+                f"train: {'WARNING: ' * most}{len(state.left_out):,} of {steps:,} steps had a loss or gradient that is "
+                f"not finite, and were skipped (train.skip_nonfinite){advice * most}"
+            )
         if state.without_pairs:
             note(f"train: {len(state.without_pairs):,} of {steps:,} steps had nothing to train, so they were skipped")
         if kept:
@@ -272,10 +281,13 @@ class Trainer:
             return
         before = f", after {len(left_out) - 1} skipped steps" if len(left_out) > 1 else ""
         self._abort(
-            f"step {batch.step}: loss or gradient is not finite ({where}){before}; nothing was updated or saved: run "
-            f"`eagle31 store verify {self.data.store.location}` to find stored states that are not finite; else lower "
-            "train.lr, or skip such steps with train.skip_nonfinite=n"
+            f"step {batch.step}: loss or gradient is not finite ({where}){before}; nothing was updated or saved: "
+            f"{self._advice()}, or skip such steps with train.skip_nonfinite=n"
         )
+
+    def _advice(self) -> str:
+        verify = f"run `eagle31 store verify {self.data.store.location}`"
+        return f"{verify} to find stored states that are not finite; else lower train.lr"
 
     def _abort(self, problem: str) -> NoReturn:
         """End the run on every rank; every rank must call it. A checkpoint under way is completed."""

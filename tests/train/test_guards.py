@@ -39,6 +39,15 @@ def test_a_step_that_is_left_out_is_as_if_it_were_in_no_schedule(new_run, absent
     assert "train: 2 of 12 steps had" in said
 
 
+def test_a_run_that_mostly_skipped_says_that_it_is_hardly_a_drafter(new_run, capsys):
+    new_run().fit(*RECIPE, "train.lr=1e30", "train.skip_nonfinite=99")
+    said = capsys.readouterr().out
+    assert "train: WARNING: 11 of 12 steps had a loss or gradient that is not finite, and were skipped" in said
+    assert "else lower train.lr, and start over with overwrite=true" in said
+    gone = fit(new_run(), *RECIPE, "train.skip_nonfinite=99", harm=["gradient", range(1, 13), 0, NAN])
+    assert gone.startswith("none of the 12 steps updated a weight, 12 of them since loss or gradient is not finite")
+
+
 def test_a_parallel_drafter_trains_with_steps_to_learn_from(new_run):
     run = new_run()
     parallel = ["drafter.parallel=true", "train.max_steps=3", "train.optimizer=muon"]
