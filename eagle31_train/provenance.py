@@ -281,7 +281,7 @@ def of_evaluation(
     options = recorded("evaluate", asdict(config.evaluate))
     # Not advised for vLLM: comparisons always decode in process as well, for which the target may be too large.
     comparison = f"`eagle31 compare {config.run_dir} … compare.out=…`"
-    # The warm-up is recorded with each measurement; overwrite=true measures anew.
+    # The warm-up is recorded with each measurement.
     left_out = {"warmup"} | CHOOSE_PROMPTS | (DECODING_ONLY if server else SERVING_ONLY)
     return Provenance(
         {

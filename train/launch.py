@@ -185,7 +185,7 @@ def check_accelerator(accelerator: Accelerator) -> None:
         )
     fsdp, wanted = parse_flag_from_env("ACCELERATE_USE_FSDP"), DistributedType.MULTI_GPU
     if fsdp and count == 1:
-        raise UserError("FSDP2 needs several processes, but one was launched: use configs/accelerate/gpu.yaml")
+        raise UserError(f"FSDP2 needs several processes, but one was launched: use another profile, {SEE}")
     if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
         wanted = DistributedType.DEEPSPEED
     elif accelerator.device.type == "cpu":  # where accelerate does not support FSDP

@@ -158,7 +158,7 @@ WRONG = {
     "DeepSpeed without a launcher": (DEEPSPEED, (KIND.NO, 1, CPU), "accelerate started NO"),
     "FSDP dropped on GPUs": ({**TWO, **FSDP2}, (KIND.MULTI_GPU, 2, GPU), "asked for FSDP"),
     "FSDP where none was asked for": (TWO, (KIND.FSDP, 2, GPU), "accelerate started FSDP"),
-    "FSDP of one": (FSDP2, (KIND.FSDP, 1, GPU), "FSDP2 needs several processes"),
+    "FSDP of one": (FSDP2, (KIND.FSDP, 1, GPU), "but one was launched: use another profile, see"),
     "Megatron": (TWO, (KIND.MEGATRON_LM, 2, GPU), "accelerate started MEGATRON_LM"),
 }
 
