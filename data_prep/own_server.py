@@ -29,16 +29,16 @@ class OwnServer(ExitStack):
             import torch
 
             from eagle31_train.evaluation.serving.engine import answering_arguments, flags
-            from eagle31_train.evaluation.serving.server import MODULE, Server, pick_port
+            from eagle31_train.evaluation.serving.server import MODULE, pick_port, serving
             from eagle31_train.targets.pretrained import out_of_reach
 
             python, port, log = self.config.evaluate.vllm_python, pick_port(), Path(self.config.run_dir) / LOG
             arguments = answering_arguments(self.config, torch.cuda.device_count(), port)
             command = [python, "-m", MODULE, *flags(arguments)]
             note(f"answers: starting vLLM (log: {log})")
-            server = Server(command, port, log, offline=out_of_reach(self.config.target) is not None)
+            offline = out_of_reach(self.config.target) is not None
             try:
-                self._server = self.enter_context(server)
+                self._server = self.enter_context(serving(command, port, log, offline=offline))
             except (UserError, OSError) as error:
                 raise UserError(f"{error}; vLLM was started with evaluate.vllm_python={python}") from None
             self._url = f"http://127.0.0.1:{port}/v1"

@@ -74,7 +74,7 @@ def test_it_starts_once_under_the_targets_name_and_offline_where_the_hub_is(tiny
     started = []
     monkeypatch.setattr("eagle31_train.targets.pretrained.out_of_reach", lambda _: why)
     start = lambda command, *_, offline: started.append((command, offline)) or nullcontext()  # noqa: E731
-    monkeypatch.setattr("eagle31_train.evaluation.serving.server.Server", start)
+    monkeypatch.setattr("eagle31_train.evaluation.serving.server.serving", start)
     own = OwnServer(configured(tmp_path / "run", tiny_target))
     assert own.url() == own.url()
     ((command, offline),) = started

@@ -206,7 +206,7 @@ def test_a_server_asks_for_no_key_and_is_offline_where_the_hub_is(tmp_path, monk
     for name in ("HF_HUB_OFFLINE", "VLLM_NO_USAGE_STATS"):
         monkeypatch.delenv(name, raising=False)
     command = [sys.executable, "-c", "import json, os; print(json.dumps(dict(os.environ)))"]
-    ends = server.Server(command, server.pick_port(), tmp_path / "log", offline=offline)
+    ends = server.serving(command, server.pick_port(), tmp_path / "log", offline=offline)
     with pytest.raises(UserError), ends:
         pass
     told = json.loads((tmp_path / "log").read_text().splitlines()[1])
@@ -260,10 +260,13 @@ def test_requests_say_all_that_matters(launch, asked, top_k):
 def test_a_server_that_never_answers_is_given_up_and_ends(tmp_path, monkeypatch):
     monkeypatch.setattr(server, "START_SECONDS", 0.5)
     monkeypatch.setattr(server, "GRACE_SECONDS", 0.2)
-    loading = server.Server([sys.executable, "-c", "import time; time.sleep(60)"], server.pick_port(), tmp_path / "log")
+    started, make = [], server.Server
+    monkeypatch.setattr(server, "Server", lambda *known: started.append(make(*known)) or started[-1])
+    command = [sys.executable, "-c", "import time; time.sleep(60)"]
+    loading = server.serving(command, server.pick_port(), tmp_path / "log")
     with pytest.raises(UserError, match="does not answer after 0 s"), loading:
         pass
-    assert loading._keeper.poll() is not None
+    assert started[0].keeper.poll() is not None
 
 
 @pytest.mark.parametrize(
@@ -296,7 +299,7 @@ DEAD = "(APIServer pid=1) ERROR 12-01 [async_llm.py:906] EngineDeadError: Engine
 )
 def test_the_last_words_of_a_server_are_its_error_and_no_warning(tmp_path, log, said):
     (tmp_path / "log").write_text("\n".join(["$ vllm", *log, "the end"]))
-    assert server.Server(["vllm"], 1, tmp_path / "log").last_words() == said
+    assert server.last_words(tmp_path / "log") == said
 
 
 HOLDS = """
@@ -306,7 +309,7 @@ from eagle31_train.evaluation.serving import server
 server.GRACE_SECONDS = 0.2
 port = server.pick_port()
 command = [sys.executable, "-m", server.MODULE, "--model", "m", "--port", str(port)]
-with server.Server(command, port, Path(sys.argv[1])):
+with server.serving(command, port, Path(sys.argv[1])):
     print("serving", flush=True)
     time.sleep(3600)
 """

@@ -17,7 +17,7 @@ from eagle31_train.config import Config
 from eagle31_train.evaluation.measurement import read_checked, write_checked
 from eagle31_train.evaluation.serving import report
 from eagle31_train.evaluation.serving.engine import Installation, flags, server_arguments
-from eagle31_train.evaluation.serving.server import MODULE, Answer, Question, Server, pick_port, run_load
+from eagle31_train.evaluation.serving.server import MODULE, Answer, Question, Server, pick_port, run_load, serving
 from eagle31_train.targets.completions import WHOLE_DISTRIBUTION
 
 if TYPE_CHECKING:  # the model card imports this package, and does not need datasets
@@ -125,7 +125,7 @@ class _Servers:
         served: dict[str, Any] = {"answers": {}, "counted": {}}
         note(f"{what}: vLLM starts ({log})")
         with (
-            Server(command, port, log, offline=out_of_reach(self.config.target) is not None) as server,
+            serving(command, port, log, offline=out_of_reach(self.config.target) is not None) as server,
             Progress(total=sum(map(len, self.sent.values())), desc=what, unit="request") as bar,
         ):
             model = json.loads(server.ask("/v1/models")[1])["data"][0]["id"]

@@ -14,16 +14,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from eagle31_train.common import artifacts
 from eagle31_train.common.errors import UserError
 
+KEEPER = Path(__file__).with_name("keeper.py")
 MODULE = "vllm.entrypoints.openai.api_server"
 START_SECONDS = 3600.0  # a very large target loads and compiles for most of an hour
 GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL
@@ -42,66 +43,15 @@ def _end(*_: object) -> NoReturn:
     raise SystemExit(128 + signal.SIGTERM)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Server:
-    """A server on loopback that lasts as long as the `with` block, or this process, whichever ends first.
+    """A server on loopback. port: where it listens. log: the file of its output. keeper: the process that keeps it."""
 
-    command: starts it. port: where it will listen. log: the file for all its output. offline: the hub is out of reach,
-    and what its cache has is used."""
-
-    command: list[str]
     port: int
     log: Path
-    offline: bool = False
-    _before: Any = field(default=None, init=False, repr=False)  # the earlier handler of SIGTERM
+    keeper: subprocess.Popen[bytes]
 
-    def __enter__(self) -> "Server":
-        artifacts.make_folder(self.log.parent)
-        # With a key from the shell, vLLM would require it in every request.
-        environment = {**ENVIRONMENT, **{k: v for k, v in os.environ.items() if k != "VLLM_API_KEY"}}
-        environment |= {"HF_HUB_OFFLINE": "1"} if self.offline else {}
-        keeper = Path(__file__).with_name("keeper.py")
-        with self.log.open("w", encoding="utf-8") as log:
-            log.write(f"$ {shlex.join(self.command)}\n")
-            log.flush()
-            # Its standard input is a pipe whose other end only this process has.
-            self._keeper = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(keeper), str(GRACE_SECONDS), *self.command],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,  # Ctrl-C reaches only this process, which then closes the pipe
-            )
-        try:
-            if threading.current_thread() is threading.main_thread():
-                # End the server on SIGTERM: whoever starts this command again may need its memory.
-                self._before = signal.signal(signal.SIGTERM, _end)
-            self._wait()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End the server, and wait until it is gone."""
-        assert self._keeper.stdin is not None
-        if self._before is not None:  # a second SIGTERM, as when a group is sent one, must not end the wait
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        try:
-            self._keeper.stdin.close()
-            self._keeper.wait(4 * GRACE_SECONDS)  # the keeper takes half of that at most
-        except subprocess.TimeoutExpired:
-            self._keeper.kill()
-            self._keeper.wait()
-        finally:
-            if self._before is not None:
-                signal.signal(signal.SIGTERM, self._before)
-
-    def _wait(self) -> None:
+    def wait(self) -> None:
         """Wait until the server answers. UserError if it ends, or does not answer."""
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
@@ -111,13 +61,13 @@ class Server:
                     return
             time.sleep(0.25)
         late = f"vLLM's server does not answer after {START_SECONDS:.0f} s"
-        raise UserError(f"{late} ({self.last_words()}): see {self.log}")
+        raise UserError(f"{late} ({last_words(self.log)}): see {self.log}")
 
     def check(self, dying: bool = False) -> None:
         """Raise UserError if the server has ended. If it is `dying`, first give it the time to end."""
         with suppress(subprocess.TimeoutExpired):
-            status = self._keeper.wait(2 + 2 * GRACE_SECONDS if dying else 0)
-            raise UserError(f"vLLM's server ended with exit status {status} ({self.last_words()}): see {self.log}")
+            status = self.keeper.wait(2 + 2 * GRACE_SECONDS if dying else 0)
+            raise UserError(f"vLLM's server ended with exit status {status} ({last_words(self.log)}): see {self.log}")
 
     def ask(self, path: str) -> tuple[int, str]:
         """Like `get`, once the server has started. UserError if it has ended since, or is silent."""
@@ -136,15 +86,61 @@ class Server:
     def connect(self, timeout: float) -> http.client.HTTPConnection:
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
 
-    def last_words(self) -> str:
-        """Return the last error in the log, or else its last line."""
-        with self.log.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - 1_000_000))
-            lines = file.read().decode(errors="replace").splitlines()[1:]
-        errors = [line.strip() for line in lines if "rror" in line and " WARNING " not in line]
-        errors = [line for line in errors if not any(word in line for word in USELESS)] or errors
-        errors = [line for line in errors if re.search(r"Error: \S", line)] or errors  # prefer those with a text
-        return ([*lines[-1:], *errors] or ["it printed nothing"])[-1][-300:]
+
+@contextmanager
+def serving(command: list[str], port: int, log: Path, offline: bool = False) -> Iterator[Server]:
+    """Context manager: a server that lasts as long as the block, or this process, whichever ends first. UserError if it
+    does not start.
+
+    command: starts it. port: where it will listen. log: the file for all its output. offline: the hub is out of reach,
+    and what its cache has is used."""
+    artifacts.make_folder(log.parent)
+    # With a key from the shell, vLLM would require it in every request.
+    environment = {**ENVIRONMENT, **{k: v for k, v in os.environ.items() if k != "VLLM_API_KEY"}}
+    environment |= {"HF_HUB_OFFLINE": "1"} if offline else {}
+    with log.open("w", encoding="utf-8") as output:
+        output.write(f"$ {shlex.join(command)}\n")
+        output.flush()
+        keeper = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(KEEPER), str(GRACE_SECONDS), *command],
+            stdin=subprocess.PIPE,  # only this process has its other end
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,  # Ctrl-C reaches only this process, which then closes the pipe
+        )
+    assert keeper.stdin is not None
+    before: Any = None
+    try:
+        if threading.current_thread() is threading.main_thread():
+            # End the server on SIGTERM: whoever starts this command again may need its memory.
+            before = signal.signal(signal.SIGTERM, _end)
+        server = Server(port, log, keeper)
+        server.wait()
+        yield server
+    finally:
+        if before is not None:  # a second SIGTERM, as when a group is sent one, must not end the wait
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        try:
+            keeper.stdin.close()
+            keeper.wait(4 * GRACE_SECONDS)  # the keeper takes half of that at most
+        except subprocess.TimeoutExpired:
+            keeper.kill()
+            keeper.wait()
+        finally:
+            if before is not None:
+                signal.signal(signal.SIGTERM, before)
+
+
+def last_words(log: Path) -> str:
+    """Return the last error in a server's log, or else its last line."""
+    with log.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 1_000_000))
+        lines = file.read().decode(errors="replace").splitlines()[1:]
+    errors = [line.strip() for line in lines if "rror" in line and " WARNING " not in line]
+    errors = [line for line in errors if not any(word in line for word in USELESS)] or errors
+    errors = [line for line in errors if re.search(r"Error: \S", line)] or errors  # prefer those with a text
+    return ([*lines[-1:], *errors] or ["it printed nothing"])[-1][-300:]
 
 
 @dataclass(frozen=True)
