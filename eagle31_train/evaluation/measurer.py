@@ -8,7 +8,7 @@ accepted, verification by verification, must equal the run from every position.
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from typing import Any
@@ -51,12 +51,12 @@ class Candidate:
     verified: int | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Measurer:
     """What all workloads share.
 
-    model: from `load_model`. seed: each prompt's own seed is made from it. threads: how many torch uses to decode
-    several prompts together; for one prompt alone, `warm_up` chooses."""
+    model: from `load_model`. seed: each prompt's own seed is made from it. threads: how many torch uses to decode one
+    prompt alone; `warm_up` chooses them."""
 
     model: Any
     limits: Limits
@@ -91,14 +91,13 @@ class Measurer:
                 turns = [way for way in ways if way == PLAIN or max(batch) < verified[way[0]]]
                 if number % 2:  # so that a busy machine slows all ways alike
                     turns.reverse()
-                with threads(self.threads if len(batch) > 1 else torch.get_num_threads()):
+                with threads(self.threads) if len(batch) == 1 else nullcontext():
                     decoded = {way: self._decode(way, workload, batch, candidates) for way in turns}
                 for row, at in enumerate(batch):
                     of_prompt = {way: answers[row] for way, answers in decoded.items()}
                     outputs[at] = of_prompt[PLAIN].tokens
-                    with threads(self.threads):
-                        for one in candidates:
-                            counts[one.name][at] = self._count(workload, prompts[at], of_prompt, one, layers)
+                    for one in candidates:
+                        counts[one.name][at] = self._count(workload, prompts[at], of_prompt, one, layers)
                 if max(batch) < min(most, options.timed_prompts):
                     for way, answers in decoded.items():
                         timed[way] += [(len(one.tokens), one.seconds) for one in answers]
@@ -127,7 +126,7 @@ class Measurer:
 
         decode()
         if self.model.device.type == "cpu":
-            use_quickest_threads(decode)
+            self.threads = quickest_threads(decode)
 
     def _decode(self, way: Way, workload: Workload, batch: list[int], candidates: list[Candidate]) -> list[Decoded]:
         """Answer the prompts at these indices. PLAIN keeps auxiliary states if one output serves every drafter."""
@@ -260,22 +259,22 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def use_quickest_threads(work: Callable[[], object]) -> None:
-    """Set torch to the number of threads that finishes `work` first: all, half of them, and so on down to one.
+def quickest_threads(work: Callable[[], object]) -> int:
+    """Return how many threads of torch finish `work` first: all, half of them, and so on down to one.
 
     A pass over few tokens is short: a sleeping thread takes longer to wake than to compute its share.
     """
     most = torch.get_num_threads()
     seconds = {}
-    for threads in (most >> halvings for halvings in range(most.bit_length())):
-        torch.set_num_threads(threads)
-        began = time.perf_counter()
-        work()
-        seconds[threads] = time.perf_counter() - began
+    for count in (most >> halvings for halvings in range(most.bit_length())):
+        with threads(count):
+            began = time.perf_counter()
+            work()
+            seconds[count] = time.perf_counter() - began
     quickest = min(seconds, key=seconds.__getitem__)
-    torch.set_num_threads(quickest)
     if quickest < most:
         note(f"evaluate: decoding single prompts on {quickest} of {most} threads, which is faster here")
+    return quickest
 
 
 def seed_of(seed: int, prompt: Prompt) -> int:
