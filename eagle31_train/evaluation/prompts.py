@@ -131,21 +131,16 @@ def from_suite(name: str, suite: Suite, option: str, template: ChatTemplate) -> 
     `name` is the source of prompts that have none; if it is empty, each file is a source."""
     prompts: dict[str, Prompt] = {}
     seen: Counter[str] = Counter()
-    named = {key: column for key in ("tools", "id", "source") if (column := getattr(suite, key))}
-    columns = {*suite.columns, *named.values()}
-    for where, default, source, row in _rows(name, suite, option):
-        _require(suite.only, row, where)
-        if any(row[column] not in (v if isinstance(v, list) else [v]) for column, v in suite.only.items()):
+    for where, default, source, columns in _rows(name, suite, option):
+        _require(suite.only, columns, where)
+        if any(columns[column] not in (v if isinstance(v, list) else [v]) for column, v in suite.only.items()):
             continue
-        own_form = suite.prompt is None or (not columns <= row.keys() and any(form in row for form in OWN_FORMS))
-        if not own_form:
-            _require(columns, row, where)
-        messages, turns = _messages(None if own_form else suite.prompt, row, where)
+        row, asked = _own_form(suite, columns, where)
+        messages, turns = _messages(row, asked, where)
         if suite.placeholder and any(suite.placeholder in message["content"] for message in messages):
             seen["placeholders"] += 1
             continue
-        fields = {key: row[column] for key, column in named.items() if column in row}
-        prompt = _rendered({**row, **fields} if own_form else fields, messages, default, source, template, where)
+        prompt = _rendered(row, messages, default, source, template, where)
         if prompt.id in prompts:
             raise UserError(f"{where}: the id {prompt.id!r} occurs twice: make ids unique")
         prompts[prompt.id] = prompt
@@ -206,28 +201,35 @@ def _is_saved(folder: str) -> bool:
     return any((Path(folder) / name).is_file() for name in ("dataset_dict.json", "dataset_info.json"))
 
 
-def _messages(prompt: str | None, row: dict[str, Any], where: str) -> tuple[list[Message], int]:
-    """Return a row's messages before the first answer, and how many turns it has. `prompt`: as in `Suite`."""
-    value, turns = None, 1
-    systems = {key: row[key] for key in COLUMNS["system"] if key in row and prompt in (None, *OWN_FORMS)}
+def _own_form(suite: Suite, row: dict[str, Any], where: str) -> tuple[dict[str, Any], str]:
+    """Return a row in one of our own forms, which it may already have, and where its question was, in words."""
+    named = {key: column for key in ("tools", "id", "source") if (column := getattr(suite, key))}
+    fields = {key: row[column] for key, column in named.items() if column in row}
+    columns = {*suite.columns, *named.values()}
+    if suite.prompt is None or (not columns <= row.keys() and any(form in row for form in OWN_FORMS)):
+        return {**row, **fields}, "prompt, turns or messages"
+    _require(columns, row, where)
     try:
-        if prompt is None:
-            value = next((row[form] for form in OWN_FORMS if row.get(form)), None)
-        else:
-            filled = {column: "" if part is None else part for column, part in row.items()}
-            value = prompt.format_map(filled) if "{" in prompt else row[prompt]
+        filled = {column: "" if part is None else part for column, part in row.items()}
+        question = suite.prompt.format_map(filled) if "{" in suite.prompt else row[suite.prompt]
     except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
-        raise UserError(f"{where}: prompt={prompt!r} cannot be filled in ({error!r}): fix it") from None
+        raise UserError(f"{where}: prompt={suite.prompt!r} cannot be filled in ({error!r}): fix it") from None
+    system = {key: row[key] for key in COLUMNS["system"] if key in row and suite.prompt in OWN_FORMS}
+    return {"prompt": question, **system, **fields}, suite.prompt
+
+
+def _messages(row: dict[str, Any], asked: str, where: str) -> tuple[list[Message], int]:
+    """Return a row's messages before the first answer, and how many turns it has. `asked`: its columns, in words."""
+    value, turns = next((row[form] for form in OWN_FORMS if row.get(form)), None), 1
     if isinstance(value, list) and value and isinstance(value[0], str):
         value, turns = value[0], len(value)
     if not value or not (value.strip() if isinstance(value, str) else isinstance(value, list)):
-        column = prompt or "prompt, turns or messages"
-        raise UserError(f"{where}: {column} must be a text, texts or messages: fix the row, or name another column")
+        raise UserError(f"{where}: {asked} must be a text, texts or messages: fix the row, or name another column")
+    history = row.get("history") if value is row.get("prompt") else None
+    system = {key: row[key] for key in COLUMNS["system"] if key in row}
     try:
-        if prompt is None:
-            check_beside(row)
-        history = row.get("history") if prompt is None and value is row.get("prompt") else None
-        said = messages_of({"prompt": value, "history": history, **systems}, "prompt")
+        check_beside(row)
+        said = messages_of({"prompt": value, "history": history, **system}, "prompt")
     except Refused as error:
         raise UserError(f"{where} has a message that cannot be read ({error}): fix or remove it") from None
     if history:  # up to the last question
