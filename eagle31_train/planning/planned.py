@@ -134,15 +134,8 @@ class Planned:
         """
         p, generate, own = self.devices, self.config.data.generate, self.config.data.self_prompts
         sizes, t = self.target.sizes, self.target.description
-        # Assume that a server has all planned devices, our own server those in its arguments, and this process 1.
-        batch, devices = (generate.concurrency, p.count) if generate.server else (generate.batch_size, 1)
-        if generate.server == OWN_SERVER:
-            from eagle31_train.evaluation.serving.engine import (  # imports everything that decodes
-                answering_arguments,
-                devices_of,
-            )
-
-            devices = devices_of(answering_arguments(self.config, p.count, 0))
+        batch = generate.concurrency if generate.server else generate.batch_size
+        devices = answering_devices(self.config, p.count)
         prompts, answers, written = conversations / generate.samples, conversations * answer, 0.0
         if self.config.writes_prompts:
             turn = min(own.max_new_tokens, prompt / own.turns)
@@ -252,6 +245,16 @@ class Planned:
         state, pieces = self.state(), self.target_pieces()
         accumulates = self.config.train.gradient_accumulation_steps > 1
         return footprint.memory(profile, state, devices, pieces, micro, batch, bucket, overlap, accumulates)
+
+
+def answering_devices(config: Config, planned: int) -> int:
+    """Return how many devices answer. A server of the user's is assumed to have all that are planned."""
+    server = config.data.generate.server
+    if server != OWN_SERVER:
+        return planned if server else 1
+    from eagle31_train.evaluation.serving import engine  # imports everything that decodes
+
+    return engine.devices_of(engine.answering_arguments(config, planned, 0))
 
 
 def read_bucket(profile: Profile) -> tuple[int, bool]:
