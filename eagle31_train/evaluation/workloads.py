@@ -81,13 +81,7 @@ def workloads(
     # From the manifest: `datasets` saves an empty split and then cannot load it.
     splits = {name for name, split in data["splits"].items() if split["conversations"]}
     dataset = config.data_folder / "dataset"
-    sets: dict[str, tuple[list[Prompt], list[str]]] = {}
-    if options.prompts is None:
-        if HELDOUT not in splits:
-            raise UserError(f"{config.data_folder} holds out no prompts: set data.heldout, or evaluate.prompts=FILE")
-        sets[HELDOUT] = from_heldout(dataset, template if any(one.transform for one in perturbations) else None), []
-    for name, (option, suite) in _suites(config).items():
-        sets[name] = from_suite("" if name == PROMPTS else name, suite, option, template)
+    sets = _read_sets(config, HELDOUT in splits, perturbations, template)
     trained_on = trained_prompts(dataset) if "train" in splits and sets.keys() != {HELDOUT} else frozenset()
     filled = any(one.filled for one in perturbations)
     answers = _answers(dataset, template) if filled and HELDOUT in splits else None
@@ -95,8 +89,6 @@ def workloads(
     chosen = []
     for name, (prompts, notes) in sets.items():
         plain = _plain(name, prompts, config, longest, measured_on)
-        if name != HELDOUT and (again := len(prompts) - len({tuple(prompt.ids) for prompt in prompts})):
-            notes = [*notes, f"{again} of {len(prompts)} prompts are repeats, and count once"]
         if name != HELDOUT and (shared := sum(digest(prompt.ids) in trained_on for prompt in plain.prompts)):
             notes = [*notes, f"{shared} of {len(plain.prompts)} {TRAINED_ON}"]
         plain = replace(plain, notes=[*notes, *caveats])
@@ -113,6 +105,24 @@ def workloads(
                     f"prompts and answers have up to {needed:,} tokens, training's samples up to {limit:,}"
                 )
     return chosen
+
+
+def _read_sets(
+    config: Config, held_out: bool, perturbations: Sequence[Perturbation], template: ChatTemplate
+) -> dict[str, tuple[list[Prompt], list[str]]]:
+    """Return all prompts of each set that is asked for, by its name, with notes for readers."""
+    sets: dict[str, tuple[list[Prompt], list[str]]] = {}
+    if config.evaluate.prompts is None:
+        if not held_out:
+            raise UserError(f"{config.data_folder} holds out no prompts: set data.heldout, or evaluate.prompts=FILE")
+        rendered_anew = any(one.transform for one in perturbations)
+        sets[HELDOUT] = from_heldout(config.data_folder / "dataset", template if rendered_anew else None), []
+    for name, (option, suite) in _suites(config).items():
+        prompts, notes = from_suite("" if name == PROMPTS else name, suite, option, template)
+        if again := len(prompts) - len({tuple(prompt.ids) for prompt in prompts}):
+            notes.append(f"{again} of {len(prompts)} prompts are repeats, and count once")
+        sets[name] = prompts, notes
+    return sets
 
 
 def inputs(config: Config) -> dict[str, Any]:
