@@ -96,27 +96,28 @@ def check_inputs(config: Config, stages: list[str]) -> None:
         raise UserError(
             f"train.finish=true needs a checkpoint, but {config.train_folder} has none: remove train.finish"
         )
-    recorded = (config.train_folder / "inputs.json").is_file()  # such a run goes on without its initial weights
-    folders = [("train.init_from", config.train.init_from or ".")] * ("train" in stages and not recorded)
-    folders += [("comparisons", one) for one in config.comparisons] * ("export" in stages)
+    begun = (config.train_folder / "inputs.json").is_file()  # such a run goes on without its initial weights
+    source = config.train.init_from if "train" in stages and not begun else None
+    folders = [("train.init_from", source)] if source else []
+    folders += [("comparisons", one) for one in config.comparisons if "export" in stages]
     for option, folder in folders:
         place = folder if Path(folder).exists() else folder.rpartition("@")[0] or folder  # DRAFT@outputs
         if not Path(place).exists() and (place.startswith("runs/") or not is_hub_id(place)):
             raise UserError(f"{option}={folder} does not exist: correct the path")
-    if config.train.init_from and {"extract", "train"} <= set(stages) and not recorded:
-        check_source(config)
+    if source and "extract" in stages:
+        check_source(config, source)
 
 
-def check_source(config: Config) -> None:
+def check_source(config: Config, init_from: str) -> None:
     """Raise UserError for initial weights whose auxiliary layers or target sizes differ from this run's."""
     from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint  # slow to import
     from eagle31_train.targets.description import describe_target, kinds, pick_layers, read_raw
 
-    t, target = config.train, describe_target(config.target)
+    target = describe_target(config.target)
     layers = pick_layers(config.target.aux_layers, target.num_hidden_layers, kinds(read_raw(config.target)))
     source = DrafterCheckpoint.open(
-        t.init_from or "",
-        t.init_revision,
+        init_from,
+        config.train.init_revision,
         data_folder=config.data_folder,
         allow_unfinished=True,
         target_layers=lambda: target.num_hidden_layers,
@@ -125,12 +126,10 @@ def check_source(config: Config) -> None:
     theirs, ours = (there.target_hidden_size, there.vocab_size), (target.hidden_size, target.vocab_size)
     if theirs != ours:
         sizes = "{} wide with {:,} tokens".format
-        raise UserError(
-            f"train.init_from={t.init_from} is for a target {sizes(*theirs)}, but this one is {sizes(*ours)}"
-        )
+        raise UserError(f"train.init_from={init_from} is for a target {sizes(*theirs)}, but this one is {sizes(*ours)}")
     if list(there.aux_layers) != list(layers):
         raise UserError(
-            f"train.init_from={t.init_from} reads layers {list(there.aux_layers)}, but {list(layers)} would be "
+            f"train.init_from={init_from} reads layers {list(there.aux_layers)}, but {list(layers)} would be "
             f"extracted: set 'target.aux_layers={list(there.aux_layers)}'"
         )
 
