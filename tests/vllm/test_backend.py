@@ -2,16 +2,16 @@
 
 import json
 import os
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from data_prep import client
 from eagle31_train.compose import load_config
+from eagle31_train.evaluation import serving
 from eagle31_train.evaluation.prompts import Prompt
-from eagle31_train.evaluation.serving import measure_serving
 from eagle31_train.evaluation.serving.engine import check
-from eagle31_train.evaluation.serving.server import Server
 from eagle31_train.targets.completions import Request, Sampling
 
 # A server takes a minute to start: one drafter says it, of a small target or yours.
@@ -42,15 +42,23 @@ def served(asked, finished_run, target, vllm_python, tmp_path_factory):
         "evaluate.serve_speculative_tokens=[3]",
         f"evaluate.concurrency=[1,{USERS}]", f"evaluate.max_new_tokens={asked[0]['max_new_tokens']}",
     ])  # fmt: skip
-    answers, close = [], Server.close
+    answers, start = [], serving.serving
+
+    @contextmanager
+    def asked_once_more(*given, **more):
+        """A last question, not counted any more: a server of its own would take another minute."""
+        with start(*given, **more) as server:
+            yield server
+            answers.append(answers_of(server, asked))
+
     with pytest.MonkeyPatch.context() as patch:
-        # A last question, not counted any more: a server of its own would take another minute.
-        patch.setattr(Server, "close", lambda server: [answers.append(answers_of(server, asked)), close(server)])
+        patch.setattr(serving, "serving", asked_once_more)
         patch.setenv("HF_HUB_OFFLINE", os.environ.get("HF_HUB_OFFLINE", "1"))
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # a server and an engine, and no third process that works
         prompts = [Prompt(str(i), "", one["prompt"]) for i, one in enumerate(asked)]
         drafts = {"ours": Path(finished_run) / "export"}
-        return {**measure_serving(config, drafts, prompts, asked[0]["end_ids"], check(config)), "answers": answers}
+        measured = serving.measure_serving(config, drafts, prompts, asked[0]["end_ids"], check(config))
+        return {**measured, "answers": answers}
 
 
 def test_counts_of_the_server_are_the_evaluators(asked, served):
