@@ -118,7 +118,7 @@ def _stage(folder: Path, key: str, identity: str, images: str, command: str) -> 
         return None
     manifest = artifacts.read_json(path, command)
     if manifest.get("inputs", {}).get(key) != identity:
-        what = "is of another drafter (its weights, draft tokens or window differ) or of an earlier version"
+        what = "is of another drafter (its weights, format, draft tokens or window differ) or of an earlier version"
         note(f"export: {folder} {what}, so the card leaves it out: run `{command} overwrite=true`")
         return None
     result = manifest["result"] if "result" in manifest else {"serving": manifest["serving"]}

@@ -105,6 +105,6 @@ def test_acceptance_of_other_weights_is_not_claimed(trained, run, capsys):
         run.change_tensors(norm__weight=torch.full((16,), 0.5))
     export.export(run.config("overwrite=true"))
     assert "The acceptance of this checkpoint was not measured." in run.exported()[2]
-    what = "is of another drafter (its weights, draft tokens or window differ) or of an earlier version"
+    what = "is of another drafter (its weights, format, draft tokens or window differ) or of an earlier version"
     warning = f"{run.folder}/evaluate {what}, so the card leaves it out: run"
     assert capsys.readouterr().out.count(warning) == 1
