@@ -43,9 +43,9 @@ NO_PARTS = {
     "bamba", "falcon_h1", "hrm_text", "jamba", "lfm2", "lfm2_moe", "lfm3", "modernbert-decoder",
     "nanochat", "nemotron", "phimoe", "recurrent_gemma", "xlstm", "zamba", "zamba2",
 }  # fmt: skip
-# Kinds with untested layers: alternating dense and expert layers, attention in chunks or to images, logits of only a
-# part of the vocabulary's rows, divided by a number.
-NOT_DERIVED = {"inkling_text", "inkling2_text", "llama4", "llama4_text", "mllama", "mllama_text_model"}
+# Kinds with untested layers: alternating dense and expert layers, attention in chunks, to images or to later tokens of
+# the prompt, logits of only a part of the vocabulary's rows, divided by a number.
+NOT_DERIVED = {"inkling_text", "inkling2_text", "llama4", "llama4_text", "mllama", "mllama_text_model", "paligemma"}
 # Layer types that keep a state instead of keys for each token: they cannot go back over rejected tokens.
 RECURRENT = {"linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding"}
 # Packages that transformers needs to read quantized weights: `quant_method` → packages.

@@ -281,6 +281,7 @@ NO_TARGETS = [
     # transformers raises what is no AttributeError for its head_dim, which is wider in every sixth layer.
     ({"model_type": "gemma4_text"}, "its layers differ in head_dim, so eagle31 makes no drafter for it$"),
     ({"model_type": "inkling_text"}, "is a inkling_text, for which eagle31 makes no drafter: it has not been tried$"),
+    ({"model_type": "paligemma"}, "is a paligemma, for which eagle31 makes no drafter: it has not been tried$"),
     *(({"model_type": kind}, "its layers pass on 4 streams of states") for kind in ("hy_v4", "deepseek_v4")),
     ({"model_type": "qwen3", "draft_vocab_size": 200}, DRAFTER),
     ({"model_type": "qwen3", "architectures": ["Eagle3Speculator"]}, DRAFTER),
