@@ -25,6 +25,7 @@ TRIES = 8  # with waits of a minute and a half in all
 LONGEST_WAIT = 300.0  # seconds, even if a server asks for a longer pause
 BUSY = (408, 409, 424, 425, 429, 500, 502, 503, 504)  # worth asking again
 HANGS = 2  # timeouts in a row, after which another server is asked
+FAILED = "the server fails on the request: "  # the beginning of a reason
 ABORTED = "it broke off the answer"
 FULL = (429, 503)  # its turn is to come, as long as it answers others
 FAILS = ("HTTP 500", "HTTP 424", ABORTED)  # problems of a server that fails on certain prompts every time
@@ -147,7 +148,7 @@ class Server:
                 break
         if problem.startswith(FAILS) and self.failures_left:  # some servers fail on some prompts, each time
             self.failures_left -= 1
-            raise Refused(f"the server fails on the request: {problem}")
+            raise Refused(FAILED + problem)
         remedy = "see vLLM's log" if self.own else "check data.generate.server and data.generate.model"
         raise NoAnswer(f"no answer from {self.url} ({problem}): {remedy}")
 

@@ -15,18 +15,20 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.answers import NO_ROOM, Engine, Job, engine, target_inputs
+from data_prep.client import FAILED
 from data_prep.dataset import check_shares, most_common, place, refusal
 from data_prep.dialogue import following, turns_of
-from data_prep.journal import Journal
+from data_prep.journal import Answer, Journal
 from data_prep.own_server import OwnServer
 from data_prep.sources import Corpus
 from data_prep.written import check_goes_on
-from eagle31_train.common import artifacts
+from eagle31_train.common import artifacts, foreign
 from eagle31_train.common.console import Progress, note
 from eagle31_train.common.errors import Refused, UserError
 from eagle31_train.config import ANSWERED, Config, GenerateConfig
 from eagle31_train.provenance import LAYOUTS, Provenance, recorded
 from eagle31_train.rows.formats import TEMPLATE, TEMPLATE_ARGS
+from eagle31_train.rows.messages import Message
 from eagle31_train.targets.chat import ChatTemplate
 
 SAMPLING = ("max_new_tokens", "temperature", "top_p", "top_k", "samples")  # of data.generate
@@ -41,7 +43,7 @@ def regenerate(config: Config, template: ChatTemplate, own: OwnServer | None = N
         raise UserError(f"{samples}: set data.generate.temperature above 0")
     corpus = Corpus.open(config, "prompts")
     settings, made_from = _settings(config, template), of_answers(config, template, corpus)
-    journal = Journal(output)
+    journal, record = Journal(output), dict[str, Any]()
     if journal.finished(made_from, config.overwrite):
         record = artifacts.read_json(journal.manifest, "eagle31 data")
         lacking = _lacking(record, config.data.max_length)
@@ -59,6 +61,10 @@ def regenerate(config: Config, template: ChatTemplate, own: OwnServer | None = N
     with journal:
         if journal.answers:
             journal.check_wanted(set(_first_keys(jobs, settings)).__contains__, config.overwrite)
+        if record.get("layout") == LAYOUTS["answers"]:
+            for key, answer in _given(output, settings):
+                if key not in journal.answers:
+                    journal.add(key, answer)
         answer_all(jobs, journal, settings, template, engine(config, template, own))
         refused += [refusal(job.row, job.refusal, job.suffix) for job in jobs if job.refusal]
         jobs = [job for job in jobs if not job.refusal]
@@ -82,13 +88,26 @@ def regenerate(config: Config, template: ChatTemplate, own: OwnServer | None = N
 
 
 def _lacking(record: dict[str, Any], max_length: int) -> str:
-    """Return what finished answers lack, and a larger `max_length` would give; "" for nothing."""
+    """Return what finished answers lack, and a larger `max_length` or another try may give; "" for nothing."""
     before = record.get("max_length", math.inf)
-    lacked = sum(entry["reason"] == NO_ROOM.format(before) for entry in record["refused"])
-    if not lacked or max_length <= before:
-        return ""
-    lacking = f"lacks {lacked} prompts, which left no room for an answer in data.max_length={before}"
-    return f"{lacking}: set overwrite=true to answer all prompts again"
+    reasons = [entry["reason"] for entry in [*record["refused"], *record.get("ended", [])]]
+    short = reasons.count(NO_ROOM.format(before)) if max_length > before else 0
+    failed = sum(reason.startswith(FAILED) for reason in reasons)
+    lacked = [f"{short} prompts that left no room for an answer in data.max_length={before}"] * bool(short)
+    lacked += [f"{failed} prompts that the server failed on"] * bool(failed)
+    return f"lacks {' and '.join(lacked)}: set overwrite=true to ask these again" if lacked else ""
+
+
+def _given(output: Path, settings: dict[str, Any]) -> Iterator[tuple[str, Answer]]:
+    """Yield the answers of finished conversations, with their keys."""
+    with output.open("rb") as file:
+        for row in map(foreign.parse_json, file):
+            for i, message in enumerate(row["messages"]):
+                if message["role"] == "assistant":
+                    words = {name: value for name, value in message.items() if name != "finish_reason"}
+                    about = row.get("tools"), row.get(TEMPLATE_ARGS)
+                    key = _key_of(settings, row["id"], row["sample"], row["messages"][:i], *about)
+                    yield key, Answer(words, message["finish_reason"], len(words["token_ids"]))
 
 
 def of_answers(config: Config, template: ChatTemplate, corpus: Corpus) -> Provenance:
@@ -169,9 +188,11 @@ def answer_all(
 
 
 def _key(job: Job, settings: dict[str, Any]) -> str:
-    question = [settings, job.row.id, job.sample, job.messages]
-    more = [one for one in (job.row.tools, job.row.template_args) if one]
-    return artifacts.fingerprint([*question, *more])
+    return _key_of(settings, job.row.id, job.sample, job.messages, job.row.tools, job.row.template_args)
+
+
+def _key_of(settings: dict[str, Any], row: str, sample: int, messages: list[Message], *more: Any) -> str:
+    return artifacts.fingerprint([settings, row, sample, messages, *filter(None, more)])
 
 
 def _first_keys(jobs: list[Job], settings: dict[str, Any]) -> Iterator[str]:

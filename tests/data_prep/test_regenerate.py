@@ -12,6 +12,7 @@ from families import write_rows
 from made import message_of
 from planting import interrupt, watched
 
+from data_prep import client
 from data_prep import regenerate as module
 from data_prep.answers import Local
 from data_prep.dataset import place
@@ -403,6 +404,30 @@ def test_a_run_that_a_failing_server_ends_goes_on_with_whole_messages(served, tm
     assert not journal.exists()
 
 
+def test_what_a_server_failed_on_is_asked_again_and_nothing_else(served, tmp_path, server, monkeypatch, capsys):
+    whole = run(served)
+    served.run_dir, served.data.generate.concurrency = str(tmp_path / "failed"), 1
+    monkeypatch.setattr(client.time, "sleep", lambda _: None)
+    reply, template = server.reply, ChatTemplate.load(served.target)
+
+    def failing(body):
+        asked = template.decode(body["prompt"])
+        return (500, b"lost") if "thanks" in asked or "weather" not in asked else reply(body)
+
+    server.reply = failing
+    lacking = run(served)
+    assert (len(lacking), by_id(lacking)["last"]) == (len(whole) - 1, by_id(whole)["last"])
+    assert len(by_id(lacking)["whole"]["messages"]) < len(by_id(whole)["whole"]["messages"])
+    assert run(served) == lacking
+    assert "lacks 2 prompts that the server failed on: set overwrite=true to ask" in capsys.readouterr().out
+    server.reply, served.overwrite = reply, True
+    server.bodies.clear()
+    assert run(served) == whole
+    assert len(server.bodies) == 2, "what was answered stays"
+    assert run(served) == whole
+    assert len(server.bodies) == 2
+
+
 def test_a_prompt_that_leaves_no_room_for_an_answer_is_not_asked(config, capsys):
     template, asked = ChatTemplate.load(config.target), [{"turns": ["hello"]}, {"turns": ["hello " * 9]}]
     write_rows(Path(config.data.prompts), asked)
@@ -414,7 +439,7 @@ def test_a_prompt_that_leaves_no_room_for_an_answer_is_not_asked(config, capsys)
     assert told in capsys.readouterr().out
     config.data.max_length = 1000
     assert len(run(config)) == 1
-    assert "set overwrite=true to answer all prompts again" in capsys.readouterr().out
+    assert "lacks 1 prompts that left no room for an answer in data.max_length=" in capsys.readouterr().out
     config.overwrite = True
     assert [row["messages"][0]["content"] for row in run(config)] == ["hello", "hello " * 9]
     assert len(run(config)) == 2
