@@ -78,32 +78,6 @@ def explained() -> Iterator[None]:
     _open_streams()
     try:
         yield
-    except UserError as error:
-        if not isinstance(error, SharedError):
-            _say_once(f"error: {error}")
-        raise SystemExit(2) from None
-    except OSError as error:
-        if error.errno not in REMEDIES:
-            raise
-        what = f"cannot use {error.filename} ({error.strerror})" if error.filename else error
-        _say_once(f"error: {shown.line(what)}: {REMEDIES[error.errno]}")
-        raise SystemExit(2) from None
-    except ImportError as error:  # of a package that a target's weights or code turn out to need, at its first pass
-        named = error.name or ""  # none if a library asks for a package in its own words
-        if named.partition(".")[0] in OURS or (named and not isinstance(error, ModuleNotFoundError)):
-            raise
-        _say_once(f"error: {shown.line(error)}: install the missing package")
-        raise SystemExit(2) from None
-    except RuntimeError as error:
-        if _said():  # another process has ended and said why, and this one has lost its connection
-            raise SystemExit(2) from None
-        # Known by name, so as not to import torch. AcceleratorError is for pinned memory, or a device that others fill.
-        if type(error).__name__ not in ("OutOfMemoryError", "AcceleratorError") or "out of memory" not in str(error):
-            raise
-        remedy = "lower data.generate.batch_size, extract.batch_tokens or evaluate.batch_size"
-        remedy += "; for training, `eagle31 plan` shows what needs less"
-        _say_once(f"error: the device ran out of memory ({shown.line(error)}): {remedy}")
-        raise SystemExit(2) from None
     except Stopped as stopped:
         if str(stopped):  # one of several processes speaks for all
             note(str(stopped), error=True)
@@ -111,12 +85,42 @@ def explained() -> Iterator[None]:
     except KeyboardInterrupt:
         _say_once("stopped; run the same command again to resume")
         raise SystemExit(INTERRUPTED) from None
+    except Exception as error:
+        if (mistake := _mistake(error)) is None:
+            raise
+        if mistake:
+            _say_once(f"error: {mistake}")
+        raise SystemExit(2) from None
     finally:
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
             except OSError:
                 _lead_nowhere(stream)
+
+
+def _mistake(error: Exception) -> str | None:
+    """Return the user's mistake behind an error, "" if another process has said it; None if it may be ours."""
+    match error:
+        case SharedError():
+            return ""
+        case UserError():
+            return str(error)
+        case OSError() if error.errno in REMEDIES:
+            what = f"cannot use {error.filename} ({error.strerror})" if error.filename else error
+            return f"{shown.line(what)}: {REMEDIES[error.errno]}"
+        case ImportError():  # of a package that a target's weights or code turn out to need, at its first pass
+            named = error.name or ""  # none if a library asks for a package in its own words
+            ours = named.partition(".")[0] in OURS or (named and not isinstance(error, ModuleNotFoundError))
+            return None if ours else f"{shown.line(error)}: install the missing package"
+        case RuntimeError() if _said():  # another process has ended and said why, so this one has lost its connection
+            return ""
+    # Known by name, so as not to import torch. AcceleratorError is for pinned memory, or a device that others fill.
+    if type(error).__name__ in ("OutOfMemoryError", "AcceleratorError") and "out of memory" in str(error):
+        remedy = "lower data.generate.batch_size, extract.batch_tokens or evaluate.batch_size"
+        remedy += "; for training, `eagle31 plan` shows what needs less"
+        return f"the device ran out of memory ({shown.line(error)}): {remedy}"
+    return None
 
 
 def _lead_nowhere(stream: TextIO) -> None:
