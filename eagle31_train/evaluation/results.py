@@ -78,19 +78,16 @@ def per_prompt(workload: Workload, measurement: Measurement, draft_tokens: int) 
 
 def _workload(workload: Workload, drafters: Drafters, plain: Drafters | None, depths: Sequence[int]) -> dict[str, Any]:
     """Return a workload's result. `plain`: the same drafters on the plain form of a perturbed workload."""
-    counts = {name: [one.counts for one in trainings] for name, trainings in drafters.items()}
     first, *others = drafters
-    prompts = counts[first][0]
-    numbers = {name: _drafter(trainings, depths) for name, trainings in counts.items()}
-    for name, trainings in drafters.items():
-        numbers[name]["by_repetition"] = by_repetition(workload.prompts, trainings, depths)
+    numbers = {name: _drafter(workload.prompts, measurements, depths) for name, measurements in drafters.items()}
     if not any(depth["drafts"] for each in numbers.values() for depth in each["by_depth"].values()):
         raise UserError(f"{workload.name}: every answer ended with its first token: choose other prompts")
+    counts = {name: [one.counts for one in measurements] for name, measurements in drafters.items()}
     lengths = {name: acceptance_lengths(trainings, depths) for name, trainings in counts.items()}
     kept: dict[str, Estimate] = {}
-    for name, trainings in plain.items() if plain else ():
-        ids = {one.id for one in prompts}  # those that have the perturbed form
-        before = [[each for each in one.counts if each.id in ids] for one in trainings]
+    for name, measurements in plain.items() if plain else ():
+        ids = {prompt.id for prompt in workload.prompts}  # those that have the perturbed form
+        before = [[each for each in one.counts if each.id in ids] for one in measurements]
         kept[name] = lengths[name] / acceptance_lengths(before, depths)
         numbers[name]["kept"] = _by_depth(depths, kept[name].intervals())
     differences = {}
@@ -114,7 +111,7 @@ def _workload(workload: Workload, drafters: Drafters, plain: Drafters | None, de
         "temperature": workload.temperature,
         "top_p": workload.top_p,
         **({"top_k": workload.top_k} if workload.top_k else {}),
-        "prompts": len(prompts),
+        "prompts": len(workload.prompts),
         "verified": sum(all(each.seen for each in of_prompt) for of_prompt in zip(*every, strict=True)),
         "notes": [*workload.remarks, *elsewhere],
         **_speeds(drafters, depths),
@@ -136,7 +133,8 @@ def _speeds(drafters: Drafters, depths: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def _drafter(trainings: Trainings, depths: Sequence[int]) -> dict[str, Any]:
+def _drafter(prompts: Sequence[Prompt], measurements: Sequence[Measurement], depths: Sequence[int]) -> dict[str, Any]:
+    trainings = [one.counts for one in measurements]
     numbers = {**_numbers(trainings, depths), "drift": _drift(trainings)}
     if len(trainings) > 1:
         numbers["by_training"] = [_values([one], depths) for one in trainings]
@@ -144,6 +142,7 @@ def _drafter(trainings: Trainings, depths: Sequence[int]) -> dict[str, Any]:
         source: _numbers([[each for each in one if each.source == source] for one in trainings], depths)
         for source in sorted({each.source for each in trainings[0]})
     }
+    numbers["by_repetition"] = by_repetition(prompts, measurements, depths)
     return numbers
 
 
