@@ -46,10 +46,10 @@ def run(
         arguments = options.parse_intermixed_args(argv)
         given = arguments.overrides
         words = with_recipe(given)
-        config = load_config(words, arguments.config_dir, resolve=False)
+        config = load_config(words, None, arguments.config_dir, resolve=False)
         if words != given and (longer := with_recipe(given, config)) != words:
             words = longer
-            config = load_config(words, arguments.config_dir, resolve=False)
+            config = load_config(words, None, arguments.config_dir, resolve=False)
         resolved = precision.resolve(config) if resolve else {}
         if arguments.cfg:
             note(to_yaml(config).rstrip("\n"))

@@ -39,12 +39,15 @@ GROUPS = [folder.name for folder in CONFIGS.iterdir() if folder.is_dir()]
 GIVES_DATA = ("data.prompts", "data.conversations", "data.sources")
 
 
-def load_config(overrides: list[str], config_dir: Path | None = None, resolve: bool = True) -> Config:
+def load_config(
+    overrides: list[str], saved: Path | None = None, config_dir: Path | None = None, resolve: bool = True
+) -> Config:
     """Compose `configs/config.yaml` with the overrides and check it against the schema.
 
     Args:
         overrides: `key=value`, `+experiment=NAME`, `+experiment=FILE.yaml` for your own recipe, or a run's folder
             for all of its options.
+        saved: a run's resolved configuration, to start from instead.
         config_dir: a folder with your own groups, like `configs/`: experiment/, target/, …
         resolve: replace each precision of `auto` by the value that a record, or this machine, decides.
 
@@ -53,21 +56,22 @@ def load_config(overrides: list[str], config_dir: Path | None = None, resolve: b
     """
     if config_dir is not None and not config_dir.is_dir():
         raise UserError(f"--config-dir {config_dir} is not a folder")
+    if saved is None:
+        saved, overrides = _run_and_options(overrides)
     folders = [CONFIGS, *([config_dir.resolve()] if config_dir else [])]
-    run, words = _run_and_options(overrides)
-    keys = {key_of(word) for word in words}
+    keys = {key_of(word) for word in overrides}
     if twice := [f"{old} has been renamed {new}" for old, new in RENAMED.items() if {old, new} <= keys]:
         raise UserError(f"{twice[0]}: set only {twice[0].split()[-1]}")
-    groups = [word for word in words if key_of(word) in GROUPS]
+    groups = [word for word in overrides if key_of(word) in GROUPS]
     recipe = next((word.partition("=")[2] for word in groups if key_of(word) == "experiment"), "")
     try:
         checked = tuple(_checked_group(word, folders) for word in groups)
-        shipped = run is None and config_dir is None and GIVEN not in checked
-        composed = copy.deepcopy(_shipped(checked)) if shipped else _composed(checked, run, folders)
-        if run is not None and any(key.startswith(GIVES_DATA) for key in keys):
+        shipped = saved is None and config_dir is None and GIVEN not in checked
+        composed = copy.deepcopy(_shipped(checked)) if shipped else _composed(checked, saved, folders)
+        if saved is not None and any(key_of(word).startswith(GIVES_DATA) for word in overrides):
             composed.regenerate = None  # follows from the new data, unless also given
             composed.data.prompts = None if composed.data.prompts == SELF else composed.data.prompts
-        for word in words:
+        for word in overrides:
             if word not in groups:
                 _set(composed, word)
         config = _to_config(composed, recipe)
@@ -78,16 +82,17 @@ def load_config(overrides: list[str], config_dir: Path | None = None, resolve: b
     return config
 
 
-def _run_and_options(overrides: list[str]) -> tuple[str | None, list[str]]:
-    """Return the run among the words of a command line, if there is one, and the options to set after its own."""
-    runs = [word for word in overrides if is_run(word)]
+def _run_and_options(words: list[str]) -> tuple[Path | None, list[str]]:
+    """Return the options of the run that a command line names, if any, as a file, and those to set on top of them."""
+    runs = [word for word in words if is_run(word)]
     if not runs:
-        return None, overrides
+        return None, words
     if len(runs) > 1:
         raise UserError(f"{' and '.join(runs)} are different runs: pass only one")
-    options = [word for word in overrides if word not in runs]
+    options = [word for word in words if word not in runs]
     anew = any(key_of(word) == "name" for word in options)  # a new run with that run's options
-    return runs[0], ["run_dir=runs/${name}" if anew else f"run_dir={runs[0]}", "overwrite=false", *options]
+    run_dir = "run_dir=runs/${name}" if anew else f"run_dir={runs[0]}"
+    return Path(runs[0], *SAVED), [run_dir, "overwrite=false", *options]
 
 
 def is_run(word: str) -> bool:
@@ -148,14 +153,14 @@ def _shipped(groups: tuple[str, ...]) -> DictConfig:
     return _composed(groups, None, [CONFIGS])
 
 
-def _composed(groups: Sequence[str], run: str | None, folders: list[Path]) -> DictConfig:
-    """Return the root, or the options of a run, with groups: each replaces the recipe's own, or is added to them."""
+def _composed(groups: Sequence[str], saved: Path | None, folders: list[Path]) -> DictConfig:
+    """Return the root with groups: each replaces the recipe's own, or is added if it has none."""
     OmegaConf.register_new_resolver("project", project, replace=True)
     ConfigStore.instance().store(name="schema", node=_schema())
     root = "config"
-    if run is not None:
+    if saved is not None:
         # Options that were added since get their defaults.
-        whole = typing.cast(DictConfig, OmegaConf.merge(_schema(), OmegaConf.load(Path(run, *SAVED))))
+        whole = typing.cast(DictConfig, OmegaConf.merge(_schema(), OmegaConf.load(saved)))
         if not groups:
             return _with_new_names(whole, tell=False)  # the same as Hydra's, which takes a tenth of a second
         root = "saved"
@@ -167,7 +172,7 @@ def _composed(groups: Sequence[str], run: str | None, folders: list[Path]) -> Di
         if others:  # Hydra requires the plus for a group that the recipe does not name
             named = compose(root, recipe, return_hydra_config=True).hydra.runtime.choices
             recipe += [word if key_of(word) in named else f"+{word}" for word in others]
-        return _with_new_names(compose(root, recipe), tell=run is None)
+        return _with_new_names(compose(root, recipe), tell=saved is None)
 
 
 def _with_new_names(composed: DictConfig, tell: bool) -> DictConfig:

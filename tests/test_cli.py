@@ -6,7 +6,6 @@ import operator
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -212,17 +211,12 @@ def test_prompts_alone_are_answered_and_without_data_the_target_writes_them(give
     assert (config.regenerate, config.data.prompts) == (answers, prompts)
 
 
-def saved_run(folder, options):
-    """The folder of a run with these options, YAML."""
-    saved = folder / "train" / "config.yaml"
-    saved.parent.mkdir(parents=True, exist_ok=True)
-    saved.write_text(options)
-    return str(folder)
-
-
 def begun(folder, *words):
     """The folder of a run that was begun with these words."""
-    return saved_run(folder, compose.to_yaml(load_config(["target.path=x", *words])))
+    saved = folder / "train" / "config.yaml"
+    saved.parent.mkdir(parents=True, exist_ok=True)
+    saved.write_text(compose.to_yaml(load_config(["target.path=x", *words])))
+    return str(folder)
 
 
 def test_what_a_run_is_given_anew_is_answered_or_not_as_if_it_had_no_answers_before(tmp_path):
@@ -319,8 +313,8 @@ def test_an_old_name_is_understood_and_says_the_new_one(monkeypatch, capsys, tmp
     config = load_config([RECIPE, "train.rate=0.5"])
     assert config.train.lr == 0.5
     assert capsys.readouterr().err == "train.rate has been renamed train.lr\n"
-    run = saved_run(tmp_path, compose.to_yaml(config).replace("  lr:", "  rate:"))
-    assert load_config([run]) == replace(config, run_dir=run)
+    (tmp_path / "saved.yaml").write_text(compose.to_yaml(config).replace("  lr:", "  rate:"))
+    assert load_config([], tmp_path / "saved.yaml") == config
     capsys.readouterr()
     recipe = (CONFIGS / "experiment" / "smollm2.yaml").read_text()
     assert "  lr: " in recipe
@@ -342,10 +336,10 @@ def test_an_old_name_is_understood_and_says_the_new_one(monkeypatch, capsys, tmp
     ],
 )
 def test_an_option_that_is_gone_is_told_of_where_it_was_set(unset, given, name, tmp_path, capsys):
-    config = load_config([RECIPE])
+    config, saved = load_config([RECIPE]), tmp_path / "saved.yaml"
     for text, said in ((unset, 0), (given, 1)):
-        run = saved_run(tmp_path, compose.to_yaml(config).replace("\nevaluate:", f"\n{text}"))
-        assert load_config([run]) == replace(config, run_dir=run)
+        saved.write_text(compose.to_yaml(config).replace("\nevaluate:", f"\n{text}"))
+        assert load_config([], saved) == config
         assert capsys.readouterr().err.count(f"{name} no longer exists (") == said
 
 

@@ -251,7 +251,7 @@ class DrafterCheckpoint:
         record = artifacts.read_json(train / RECORD, TRAIN) if (train / RECORD).is_file() else {}
         if "target" in record and record["inputs"].get("store") == trained_on:
             return dict(record["target"])
-        trained = compose.load_config([str(train.parent)])
+        trained = compose.load_config([f"run_dir={train.parent}"], train / run_folder.CONFIG)
         if store is None or store["fingerprint"] != trained_on:
             try:
                 store = read_manifest(trained)

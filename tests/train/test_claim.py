@@ -98,6 +98,8 @@ def test_a_run_remembers_its_target_when_its_store_is_gone(new_run, tmp_path):
     del record["target"]  # as earlier versions wrote it
     artifacts.write_json(run.train / RECORD, record)
     assert DrafterCheckpoint.open(run.folder / "run").trained_for() == {"name": known["name"]}
+    run.train.rename(tmp_path / "copied")
+    assert DrafterCheckpoint.open(tmp_path / "copied").trained_for() == {"name": known["name"]}
 
 
 def test_a_run_of_open_rates_goes_on_with_those_that_it_was_begun_with(new_run, monkeypatch):
@@ -218,7 +220,7 @@ def test_a_run_stays_until_what_replaces_it_has_a_checkpoint(new_run, monkeypatc
 def test_a_run_is_a_recipe_for_the_other_version(new_run):
     """What was left open is decided anew, as if nobody had trained."""
     run = new_run().fit(*SHORT)
-    saved = compose.load_config([str(run.train.parent)]).train
+    saved = compose.load_config([], run.train / "config.yaml").train
     assert (saved.fc_input_scale, saved.fc_init_scale) == (None, None)
     assert "was made from other inputs (drafter.fc_norm: true there, false here" in message_of(run.fit, *SHORT, *EAGLE3)
     run.fit(*SHORT, *EAGLE3, "overwrite=true")

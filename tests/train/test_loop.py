@@ -82,7 +82,7 @@ def test_options_that_data_and_store_were_not_made_with_are_told_and_not_recorde
     said, saved = capsys.readouterr().out, (run.train / "config.yaml").read_text()
     assert "data was made with other options than these (data.draft_vocab_size: null there, 20 here)" in said
     assert "store was made with other options than these (store.last_codec:" in said
-    read = compose.load_config([str(run.train.parent)])
+    read = compose.load_config([], run.train / "config.yaml")
     assert (read.data.prompts, read.regenerate) == (None, False), "the data are conversations that were given"
     assert "draft_vocab_size: null" in saved
     assert "last_codec: fp8" not in saved

@@ -115,7 +115,7 @@ def test_a_stopped_run_ends_at_its_checkpoint_where_that_is_asked(new_run, by_on
     assert "it was ended after step 6 of " in said
     run.fit(*words, finish)
     assert "it was ended" not in capsys.readouterr().out, "that is what was asked for"
-    assert not compose.load_config([str(run.train.parent)]).train.finish
+    assert not compose.load_config([], run.train / "config.yaml").train.finish
     (run.train / "manifest.json").unlink()  # to train on after all
     assert_close(run.fit(*words).weights(), by_one(*SHORT).weights(), 0)
 
