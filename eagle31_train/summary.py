@@ -14,6 +14,7 @@ from eagle31_train.common.console import note
 from eagle31_train.common.errors import UserError
 from eagle31_train.config import Config
 from eagle31_train.evaluation.intervals import LEVEL, bracket
+from eagle31_train.evaluation.results import ELSEWHERE
 from eagle31_train.evaluation.workloads import TRAINED_ON
 from eagle31_train.reporting import recipe
 from eagle31_train.reporting.card import rounded_to
@@ -95,7 +96,8 @@ def _decoded(manifest: dict[str, Any]) -> dict[str, str]:
 
 
 def _cautions(measured: dict[str, Any]) -> dict[str, str]:
-    return {"  CAUTION": note for note in measured["notes"] if note.endswith(TRAINED_ON)}  # noqa: B035 (at most one)
+    notes = [note for note in measured["notes"] if note.endswith(TRAINED_ON) or ELSEWHERE in note]
+    return {"  CAUTION": "; ".join(notes)} if notes else {}
 
 
 def _served(config: Config, manifest: dict[str, Any]) -> dict[str, str]:

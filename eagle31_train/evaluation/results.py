@@ -47,6 +47,7 @@ Trainings = Sequence[Sequence[Counts]]  # by training, then by prompt; all have 
 # A text repeats itself where its newest TOKENS tokens occurred before in this order, in prompt or answer. What followed
 # could then be looked up without a drafter. Small targets repeat themselves often.
 TOKENS = 4
+ELSEWHERE = "was measured on"  # in a note that belongs beside speeds
 
 
 def summarise(
@@ -99,7 +100,7 @@ def _workload(workload: Workload, drafters: Drafters, plain: Drafters | None, de
         differences[name] = _by_depth(depths, [dict(zip(estimates, column, strict=True)) for column in columns])
     every = [one for trainings in counts.values() for one in trainings]
     elsewhere = [
-        f"{name}, training {number}, was measured on {one.machine}"
+        f"{name}, training {number}, {ELSEWHERE} {one.machine}"
         for name, trainings in drafters.items()
         for number, one in enumerate(trainings, 1)
         if one.machine

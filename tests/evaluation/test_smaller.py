@@ -154,12 +154,13 @@ def test_a_measurement_on_trained_prompts_says_so_beside_its_number(run, capsys)
     evaluate.evaluate(run.config())
     manifest = run.folder / "evaluate" / artifacts.MANIFEST
     record = artifacts.read_json(manifest, "the test")
-    record["result"]["workloads"][0]["notes"] += ["something else", "2 of 4 prompts are in the training data, too"]
+    elsewhere, shared = "run, training 1, was measured on a GPU", "2 of 4 prompts are in the training data, too"
+    record["result"]["workloads"][0]["notes"] += ["something else", elsewhere, shared]
     artifacts.write_json(manifest, record)
     export.export(run.config())
     summary.summarise(run.config())
     lines = [line.split("  ")[-1] for line in capsys.readouterr().out.splitlines() if "CAUTION" in line]
-    assert lines == ["2 of 4 prompts are in the training data, too"]
+    assert lines == [f"{elsewhere}; {shared}"], "its speed is that one's"
     head = (run.folder / "export" / "README.md").read_text().partition("**Acceptance length")[2][:300]
     assert "**Caution: 2 of 4 prompts are in the training data, too.**" in head
 

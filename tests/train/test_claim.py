@@ -98,8 +98,8 @@ def test_a_run_remembers_its_target_when_its_store_is_gone(new_run, tmp_path):
     del record["target"]  # as earlier versions wrote it
     artifacts.write_json(run.train / RECORD, record)
     assert DrafterCheckpoint.open(run.folder / "run").trained_for() == {"name": known["name"]}
-    run.train.rename(tmp_path / "copied")
-    assert DrafterCheckpoint.open(tmp_path / "copied").trained_for() == {"name": known["name"]}
+    renamed = run.train.rename(run.train.with_name("renamed"))
+    assert DrafterCheckpoint.open(renamed).trained_for() == {"name": known["name"]}
 
 
 def test_a_run_of_open_rates_goes_on_with_those_that_it_was_begun_with(new_run, monkeypatch):
